@@ -1,0 +1,36 @@
+# make train: set up .venv and train the recipe `tiny`; make test: set up the same way and run every test.
+# Add overrides with ARGS, choose the interpreter with PYTHON: make train PYTHON=python3.12 ARGS="trainer.steps=100"
+
+PYTHON ?= python3
+PROCESSES ?= 2
+ARGS ?=
+BIN := .venv/bin
+
+.PHONY: train test lint clean
+
+train: .venv/.ready
+	$(BIN)/torchrun --standalone --nproc_per_node=$(PROCESSES) train.py $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: serried needs Python 3.11 or newer, $(PYTHON) is %d.%d; use: make PYTHON=python3.12" % sys.version_info[:2])'
+	$(PYTHON) -m venv .venv
+
+.venv/.ready: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+.venv/.ready-dev: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@ .venv/.ready

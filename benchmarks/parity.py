@@ -1,0 +1,159 @@
+"""Train the same run cut in every way and compare: ``python -m benchmarks.parity`` rewrites ``docs/parity.md``.
+
+The runs are those of ``tests/test_parity.py``, whole training runs on Gloo with ragged masks and a vocabulary of 257.
+"""
+
+import argparse
+import platform
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.cluster import Cluster
+from tests.runs import metrics, overrides, write_text
+
+STEPS, GLOBAL_BATCH = 20, 36
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to cut the run."""
+
+    name: str
+    processes: int
+    overrides: tuple[str, ...]
+
+
+CUTS = (
+    Cut("single", 1, ("parallel=single",)),
+    Cut("ddp x2", 2, ("parallel=ddp",)),
+    Cut("fsdp x2 (ZeRO-3)", 2, ("parallel=fsdp",)),
+    Cut("fsdp x2 (ZeRO-2)", 2, ("parallel=fsdp", "parallel.reshard_after_forward=false")),
+    Cut("fsdp x2, sync each micro-batch", 2, ("parallel=fsdp", "parallel.sync_every_micro_batch=true")),
+    Cut("ddp x3", 3, ("parallel=ddp",)),
+    Cut("fsdp x3", 3, ("parallel=fsdp",)),
+    Cut("hsdp 2x2", 4, ("parallel=hsdp", "parallel.replicate=2")),
+)
+ACCUMULATIONS = (1, 3)
+TOLERANCES = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3}
+"""Largest relative difference of loss and gradient norm from the single process of the same precision."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a run came to."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    sample_ids: list[list[int]]
+    """Per step, sorted."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative differences over all steps."""
+
+    loss: float
+    grad_norm: float
+    same_samples: bool
+
+
+def run(cluster: Cluster, cut: Cut, accumulation: int, precision: str, text: Path, run_dir: Path, *more: str) -> Curve:
+    """Train ``STEPS`` steps."""
+    micro_batch = GLOBAL_BATCH // cut.processes // accumulation
+    argv = overrides(
+        text, run_dir, *cut.overrides, f"precision={precision}", f"trainer.steps={STEPS}",
+        f"trainer.global_batch={GLOBAL_BATCH}", f"trainer.micro_batch={micro_batch}", *more,
+    )  # fmt: skip
+    answers = cluster.run(cut.processes, "tests.runs:train_small", argv=argv, ragged=True)
+    steps = metrics(run_dir)
+    ids = [
+        sorted(
+            sample
+            for answer in answers
+            for micro in answer.value["sample_ids"][step * accumulation : (step + 1) * accumulation]
+            for sample in micro
+        )
+        for step in range(STEPS)
+    ]
+    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert not any(line["skipped"] for line in steps)
+    return Curve([line["loss"] for line in steps], [line["grad_norm"] for line in steps], ids)
+
+
+def compare(curve: Curve, reference: Curve) -> Difference:
+    """How far ``curve`` is from ``reference``."""
+
+    def largest(ours: list[float], theirs: list[float]) -> float:
+        return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+    return Difference(
+        largest(curve.losses, reference.losses),
+        largest(curve.grad_norms, reference.grad_norms),
+        curve.sample_ids == reference.sample_ids,
+    )
+
+
+def table() -> str:
+    """Run everything and lay it out as Markdown."""
+    rows: list[Any] = []
+    with tempfile.TemporaryDirectory(prefix="serried-parity-") as folder:
+        text = Path(folder) / "text"
+        text.mkdir()
+        write_text(text)
+        cluster = Cluster(4)
+        try:
+            for precision in TOLERANCES:
+                reference = run(cluster, CUTS[0], 1, precision, text, Path(folder) / precision)
+                rows.append((precision, CUTS[0].name, 1, None, reference))
+                for cut in CUTS:
+                    for accumulation in ACCUMULATIONS:
+                        if cut.processes == 1 and accumulation == 1:
+                            continue
+                        name = f"{precision}-{cut.name}-{accumulation}".replace(" ", "_")
+                        curve = run(cluster, cut, accumulation, precision, text, Path(folder) / name)
+                        rows.append((precision, cut.name, accumulation, compare(curve, reference), curve))
+        finally:
+            cluster.stop()
+    lines = [
+        "| precision | cut | accumulation | loss, first to last | relative difference: loss | grad norm | samples |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for precision, name, accumulation, difference, curve in rows:
+        ends = f"{curve.losses[0]:.6f} to {curve.losses[-1]:.6f}"
+        compared = (
+            f"{difference.loss:.1e} | {difference.grad_norm:.1e} | {'same' if difference.same_samples else 'DIFFERENT'}"
+            if difference
+            else "reference | reference | reference"
+        )
+        lines.append(f"| {precision} | {name} | {accumulation} | {ends} | {compared} |")
+    return "\n".join(lines)
+
+
+_HEAD = """# Parity: the numbers do not depend on how the work is cut
+
+Made by `python -m benchmarks.parity` (torch {torch}, Python {python}, Gloo on CPU); `tests/test_parity.py` holds the
+bounds in the test suite.
+
+The same run of {steps} optimizer steps, global batch {batch}, 3 layers, vocabulary 257 (which no number of ranks here
+divides), untied embeddings, ragged loss masks, clipping at norm 1, AdamW with warm-up. Each row is a whole training run
+through `trainer.train`, compared at every step with the single process of the same precision. Bounds: fp32 1e-5, bf16
+3e-2, fp16 5e-3. A bf16 or fp16 row shows rounding of the low type and could not reveal a lost gradient; fp32 rows do.
+
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, default=Path("docs/parity.md"), help="where to write the table")
+    path = parser.parse_args().write
+    head = _HEAD.format(torch=torch.__version__, python=platform.python_version(), steps=STEPS, batch=GLOBAL_BATCH)
+    path.write_text(head + table() + "\n")
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

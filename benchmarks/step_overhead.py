@@ -1,0 +1,166 @@
+"""What the trainer costs: the same module on the same batches, beside a loop written by hand for the purpose.
+
+    python -m benchmarks.step_overhead                     # all layouts; a real model and one of almost no compute
+    python -m benchmarks.step_overhead --layouts ddp --turns 40
+
+Both stay alive in the same processes and take turns of a few steps, so that a machine that slows down slows both. The
+hand-written loop has DDP or FSDP2, autocast, skipped gradient syncs, clipping, fused AdamW and a loss logged every ten
+steps, and nothing else; its batches lie ready in memory, while the trainer reads, collates and counts its own.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from configs.compose import compose, config_yaml
+from launch.session import open_session
+from parallel.initialize import initialize
+from recipes.causal_lm import CausalLM
+from recipes.models.transformer import IGNORE
+from tests.cluster import Cluster
+from tests.runs import write_text
+from trainer.optim import learning_rate
+from trainer.track import Console, RunFolder
+from trainer.trainer import Trainer
+
+LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2}
+MODELS = {
+    # About a second a step on one core: what a step is worth.
+    "real": ["model.dim=256", "model.layers=6", "model.heads=8", "model.kv_heads=4", "model.hidden_dim=768",
+             "data.sequence_length=256", "trainer.global_batch=16", "trainer.micro_batch=4"],
+    # Nothing but the driver.
+    "almost no compute": ["model.dim=16", "model.layers=6", "model.heads=2", "model.kv_heads=1", "model.hidden_dim=16",
+                          "data.sequence_length=16", "trainer.global_batch=8", "trainer.micro_batch=2"],
+}  # fmt: skip
+STEPS_IN_A_TURN = {"real": 2, "almost no compute": 20}
+
+
+def race(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[float]]:
+    """Seconds a step of each turn, for the trainer and for the hand-written loop. Runs on every rank."""
+    config = compose(argv)
+    with open_session(config.launch) as session:
+        folder = RunFolder(config.run.dir) if session.is_main else None
+        console = Console(False, session.rank, config.run.dir)
+        recipe = CausalLM(config)
+        trainer = Trainer(config, recipe, session, folder, console, config_yaml(config))
+        ours = trainer.steps()
+        theirs = by_hand(config, recipe, trainer, session.device)
+        seconds: dict[str, list[float]] = {"trainer": [], "by hand": []}
+        for turn in range(turns + 2):  # the first two warm up caches, allocators and optimizer state
+            racers = [("trainer", ours), ("by hand", theirs)]
+            for name, racer in racers if turn % 2 else reversed(racers):
+                if session.world_size > 1:
+                    dist.barrier()
+                started = time.perf_counter()
+                for _ in range(steps_in_a_turn):
+                    next(racer)
+                seconds[name].append((time.perf_counter() - started) / steps_in_a_turn)
+        ours.close()
+        return {name: values[2:] for name, values in seconds.items()}
+
+
+def by_hand(config: Any, recipe: CausalLM, trainer: Trainer, device: torch.device) -> Iterator[None]:
+    """The loop one would write for this job alone."""
+    model: Any = recipe.build_model()
+    strategy, world = config.parallel.strategy, dist.get_world_size() if dist.is_initialized() else 1
+    if world > 1 and strategy == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.layers:
+            fully_shard(block)
+        fully_shard(model)
+    model.to_empty(device=device)
+    initialize(model, recipe.initial_std, config.trainer.seed)
+    if world > 1 and strategy == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.optim.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    batches = [list(micro) for micro in _take(trainer, 8)]
+    count = len(batches[0])
+    step = 0
+    while True:
+        step += 1
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config.trainer.steps, config.optim.lr, config.schedule)
+        total = torch.zeros((), device=device)
+        for index, batch in enumerate(batches[step % len(batches)]):
+            last = index == count - 1
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(last)
+            skip = model.no_sync() if not last and hasattr(model, "no_sync") else nullcontext()
+            with skip:
+                loss = model(batch.tokens, batch.targets) / (batch.targets != IGNORE).sum() / count
+                loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), config.trainer.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 10 == 0:
+            if world > 1:
+                dist.all_reduce(total)
+            total.item()
+        yield
+
+
+def _take(trainer: Trainer, steps: int) -> list[list[Any]]:
+    """The first batches of the run, read once."""
+    from itertools import islice
+
+    with trainer.fresh_loader() as loader:
+        return list(islice(loader, steps))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--turns", type=int, default=20)
+    options = parser.parse_args()
+    print(
+        "| model | layout | by hand, ms/step | speed of the trainer against it: median (quartiles) | added, ms/step |"
+    )
+    print("| --- | --- | --- | --- | --- |")
+    cluster = Cluster(2)
+    with tempfile.TemporaryDirectory(prefix="serried-overhead-") as temporary:
+        text = Path(temporary) / "text"
+        text.mkdir()
+        write_text(text)
+        for model in options.models:
+            for layout in options.layouts:
+                argv = [
+                    "data=text", f"data.path={text}", f"data.cache_dir={temporary}/cache", *MODELS[model],
+                    f"run.dir={temporary}/{model.split()[0]}-{layout}", f"parallel={layout}", "trainer.steps=1M",
+                    "trainer.eval_every=0", "trainer.log_every=10",
+                ]  # fmt: skip
+                seconds = cluster.run(
+                    LAYOUTS[layout], "benchmarks.step_overhead:race", timeout_seconds=3600,
+                    argv=argv, turns=options.turns, steps_in_a_turn=STEPS_IN_A_TURN[model],
+                )[0].value  # fmt: skip
+                row = _row(seconds["trainer"], seconds["by hand"])
+                print(f"| {model} | {layout} x{LAYOUTS[layout]} | {row} |", flush=True)
+    cluster.stop()
+
+
+def _row(trainer: list[float], by_hand: list[float]) -> str:
+    ratios = sorted(b / t for t, b in zip(trainer, by_hand, strict=True))
+    added = [1000 * (t - b) for t, b in zip(trainer, by_hand, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    a_low, a_middle, a_high = statistics.quantiles(added, n=4)
+    return (
+        f"{1000 * statistics.median(by_hand):.1f} | {middle:.3f} ({low:.3f} to {high:.3f}) | "
+        f"{a_middle:+.2f} ({a_low:+.2f} to {a_high:+.2f})"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""From the command line and the YAML files beside this one to a checked ``RunConfig``.
+
+Hydra composes, pydantic checks, and whatever either of them (or the reading of the command line before them) refuses is
+told in one sentence each, all at once. Keys are looked up in the schema before Hydra sees them, so that Hydra never has
+to refuse one; each value goes to it as ``++key=value``.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    InterpolationToMissingValueError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
+from pydantic import ValidationError
+
+from configs.errors import UserError
+from configs.explain import Layer, Origins, explain, shown, unfit, value_at
+from configs.help import choices_of, help_text
+from configs.keys import Key, all_keys, all_sections
+from configs.schema import RunConfig
+from configs.suggest import explanation, later, listing, meant, nearest, pasteable, unknown_choice, unknown_key
+
+__all__ = ["compose", "config_yaml", "help_text", "parse_arguments"]
+
+FOLDER = Path(__file__).resolve().parent
+Action = Literal["train", "help", "config"]
+_COMMAND_LINE = "command line"
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
+    """Split the flags ``--help`` and ``--cfg job`` from the overrides; ``help`` wins over ``config``.
+
+    Other flags stay among the overrides, where ``compose`` refuses them together with every other mistake.
+    """
+    action: Action = "train"
+    overrides: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word in ("--help", "-h"):
+            return "help", []
+        if word in ("--cfg", "-c") and words[:1] == ["job"]:
+            word = f"{word}={words.pop(0)}"
+        if word in ("--cfg=job", "-c=job"):
+            action = "config"
+        else:
+            overrides.append(word)
+    return action, overrides
+
+
+def compose(argv: Sequence[str], folder: Path = FOLDER) -> RunConfig:
+    """The config that ``argv`` (overrides such as ``recipe=tiny`` and ``trainer.steps=1k``) asks for.
+
+    Raises:
+        UserError: anything is wrong with ``argv`` or the YAML files in ``folder``; names every mistake found.
+    """
+    groups = choices_of(folder)
+    command = _Command(groups)
+    command.read(argv)
+    mistakes = command.mistakes
+    try:
+        plain, origins = _composed(folder, command)
+        checked = RunConfig.model_validate(plain)
+    except UserError as error:
+        mistakes.append(str(error))
+    except ValidationError as error:
+        # Where overrides were refused, what is left may disagree with itself through no fault of the user's.
+        mistakes += explain(error, plain, origins, groups, alone=bool(mistakes))
+    if mistakes:
+        lines = list(dict.fromkeys(" ".join(mistake.split()) for mistake in mistakes))
+        raise UserError(lines[0] if len(lines) == 1 else f"{len(lines)} mistakes:\n  " + "\n  ".join(lines))
+    return checked
+
+
+def config_yaml(config: RunConfig) -> str:
+    """The resolved config as YAML; validating what a YAML parser reads from it gives an equal ``RunConfig``."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _composed(folder: Path, command: "_Command") -> tuple[dict[str, Any], Origins]:
+    """What Hydra makes of the YAML files and the overrides, as plain data, and where each part of it came from.
+
+    Raises:
+        UserError: a YAML file cannot be read or merged, or refers to something that does not exist.
+    """
+    try:
+        with initialize_config_dir(str(folder), version_base=None):
+            config = hydra_compose("train", command.overrides, return_hydra_config=True)
+            loader = GlobalHydra.instance().config_loader()
+            defaults = loader.compute_defaults_list("train", command.overrides, RunMode.RUN).defaults
+        layers = [
+            Layer(folder / f"{default.config_path}.yaml", default.package or "")
+            for default in defaults
+            if (folder / f"{default.config_path}.yaml").exists()
+        ]
+        origins = Origins(command.typed, layers, root=folder.parent)
+        with open_dict(config):
+            config.recipe = config.pop("hydra").runtime.choices.recipe
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"{_relative(mark.name, folder)}:{mark.line + 1}" if mark else "a YAML file"
+        raise UserError(f"{place} is not valid YAML: {error.problem}") from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_not_composed(error, folder, command.groups)) from None
+    raw = OmegaConf.to_container(config)
+    try:
+        return _without_missing(OmegaConf.to_container(config, resolve=True)), origins
+    except OmegaConfBaseException as error:
+        key = str(error.full_key).partition("[")[0]
+        reason = next((reason for kind, reason in _UNRESOLVED.items() if isinstance(error, kind)), "it has no value")
+        raise UserError(
+            f"{key}={shown(value_at(key, raw))} ({origins.of(key)}) cannot be filled in: {reason}"
+        ) from None
+
+
+def _not_composed(error: Exception, folder: Path, groups: Mapping[str, Sequence[str]]) -> str:
+    """The sentence for YAML files that Hydra cannot put together; its messages name the file first, if they can."""
+    if isinstance(error, MissingConfigException):
+        group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+        return unknown_choice(group, choice, groups.get(group, []), f"chosen by a YAML file in {folder.name}")
+    found = re.match(r"In '(.+?)': *(.*)", str(error).strip(), re.DOTALL)
+    file, text = (f"{folder.name}/{found[1]}.yaml", found[2]) if found else (f"a file in {folder.name}", str(error))
+    if group_name := re.match(r"Could not override '(.+?)'", text):
+        near = nearest(group_name[1], list(groups)) or groups
+        return f"{file}: no group {group_name[1]!r}; did you mean {' or '.join(near)}?"
+    if not text.strip() or "Cannot merge" in text:
+        return f"{file} does not fit: it must hold keys with values, and each ${{ needs its }}"
+    return f"{file} does not fit: {text.strip().splitlines()[0]}"
+
+
+_UNRESOLVED = {  # the more special kinds first
+    InterpolationKeyError: "it refers to a key that does not exist",
+    InterpolationToMissingValueError: "it refers to a key that has no value",
+    UnsupportedInterpolationType: "it asks for a function that does not exist",
+    InterpolationResolutionError: "it refers to itself, or to something that has no value",
+}
+
+
+@dataclass
+class _Command:
+    """What the command line asks for, read word by word."""
+
+    groups: dict[str, list[str]]
+    typed: dict[str, str] = field(default_factory=dict)
+    """Accepted overrides as typed, by key."""
+    overrides: list[str] = field(default_factory=list)
+    """The same for Hydra."""
+    mistakes: list[str] = field(default_factory=list)
+    parser: OverridesParser = field(default_factory=OverridesParser.create)
+
+    def read(self, argv: Sequence[str]) -> None:
+        """Take in all words; mistakes are collected, never raised."""
+        words = list(argv)
+        while words:
+            word = words.pop(0)
+            if word.startswith("-"):
+                self._read_flag(word, words)
+            elif word.startswith("~"):
+                self._refuse_deletion(word)
+            elif "=" not in word:
+                self._read_bare_word(word, words)
+            else:
+                key, _, value = word.partition("=")
+                if key and not value and words and _is_bare(words[0]):
+                    value = words.pop(0)
+                    self.mistakes.append(f"{word} {value}: no blank after the =; write {pasteable(key, value)}")
+                else:
+                    self._read_override(key.lstrip("+").strip(), value.strip())
+
+    def _read_flag(self, word: str, words: list[str]) -> None:
+        name, has_value, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        if name in ("m", "multirun"):
+            self.mistakes.append(f"{word}: {explanation('multirun', '')}, and start one run at a time")
+            return
+        if not has_value and words and _is_bare(words[0]):
+            value = words.pop(0)
+            word = f"{word} {value}"
+        if name in ("cfg", "c"):
+            self.mistakes.append(f"{word}: write --cfg job, which prints the config and stops")
+        elif name and (reason := explanation(name, value)):
+            self.mistakes.append(f"{shown(word)}: {reason}")
+        elif name and (overrides := meant(name, value, self.groups)):
+            self.mistakes.append(f"{shown(word)}: overrides have no dashes; write {' or '.join(overrides)}")
+        else:
+            self.mistakes.append(
+                f"no flag {shown(word)}; the flags are --help and --cfg job, anything else is key=value without dashes"
+            )
+
+    def _refuse_deletion(self, word: str) -> None:
+        key = word.lstrip("~").partition("=")[0]
+        found = all_keys().get(key)
+        if found is None:
+            self.mistakes.append(f"{word}: keys cannot be deleted; leave {word} out")
+        elif found.nullable:
+            self.mistakes.append(f"{word}: keys cannot be deleted; write {key}=null")
+        else:
+            self.mistakes.append(f"{word}: keys cannot be deleted; give it another value, e.g. {found.example}")
+
+    def _read_bare_word(self, word: str, words: list[str]) -> None:
+        homes = [group for group, choices in self.groups.items() if word in choices]
+        if words and words[0].startswith("=") and len(words) > (words[0] == "="):
+            value = words.pop(0)[1:] or words.pop(0)
+            self.mistakes.append(f"{word} = {value}: no blanks around the =; write {pasteable(word, value)}")
+        elif homes:
+            group = "recipe" if "recipe" in homes else homes[0]
+            self.mistakes.append(f"{word}: an override is key=value; write {group}={word}")
+        elif word == "help":
+            self.mistakes.append("help: write --help")
+        else:
+            key, _, value = word.partition(":")
+            if not value and key in [*self.groups, *all_keys()] and words and _is_bare(words[0]):
+                value = words.pop(0)
+                word = f"{word} {value}"
+            overrides = meant(key, value, self.groups)
+            hint = f"write {' or '.join(overrides)}" if overrides else "e.g. recipe=tiny"
+            self.mistakes.append(f"{shown(word) or repr(word)}: an override is key=value; {hint}")
+
+    def _read_override(self, key: str, value: str) -> None:
+        if self._is_refused(key, value):
+            return
+        if key in self.typed:
+            if self.typed[key] != value:
+                self.mistakes.append(
+                    f"{key} is given twice: {key}={shown(self.typed[key])} and {key}={shown(value)}; keep one"
+                )
+            return
+        if key in self.groups:
+            self._read_choice(key, value)
+        else:
+            self._read_value(all_keys()[key], value)
+
+    def _is_refused(self, key: str, value: str) -> bool:
+        """Whether ``key`` is no key to give a value to; the reason is noted."""
+        count = len(self.mistakes)
+        section, _, leaf = key.rpartition(".")
+        if not key:
+            self.mistakes.append(f"={shown(value)} has no key before the =; e.g. trainer.steps=1000")
+        elif key in all_keys() or key in self.groups:
+            if not value:
+                example = all_keys()[key].example if key in all_keys() else f"{key}={'|'.join(self.groups[key])}"
+                alternative = f", or {key}=null for none" if key in all_keys() and all_keys()[key].nullable else ""
+                self.mistakes.append(f"{key}= has no value; e.g. {example}{alternative}")
+            elif leaf in ("name", "strategy") and value in self.groups.get(section, []):
+                # Would change the label and nothing that the choice brings with it.
+                self.mistakes.append(f"{key}={value} is only the label of a choice; write {section}={value}")
+        elif key in all_sections() and not later(key):
+            self.mistakes.append(f"{key}={shown(value)}: {key} is a section, not a key; {listing(key)}")
+        elif above := _value_above(key):
+            self.mistakes.append(
+                f"{key}={shown(value)}: {above} is a value with nothing below it; write {pasteable(above, value)}"
+            )
+        else:
+            self.mistakes.append(unknown_key(key, shown(value), _COMMAND_LINE, self.groups))
+        return len(self.mistakes) > count
+
+    def _read_choice(self, group: str, value: str) -> None:
+        choice = value.strip("\"'")
+        if choice in self.groups[group]:
+            self.typed[group] = value
+            self.overrides.append(f"{group}={choice}")
+        elif "," in choice:
+            self.mistakes.append(f"{group}={shown(value)} holds several values: {_NO_SWEEP}")
+        else:
+            self.mistakes.append(unknown_choice(group, shown(choice), self.groups[group]))
+
+    def _read_value(self, key: Key, value: str) -> None:
+        parsed = self._parsed(key.path, value)
+        if parsed is not None and parsed.is_sweep_override():
+            parsed = None if key.is_free_text else parsed
+        if key.is_free_text:
+            self._read_text(key, value, parsed)
+        elif parsed is None:
+            self.mistakes.append(unfit(key, shown(value), _COMMAND_LINE))
+        elif parsed.is_sweep_override():
+            remedy = f"a list stands in brackets, {pasteable(key.path, f'[{value}]')}"
+            self.mistakes.append(
+                f"{key.path}={shown(value)} holds several values: {remedy if key.kind == 'array' else _NO_SWEEP}"
+            )
+        else:
+            self._accept(key, value, value)
+
+    def _read_text(self, key: Key, value: str, parsed: Override | None) -> None:
+        """Text is taken as typed even where Hydra's grammar has other plans for it (``~/books``, ``2024``, ``été``)."""
+        if parsed is not None and (value == "null" or isinstance(parsed.value(), str)):
+            self._accept(key, value, value)
+        elif "=" in value or "," in value:
+            # More likely two overrides run together, or a list, than a name.
+            quoted = QuotedString(text=value, quote=Quote.double).with_quotes()
+            self.mistakes.append(
+                f"{key.path}={shown(value)} holds a '{'=' if '=' in value else ','}'; "
+                f"if that is meant, quote it: {pasteable(key.path, quoted)}"
+            )
+        else:
+            self._accept(key, value, QuotedString(text=value, quote=Quote.double).with_quotes())
+
+    def _accept(self, key: Key, value: str, for_hydra: str) -> None:
+        if "${" in value:
+            try:
+                OmegaConf.create({"value": value})
+            except OmegaConfBaseException:
+                reference = pasteable(key.path, "${recipe}")
+                self.mistakes.append(f"{key.path}={shown(value)} is no reference to another key; e.g. {reference}")
+                return
+        self.typed[key.path] = value
+        self.overrides.append(f"++{key.path}={for_hydra}")
+
+    def _parsed(self, key: str, value: str) -> Override | None:
+        try:
+            return self.parser.parse_override(f"{key}={value}")
+        except HydraException:
+            return None
+
+
+_NO_SWEEP = "sweeps are not in this version yet; give one"
+
+
+def _is_bare(word: str) -> bool:
+    """Whether ``word`` can only be the value of the word before it."""
+    return "=" not in word and not re.match(r"-{1,2}[A-Za-z]", word)
+
+
+def _value_above(key: str) -> str | None:
+    """The key that is a plain value although ``key`` asks for something below it."""
+    return next((path for path in all_keys() if key.startswith(f"{path}.") and path not in all_sections()), None)
+
+
+def _without_missing(node: Any) -> Any:
+    """The same data less the keys marked ``???``, for the schema to report as missing; all keys are text."""
+    if isinstance(node, dict):
+        return {str(key): _without_missing(value) for key, value in node.items() if value != "???"}
+    return node
+
+
+def _relative(name: str, folder: Path) -> str:
+    path = Path(name)
+    return path.relative_to(folder.parent).as_posix() if path.is_relative_to(folder.parent) else name

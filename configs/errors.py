@@ -1,0 +1,15 @@
+"""How a run can end short of finishing, and the exit codes that say so."""
+
+EXIT_FINISHED, EXIT_FAILED, EXIT_MISTAKE = 0, 70, 78
+
+
+class UserError(Exception):
+    """A mistake in the command, the config or the surroundings that the user can mend.
+
+    It reaches the user as one ``error:`` line and exit code 78, never as a traceback, so the message carries
+    what was wrong, where, every number involved, and an override to paste.
+    """
+
+
+class TrainingFailed(Exception):
+    """Training cannot go on, for a reason that a traceback would not explain. One line, exit code 70."""

@@ -1,0 +1,148 @@
+"""What the schema refused, as sentences for the person who typed it or wrote the YAML."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from configs.keys import Key, all_keys, all_sections, keys_of
+from configs.suggest import LATER_VALUES, listing, nearest, unknown_key, unknown_section
+
+_LONGEST_VALUE = 80
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One YAML file of the composition and the section its keys go to; empty for the top."""
+
+    file: Path
+    section: str
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Where each value of a composed config came from."""
+
+    typed: Mapping[str, str]
+    """Overrides of the command line, by key."""
+    layers: Sequence[Layer]
+    """The YAML files, in the order they were merged; later ones win."""
+    root: Path
+    """File names are shown relative to this folder."""
+
+    def of(self, path: str) -> str:
+        """``command line``, or the file and line that set ``path`` or a section around it; empty if nothing did."""
+        parts = path.split(".")
+        if any(".".join(parts[:end]) in self.typed for end in range(1, len(parts) + 1)):
+            return "command line"
+        for layer in reversed(self.layers):
+            inside = parts if not layer.section else parts[1:] if parts[0] == layer.section else None
+            line = inside and _line_of(inside, layer.file)
+            if line:
+                return f"{layer.file.relative_to(self.root).as_posix()}:{line}"
+        return ""
+
+
+def _line_of(parts: Sequence[str], file: Path) -> int | None:
+    """Line on which the deepest of the nested keys ``parts`` stands, if a value or all of them is found there."""
+    node, line = yaml.compose(file.read_text(encoding="utf-8")), None
+    for part in parts:
+        if not isinstance(node, yaml.MappingNode):
+            break
+        found = next(((key, value) for key, value in node.value if key.value == part), None)
+        if found is None:
+            return None
+        line, node = found[0].start_mark.line + 1, found[1]
+    return line
+
+
+def shown(value: Any) -> str:
+    """A value as YAML would write it, on one line of bounded length."""
+    if isinstance(value, bool) or value is None:
+        text = {True: "true", False: "false", None: "null"}[value]
+    elif isinstance(value, list | tuple):
+        text = f"[{','.join(shown(item) for item in value)}]"
+    elif isinstance(value, dict):
+        text = "{" + ",".join(f"{key}:{shown(item)}" for key, item in value.items()) + "}"
+    else:
+        text = str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+
+
+def unfit(key: Key, text: str, source: str) -> str:
+    """The sentence for a value of the wrong type or not among the choices."""
+    given = f"{key.path}={text} ({source})"
+    if key.choices:
+        near = nearest(text, key.choices)
+        planned = f"; {LATER_VALUES[key.path]} is not in this version yet" if key.path in LATER_VALUES else ""
+        hint = f"; did you mean {key.path}={near[0]}?" if near else planned
+        return f"{given} is not {key.expected}{hint}"
+    return f"{given} is not {key.expected}; e.g. {key.example}"
+
+
+def explain(
+    error: ValidationError,
+    config: Mapping[str, Any],
+    origins: Origins,
+    groups: Mapping[str, Sequence[str]],
+    *,
+    alone: bool,
+) -> list[str]:
+    """One sentence per mistaken key of ``config``, in the order of the schema.
+
+    ``alone`` keeps to keys that are wrong by themselves and leaves out those that disagree with another.
+    """
+    sentences: dict[str, str] = {}
+    missing: list[str] = []
+    for mistake in error.errors(include_url=False):
+        if alone and mistake["type"] in ("value_error", "missing"):
+            continue
+        path = ".".join(str(part) for part in mistake["loc"])
+        while path and mistake["type"] != "extra_forbidden" and path not in all_keys() and path not in all_sections():
+            path = path.rpartition(".")[0]  # an item of a list: the list is what was typed
+        if mistake["type"] == "missing" and path == ".".join(str(part) for part in mistake["loc"]):
+            missing.append(path)
+            continue
+        sentences.setdefault(path, _sentence(path, mistake, config, origins, groups))
+    if missing:
+        # One sentence for all: whoever forgot one forgot its neighbours.
+        examples = " ".join(all_keys()[path if path in all_keys() else keys_of(path)[0]].override for path in missing)
+        names = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
+        sentences[""] = f"{names} set by no YAML file and not on the command line; e.g. {examples}"
+    return list(sentences.values())
+
+
+def _sentence(
+    path: str, mistake: Any, config: Mapping[str, Any], origins: Origins, groups: Mapping[str, Sequence[str]]
+) -> str:
+    kind, key = mistake["type"], all_keys().get(path)
+    if kind == "value_error":  # written by a validator of the schema, in full
+        return str(mistake["ctx"]["error"])
+    source = origins.of(path) or "configs"
+    if kind == "extra_forbidden":
+        if isinstance(mistake["input"], dict):
+            return unknown_section(path, source)
+        return unknown_key(path, shown(mistake["input"]), source, groups)
+    value = shown(origins.typed.get(path, value_at(path, config)))
+    if key is None or (key.kind == "object" and kind != "missing"):
+        return f"{path}={value} ({source}): {path} is a section, not a key; {listing(path)}"
+    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        return f"{path}={value} ({source}) is out of range: it must be {key.bounds}"
+    if kind == "string_pattern_mismatch":
+        return f"{path}={value} ({source}) may not hold slashes or blanks; e.g. {key.example}"
+    if kind == "string_too_short":
+        return f"{path} ({source}) is empty; e.g. {key.example}"
+    if kind == "finite_number":
+        return f"{path}={value} ({source}) is not finite; e.g. {key.example}"
+    return unfit(key, value, source)
+
+
+def value_at(path: str, config: Any) -> Any:
+    """What stands at a dotted path of nested dicts; ``None`` where there is nothing."""
+    for part in path.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config

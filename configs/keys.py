@@ -1,0 +1,126 @@
+"""What the schema says about each key, as plain data: for checking keys, for error messages and for ``--help``."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from configs.schema import RunConfig
+
+_EXAMPLES = {  # keys for which a value made up from the type alone would mislead
+    "trainer.steps": "1000, 10k, 2M",
+    "trainer.global_batch": "512",
+    "data.sequence_length": "2048, 8k",
+    "data.path": "books/*.txt",
+    "optim.lr": "3e-4",
+    "model.rope_scaling.factor": "8",
+    "model.rope_scaling.low_freq_factor": "1",
+    "model.rope_scaling.high_freq_factor": "4",
+    "model.rope_scaling.original_max_sequence_length": "8192",
+    "optim.betas": "[0.9,0.95]",
+    "run.name": "first-try",
+    "run.dir": "runs/first-try",
+}
+_WORDS = {
+    "integer": ("a whole number", "8"),
+    "number": ("a number", "0.1"),
+    "boolean": ("true or false", "true"),
+    "string": ("text", "some-name"),
+    "array": ("a list of two numbers", "[0.9,0.95]"),
+    "object": ("a section", "null"),
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One value of the config."""
+
+    path: str
+    """Full dotted name, such as ``trainer.steps``."""
+    kind: str
+    """JSON's name of the type: integer, number, boolean, string, array; object: a section that may be null."""
+    choices: tuple[str, ...]
+    """The values it may take, where they are few; else empty."""
+    nullable: bool
+    bounds: str
+    """The range in words, such as ``at least 1``; empty when there is none."""
+    required: bool
+    """Whether some YAML must set it."""
+    purpose: str
+    """Its docstring in ``schema.py``, on one line."""
+
+    @property
+    def is_free_text(self) -> bool:
+        """Whether any characters at all may follow the ``=``."""
+        return self.kind == "string" and not self.choices
+
+    @property
+    def expected(self) -> str:
+        """What a value has to be, to stand after "is not"."""
+        words = f"one of {', '.join(self.choices)}" if self.choices else _WORDS[self.kind][0]
+        return f"{words} or null" if self.nullable else words
+
+    @property
+    def override(self) -> str:
+        """An override to paste."""
+        return self.example.partition(", ")[0]
+
+    @property
+    def example(self) -> str:
+        """An override to paste, perhaps with other values after it."""
+        value = _EXAMPLES.get(self.path) or (self.choices[0] if self.choices else _WORDS[self.kind][1])
+        return f"{self.path}={value}"
+
+
+@functools.cache
+def all_keys() -> Mapping[str, Key]:
+    """Every key of ``RunConfig`` by its full dotted name, in the order of the schema."""
+    description = RunConfig.model_json_schema()
+    found: dict[str, Key] = {}
+
+    def walk(properties: dict[str, Any], required: list[str], prefix: str) -> None:
+        for name, field in properties.items():
+            purpose = field.get("description", "")
+            alternatives = field.get("anyOf", [field])
+            nullable = {"type": "null"} in alternatives
+            field = next(alternative for alternative in alternatives if alternative != {"type": "null"})
+            path = prefix + name
+            section = description["$defs"][field["$ref"].rpartition("/")[2]] if "$ref" in field else None
+            if section is None or nullable:
+                found[path] = Key(
+                    path=path,
+                    kind="object" if section else field["type"],
+                    choices=tuple(field["enum"])
+                    if "enum" in field
+                    else ((field["const"],) if "const" in field else ()),
+                    nullable=nullable,
+                    bounds=_bounds(field),
+                    required=name in required,
+                    purpose=" ".join(purpose.split()),
+                )
+            if section is not None:
+                walk(section["properties"], section.get("required", []), f"{path}.")
+
+    walk(description["properties"], description.get("required", []), "")
+    return found
+
+
+def all_sections() -> list[str]:
+    """Dotted names of everything that has keys below it."""
+    return list(dict.fromkeys(path.rpartition(".")[0] for path in all_keys() if "." in path))
+
+
+def keys_of(section: str) -> list[str]:
+    """Full names of the keys right below a section."""
+    return [path for path in all_keys() if path.rpartition(".")[0] == section]
+
+
+def _bounds(field: dict[str, Any]) -> str:
+    """``{"minimum": 0, "exclusiveMaximum": 1}`` as ``at least 0 and below 1``."""
+    limits = (  # inside a nullable field pydantic 2 writes `ge` where it writes `minimum` elsewhere
+        ("at least", field.get("minimum", field.get("ge"))),
+        ("above", field.get("exclusiveMinimum", field.get("gt"))),
+        ("at most", field.get("maximum", field.get("le"))),
+        ("below", field.get("exclusiveMaximum", field.get("lt"))),
+    )
+    return " and ".join(f"{words} {limit}" for words, limit in limits if limit is not None)

@@ -1,0 +1,317 @@
+"""Every knob there is.
+
+Hydra composes YAML and the command line into a plain dict; ``RunConfig`` turns it into one frozen, checked object and
+nothing writes to it afterwards. Checks that need the number of processes live in ``parallel.mesh``; checks that need
+files live with whoever opens them.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+
+
+def refuse_switch(value: Any) -> Any:
+    """Turn true and false into words, which are no numbers: pydantic would read them as 1 and 0."""
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+def parse_count(value: Any) -> Any:
+    """Turn ``1e3``, ``"10k"``, ``"2M"`` or ``"1.5B"`` into an integer; anything else is left to pydantic to judge."""
+    if isinstance(value, bool):
+        return refuse_switch(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str):
+        match = re.fullmatch(r"([+-]?[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKmMbBgGtT]?)", value.strip())
+        if match:
+            if match[1].lstrip("+-").replace("_", "").isdigit():  # exact where a float would round
+                return int(match[1]) * _SUFFIXES[match[2].lower()]
+            number = float(match[1].replace("_", "")) * _SUFFIXES[match[2].lower()]
+            if number.is_integer():
+                return int(number)
+    return value
+
+
+Count = Annotated[int, BeforeValidator(parse_count)]
+"""A whole number; ``1e3``, ``10k``, ``2M`` and ``1.5B`` are read as powers of ten."""
+PositiveCount = Annotated[Count, Field(ge=1)]
+CountOrZero = Annotated[Count, Field(ge=0)]
+Degree = Annotated[Count, Field(ge=-1)]
+Number = Annotated[float, BeforeValidator(refuse_switch)]
+"""A real number; true and false are not."""
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and a key that is not declared here is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    """Where the run keeps its files."""
+
+    name: str = Field(min_length=1, pattern=r"^[^/\s]+$")
+    """Name of the run; the recipe's name unless given."""
+    dir: Path
+    """Run folder, relative to where the command was typed. Never a timestamp: the same command finds it again."""
+
+
+class RopeScaling(Section):
+    """Llama 3.1's rescaling of rotary frequencies for long contexts (Hugging Face ``rope_type: llama3``)."""
+
+    factor: Number = Field(gt=0)
+    """How many times longer the context is than the one first trained on."""
+    low_freq_factor: Number = Field(gt=0)
+    """Wavelengths above original length / this are slowed by the whole factor."""
+    high_freq_factor: Number = Field(gt=0)
+    """Wavelengths below original length / this are left alone."""
+    original_max_sequence_length: PositiveCount
+    """Longest sequence of the first training, in tokens."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "RopeScaling":
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"model.rope_scaling.high_freq_factor={self.high_freq_factor:g} must exceed "
+                f"model.rope_scaling.low_freq_factor={self.low_freq_factor:g}; Llama 3.1 uses 4 and 1"
+            )
+        return self
+
+
+def _nearest_numbers(wanted: int, valid: Iterable[int]) -> list[int]:
+    """The four of ``valid`` that are nearest to ``wanted``, nearest first."""
+    return sorted(valid, key=lambda number: abs(number - wanted))[:4]
+
+
+class ModelSection(Section):
+    """Architecture of a decoder-only transformer of the Llama 3 family."""
+
+    name: str
+    """Name of the model config, for display."""
+    dim: PositiveCount
+    """Width of the residual stream."""
+    layers: PositiveCount
+    """Number of transformer blocks."""
+    heads: PositiveCount
+    """Number of query heads per block."""
+    kv_heads: PositiveCount
+    """Number of key/value heads per block; fewer than ``heads`` is grouped-query attention."""
+    head_dim: PositiveCount | None = None
+    """Width of one head; ``dim / heads`` when null."""
+    hidden_dim: PositiveCount
+    """Inner width of the SwiGLU feed-forward."""
+    vocab_size: PositiveCount | None = None
+    """Rows of the embedding table, in tokens; the tokenizer's size when null."""
+    tie_embeddings: bool = False
+    """Use the embedding table as the output projection too."""
+    norm_eps: Number = Field(default=1e-5, gt=0)
+    """Added to the mean square inside RMSNorm."""
+    rope_theta: Number = Field(default=500000.0, gt=0)
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3.1 frequency scaling; null for none."""
+    max_sequence_length: PositiveCount = 131072
+    """Longest sequence the model is meant for, in tokens; ``data.sequence_length`` may not exceed it."""
+    initializer_std: Number = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
+
+    @property
+    def attention_head_dim(self) -> int:
+        """Width of one head, resolved."""
+        return self.head_dim or self.dim // self.heads
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "ModelSection":
+        if self.head_dim is None and self.dim % self.heads:
+            near = _nearest_numbers(self.heads, (h for h in range(1, self.dim // 2 + 1) if self.dim % (2 * h) == 0))
+            fix = f"use model.heads={near[0]} (or one of {near[1:]})" if near else "use an even model.dim"
+            raise ValueError(
+                f"model.heads={self.heads} does not divide model.dim={self.dim}; {fix}, or set model.head_dim"
+            )
+        if self.heads % self.kv_heads:
+            near = _nearest_numbers(self.kv_heads, (k for k in range(1, self.heads + 1) if self.heads % k == 0))
+            raise ValueError(
+                f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
+                f"use model.kv_heads={near[0]} (or one of {near[1:]})"
+            )
+        if self.attention_head_dim % 2:
+            given = "model.head_dim" if self.head_dim else f"model.dim={self.dim} / model.heads={self.heads}"
+            raise ValueError(
+                f"{given} = {self.attention_head_dim} is odd, but rotary embeddings turn pairs; "
+                f"use model.head_dim={self.attention_head_dim + 1}"
+            )
+        return self
+
+
+class DataSection(Section):
+    """What is trained on."""
+
+    name: Literal["stdlib", "text"]
+    """``stdlib``: the Python standard library's own sources; ``text``: your files, given by ``data.path``."""
+    path: str | None = None
+    """File, folder or glob of UTF-8 text (``data=text`` only)."""
+    tokenizer: Literal["bytes", "chars"] = "bytes"
+    """``bytes`` (all 256 and an end mark) or ``chars`` (the characters that occur, and an end mark)."""
+    sequence_length: PositiveCount
+    """Tokens per sequence."""
+    validation_fraction: Number = Field(default=0.05, gt=0, lt=1)
+    """Share of the text kept for validation: whole files where there are at least 20, else the tail of each file."""
+    workers: CountOrZero = 2
+    """Threads per process that read batches ahead; 0 reads in the training thread."""
+    cache_dir: Path | None = None
+    """Folder of prepared tokens; ``$XDG_CACHE_HOME/serried`` or ``~/.cache/serried`` when null."""
+
+    @model_validator(mode="after")
+    def _path_given(self) -> "DataSection":
+        if self.name == "text" and not self.path:
+            raise ValueError("data=text needs data.path=FILE_OR_FOLDER_OR_GLOB")
+        if self.name == "stdlib" and self.path:
+            raise ValueError(f"data.path={self.path} is only read by data=text; add data=text")
+        return self
+
+
+class ParallelSection(Section):
+    """How the work is cut. ``replicate x shard`` must equal the number of processes."""
+
+    strategy: Literal["single", "ddp", "fsdp", "hsdp"]
+    """``ddp`` copies the model, ``fsdp`` shards it, ``hsdp`` copies groups of shards. One process is always single."""
+    replicate: Degree = 1
+    """Number of copies of the model; -1: whatever is left."""
+    shard: Degree = 1
+    """Number of ranks one copy is sharded over; -1: whatever is left."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after forward (true: ZeRO-3) or keep them (false: ZeRO-2, faster, more memory)."""
+    sync_every_micro_batch: bool = False
+    """Reduce gradients after each micro-batch: full-size gradients are never held, at more communication."""
+
+
+class PrecisionSection(Section):
+    """Arithmetic of forward and backward. Parameters, gradient sums and optimizer state are fp32 always."""
+
+    name: Literal["fp32", "bf16", "fp16"]
+    """Type that matrix products run in."""
+    initial_scale: Number = Field(default=65536.0, gt=0)
+    """fp16: first loss scale."""
+    growth_interval: PositiveCount = 2000
+    """fp16: steps without overflow after which the loss scale doubles."""
+
+
+class OptimSection(Section):
+    """AdamW. Weight decay applies to matrices only, not to norms."""
+
+    lr: Number = Field(ge=0)
+    """Peak learning rate."""
+    betas: tuple[Number, Number] = (0.9, 0.95)
+    """Decay of the running mean and the running square of the gradient."""
+    eps: Number = Field(default=1e-8, gt=0)
+    """Added to the root of the running square."""
+    weight_decay: Number = Field(default=0.1, ge=0)
+    """Decoupled decay per step, times the learning rate."""
+
+    @model_validator(mode="after")
+    def _betas_in_range(self) -> "OptimSection":
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(
+                f"optim.betas={list(self.betas)}: both must be at least 0 and below 1; e.g. optim.betas=[0.9,0.95]"
+            )
+        return self
+
+
+class ScheduleSection(Section):
+    """Learning rate as a pure function of the step: linear warm-up, then the named decay to ``min_lr_ratio``."""
+
+    name: Literal["cosine", "wsd", "linear", "constant"]
+    """``wsd``: warm-up, stable, linear decay over the last ``decay_fraction``. ``constant`` ignores the decay keys."""
+    warmup_steps: CountOrZero = 0
+    """Steps over which the learning rate rises from near 0 to ``optim.lr``."""
+    min_lr_ratio: Number = Field(default=0.1, ge=0, le=1)
+    """Learning rate at the last step, as a share of ``optim.lr``."""
+    decay_fraction: Number = Field(default=0.1, gt=0, le=1)
+    """``wsd`` only: share of all steps spent decaying."""
+
+
+class TrainerSection(Section):
+    """The loop. A step is one optimizer step; batches are counted in sequences."""
+
+    steps: PositiveCount
+    """Optimizer steps of the whole run."""
+    global_batch: PositiveCount
+    """Sequences per optimizer step, over all processes and micro-batches."""
+    micro_batch: PositiveCount
+    """Sequences per forward pass on one process. Accumulation = global_batch / (micro_batch x data ranks)."""
+    max_grad_norm: Number = Field(default=1.0, ge=0)
+    """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    seed: Annotated[Count, Field(ge=0, lt=2**63)] = 1
+    """Decides initial weights and sample order."""
+    deterministic: bool = False
+    """Run twice, get the same bits. Refuses operations that cannot promise it."""
+    log_every: CountOrZero = 10
+    """Steps between log lines; 0: none."""
+    eval_every: CountOrZero = 0
+    """Steps between evaluations on the validation split; 0: none. The last step is evaluated too unless 0."""
+    eval_batches: PositiveCount = 8
+    """Validation batches of ``global_batch`` sequences per evaluation (all of them where there are fewer)."""
+    sample_tokens: CountOrZero = 0
+    """Tokens of text to generate from the trained model at the end; 0: none."""
+
+
+class CheckpointSection(Section):
+    """What happens to an earlier run in the same folder."""
+
+    resume: Literal["auto", "never"] = "auto"
+    """``auto`` (a finished run is left as it is) or ``never`` (start anew; the earlier run's files are kept aside)."""
+
+
+class LaunchSection(Section):
+    """Processes and their patience."""
+
+    processes: PositiveCount | None = None
+    """Processes per node, as torchrun says; give it to plan for a machine you are not on (``dry_run=true``)."""
+    nodes: PositiveCount | None = None
+    """Nodes, as torchrun says; give it to plan for a machine you are not on (``dry_run=true``)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto`` (the GPU when there is one), ``cpu`` or ``cuda``."""
+    start_timeout_seconds: Number = Field(default=1800.0, gt=0)
+    """How long a process waits for another until the first step is done (data preparation, model set-up)."""
+    step_timeout_seconds: Number = Field(default=300.0, gt=0)
+    """How long a process waits for another after the first step."""
+
+
+class RunConfig(Section):
+    """The whole of a run."""
+
+    recipe: str
+    """Name of the recipe that chose the rest."""
+    dry_run: bool = False
+    """Print the plan and stop, on any machine, for any number of processes."""
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    parallel: ParallelSection
+    precision: PrecisionSection
+    optim: OptimSection
+    schedule: ScheduleSection
+    trainer: TrainerSection
+    checkpoint: CheckpointSection
+    launch: LaunchSection
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> "RunConfig":
+        if self.data.sequence_length > self.model.max_sequence_length:
+            raise ValueError(
+                f"data.sequence_length={self.data.sequence_length} exceeds "
+                f"model.max_sequence_length={self.model.max_sequence_length}; "
+                f"use data.sequence_length={self.model.max_sequence_length} or "
+                f"model.max_sequence_length={self.data.sequence_length}"
+            )
+        if self.schedule.warmup_steps > self.trainer.steps:
+            raise ValueError(
+                f"schedule.warmup_steps={self.schedule.warmup_steps} exceeds trainer.steps={self.trainer.steps}; "
+                f"use schedule.warmup_steps={self.trainer.steps // 10}"
+            )
+        return self

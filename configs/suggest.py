@@ -1,0 +1,303 @@
+"""From what somebody typed to what they meant: nearest names, names from other frameworks, names yet to come."""
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import SequenceMatcher, get_close_matches
+
+from configs.keys import all_keys, all_sections, keys_of
+
+_ALIASES = {  # names other frameworks use, for keys or groups whose value means the same
+    "trainer.steps": "max_steps num_steps n_steps total_steps train_steps num_train_steps max_train_steps "
+    "num_training_steps max_iters train_iters iterations",
+    "trainer.global_batch": "batch_size train_batch_size global_batch_size total_batch_size",
+    "trainer.micro_batch": "per_device_train_batch_size per_device_batch_size device_batch_size micro_batch_size "
+    "train_micro_batch_size_per_gpu local_batch_size mbs",
+    "trainer.max_grad_norm": "grad_clip clip clip_grad gradient_clip_val gradient_clipping clip_grad_norm "
+    "grad_norm_clip",
+    "trainer.seed": "random_seed manual_seed rng_seed seed_everything",
+    "trainer.log_every": "log_interval logging_steps log_every_n_steps log_freq log_steps",
+    "trainer.eval_every": "eval_interval eval_steps evaluation_steps val_check_interval eval_freq validate_every",
+    "trainer.eval_batches": "eval_iters limit_val_batches max_eval_batches val_batches",
+    "trainer.deterministic": "determinism full_determinism use_deterministic_algorithms",
+    "trainer.sample_tokens": "max_new_tokens",
+    "optim.lr": "learning_rate peak_lr max_lr base_lr",
+    "optim.betas": "adam_betas",
+    "optim.eps": "epsilon adam_epsilon adam_eps",
+    "optim.weight_decay": "wd decay",
+    "optim": "optimizer optimizer_name opt",
+    "schedule": "scheduler lr_scheduler lr_scheduler_type lr_schedule lr_decay_style",
+    "schedule.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps",
+    "schedule.min_lr_ratio": "final_lr_fraction min_lr_rate",
+    "data.sequence_length": "seq_len seq_length max_seq_len max_seq_length block_size context_length context_size "
+    "max_length n_ctx",
+    "data.workers": "num_workers dataloader_num_workers",
+    "data.path": "data_path data_dir dataset_path train_file train_files data_files file files folder input "
+    "input_file corpus",
+    "data": "dataset dataset_name",
+    "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_type tokenizer_name_or_path",
+    "data.validation_fraction": "val_fraction validation_split val_split val_split_fraction test_size",
+    "model": "model_name model_name_or_path model_type arch architecture",
+    "model.dim": "hidden_size d_model n_embd embed_dim embedding_dim dim_model",
+    "model.layers": "num_layers n_layer n_layers num_hidden_layers depth",
+    "model.heads": "n_head n_heads num_heads num_attention_heads attention_heads",
+    "model.kv_heads": "n_kv_heads n_kv_head num_kv_heads num_key_value_heads num_query_groups",
+    "model.hidden_dim": "intermediate_size ffn_dim ffn_hidden_size d_ff mlp_dim ffn_hidden_dim",
+    "model.vocab_size": "vocab vocabulary_size n_vocab padded_vocab_size",
+    "model.tie_embeddings": "tie_word_embeddings tied_embeddings weight_tying",
+    "model.norm_eps": "rms_norm_eps layer_norm_eps layernorm_epsilon",
+    "model.rope_theta": "rotary_base rope_base theta",
+    "model.initializer_std": "initializer_range init_std",
+    "model.max_sequence_length": "max_position_embeddings n_positions",
+    "precision": "dtype mixed_precision amp amp_dtype torch_dtype precision_type param_dtype",
+    "parallel": "strategy distributed_strategy accelerator_strategy parallelism distributed",
+    "parallel.replicate": "dp dp_size data_parallel data_parallel_size dp_replicate data_parallel_replicate_degree",
+    "parallel.shard": "dp_shard fsdp_size sharding data_parallel_shard_degree num_shards",
+    "launch.device": "accelerator platform device_type",
+    "run.name": "run_name experiment_name exp_name name job_name",
+    "run.dir": "output_dir save_dir out_dir log_dir logdir work_dir results_dir default_root_dir checkpoint_dir",
+    "dry_run": "dryrun plan fast_dev_run",
+    "recipe": "config config_name config_file preset experiment",
+}
+
+_SWITCHES = {  # names that are a choice by themselves, given as NAME=true elsewhere
+    "bf16": "precision=bf16",
+    "fp16": "precision=fp16",
+    "half": "precision=fp16",
+    "fp32": "precision=fp32",
+    "tf32": "precision=fp32",
+    "ddp": "parallel=ddp",
+    "fsdp": "parallel=fsdp",
+    "fsdp2": "parallel=fsdp",
+    "hsdp": "parallel=hsdp",
+    "zero3": "parallel=fsdp",
+    "zero2": "parallel=fsdp parallel.reshard_after_forward=false",
+    "deepspeed": "parallel=fsdp",
+    "cpu": "launch.device=cpu",
+    "use_cpu": "launch.device=cpu",
+    "cuda": "launch.device=cuda",
+    "gpu": "launch.device=cuda",
+}
+
+_PROCESSES = (
+    "the number of processes is torchrun's: torchrun --nproc_per_node={value} train.py ... "
+    "(launch.processes={value} dry_run=true only plans)"
+)
+_ACCUMULATION = (
+    "accumulation is derived, trainer.global_batch / (trainer.micro_batch x data ranks); set trainer.global_batch=512"
+)
+_EPOCHS = "training is counted in optimizer steps, not epochs; set trainer.steps=1000"
+_RANK = "torchrun tells each process its rank; start with: torchrun --nproc_per_node=2 train.py ..."
+_EXPLAINED = {  # names whose value means something else here, or nothing
+    _PROCESSES: "num_gpus n_gpus gpus ngpus nproc nproc_per_node num_processes num_procs world_size devices n_procs",
+    "the number of nodes is torchrun's: torchrun --nnodes={value} train.py ... (launch.nodes={value} dry_run=true "
+    "only plans)": "num_nodes nnodes n_nodes",
+    _ACCUMULATION: "gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps accumulation_steps "
+    "accumulate_grad_batches accumulation",
+    _EPOCHS: "epochs num_epochs num_train_epochs max_epochs n_epochs",
+    "warm-up is counted in steps, not as a share; set schedule.warmup_steps=100": "warmup_ratio warmup_fraction",
+    "the same command goes on with its run; set checkpoint.resume=auto (the default) or never": "resume resume_from "
+    "resume_from_checkpoint ckpt_path load_checkpoint auto_resume",
+    "both are one list; set optim.betas=[0.9,0.95]": "beta1 beta2 adam_beta1 adam_beta2",
+    "the last learning rate is given as a share of the peak; set schedule.min_lr_ratio=0.1": "min_lr "
+    "min_learning_rate eta_min",
+    "ZeRO-3 is parallel=fsdp, ZeRO-2 is parallel=fsdp parallel.reshard_after_forward=false": "zero_stage zero "
+    "sharding_strategy",
+    _RANK: "local_rank rank node_rank master_addr master_port",
+    "there is no dropout in models of the Llama 3 family; leave it out": "dropout attention_dropout dropout_rate",
+    "the run folder is run.dir, and Hydra makes none of its own; set run.dir=runs/first-try": "hydra",
+}
+
+_LATER = {  # names that the project has promised, and that work once their part is built
+    "tensor parallelism": "parallel.tensor tp tp_size tensor_parallel tensor_parallel_size tensor_model_parallel_size",
+    "context parallelism": "parallel.context cp cp_size context_parallel context_parallel_size sequence_parallel",
+    "pipeline parallelism": "parallel.pipeline pp pp_size pipeline_parallel pipeline_parallel_size "
+    "pipeline_model_parallel_size",
+    "expert parallelism": "parallel.expert ep ep_size expert_parallel expert_parallel_size",
+    "saving checkpoints during a run": "checkpoint checkpoint.every checkpoint.keep checkpoint.keep_every "
+    "checkpoint.mode save_every save_steps save_interval save_total_limit checkpoint_every save_freq async_save",
+    "tracking with W&B or TensorBoard": "track track.wandb track.tensorboard track.project track.entity track.group "
+    "track.tags wandb report_to wandb_project tensorboard use_wandb logger",
+    "stopping early with a resumable state": "trainer.stop_at stop_at",
+    "starting processes without torchrun (launch=local, launch=slurm)": "launch launcher",
+    "a sweep over several values": "multirun sweep",
+    "compiling the model": "compile torch_compile use_compile",
+    "activation checkpointing": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing",
+}
+
+_LATER_CHOICES = {
+    ("precision", "float8"): "arithmetic in float8",
+    ("precision", "fp8"): "arithmetic in float8",
+    ("data", "hf"): "Hugging Face data",
+    ("data", "huggingface"): "Hugging Face data",
+    ("parallel", "tensor"): "tensor parallelism",
+    ("parallel", "tp"): "tensor parallelism",
+    ("parallel", "pipeline"): "pipeline parallelism",
+    ("parallel", "pp"): "pipeline parallelism",
+}
+
+LATER_VALUES = {
+    "data.tokenizer": "a Hugging Face tokenizer",
+    "checkpoint.resume": "resuming from a given checkpoint",
+}
+"""What keys of few choices will take besides, once that part is built."""
+
+_CHOICE_ALIASES = {
+    "bfloat16": "bf16",
+    "bf16-mixed": "bf16",
+    "bf16-true": "bf16",
+    "true": "bf16",
+    "float16": "fp16",
+    "16": "fp16",
+    "16-mixed": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "full": "fp32",
+    "32": "fp32",
+    "32-true": "fp32",
+    "no": "fp32",
+    "zero3": "fsdp",
+    "zero2": "fsdp",
+    "full_shard": "fsdp",
+    "fully_shard": "fsdp",
+    "fsdp2": "fsdp",
+    "hybrid_shard": "hsdp",
+    "dp": "ddp",
+    "none": "single",
+    "adam": "adamw",
+    "adamw_torch": "adamw",
+    "cosine_with_warmup": "cosine",
+    "warmup_stable_decay": "wsd",
+    "constant_with_warmup": "constant",
+}
+
+
+def _squeezed(name: str) -> str:
+    """``maxSteps``, ``max-steps`` and ``max_steps`` are one name."""
+    return re.sub(r"[-_]", "", name).lower()
+
+
+def _by_name(table: Mapping[str, str]) -> dict[str, str]:
+    return {_squeezed(name): meaning for meaning, names in table.items() for name in names.split()}
+
+
+_ALIAS_OF, _EXPLANATION_OF, _LATER_OF = _by_name(_ALIASES), _by_name(_EXPLAINED), _by_name(_LATER)
+_SWITCH_OF = {_squeezed(name): override for name, override in _SWITCHES.items()}
+
+
+def pasteable(key: str, value: str) -> str:
+    """``key=value`` as it has to be typed into a shell."""
+    return shlex.quote(f"{key}={value}")
+
+
+def nearest(typed: str, names: Sequence[str]) -> list[str]:
+    """Up to three of ``names`` that ``typed`` may be a slip of, best first."""
+    by_lower = {name.lower(): name for name in names}
+    return [by_lower[name] for name in get_close_matches(typed.lower(), list(by_lower), n=3, cutoff=0.6)]
+
+
+def nearest_keys(typed: str, names: Iterable[str]) -> list[str]:
+    """Up to three of the full dotted ``names`` that ``typed`` may be a slip of, best first.
+
+    A name is as near as its whole or, a little less, as its last part: ``stpes`` is near ``trainer.steps``. To have
+    the section in common is not enough: ``trainer.foo`` is near nothing.
+    """
+    typed = typed.lower().replace("/", ".").replace("-", "_")
+    leaf = typed.rpartition(".")[2]
+
+    def likeness(name: str) -> float:
+        whole, last = _ratio(typed, name), _ratio(leaf, name.rpartition(".")[2])
+        return max(whole if whole >= 0.8 else 0.0, 0.9 * last if last >= 0.75 else 0.0)
+
+    ranked = sorted(((likeness(name), name) for name in names), key=lambda pair: -pair[0])[:3]
+    return [name for score, name in ranked if score and score >= ranked[0][0] - 0.06]
+
+
+def _ratio(one: str, other: str) -> float:
+    return SequenceMatcher(None, one, other, autojunk=False).ratio()
+
+
+def meant(key: str, value: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """Overrides to paste that somebody who typed ``key=value`` may have meant; best first, empty if none.
+
+    Without a value the overrides get an example of one.
+    """
+    names = [*all_keys(), *groups]
+    leaf = _squeezed(key.rpartition(".")[2])
+    if key in names:
+        return [_assignment(key, value, groups)]
+    if switch := _SWITCH_OF.get(leaf):
+        chosen = _CHOICE_ALIASES.get(value.lower(), value)
+        is_choice = chosen in groups.get(switch.partition("=")[0], ())
+        return [pasteable(switch.partition("=")[0], chosen) if is_choice and value.lower() != "true" else switch]
+    near = nearest_keys(key, names)
+    if alias := _ALIAS_OF.get(leaf):
+        # A name from elsewhere may also be one slip away from a real key: offer both.
+        near = [alias, *(name for name in near if _ratio(key.lower(), name) >= 0.85)]
+    elif not near or _ratio(key.lower(), near[0]) < 0.85:
+        near = [*(_ALIAS_OF[name] for name in get_close_matches(leaf, _ALIAS_OF, n=1, cutoff=0.85)), *near]
+    return [_assignment(name, value, groups) for name in dict.fromkeys(near)][:3]
+
+
+def _assignment(name: str, value: str, groups: Mapping[str, Sequence[str]]) -> str:
+    if name not in groups:
+        return pasteable(name, value) if value else all_keys()[name].example
+    chosen = value if value in groups[name] else _CHOICE_ALIASES.get(value.lower(), "")
+    return f"{name}={chosen}" if chosen in groups[name] else f"{name}={'|'.join(groups[name])}"
+
+
+def explanation(key: str, value: str) -> str | None:
+    """Why there is nothing to write instead of ``key``; ``None`` if there may be."""
+    if planned := later(key):
+        return f"{planned} is not in this version yet; leave it out"
+    known = (_EXPLANATION_OF.get(_squeezed(name)) for name in (key.rpartition(".")[2], key.partition(".")[0]))
+    text = next(filter(None, known), None)
+    return text and text.format(value=value or "N")
+
+
+def later(key: str) -> str | None:
+    """What ``key`` will do in a later version; ``None`` if nothing is planned under that name."""
+    section, leaf = key.partition(".")[0], key.rpartition(".")[2]
+    names = [key, leaf] if section in all_sections() else [key, leaf, section]
+    return next((_LATER_OF[_squeezed(name)] for name in names if _squeezed(name) in _LATER_OF), None)
+
+
+def unknown_key(key: str, value: str, source: str, groups: Mapping[str, Sequence[str]]) -> str:
+    """The sentence for a key that the schema does not have."""
+    given = f"{key}={value} ({source})"
+    if reason := explanation(key, value):
+        return f"{given}: {reason}"
+    if suggestions := meant(key, value, groups):
+        return f"unknown key {given}; did you mean {' or '.join(suggestions)}?"
+    section = key.rpartition(".")[0]
+    if section in all_sections():
+        return f"unknown key {given}; {listing(section)}"
+    return f"unknown key {given}; python train.py --help lists the keys"
+
+
+def listing(section: str) -> str:
+    """The keys of a section, to stand after a semicolon."""
+    return f"the keys of {section} are {', '.join(key.rpartition('.')[2] for key in keys_of(section))}"
+
+
+def unknown_section(name: str, source: str) -> str:
+    """The sentence for a whole section, given in a YAML file, that the schema does not have."""
+    if planned := later(name):
+        return f"section {name} ({source}): {planned} is not in this version yet; leave it out"
+    near = nearest(name, all_sections())
+    return f"unknown section {name} ({source}); " + (
+        f"did you mean {' or '.join(near)}?" if near else f"sections: {', '.join(all_sections())}"
+    )
+
+
+def unknown_choice(group: str, choice: str, choices: Sequence[str], source: str = "") -> str:
+    """The sentence for ``group=choice`` when there is no such choice."""
+    where = f" ({source})" if source else ""
+    if planned := _LATER_CHOICES.get((group, choice.lower())):
+        return f"{group}={choice}{where}: {planned} is not in this version yet; {group}: {', '.join(choices)}"
+    plural = f"{group}s" if group in ("recipe", "model", "schedule") else group
+    alias = _CHOICE_ALIASES.get(choice.lower(), "")
+    near = [alias] if alias in choices else nearest(choice, choices)[:1]
+    hint = f" Did you mean {pasteable(group, near[0])}?" if near else ""
+    return f"no {group} {choice!r}{where}.{hint} {plural}: {', '.join(choices)}"

@@ -1,0 +1,289 @@
+"""Who am I, where do I compute, whom do I talk to: one context manager from start to clean end."""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from configs.errors import EXIT_FAILED, EXIT_MISTAKE, TrainingFailed, UserError
+from configs.schema import LaunchSection
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+
+def processes_started() -> int:
+    """Number of processes torchrun started, 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def speaks() -> bool:
+    """Whether this process is the one that talks to the user."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def planned_processes(section: LaunchSection, dry_run: bool) -> int:
+    """Number of processes the run has, or would have in a dry run.
+
+    Raises:
+        UserError: ``launch.processes`` or ``launch.nodes`` contradicts what torchrun started.
+    """
+    started = processes_started()
+    if dry_run and started == 1:
+        return (section.processes or 1) * (section.nodes or 1)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    for key, asked, actual in (
+        ("processes", section.processes, per_node),
+        ("nodes", section.nodes, started // per_node),
+    ):
+        if asked is not None and asked != actual:
+            nodes = f"--nnodes={section.nodes} " if (section.nodes or 1) > 1 else "--standalone "
+            raise UserError(
+                f"launch.{key}={asked} but {actual} {'was' if actual == 1 else 'were'} started; start them with: "
+                f"torchrun {nodes}--nproc_per_node={section.processes or per_node} train.py ... or only plan with dry_run=true"
+            )
+    return started
+
+
+@dataclass
+class Session:
+    """One process among ``world_size``."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: "torch.device"
+    section: LaunchSection
+    failed: bool = False
+    _store: "Store | None" = None
+    _exchanges: int = field(default=0)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes the records and speaks."""
+        return self.rank == 0
+
+    def place(self) -> str:
+        """For the plan: ``2 processes on cpu (gloo), 1 thread each``."""
+        import torch
+
+        count = f"{self.world_size} process" + ("es" if self.world_size > 1 else "")
+        if self.device.type == "cuda":
+            return f"{count} on {torch.cuda.get_device_name(self.device)}" + (" (nccl)" if self.world_size > 1 else "")
+        each = " each" if self.world_size > 1 else ""
+        gloo = " (gloo)" if self.world_size > 1 else ""
+        return (
+            f"{count} on cpu{gloo}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}{each}"
+        )
+
+    def once(self, function: Callable[[], Any]) -> Any:
+        """Run ``function`` on rank 0 while the others wait; all return its result (plain JSON data).
+
+        Raises:
+            UserError: on every rank, when ``function`` raised it on rank 0.
+        """
+        return self._leader(function, leads=self.is_main, group="world")
+
+    def once_per_node(self, function: Callable[[], Any]) -> Any:
+        """As ``once``, by the first process of each node, one node at a time after rank 0's.
+
+        For files: where nodes share a disk, the others find what rank 0 made; where they do not, each makes its own.
+        """
+        self.once(function)
+        return self._leader(function, leads=self.local_rank == 0, group=f"node {os.environ.get('GROUP_RANK', '0')}")
+
+    def _leader(self, function: Callable[[], Any], *, leads: bool, group: str) -> Any:
+        self._exchanges += 1
+        key = f"once/{group}/{self._exchanges}"
+        verdict: dict[str, Any] = {}
+        if leads:
+            try:
+                verdict = {"result": function()}
+            except UserError as error:
+                verdict = {"error": str(error)}
+            except BaseException as error:
+                verdict = {"failure": repr(error)}
+                raise
+            finally:
+                if self._store is not None:
+                    self._store.set(key, json.dumps(verdict))
+        elif self._store is not None:
+            self._store.wait([key], timedelta(seconds=self.section.start_timeout_seconds))
+            verdict = json.loads(self._store.get(key))
+        if "error" in verdict:
+            raise UserError(verdict["error"])
+        if "failure" in verdict:
+            raise RuntimeError(f"the first process of the {group} failed: {verdict['failure']}")
+        return verdict["result"]
+
+    def same_everywhere(self, what: str, value: str) -> None:
+        """Check that all ranks have the same short ``value``.
+
+        Raises:
+            UserError: they differ; names the first rank that does.
+        """
+        if self._store is None:
+            return
+        self._exchanges += 1
+        base = f"same/{self._exchanges}"
+        self._store.set(f"{base}/{self.rank}", value)
+        keys = [f"{base}/{rank}" for rank in range(self.world_size)]
+        self._store.wait(keys, timedelta(seconds=self.section.start_timeout_seconds))
+        values = [self._store.get(key).decode() for key in keys]
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise UserError(
+                    f"{what} differs between rank 0 ({values[0]}) and rank {rank} ({other}); start them alike"
+                )
+
+    def first_step_done(self) -> None:
+        """From here on a silent peer is waited for only ``launch.step_timeout_seconds``."""
+        if self._store is None:
+            return
+        import torch.distributed as dist
+
+        # Private, and the only way to shorten a live group's patience; tests/test_session.py guards it.
+        from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
+
+        timeout = timedelta(seconds=self.section.step_timeout_seconds)
+        groups = {id(group): group for group in [_get_default_group(), *dist.distributed_c10d._world.pg_map]}
+        for group in groups.values():
+            _set_pg_timeout(timeout, group)
+
+    def fails_first(self) -> bool:
+        """Whether no other rank has failed before: the others' errors are only the echo of the first."""
+        if self._store is None:
+            return True
+        try:
+            return bool(self._store.add("failed", 1) == 1)
+        except RuntimeError:  # the store died with its host: nobody is left to ask
+            return True
+
+
+@contextmanager
+def open_session(section: LaunchSection) -> Iterator[Session]:
+    """Join the processes that torchrun started, or be alone. Leaves no group behind on any path.
+
+    GPU: NCCL for device tensors and Gloo beside it for host tensors, in one group. CPU: Gloo.
+
+    Raises:
+        UserError: a GPU is asked for and there is none, or more processes than GPUs.
+    """
+    import torch
+
+    env = os.environ
+    rank, world = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+    local_rank, local_world = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
+    device = _choose_device(section, local_rank, local_world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # torchrun sets OMP_NUM_THREADS=1; ranks that share this machine's cores should use all of them between them.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+    session = Session(rank, local_rank, world, local_world, device, section)
+    if world > 1:
+        session._store = _start_group(session)
+    # SIGTERM ends the run as Ctrl-C does, through the same clean-up, instead of killing the process on the spot.
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield session
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        if world > 1:
+            import torch.distributed as dist
+
+            # After a failure a GPU may still wait for a peer that is gone, and NCCL would wait with it.
+            if not (session.failed and device.type == "cuda"):
+                dist.destroy_process_group()
+
+
+def _choose_device(section: LaunchSection, local_rank: int, local_world: int) -> "torch.device":
+    import torch
+
+    gpus = torch.cuda.device_count() if section.device != "cpu" else 0
+    if section.device == "cuda" and gpus == 0:
+        raise UserError("launch.device=cuda but this machine shows no GPU to torch; use launch.device=cpu")
+    if gpus and local_world > gpus:
+        raise UserError(
+            f"{local_world} processes on this machine but {gpus} GPU{'s' if gpus > 1 else ''} visible; use "
+            f"--nproc_per_node={gpus}, or launch.device=cpu"
+        )
+    return torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+
+
+def _start_group(session: Session) -> "Store":
+    import torch.distributed as dist
+
+    env = os.environ
+    timeout = timedelta(seconds=session.section.start_timeout_seconds)
+    agent_hosts = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    tcp = dist.TCPStore(
+        env["MASTER_ADDR"],
+        int(env["MASTER_PORT"]),
+        session.world_size,
+        is_master=session.rank == 0 and not agent_hosts,
+        timeout=timeout,
+    )
+    # A restart under the same agent meets the store of the attempt before, with addresses of dead processes in it.
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt_{attempt}_world_{session.world_size}", tcp)
+    dist.init_process_group(
+        "cuda:nccl,cpu:gloo" if session.device.type == "cuda" else "gloo",
+        store=store,
+        rank=session.rank,
+        world_size=session.world_size,
+        timeout=timeout,
+        device_id=session.device if session.device.type == "cuda" else None,
+    )
+    return dist.PrefixStore("control", store)
+
+
+def report_mistake(error: UserError, session: Session | None = None) -> int:
+    """Print ``error`` once, from one process. Returns the exit code.
+
+    Without a session all processes are about to make the same mistake, and rank 0 speaks; within one, whoever is first.
+    """
+    if speaks() if session is None else session.fails_first():
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        # torchrun ends all processes as soon as one has ended: the one that speaks must be it.
+        with suppress(KeyboardInterrupt):
+            time.sleep(10)
+    if session is not None:
+        session.failed = True
+    return EXIT_MISTAKE
+
+
+def report_failure(error: BaseException, session: Session) -> int:
+    """Print ``error``, with its traceback where that says more, if this is the first rank that failed.
+
+    Returns the exit code.
+    """
+    if session.fails_first():
+        if isinstance(error, TrainingFailed):
+            print(f"failed: {error}", file=sys.stderr, flush=True)
+        elif isinstance(error, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
+    session.failed = True
+    return EXIT_FAILED
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once.
+
+    Past the point where work is done, Gloo's threads can abort an interpreter that is shutting down
+    (https://github.com/pytorch/pytorch/issues/179291), which would turn success into exit code -6.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,43 @@
+"""The one place that knows the order in which a model is cut, put on its device and given its first weights."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from configs.schema import ParallelSection
+from parallel.data import Replicated, Sharded, Single
+from parallel.initialize import initialize
+from parallel.mesh import Layout
+from parallel.plan import ParallelPlan
+
+
+def parallelize(
+    model: nn.Module,
+    plan: ParallelPlan,
+    std_of: Callable[[str], float | None],
+    *,
+    seed: int,
+    layout: Layout,
+    section: ParallelSection,
+    low_dtype: torch.dtype | None,
+    device: torch.device,
+) -> Single:
+    """Cut ``model`` (on meta) by ``plan``, allocate this rank's part on ``device`` and initialise it.
+
+    ``low_dtype`` is the type of matrix products, None for fp32. Build the optimizer after this: cutting replaces
+    parameters.
+    """
+    if layout.strategy in ("fsdp", "hsdp"):
+        sharded = Sharded(model, layout, device, plan, low_dtype, section)
+        _materialize(model, std_of, seed, device)
+        return sharded
+    _materialize(model, std_of, seed, device)
+    if layout.strategy == "ddp":
+        return Replicated(model, layout, device, low_dtype)
+    return Single(model, layout, device, low_dtype)
+
+
+def _materialize(model: nn.Module, std_of: Callable[[str], float | None], seed: int, device: torch.device) -> None:
+    model.to_empty(device=device)
+    initialize(model, std_of, seed)

@@ -1,0 +1,174 @@
+"""Data parallelism: one process, replicas, shards, replicas of shards. Gradients are summed over ranks, not averaged."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from configs.schema import ParallelSection
+from parallel.mesh import Layout, build_mesh
+from parallel.plan import LossTerms, ParallelPlan
+
+LossFunction = Callable[[nn.Module, Any], LossTerms]
+
+
+class Single:
+    """The whole model on one process; also the base of the others, which change when and how gradients are summed."""
+
+    def __init__(
+        self, model: nn.Module, layout: Layout, device: torch.device, autocast_dtype: torch.dtype | None
+    ) -> None:
+        self.module = model
+        """The model itself: parameters by name, as this rank holds them."""
+        self.model: nn.Module = model
+        """What to call for a loss."""
+        self.layout = layout
+        self.device = device
+        self._autocast_dtype = autocast_dtype
+
+    def forward_backward(self, batches: Sequence[Any], loss: LossFunction, scale: float | Tensor) -> LossTerms:
+        """Add the gradient of ``scale`` x the summed loss of all ``batches`` on all ranks to ``.grad``.
+
+        Returns this rank's totals, fp64 scalars. Ranks exchange gradients once, after the last micro-batch, unless
+        asked to do so after each.
+        """
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        weight = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(batches):
+            with self._gradient_exchange(is_last=index == len(batches) - 1):
+                with self.autocast():
+                    terms = loss(self.model, batch)
+                (terms.loss_sum * scale).backward()
+            loss_sum += terms.loss_sum.detach()
+            weight += terms.weight
+        return LossTerms(loss_sum, weight)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Any], loss: LossFunction) -> LossTerms:
+        """Totals of ``batches`` over all ranks, no gradients. Every rank must bring the same number of batches."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            with self.autocast():
+                terms = loss(self.model, batch)
+            totals += torch.stack((terms.loss_sum.double(), terms.weight.double()))
+        self.sum(totals)
+        return LossTerms(totals[0], totals[1])
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context forwards run in."""
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self._autocast_dtype)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum over all ranks, in place; equal bits on every rank."""
+        if dist.is_initialized():
+            dist.all_reduce(tensor)
+        return tensor
+
+    def reshard(self) -> None:
+        """Free whatever a forward without backward left gathered."""
+
+    @property
+    def gradient_copies(self) -> int:
+        """How many ranks hold each part of the summed gradient."""
+        return 1
+
+    def _gradient_exchange(self, is_last: bool) -> AbstractContextManager[Any]:
+        del is_last
+        return nullcontext()
+
+
+class Replicated(Single):
+    """DistributedDataParallel: every rank holds the model, gradients are summed in buckets while backward runs."""
+
+    def __init__(
+        self, model: nn.Module, layout: Layout, device: torch.device, autocast_dtype: torch.dtype | None
+    ) -> None:
+        super().__init__(model, layout, device, autocast_dtype)
+        # One parameter vector on every rank from the start: initialize() gave every rank the same bits.
+        self.model = self._replicas = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            init_sync=False,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
+        # DDP averages unless told how to reduce. An average would need the loss multiplied by the number of ranks, and
+        # with it fp16's overflow would depend on that number.
+        self._replicas.register_comm_hook(None, _sum_bucket)
+
+    @property
+    def gradient_copies(self) -> int:
+        return self.layout.replicate
+
+    def _gradient_exchange(self, is_last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if is_last else self._replicas.no_sync()
+
+
+def _sum_bucket(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+class Sharded(Single):
+    """FSDP2 over the mesh (replicate, shard): each rank holds 1/shard of everything, replicas hold the same shards."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        device: torch.device,
+        plan: ParallelPlan,
+        low_dtype: torch.dtype | None,
+        section: ParallelSection,
+    ) -> None:
+        mesh = build_mesh(layout, device.type)
+        policy = MixedPrecisionPolicy(
+            param_dtype=low_dtype,
+            reduce_dtype=torch.float32 if low_dtype else None,
+            cast_forward_inputs=False,  # the model keeps its rotary tables in fp32
+        )
+        options: dict[str, Any] = {"mesh": mesh if layout.replicate > 1 else mesh["shard"], "mp_policy": policy}
+        reshard = section.reshard_after_forward
+        for unit in plan.units:
+            modules = [model.get_submodule(name) for name in unit]
+            fully_shard(modules, reshard_after_forward=reshard and unit is not plan.units[-1], **options)
+        fully_shard(model, reshard_after_forward=False, **options)
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for unit_module in self._units:
+            # Sums, not averages. Both calls on every unit: they are not recursive, and Gloo has no pre-multiplied sum
+            # (https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
+            unit_module.set_force_sum_reduction_for_comms(True)
+            unit_module.set_gradient_divide_factor(1.0)
+        super().__init__(model, layout, device, autocast_dtype=None)
+        self._root = self._units[0]
+        self._sync_every_micro_batch = section.sync_every_micro_batch
+        self._keep_gathered = not reshard
+
+    def evaluate(self, batches: Iterable[Any], loss: LossFunction) -> LossTerms:
+        totals = super().evaluate(batches, loss)
+        self.reshard()
+        return totals
+
+    def reshard(self) -> None:
+        # A forward without backward leaves some units gathered, and the model showing whole parameters for its shards.
+        for unit in self._units:
+            unit.reshard()
+
+    @property
+    def gradient_copies(self) -> int:
+        return self.layout.replicate
+
+    @contextmanager
+    def _gradient_exchange(self, is_last: bool) -> Iterator[None]:
+        self._root.set_is_last_backward(is_last)
+        self._root.set_requires_gradient_sync(is_last or self._sync_every_micro_batch)
+        # ZeRO-2 holds gathered parameters from forward to backward anyway: keep them for the next micro-batch too.
+        self._root.set_reshard_after_backward(is_last or not self._keep_gathered)
+        yield

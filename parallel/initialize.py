@@ -1,0 +1,63 @@
+"""First weights: the same bits for every way of cutting, on every device.
+
+Each parameter is drawn in blocks of rows, each block from its own stream keyed by (seed, parameter name, block), so a
+rank draws just the blocks that touch its shard and no two layouts can differ. Numbers come from numpy's Philox
+(https://www.thesalmons.org/john/random123/papers/random123sc11.pdf) on the CPU: CPU and GPU generators of torch differ.
+"""
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+_BLOCK_NUMBERS = 2**20
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, std_of: Callable[[str], float | None], seed: int) -> None:
+    """Fill every parameter of ``model`` (whole, or sharded on dim 0) in place.
+
+    ``std_of(name)`` is the standard deviation of a normal around zero, or None for ones.
+    """
+    for name, parameter in model.named_parameters():
+        local, first_row = _local_rows(parameter)
+        std = std_of(name)
+        if std is None:
+            local.fill_(1.0)
+        elif local.numel():
+            local.copy_(normal_rows(seed, name, tuple(parameter.shape), first_row, local.shape[0]).mul_(std))
+
+
+def normal_rows(seed: int, name: str, shape: tuple[int, ...], first_row: int, rows: int) -> Tensor:
+    """Rows [first_row, first_row + rows) of the standard-normal tensor that (seed, name, shape) stand for, fp32."""
+    row_numbers = int(np.prod(shape[1:], dtype=np.int64))
+    block_rows = max(1, _BLOCK_NUMBERS // max(1, row_numbers))
+    out = np.empty((rows, row_numbers), dtype=np.float32)
+    for block in range(first_row // block_rows, -(-(first_row + rows) // block_rows)):
+        start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
+        key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=16).digest(), "little")
+        numbers = np.random.Generator(np.random.Philox(key=key)).standard_normal(
+            (stop - start, row_numbers), dtype=np.float32
+        )
+        low, high = max(start, first_row), min(stop, first_row + rows)
+        out[low - first_row : high - first_row] = numbers[low - start : high - start]
+    return torch.from_numpy(out).reshape(rows, *shape[1:])
+
+
+def _local_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """The part of ``parameter`` that this rank holds, and the first row of it."""
+    if not isinstance(parameter, DTensor):
+        return parameter, 0
+    local, first_row, rows = parameter.to_local(), 0, parameter.shape[0]
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0, f"shards on dim {placement.dim} are not initialised here"
+            # torch.chunk's rule, which DTensor follows: ceil(rows / ranks) each, the last ones shorter or empty.
+            chunk = -(-rows // parameter.device_mesh.size(axis))
+            offset = min(parameter.device_mesh.get_local_rank(axis) * chunk, rows)
+            first_row, rows = first_row + offset, min(chunk, rows - offset)
+    assert local.shape[0] == rows, f"rank holds {local.shape[0]} rows, expected {rows} of {tuple(parameter.shape)}"
+    return local, first_row

@@ -1,0 +1,119 @@
+"""Degrees -> layout -> DeviceMesh. Every refusal states the equation with its numbers and a value that works."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from configs.errors import UserError
+from configs.schema import ParallelSection, TrainerSection
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ways the work is cut, all degrees resolved: ``replicate x shard == world_size``."""
+
+    strategy: str
+    replicate: int
+    shard: int
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different samples."""
+        return self.replicate * self.shard
+
+    def describe(self) -> str:
+        """For the plan: ``fsdp, shard 8``."""
+        degrees = [
+            f"{axis} {size}" for axis, size in (("replicate", self.replicate), ("shard", self.shard)) if size > 1
+        ]
+        return ", ".join([self.strategy, *degrees])
+
+
+def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
+    """Fill in -1 and check that the degrees multiply to ``world_size``.
+
+    Raises:
+        UserError: the strategy and the degrees contradict each other, or their product is not ``world_size``.
+    """
+    strategy, replicate, shard = section.strategy, section.replicate, section.shard
+    if strategy == "single" and world_size > 1:
+        raise UserError(
+            f"parallel=single is one process but {world_size} were started; use parallel=ddp or parallel=fsdp"
+        )
+    if 0 in (replicate, shard):
+        raise UserError(
+            f"parallel.replicate={replicate} parallel.shard={shard}: degrees are 1 or more, or -1 for the rest"
+        )
+    if replicate == shard == -1:
+        raise UserError("parallel.replicate and parallel.shard are both -1; only one can be whatever is left")
+    if strategy in ("single", "ddp") and shard != 1:
+        raise UserError(
+            f"parallel.shard={shard} with parallel={strategy}: it does not shard; use parallel=fsdp or hsdp"
+        )
+    if strategy in ("single", "fsdp") and replicate != 1:
+        raise UserError(
+            f"parallel.replicate={replicate} with parallel={strategy}: it does not replicate; use parallel=hsdp"
+            if strategy == "fsdp"
+            else f"parallel.replicate={replicate} with parallel=single: it is one process; use parallel=ddp"
+        )
+    if section.sync_every_micro_batch and strategy == "ddp":
+        raise UserError(
+            "parallel.sync_every_micro_batch=true with parallel=ddp: replicas hold whole gradients either way, so it "
+            "only costs communication; leave it out, or use parallel=fsdp"
+        )
+    known = {"replicate": replicate, "shard": shard}
+    free = next((axis for axis, degree in known.items() if degree == -1), None)
+    if free:
+        fixed_axis, fixed = next((axis, degree) for axis, degree in known.items() if axis != free)
+        if world_size % fixed:
+            raise UserError(
+                f"parallel.{fixed_axis}={fixed} does not divide {_processes(world_size)}, so parallel.{free}=-1 has no "
+                f"value; use parallel.{fixed_axis}={_nearest_divisor(world_size, fixed)}"
+            )
+        known[free] = world_size // fixed
+    elif replicate * shard != world_size and not (world_size == 1 and strategy != "single"):
+        raise UserError(
+            f"the mesh needs {replicate * shard} processes (replicate {replicate} x shard {shard}) but "
+            f"{_processes(world_size)} {'was' if world_size == 1 else 'were'} started; use --nproc_per_node="
+            f"{replicate * shard}, or parallel.{'replicate' if strategy == 'ddp' else 'shard'}=-1 for whatever is left"
+        )
+    if world_size == 1:
+        return Layout("single", 1, 1)
+    return Layout(strategy, known["replicate"], known["shard"])
+
+
+def gradient_accumulation(trainer: TrainerSection, layout: Layout) -> int:
+    """Micro-batches per optimizer step on each rank: global_batch / (micro_batch x data ranks).
+
+    Raises:
+        UserError: it is not a whole number; names the nearest values that are.
+    """
+    per_pass = trainer.micro_batch * layout.data_ranks
+    if trainer.global_batch % per_pass == 0:
+        return trainer.global_batch // per_pass
+    lower, upper = trainer.global_batch // per_pass * per_pass, -(-trainer.global_batch // per_pass) * per_pass
+    fixes = [f"trainer.global_batch={value}" for value in (lower, upper) if value]
+    if trainer.global_batch % layout.data_ranks == 0:
+        per_rank = trainer.global_batch // layout.data_ranks
+        fixes.append(f"trainer.micro_batch={_nearest_divisor(per_rank, trainer.micro_batch)}")
+    raise UserError(
+        f"trainer.global_batch={trainer.global_batch} is not a multiple of {per_pass} = trainer.micro_batch "
+        f"{trainer.micro_batch} x {layout.data_ranks} data ranks; use {' or '.join(fixes)}"
+    )
+
+
+def build_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
+    """The mesh of the started process group, axes ``replicate`` and ``shard`` (both kept at size 1)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device_type, (layout.replicate, layout.shard), mesh_dim_names=("replicate", "shard"))
+
+
+def _processes(count: int) -> str:
+    return f"{count} process" + ("" if count == 1 else "es")
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))

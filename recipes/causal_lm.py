@@ -1,0 +1,123 @@
+"""Causal language modelling: predict the next token."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from configs.errors import UserError
+from configs.schema import RunConfig
+from parallel.plan import LossTerms, ParallelPlan
+from recipes.data.dataset import Batch, Sample, TokenDataset, collate
+from recipes.data.prepare import Prepared, open_prepared, prepare
+from recipes.data.tokenizer import BytesTokenizer
+from recipes.models import transformer
+
+_TEMPERATURE = 0.8
+
+
+class CausalLM:
+    """A Transformer on packed text. ``trainer.recipe.Recipe`` says what each method promises."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._model, self._data = config.model, config.data
+        self._prepared: Prepared | None = None
+
+    # data -----------------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> str:
+        return str(prepare(self._data).folder)
+
+    def open_data(self, folder: str) -> None:
+        self._prepared = open_prepared(Path(folder))
+
+    def describe_data(self) -> str:
+        source = f"{self._data.name} {self._data.path}" if self._data.path else self._data.name
+        line = f"{source}, {self._data.tokenizer} as tokens, {self._data.sequence_length} a sequence"
+        return line if self._prepared is None else f"{line}; {self._prepared.describe()}"
+
+    def dataset(self, split: str) -> TokenDataset:
+        assert self._prepared is not None, "open_data comes first"
+        return TokenDataset(self._prepared, split, self._data.sequence_length)
+
+    def collate(self, samples: Sequence[Sample], ids: np.ndarray) -> Batch:
+        return collate(samples, ids)
+
+    def targets_per_sequence(self) -> int:
+        return self._data.sequence_length
+
+    # model ----------------------------------------------------------------------------------------------------------
+
+    def vocab_size(self) -> int:
+        """Rows of the embedding: as configured, else the tokenizer's.
+
+        Raises:
+            UserError: the tokenizer has more ids than the model has rows.
+        """
+        if self._prepared is None and self._data.tokenizer != "bytes" and not self._model.vocab_size:
+            self.open_data(self.prepare())  # a dry run: only the text knows how many characters there are
+        tokenizer = BytesTokenizer() if self._prepared is None else self._prepared.tokenizer
+        rows = self._model.vocab_size or tokenizer.vocab_size
+        if tokenizer.vocab_size > rows and self._prepared is not None:
+            raise UserError(
+                f"model.vocab_size={rows} but data.tokenizer={self._data.tokenizer} has {tokenizer.vocab_size} ids; "
+                f"use model.vocab_size={tokenizer.vocab_size}, or model.vocab_size=null for the tokenizer's own size"
+            )
+        return rows
+
+    def build_model(self) -> transformer.Transformer:
+        with torch.device("meta"):
+            return transformer.Transformer(self._model, self.vocab_size())
+
+    def parallel_plan(self, model: nn.Module) -> ParallelPlan:
+        assert isinstance(model, transformer.Transformer)
+        return model.parallel_plan()
+
+    def initial_std(self, name: str) -> float | None:
+        return transformer.initial_std(self._model, name)
+
+    def describe_model(self) -> str:
+        model = self._model
+        tied = ", embeddings tied" if model.tie_embeddings else ""
+        return (
+            f"{model.name}: {model.layers} layers, dim {model.dim}, heads {model.heads} (key/value {model.kv_heads}), "
+            f"vocabulary {self.vocab_size():,}{tied}"
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
+        loss_sum = model(batch.tokens, batch.targets)
+        return LossTerms(loss_sum, (batch.targets != transformer.IGNORE).sum())
+
+    def flops_per_token(self, parameters: int) -> float:
+        return transformer.flops_per_token(self._model, parameters, self.vocab_size(), self._data.sequence_length)
+
+    @torch.no_grad()
+    def sample(self, model: nn.Module, tokens: int, seed: int, device: torch.device) -> str:
+        assert self._prepared is not None, "open_data comes first"
+        tokenizer = self._prepared.tokenizer
+        generator = torch.Generator().manual_seed(seed)
+        ids = [tokenizer.end_id]  # what stands before the first token of every document
+        for _ in range(tokens):
+            window = torch.tensor([ids[-self._data.sequence_length :]], device=device)
+            logits = model(window)[0, -1, : tokenizer.vocab_size].float().cpu() / _TEMPERATURE
+            # Never the end mark: under sharding all ranks must take the same number of forwards.
+            logits[tokenizer.end_id] = float("-inf")
+            ids.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
+        text = tokenizer.decode(ids[1:])
+        # It goes to a terminal, which obeys control characters.
+        return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+    # export ---------------------------------------------------------------------------------------------------------
+
+    def export_name(self, name: str) -> str:
+        return transformer.hugging_face_name(name)
+
+    def export_files(self, folder: Path) -> None:
+        assert self._prepared is not None, "open_data comes first"
+        tokenizer = self._prepared.tokenizer
+        config = transformer.hugging_face_config(self._model, self.vocab_size(), tokenizer.end_id)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (folder / "serried_tokenizer.json").write_text(json.dumps(tokenizer.spec(), ensure_ascii=False) + "\n")

@@ -1,0 +1,127 @@
+"""Text to token ids and back.
+
+A tokenizer is a pure function of its ``spec()``, which is plain JSON and travels with prepared data and saved models.
+One more kind (a Hugging Face ``tokenizer.json``, say) is one more class here, and a branch in ``build_tokenizer`` and
+in ``tokenizer_from_spec``.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+
+from configs.errors import UserError
+from configs.schema import DataSection
+from recipes.data.text import Document
+
+FIXED_VOCABULARIES = {"bytes": 257}
+"""Vocabulary sizes that are known before any text is read."""
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer(Protocol):
+    """What turns text into numbers. Thread-safe; holds nothing but its vocabulary."""
+
+    vocab_size: int
+    """Number of ids, the end mark's included."""
+    end_id: int
+    """Id that follows every document."""
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        """Ids of ``text``, [tokens], of the narrowest unsigned type that holds the vocabulary; no end mark is added."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ``ids``. End marks are left out; what is no text becomes U+FFFD: it never fails."""
+
+    def spec(self) -> dict[str, Any]:
+        """Plain JSON from which ``tokenizer_from_spec`` makes the same tokenizer."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The narrowest unsigned type that holds the ids of a vocabulary."""
+    return np.dtype(np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+class BytesTokenizer:
+    """Ids 0-255 are the bytes of the UTF-8 text (or of anything else), 256 ends a document."""
+
+    vocab_size = FIXED_VOCABULARIES["bytes"]
+    end_id = 256
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        content = text.encode("utf-8") if isinstance(text, str) else text
+        return np.frombuffer(content, np.uint8).astype(np.uint16)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        content = bytearray()
+        for token in ids:
+            if 0 <= token < 256:
+                content.append(token)
+            elif token != self.end_id:
+                content += _REPLACEMENT.encode()
+        return content.decode("utf-8", errors="replace")
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "bytes"}
+
+
+class CharsTokenizer:
+    """One id per character that occurs in the source, in order of code point; the last id ends a document."""
+
+    def __init__(self, characters: str) -> None:
+        """``characters``: all there are, each once, sorted."""
+        if list(characters) != sorted(set(characters)):
+            raise ValueError("characters must be sorted and each occur once")
+        self.characters = characters
+        self.end_id = len(characters)
+        self.vocab_size = len(characters) + 1
+        points = _code_points(characters)
+        self._dtype = token_dtype(self.vocab_size)
+        self._id_of_point = np.full(int(points[-1]) + 2 if len(points) else 1, -1, np.int32)
+        self._id_of_point[points] = np.arange(len(points), dtype=np.int32)
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        points = _code_points(text.decode("utf-8") if isinstance(text, bytes) else text)
+        # The last entry of the table is a code point above all that are known.
+        ids = self._id_of_point[np.minimum(points, len(self._id_of_point) - 1)]
+        unknown = np.flatnonzero(ids < 0)
+        if len(unknown):
+            character = chr(int(points[unknown[0]]))
+            raise UserError(
+                f"character {character!r} (U+{ord(character):04X}) at place {int(unknown[0])} is not among the "
+                f"{len(self.characters)} of the text that was trained on; leave it out or use data.tokenizer=bytes"
+            )
+        return ids.astype(self._dtype)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        known = range(len(self.characters))
+        return "".join(self.characters[i] if i in known else _REPLACEMENT for i in ids if i != self.end_id)
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "chars", "characters": self.characters}
+
+
+def _code_points(text: str) -> np.ndarray:
+    # surrogatepass: a command line can hold half a character, which is then an unknown one and not a crash.
+    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
+
+
+def build_tokenizer(section: DataSection, documents: Iterable[Document]) -> Tokenizer:
+    """The tokenizer that ``data.tokenizer`` names; ``chars`` reads all ``documents`` for its vocabulary."""
+    if section.tokenizer == "bytes":
+        return BytesTokenizer()
+    characters: set[str] = set()
+    for document in documents:
+        characters.update(document.read_text())
+    return CharsTokenizer("".join(sorted(characters)))
+
+
+def tokenizer_from_spec(spec: dict[str, Any]) -> Tokenizer:
+    """The tokenizer that said ``spec``. Raises ``ValueError`` for one that this version does not know."""
+    kind = spec.get("kind")
+    if kind == "bytes":
+        return BytesTokenizer()
+    if kind == "chars" and isinstance(spec.get("characters"), str):
+        return CharsTokenizer(spec["characters"])
+    raise ValueError(f"unknown tokenizer {kind!r}")

@@ -1,0 +1,230 @@
+"""A decoder-only transformer in the form of the Llama 3 family, and how it may be cut.
+
+Llama 3: https://arxiv.org/abs/2407.21783. RMSNorm: https://arxiv.org/abs/1910.07467. Rotary embeddings:
+https://arxiv.org/abs/2104.09864. Grouped-query attention: https://arxiv.org/abs/2305.13245. SwiGLU:
+https://arxiv.org/abs/2002.05202. Module names are Hugging Face's (without its leading ``model.``), and rotary pairs are
+(i, i + head_dim/2) as there, so weights pass to and from ``LlamaForCausalLM`` unchanged.
+
+Shapes: B batch, S sequence, D dim, H query heads, K key/value heads, E head_dim, V vocabulary.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from configs.schema import ModelSection, RopeScaling
+from parallel.plan import ParallelPlan
+from recipes.models.head import IGNORE, LanguageModelHead
+
+__all__ = [
+    "IGNORE",
+    "Transformer",
+    "flops_per_token",
+    "hugging_face_config",
+    "hugging_face_name",
+    "initial_std",
+    "rope_frequencies",
+]
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Angle per position for each rotary pair, [head_dim / 2], fp32.
+
+    The scaling is Llama 3.1's: wavelengths longer than the original context over ``low_freq_factor`` are divided by
+    ``factor``, those shorter than it over ``high_freq_factor`` are kept, and between the two it is interpolated.
+    """
+    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_sequence_length * frequencies / (2 * math.pi)  # turns over the original context
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + E/2) of ``x`` [B, heads, S, E] by its angle; cos, sin [S, E] fp32; result in x's dtype."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / root-mean-square(x) * weight over the last dim, computed in fp32, returned in x's dtype."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query self-attention."""
+
+    def __init__(self, config: ModelSection) -> None:
+        super().__init__()
+        self.head_dim = config.attention_head_dim
+        self.grouped = config.kv_heads != config.heads
+        self.q_proj = nn.Linear(config.dim, config.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [B, S, D] -> [B, S, D]
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, S, E]
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelSection) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind its norm and added to the residual stream."""
+
+    def __init__(self, config: ModelSection) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Transformer(nn.Module):
+    """Tokens in; logits out, or the summed loss where targets are given.
+
+    Build it under ``torch.device("meta")``; it allocates nothing there. A tied model has no head weight of its own (it
+    reads the embedding's), so there is nothing that sharding or moving could untie.
+    """
+
+    def __init__(self, config: ModelSection, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.lm_head = LanguageModelHead(config.dim, vocab_size, tied=config.tie_embeddings)
+        self._rope_tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """``tokens`` [B, S] -> logits [B, S, V]; with ``targets`` [B, S] (-100: no target) -> loss sum, fp32 scalar."""
+        cos, sin = self._rope(tokens.shape[1], tokens.device)
+        x = self.embed_tokens(tokens)
+        if torch.is_autocast_enabled(x.device.type):
+            # Autocast leaves the embedding in fp32; sharded mixed precision has it in the low type already. One
+            # residual stream for both, so that the numbers do not depend on the strategy.
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        for block in self.layers:
+            x = block(x, cos, sin)
+        shared = self.embed_tokens.weight if self.config.tie_embeddings else None
+        return self.lm_head(self.norm(x), targets, shared)
+
+    def _rope(self, sequence: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        # Kept outside of the buffers: computed the first time on the device itself, in fp32, so neither meta
+        # construction nor mixed precision can touch them.
+        key = (sequence, device)
+        if key not in self._rope_tables:
+            with torch.autocast(device.type, enabled=False):
+                frequencies = rope_frequencies(
+                    self.config.attention_head_dim, self.config.rope_theta, self.config.rope_scaling
+                )
+                angles = torch.outer(torch.arange(sequence).float(), frequencies)
+                angles = torch.cat((angles, angles), dim=-1)  # [S, E]
+                self._rope_tables[key] = (angles.cos().to(device), angles.sin().to(device))
+        return self._rope_tables[key]
+
+    def parallel_plan(self) -> ParallelPlan:
+        """Each block alone; the two ends alone, or in no unit where they share a weight."""
+        blocks = tuple((f"layers.{index}",) for index in range(self.config.layers))
+        if self.config.tie_embeddings:
+            return ParallelPlan(units=blocks)
+        return ParallelPlan(units=(("embed_tokens",), *blocks, ("norm", "lm_head")))
+
+
+def initial_std(config: ModelSection, name: str) -> float | None:
+    """Standard deviation of the parameter called ``name`` at the start; None where it starts at one.
+
+    Projections into the residual stream are scaled down by sqrt(2 x layers), so that its variance does not grow with
+    depth (GPT-2, section 2.3).
+    """
+    if name.endswith("norm.weight"):
+        return None
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        return config.initializer_std / math.sqrt(2 * config.layers)
+    return config.initializer_std
+
+
+def flops_per_token(config: ModelSection, parameters: int, vocab_size: int, sequence_length: int) -> float:
+    """Forward and backward FLOPs per token, PaLM's formula (https://arxiv.org/abs/2204.02311, appendix B).
+
+    6 per parameter that multiplies (the embedding look-up does not, unless it is the head too), and 12 x layers x heads
+    x head_dim x sequence for attention scores, causality not discounted.
+    """
+    lookup = 0 if config.tie_embeddings else vocab_size * config.dim
+    attention = 12 * config.layers * config.heads * config.attention_head_dim * sequence_length
+    return 6.0 * (parameters - lookup) + attention
+
+
+def hugging_face_name(name: str) -> str:
+    """Our parameter name -> the name in a Hugging Face Llama checkpoint."""
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def hugging_face_config(config: ModelSection, vocab_size: int, end_token: int | None) -> dict[str, Any]:
+    """``config.json`` with which ``transformers.LlamaForCausalLM`` opens the saved weights."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling.factor,
+            "low_freq_factor": config.rope_scaling.low_freq_factor,
+            "high_freq_factor": config.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": config.rope_scaling.original_max_sequence_length,
+        }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.attention_head_dim,
+        "intermediate_size": config.hidden_dim,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.max_sequence_length,
+        "initializer_range": config.initializer_std,
+        "rope_parameters": rope,  # transformers >= 5
+        "rope_theta": config.rope_theta,  # transformers 4
+        "rope_scaling": rope if config.rope_scaling else None,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": end_token,
+        "eos_token_id": end_token,
+        "dtype": "float32",
+    }

@@ -1,0 +1,108 @@
+"""Long-lived ranks on this machine, given to each distributed test in turn."""
+
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank returned and printed."""
+
+    value: Any
+    printed: str
+
+
+class Cluster:
+    """Up to ``ranks`` processes, which meet as torchrun's workers do: in a store of the parent's, a prefix a run."""
+
+    def __init__(self, ranks: int) -> None:
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: no race for a free one
+        self._folder = tempfile.TemporaryDirectory(prefix="serried-tests-")
+        self._size, self._runs = ranks, 0
+        self._workers: list[_Worker] = []
+        self._start()
+
+    def run(self, world_size: int, function: str, timeout_seconds: float = 120, **arguments: Any) -> list[Answer]:
+        """Call ``module:function`` with ``arguments`` on ``world_size`` ranks at once.
+
+        Raises:
+            AssertionError: a rank raised, died or was not done in time; the text says what each printed.
+        """
+        self._runs += 1
+        if not self._workers:
+            self._start()
+        outputs = [Path(self._folder.name) / f"run{self._runs}-rank{rank}" for rank in range(world_size)]
+        for rank, (worker, output) in enumerate(zip(self._workers, outputs, strict=False)):
+            environment = {
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
+                "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port,
+                "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": self._runs,
+            }  # fmt: skip
+            worker.send(
+                function=function, arguments=arguments, output=str(output),
+                environment={key: str(value) for key, value in environment.items()} if world_size > 1 else {},
+            )  # fmt: skip
+        deadline = time.monotonic() + timeout_seconds
+        answers = [worker.answer(deadline) for worker in self._workers[:world_size]]
+        printed = [output.read_text() if output.exists() else "" for output in outputs]
+        errors = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if "error" in a]
+        if errors:
+            self.stop()  # whoever is still inside a collective would disturb the next test
+            texts = [f"rank {rank} printed:\n{text}" for rank, text in enumerate(printed) if text]
+            raise AssertionError("\n".join([*errors, *texts]))
+        return [Answer(a["value"], text) for a, text in zip(answers, printed, strict=True)]
+
+    def stop(self) -> None:
+        """End all processes; the next run starts new ones."""
+        for worker in self._workers:
+            worker.stop()
+        self._workers = []
+
+    def _start(self) -> None:
+        self._workers = [_Worker() for _ in range(self._size)]
+        deadline = time.monotonic() + 120
+        for worker in self._workers:
+            assert "ready" in worker.answer(deadline)
+
+
+class _Worker:
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.worker"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def send(self, **task: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self, deadline: float) -> dict[str, Any]:
+        try:
+            line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return {"error": "not done in time"}
+        return json.loads(line) if line else {"error": f"the process ended with {self._process.wait()}"}
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,29 @@
+"""What many tests share: ranks, and a small text to train on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests.cluster import Cluster
+from tests.runs import write_text
+
+settings.register_profile("here", deadline=None, print_blob=True)  # a busy machine is not a failing test
+settings.load_profile("here")
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Four ranks, alive for the whole session."""
+    ranks = Cluster(4)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of text, and beside it the cache of its tokens."""
+    folder = tmp_path_factory.mktemp("text")
+    write_text(folder)
+    return folder

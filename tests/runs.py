@@ -1,0 +1,136 @@
+"""Whole training runs, as functions that a rank of the cluster can call."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import recipes.causal_lm
+import trainer.trainer
+from configs.compose import compose, config_yaml
+from launch.session import open_session
+from parallel.gradient import local
+from parallel.plan import LossTerms
+from recipes.causal_lm import CausalLM
+from recipes.data.dataset import Batch, Sample
+from recipes.models.transformer import IGNORE
+from train import main
+from trainer.step import TrainStep
+from trainer.trainer import train
+
+
+def write_text(folder: Path) -> None:
+    """Thirty files of words with some order in them: enough for a loss to fall, by file splittable."""
+    random = np.random.default_rng(7)
+    words = ["lorem", "ipsum", "dolor", "sit", "amet", "consectetur", "adipiscing", "elit", "sed", "do"]
+    for number in range(30):
+        chosen = random.choice(words, size=300, p=[0.3, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05, 0.04, 0.03, 0.03])
+        (folder / f"{number:02d}.txt").write_text(" ".join(chosen))
+
+
+def overrides(text: Path, run_dir: Path, *more: str) -> list[str]:
+    """A small run: 3 layers, an untied vocabulary of 257 that no rank count here divides, 36 sequences of 32 a step.
+
+    ``more`` comes on top: a key given again replaces the value here.
+    """
+    small = [
+        "data=text", f"data.path={text}", f"data.cache_dir={text.parent / 'cache'}", "data.sequence_length=32",
+        f"run.dir={run_dir}", "model.dim=32", "model.layers=3", "model.heads=4", "model.kv_heads=2",
+        "model.hidden_dim=48", "model.tie_embeddings=false", "trainer.steps=20", "trainer.global_batch=36",
+        "trainer.micro_batch=3", "trainer.log_every=1", "trainer.eval_every=0", "trainer.sample_tokens=0",
+        "schedule.warmup_steps=3", "optim.lr=0.003",
+    ]  # fmt: skip
+    return [f"{key}={value}" for key, value in dict(argument.split("=", 1) for argument in (*small, *more)).items()]
+
+
+def train_small(argv: list[str], ragged: bool = False, fault: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train as ``argv`` says on this rank. Returns the sample ids of each micro-batch this rank trained on."""
+    config = compose(argv)
+    recipe = ObservedRecipe(config, ragged=ragged, fault=fault)
+    with open_session(config.launch) as session:
+        recipe.rank = session.rank
+        code = train(config, recipe, session, config_yaml(config))
+    return {"code": code, "sample_ids": recipe.sample_ids}
+
+
+def metrics(run_dir: Path, event: str = "step") -> list[dict[str, Any]]:
+    """Lines of ``metrics.jsonl``."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == event]
+
+
+class ObservedRecipe(CausalLM):
+    """The product's recipe, with ragged masks where asked, samples written down, and a fault where asked."""
+
+    def __init__(self, config: Any, *, ragged: bool, fault: dict[str, Any] | None) -> None:
+        super().__init__(config)
+        self._ragged, self._fault = ragged, fault or {}
+        self.sample_ids: list[list[int]] = []
+        self.rank = 0
+        self._forwards = 0
+
+    def collate(self, samples: list[Sample], ids: np.ndarray) -> Batch:
+        batch = super().collate(samples, ids)
+        if self._ragged:
+            for row, sample in enumerate(ids.tolist()):
+                batch.targets[row, sample * 7919 % batch.targets.shape[1] + 1 :] = IGNORE
+        return batch
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
+        loss_sum, weight = super().loss(model, batch)
+        if torch.is_grad_enabled():
+            self.sample_ids.append(batch.sample_ids.tolist())
+            self._forwards += 1
+            if self.rank == self._fault.get("rank") and self._forwards in self._fault["forwards"]:
+                loss_sum = _Poison.apply(loss_sum, float(self._fault["value"]))
+        return LossTerms(loss_sum, weight)
+
+
+class _Poison(torch.autograd.Function):
+    """Leaves the loss alone and multiplies its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def train_reported(argv: list[str], fault: dict[str, Any] | None = None) -> int:
+    """As ``train.py`` does it: failures are printed, the exit code is returned."""
+    with patch.object(recipes.causal_lm, "CausalLM", lambda config: ObservedRecipe(config, ragged=False, fault=fault)):
+        return main(argv)
+
+
+def changes_by_step(argv: list[str], fault: dict[str, Any]) -> list[str]:
+    """What of this rank's parameters and optimizer state each step changed: everything, something, nothing."""
+    config = compose(argv)
+    changes = []
+
+    def snapshot(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        tensors += [value for p in list(tensors) for value in optimizer.state[p].values()]
+        return [local(tensor).detach().clone() for tensor in tensors]
+
+    class Watched(TrainStep):
+        def __call__(self, batches: Any, lr: float) -> Tensor:
+            before = snapshot(self._optimizer)
+            result = super().__call__(batches, lr)
+            after = snapshot(self._optimizer)
+            before += [torch.empty(0)] * (len(after) - len(before))  # the first step makes the state
+            same = [old.equal(new) for old, new in zip(before, after, strict=True) if new.numel()]
+            changes.append("nothing" if all(same) else "something" if any(same) else "everything")
+            return result
+
+    with patch.object(trainer.trainer, "TrainStep", Watched), open_session(config.launch) as session:
+        recipe = ObservedRecipe(config, ragged=False, fault=fault)
+        recipe.rank = session.rank
+        train(config, recipe, session, config_yaml(config))
+    return changes

@@ -1,0 +1,122 @@
+"""The model is Hugging Face's Llama: same weights, same logits, same loss, same file."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from configs.schema import ModelSection, RopeScaling
+from parallel.initialize import initialize, normal_rows
+from recipes.models import head
+from recipes.models.transformer import (
+    IGNORE,
+    Transformer,
+    hugging_face_config,
+    hugging_face_name,
+    initial_std,
+)
+
+LLAMA31_SCALING = RopeScaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_sequence_length=64)
+
+
+def section(**changes: object) -> ModelSection:
+    values = {
+        "name": "small", "dim": 48, "layers": 3, "heads": 4, "kv_heads": 2, "hidden_dim": 80, "vocab_size": 131,
+        "max_sequence_length": 512,
+    }  # fmt: skip
+    return ModelSection(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def build(config: ModelSection, seed: int = 0) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(config, config.vocab_size or 0)
+    model.to_empty(device="cpu")
+    # Four times the usual spread, so that a wrong rotation or scale shows far above rounding.
+    initialize(model, lambda name: None if (std := initial_std(config, name)) is None else 4 * std, seed)
+    return model
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("scaling", [None, LLAMA31_SCALING])
+@pytest.mark.parametrize("head_dim", [None, 16])
+def test_logits_equal_hugging_face(
+    kv_heads: int, tied: bool, scaling: RopeScaling | None, head_dim: int | None
+) -> None:
+    import transformers
+
+    config = section(kv_heads=kv_heads, tie_embeddings=tied, rope_scaling=scaling, head_dim=head_dim)
+    ours = build(config)
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**hugging_face_config(config, 131, None), attn_implementation="eager")
+    ).eval()
+    state = {hugging_face_name(name): parameter for name, parameter in ours.named_parameters()}
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert missing == (["lm_head.weight"] if tied else [])
+    tokens = torch.randint(131, (2, 200), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        assert expected.std() > 0.1, "a flat output would compare equal to anything"
+        torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=1e-5)
+
+
+def test_rope_scaling_changes_the_output() -> None:
+    tokens = torch.randint(131, (1, 200), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        plain, scaled = build(section())(tokens), build(section(rope_scaling=LLAMA31_SCALING))(tokens)
+    assert (plain - scaled).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_loss_and_gradients_equal_full_logits_cross_entropy(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "_CHUNK_LOGITS", 1)
+    monkeypatch.setattr(head, "_MINIMUM_CHUNK_TOKENS", 7)  # 60 tokens: eight chunks and a remainder
+    model = build(section(tie_embeddings=tied))
+    generator = torch.Generator().manual_seed(2)
+    tokens, targets = torch.randint(131, (2, 2, 30), generator=generator)
+    targets[0, 5:11] = IGNORE
+
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE)
+    (expected * 0.37).backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    loss = model(tokens, targets)
+    (loss * 0.37).backward()
+
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-5, msg=name)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens, targets), expected, rtol=1e-6, atol=0)
+
+
+def test_loss_of_masked_tokens_only_is_zero_with_zero_gradient() -> None:
+    model = build(section())
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    loss = model(tokens, torch.full((1, 8), IGNORE))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(parameter.grad.abs().max() == 0 for parameter in model.parameters())
+
+
+def test_meta_model_allocates_nothing_and_plan_names_exist() -> None:
+    with torch.device("meta"):
+        model = Transformer(section(), 131)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not list(model.buffers())
+    planned = [name for unit in model.parallel_plan().units for name in unit]
+    assert len(planned) == len(set(planned))
+    for name in planned:
+        model.get_submodule(name)
+
+
+def test_first_weights_depend_on_name_seed_and_row_alone() -> None:
+    whole = normal_rows(3, "layers.0.weight", (5000, 700), 0, 5000)
+    assert abs(whole.mean()) < 2e-3
+    assert abs(whole.std() - 1) < 2e-3
+    for first, rows in [(0, 1), (1666, 1667), (4999, 1), (1497, 1500), (5000, 0)]:
+        assert torch.equal(normal_rows(3, "layers.0.weight", (5000, 700), first, rows), whole[first : first + rows])
+    assert not torch.equal(normal_rows(4, "layers.0.weight", (5000, 700), 0, 1), whole[:1])
+    assert not torch.equal(normal_rows(3, "layers.1.weight", (5000, 700), 0, 1), whole[:1])
+    # Rows past the first block come from another stream, not from the first one again.
+    assert not torch.equal(whole[: 2**20 // 700][:5], whole[2**20 // 700 :][:5])

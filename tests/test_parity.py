@@ -1,0 +1,65 @@
+"""The promise: loss, gradient norm and samples of a run do not depend on how it was cut."""
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from benchmarks.parity import ACCUMULATIONS, CUTS, TOLERANCES, Curve, Cut, compare, run
+from tests.cluster import Cluster
+
+
+@pytest.fixture(scope="session")
+def references(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Curve]:
+    folder = tmp_path_factory.mktemp("references")
+    return {name: run(cluster, CUTS[0], 1, name, text, folder / name) for name in TOLERANCES}
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.name)
+def test_fp32_equals_the_single_process(
+    cut: Cut, accumulation: int, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    curve = run(cluster, cut, accumulation, "fp32", text, tmp_path / "run")
+    difference = compare(curve, references["fp32"])
+    assert difference.same_samples
+    assert difference.loss < TOLERANCES["fp32"]
+    assert difference.grad_norm < TOLERANCES["fp32"]
+    assert curve.losses[-1] < 0.8 * curve.losses[0], "a run that learns nothing would agree with anything"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "cut", [c for c in CUTS if c.name in ("ddp x2", "fsdp x2 (ZeRO-3)", "hsdp 2x2")], ids=lambda c: c.name
+)
+def test_low_precision_stays_within_its_rounding(
+    cut: Cut, precision: str, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    difference = compare(run(cluster, cut, 3, precision, text, tmp_path / "run"), references[precision])
+    assert difference.same_samples
+    assert difference.loss < TOLERANCES[precision]
+    against_fp32 = compare(references[precision], references["fp32"])
+    assert 0 < against_fp32.loss < 3e-2, "the low type was really used, and does no harm"
+
+
+@pytest.mark.parametrize(
+    "cut", [c for c in CUTS if c.name in ("single", "ddp x2", "fsdp x2 (ZeRO-3)", "hsdp 2x2")], ids=lambda c: c.name
+)
+def test_the_same_command_twice_gives_the_same_bits(cut: Cut, cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    first, second = (
+        run(cluster, cut, 3, "fp32", text, tmp_path / name, "trainer.deterministic=true") for name in ("a", "b")
+    )
+    assert first == second
+    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("a", "b")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+
+
+def test_a_lost_gradient_would_be_seen(
+    references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    """The comparison can fail: another seed of the weights is far outside of the bound."""
+    other = run(cluster, CUTS[0], 1, "fp32", text, tmp_path / "run", "trainer.seed=2")
+    difference = compare(other, references["fp32"])
+    assert difference.loss > 100 * TOLERANCES["fp32"]
+    assert not difference.same_samples

@@ -1,0 +1,142 @@
+"""Joining, sharing verdicts, patience, and leaving."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from configs.errors import UserError
+from configs.schema import LaunchSection
+from launch.session import open_session, planned_processes
+from tests.cluster import ROOT, Cluster
+
+
+def share_verdicts() -> list[object]:
+    with open_session(LaunchSection()) as session:
+        ran = []
+        value = session.once(lambda: ran.append(session.rank) or {"from": session.rank})
+        node = session.once_per_node(lambda: session.rank * 10)
+        try:
+            session.once(_mistake)
+        except UserError as error:
+            caught = str(error)
+        again = session.once(lambda: "still in step")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return [ran, value, node, caught, again, total.item(), torch.get_num_threads()]
+
+
+def _mistake() -> None:
+    raise UserError("no such file")
+
+
+def test_one_rank_decides_and_all_hear_it(cluster: Cluster) -> None:
+    answers = [answer.value for answer in cluster.run(3, "tests.test_session:share_verdicts")]
+    threads = max(1, len(os.sched_getaffinity(0)) // 3)
+    assert answers[0] == [[0], {"from": 0}, 0, "no such file", "still in step", 3.0, threads]
+    assert answers[1] == answers[2] == [[], *answers[0][1:]]
+
+
+def crash_on_main() -> str:
+    with open_session(LaunchSection()) as session:
+        try:
+            session.once(lambda: 1 // 0)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_crash_of_the_rank_that_decides_reaches_those_who_wait(cluster: Cluster) -> None:
+    first, second = (answer.value for answer in cluster.run(2, "tests.test_session:crash_on_main"))
+    assert first == "ZeroDivisionError: integer division or modulo by zero"
+    assert "ZeroDivisionError" in second
+
+
+def differ() -> str:
+    with open_session(LaunchSection()) as session:
+        session.same_everywhere("the recipe", "same")
+        try:
+            session.same_everywhere("the data", "abc" if session.rank < 2 else "xyz")
+        except UserError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_ranks_that_differ_are_named(cluster: Cluster) -> None:
+    for answer in cluster.run(3, "tests.test_session:differ"):
+        assert answer.value == "the data differs between rank 0 (abc) and rank 2 (xyz); start them alike"
+
+
+def wait_for_a_silent_peer() -> float:
+    with open_session(LaunchSection(start_timeout_seconds=100, step_timeout_seconds=2)) as session:
+        dist.all_reduce(torch.ones(1))
+        session.first_step_done()
+        if session.rank == 1:
+            time.sleep(6)
+            return 0.0
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match="Timed out"):
+            dist.all_reduce(torch.ones(1))
+        return time.monotonic() - started
+
+
+def test_patience_is_short_after_the_first_step(cluster: Cluster) -> None:
+    """Guards the private call in Session.first_step_done: without it the wait would be 100 seconds."""
+    waited = cluster.run(2, "tests.test_session:wait_for_a_silent_peer")[0].value
+    assert 1 < waited < 6
+
+
+def test_alone_without_torchrun() -> None:
+    with open_session(LaunchSection()) as session:
+        assert (session.rank, session.world_size, session.is_main) == (0, 1, True)
+        assert session.once(lambda: 5) == session.once_per_node(lambda: 5) == 5
+        session.same_everywhere("anything", "at all")
+        session.first_step_done()
+        assert session.fails_first()
+        assert not dist.is_initialized()
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(UserError, match=r"launch\.device=cpu"), open_session(LaunchSection(device="cuda")):
+        pass
+
+
+@pytest.mark.parametrize("started", [1, 2])
+def test_asking_for_other_processes_than_were_started_is_refused(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(started))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(started))
+    with pytest.raises(
+        UserError, match=rf"launch.processes=8 but {started} .*torchrun --standalone --nproc_per_node=8"
+    ):
+        planned_processes(LaunchSection(processes=8), dry_run=False)
+    assert planned_processes(LaunchSection(processes=started), dry_run=False) == started
+
+
+def test_a_dry_run_plans_for_any_number_of_processes() -> None:
+    assert planned_processes(LaunchSection(processes=8, nodes=4), dry_run=True) == 32
+
+
+def test_term_ends_a_run_with_a_true_status_and_leaves_no_process(text: Path, tmp_path: Path) -> None:
+    from tests.runs import overrides
+
+    argv = overrides(text, tmp_path / "run", "trainer.steps=100k")
+    process = subprocess.Popen([sys.executable, "train.py", *argv], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (metrics.exists() and '"step": 3,' in metrics.read_text()):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, printed = process.communicate(timeout=30)
+    assert printed.strip() == "interrupted"
+    assert process.returncode == 70
+    status = (tmp_path / "run" / "status.json").read_text()
+    assert '"state": "failed"' in status
+    assert '"reason": "interrupted"' in status

@@ -1,0 +1,146 @@
+"""Learning rate, loss scale, norms and layouts: the pure parts of a step."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.errors import UserError
+from configs.schema import ParallelSection, PrecisionSection, ScheduleSection, TrainerSection
+from parallel.gradient import sum_of_squares
+from parallel.mesh import Layout, gradient_accumulation, resolve_layout
+from trainer.optim import learning_rate
+from trainer.precision import GradScaler
+
+
+def schedule(name: str, **values: float) -> ScheduleSection:
+    return ScheduleSection(name=name, **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["cosine", "wsd", "linear", "constant"])
+def test_schedules_warm_up_reach_the_peak_and_end_where_they_should(name: str) -> None:
+    s = schedule(name, warmup_steps=10, min_lr_ratio=0.1, decay_fraction=0.2)
+    rates = [learning_rate(step, 100, 2.0, s) for step in range(1, 101)]
+    assert rates[0] == pytest.approx(0.2)
+    assert rates[9] == 2.0
+    assert rates[10] == pytest.approx(2.0, rel=0.02)
+    assert rates[-1] == pytest.approx(2.0 if name == "constant" else 0.2)
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates[9:]))
+    if name == "wsd":
+        assert rates[79] == 2.0 > rates[80]
+    if name == "cosine":
+        assert rates[54] == pytest.approx(2.0 * 0.55, rel=0.02)
+    if name == "linear":
+        assert rates[54] == pytest.approx(2.0 * 0.55)
+
+
+def test_schedule_without_warm_up_starts_at_the_peak_and_may_be_all_warm_up() -> None:
+    assert learning_rate(1, 10, 1.0, schedule("linear", min_lr_ratio=0)) == pytest.approx(0.9)
+    assert learning_rate(10, 10, 1.0, schedule("cosine", warmup_steps=10)) == 1.0
+    assert learning_rate(1, 1, 1.0, schedule("wsd", min_lr_ratio=0, decay_fraction=0.1)) == 1.0
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 5), st.sampled_from([1.0, 2.0**16, 2.0**127]))
+def test_loss_scale_moves_as_torch_grad_scaler_does(overflows: list[bool], interval: int, initial: float) -> None:
+    section = PrecisionSection(name="fp16", initial_scale=initial, growth_interval=interval)
+    ours = GradScaler(section, torch.device("cpu"))
+    theirs = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=interval)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for overflow in overflows:
+        theirs.scale(parameter.sum() * 0).backward()
+        parameter.grad = torch.full((1,), math.inf if overflow else 0.0)
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update(torch.tensor(overflow))
+        assert ours.scale.item() == theirs.get_scale()
+
+
+def test_loss_scale_is_one_for_ever_unless_fp16() -> None:
+    scaler = GradScaler(PrecisionSection(name="bf16"), torch.device("cpu"))
+    scaler.update(torch.tensor(True))
+    assert scaler.scale.item() == 1
+
+
+@pytest.mark.parametrize("shape", [(3_000_000,), (3000, 1000), (100, 30, 1000)])
+def test_norm_is_exact_to_1e_7_where_fp32_is_not(shape: tuple[int, ...]) -> None:
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.01, 3, shape[-1])
+    exact = gradient.double().square().sum().item()
+    assert sum_of_squares([gradient]).item() == pytest.approx(exact, rel=1e-7)
+    halves = gradient.chunk(2)
+    split = sum_of_squares([halves[0]]) + sum_of_squares([halves[1]])
+    assert split.item() == pytest.approx(sum_of_squares([gradient]).item(), rel=1e-12)
+
+
+def test_norm_of_nothing_and_of_a_bad_number() -> None:
+    assert sum_of_squares([torch.ones(2, 2), torch.empty(0, 5)]).item() == pytest.approx(4, rel=1e-7)
+    assert not sum_of_squares([torch.ones(2, 2), torch.tensor([[1.0, math.inf]])]).isfinite()
+    assert not sum_of_squares([torch.tensor([[1.0, math.nan]])]).isfinite()
+
+
+def parallel(strategy: str, **values: object) -> ParallelSection:
+    return ParallelSection(strategy=strategy, **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("section", "world", "layout"),
+    [
+        (parallel("single"), 1, Layout("single", 1, 1)),
+        (parallel("ddp", replicate=-1), 8, Layout("ddp", 8, 1)),
+        (parallel("fsdp", shard=-1), 6, Layout("fsdp", 1, 6)),
+        (parallel("hsdp", replicate=2, shard=-1), 8, Layout("hsdp", 2, 4)),
+        (parallel("hsdp", replicate=-1, shard=4), 8, Layout("hsdp", 2, 4)),
+        (parallel("hsdp", replicate=2, shard=4), 8, Layout("hsdp", 2, 4)),
+        (parallel("ddp", replicate=-1), 1, Layout("single", 1, 1)),
+        (parallel("fsdp", shard=-1), 1, Layout("single", 1, 1)),
+    ],
+)
+def test_layouts_resolve(section: ParallelSection, world: int, layout: Layout) -> None:
+    assert resolve_layout(section, world) == layout
+
+
+@pytest.mark.parametrize(
+    ("section", "world", "says"),
+    [
+        (parallel("single"), 4, ["4", "parallel=ddp"]),
+        (
+            parallel("hsdp", replicate=3, shard=-1),
+            8,
+            ["replicate=3 does not divide 8 processes", "parallel.replicate=2"],
+        ),
+        (
+            parallel("hsdp", replicate=2, shard=3),
+            8,
+            ["6 processes (replicate 2 x shard 3)", "8 processes were started", "=6"],
+        ),
+        (parallel("hsdp", replicate=2, shard=-1), 1, ["replicate=2 does not divide 1 process"]),
+        (parallel("ddp", replicate=4), 2, ["4 processes", "2 processes were started", "parallel.replicate=-1"]),
+        (parallel("hsdp", replicate=-1, shard=-1), 2, ["both -1"]),
+        (parallel("ddp", replicate=-1, shard=2), 2, ["shard=2", "parallel=fsdp"]),
+        (parallel("fsdp", replicate=2, shard=-1), 2, ["replicate=2", "parallel=hsdp"]),
+        (parallel("fsdp", shard=0), 2, ["shard=0", "1 or more"]),
+        (parallel("ddp", replicate=-1, sync_every_micro_batch=True), 2, ["sync_every_micro_batch"]),
+    ],
+)
+def test_layouts_that_cannot_be_say_why_and_what_would(section: ParallelSection, world: int, says: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        resolve_layout(section, world)
+    assert all(words in str(caught.value) for words in says), caught.value
+    assert "\n" not in str(caught.value)
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 16))
+def test_batches_divide_or_the_fix_does(global_batch: int, micro_batch: int, ranks: int) -> None:
+    layout = Layout("ddp", ranks, 1)
+    trainer = TrainerSection(steps=1, global_batch=global_batch, micro_batch=micro_batch)
+    try:
+        assert gradient_accumulation(trainer, layout) * micro_batch * ranks == global_batch
+    except UserError as error:
+        fixes = str(error).split("use ")[1].split(" or ")
+        assert fixes
+        for fix in fixes:
+            key, value = fix.removeprefix("trainer.").split("=")
+            gradient_accumulation(trainer.model_copy(update={key: int(value)}), layout)

@@ -1,0 +1,202 @@
+"""Batches, fetched ahead of the step that wants them."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import islice
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from configs.errors import UserError
+from trainer.sampler import SampleOrder, micro_batch_indices
+
+PADDING_ID = -1
+"""Stands for a sample in a row that only fills a micro-batch; ``collate`` leaves such a row without targets."""
+
+_LOOKAHEAD_STEPS = 2
+
+_PLANNED_STEPS = 32
+"""Steps whose sample numbers are computed at once: 0.3 ms, were it done for a single one."""
+
+Collate = Callable[[Sequence[Any], np.ndarray], Any]
+"""Samples and their numbers [batch], int64 -> a batch: a named tuple of tensors."""
+
+
+class MapDataset(Protocol):
+    """Samples by number, a pure function of it, callable from any thread."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class SampleError(RuntimeError):
+    """A sample could not be read. The message has its number, the cause is what the data set raised."""
+
+
+class BatchLoader:
+    """Iterator over steps: each item is the list of this rank's micro-batches of one step.
+
+    About two steps are read ahead by ``workers`` threads; 0 reads in the caller's. The batches are the same for any
+    number of them. Threads, not processes: reading copies out of a memory map, which does not hold the interpreter up,
+    and processes would have to be forked under a live NCCL or Gloo (which do not survive that) and would catch the
+    signals meant for the trainer. A failure in a thread is raised in the caller's, at the step it belongs to.
+
+    Use it as a context manager: leaving it ends the threads.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset,
+        collate: Collate,
+        order: SampleOrder,
+        *,
+        steps: range,
+        accumulation: int,
+        data_ranks: int,
+        data_rank: int,
+        micro_batch: int,
+        workers: int,
+        pin_memory: bool,
+    ) -> None:
+        """``steps`` count from 0; ``pin_memory`` puts batches where a GPU copies from without waiting."""
+        self._dataset, self._collate, self._order = dataset, collate, order
+        self._steps = self._plan(steps)
+        self._accumulation, self._micro_batch = accumulation, micro_batch
+        self._data_ranks, self._data_rank = data_ranks, data_rank
+        self._pin_memory = pin_memory
+        self._waited_seconds = 0.0
+        self._closed = False
+        self._ahead: deque[list[Future[Any]]] = deque()
+        # Enough to keep every thread busy where a step has fewer micro-batches than there are threads.
+        self._ahead_steps = max(_LOOKAHEAD_STEPS, -(-workers // accumulation))
+        self._threads = self._start(workers) if workers else None
+
+    def _start(self, workers: int) -> ThreadPoolExecutor:
+        # The current GPU is a property of the thread: a new one would pin through GPU 0, on every rank.
+        device = torch.cuda.current_device() if self._pin_memory else None
+        use_device = (lambda: torch.cuda.set_device(device)) if device is not None else None
+        return ThreadPoolExecutor(workers, thread_name_prefix="batch-loader", initializer=use_device)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self
+
+    def __next__(self) -> list[Any]:
+        if self._closed:
+            raise RuntimeError("this BatchLoader was closed")
+        started = time.perf_counter()
+        try:
+            batches = self._read_next() if self._threads is None else self._await_next(self._threads)
+        except Exception:
+            self.close()
+            raise
+        self._waited_seconds += time.perf_counter() - started
+        return batches
+
+    def _read_next(self) -> list[Any]:
+        step, ids = next(self._steps)
+        return [self._read(step, micro_batch_ids) for micro_batch_ids in ids]
+
+    def _await_next(self, threads: ThreadPoolExecutor) -> list[Any]:
+        self._ask_ahead(threads)
+        if not self._ahead:
+            raise StopIteration
+        batches = [future.result() for future in self._ahead.popleft()]
+        self._ask_ahead(threads)  # at once, so that the threads work while the step does
+        return batches
+
+    def _ask_ahead(self, threads: ThreadPoolExecutor) -> None:
+        for step, ids in islice(self._steps, self._ahead_steps - len(self._ahead)):
+            self._ahead.append([threads.submit(self._read, step, micro_batch_ids) for micro_batch_ids in ids])
+
+    def _plan(self, steps: range) -> Iterator[tuple[int, np.ndarray]]:
+        """Every step with its sample numbers on this rank, [accumulation, micro_batch]."""
+        deal = partial(
+            micro_batch_indices,
+            accumulation=self._accumulation,
+            data_ranks=self._data_ranks,
+            micro_batch=self._micro_batch,
+            data_rank=self._data_rank,
+        )
+        for first in range(0, len(steps), _PLANNED_STEPS):
+            block = steps[first : first + _PLANNED_STEPS]
+            indices = np.array([deal(step) for step in block])
+            yield from zip(block, self._order(indices.ravel()).reshape(indices.shape), strict=True)
+
+    def _read(self, step: int, ids: np.ndarray) -> Any:
+        batch = _read_batch(self._dataset, self._collate, ids, f"of step {step + 1}")
+        return _pinned(batch) if self._pin_memory else batch
+
+    def take_waited_seconds(self) -> float:
+        """Seconds the caller waited for data since this was last asked."""
+        waited, self._waited_seconds = self._waited_seconds, 0.0
+        return waited
+
+    def close(self) -> None:
+        """End the threads and drop what they read ahead. May be called more than once."""
+        self._closed = True
+        self._ahead.clear()
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> "BatchLoader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def evaluation_ids(
+    dataset_length: int, *, sequences: int, micro_batch: int, data_ranks: int, data_rank: int
+) -> list[np.ndarray]:
+    """Sample numbers of one rank's evaluation micro-batches: arrays [micro_batch], int64.
+
+    The first ``sequences`` samples (all, where there are fewer) are dealt out in order. Every rank gets as many
+    micro-batches as any other, since ranks that end apart wait for each other for ever; what is missing is
+    ``PADDING_ID``.
+    """
+    samples = min(dataset_length, sequences)
+    across_ranks = data_ranks * micro_batch
+    rounds = -(-samples // across_ranks)
+    dealt = np.arange(rounds * across_ranks, dtype=np.int64)
+    dealt[samples:] = PADDING_ID
+    return list(dealt.reshape(rounds, data_ranks, micro_batch)[:, data_rank])
+
+
+def evaluation_batches(
+    dataset: MapDataset,
+    collate: Collate,
+    *,
+    sequences: int,
+    micro_batch: int,
+    data_ranks: int,
+    data_rank: int,
+) -> Iterator[Any]:
+    """One rank's batches of an evaluation on the first ``sequences`` samples; see ``evaluation_ids``."""
+    dealt = evaluation_ids(
+        len(dataset), sequences=sequences, micro_batch=micro_batch, data_ranks=data_ranks, data_rank=data_rank
+    )
+    for ids in dealt:
+        yield _read_batch(dataset, collate, ids, "of the evaluation")
+
+
+def _read_batch(dataset: MapDataset, collate: Collate, ids: np.ndarray, where: str) -> Any:
+    samples = []
+    for sample_id in ids.tolist():
+        try:
+            samples.append(dataset[0 if sample_id == PADDING_ID else sample_id])
+        except UserError as error:
+            raise UserError(f"sample {sample_id} {where}: {error}") from error
+        except Exception as error:
+            raise SampleError(f"cannot read sample {sample_id} {where}: {type(error).__name__}: {error}") from error
+    return collate(samples, ids)
+
+
+def _pinned(batch: Any) -> Any:
+    return type(batch)(*(tensor.pin_memory() for tensor in batch))

@@ -1,0 +1,101 @@
+"""What a run is going to be, in at most twelve lines: shown before it starts, and all that a dry run shows."""
+
+import math
+from collections.abc import Iterable
+
+from torch import nn
+
+from configs.schema import RunConfig
+from parallel.mesh import Layout
+from parallel.plan import ParallelPlan
+from trainer.recipe import Recipe
+from trainer.track import short, size
+
+_FP32_BYTES = 4
+
+
+def overview(
+    config: RunConfig,
+    recipe: Recipe,
+    layout: Layout,
+    accumulation: int,
+    model: nn.Module,
+    plan: ParallelPlan,
+    place: str,
+) -> list[str]:
+    """The plan. ``model`` may be on meta; ``place`` names the processes and where they compute."""
+    trainer, data, parallel = config.trainer, config.data, config.parallel
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    step_tokens = trainer.global_batch * data.sequence_length
+    mesh = layout.describe()
+    if layout.shard > 1:
+        mesh += (
+            ", ZeRO-3 (gathered for use, freed after)"
+            if parallel.reshard_after_forward
+            else ", ZeRO-2 (stays gathered)"
+        )
+    schedule = config.schedule
+    decay = f" to {schedule.min_lr_ratio:g}x" if schedule.name != "constant" else ""
+    lines = [
+        ("model", f"{recipe.describe_model()}; {parameters:,} parameters"),
+        ("mesh", f"{mesh}; {place}"),
+        (
+            "batch",
+            f"{trainer.global_batch} sequences = {trainer.micro_batch} per pass x {layout.data_ranks} "
+            f"rank{'s' if layout.data_ranks > 1 else ''} x {accumulation} accumulated; "
+            f"{step_tokens:,} tokens a step, {short(step_tokens * trainer.steps)} in {trainer.steps:,} steps",
+        ),
+        ("precision", _precision(config)),
+        (
+            "optimizer",
+            f"AdamW, peak lr {config.optim.lr:g}, {schedule.name}{decay}, warm-up {schedule.warmup_steps} steps, "
+            + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping"),
+        ),
+        ("memory", _memory(config, layout, accumulation, model, plan)),
+        ("data", recipe.describe_data()),
+        ("run", str(config.run.dir)),
+    ]
+    return [f"{name:<10} {text}" for name, text in lines]
+
+
+def _precision(config: RunConfig) -> str:
+    name = config.precision.name
+    if name == "fp32":
+        return "fp32"
+    extra = f", loss scale from {config.precision.initial_scale:g}" if name == "fp16" else ""
+    return f"{name} products; fp32 parameters, gradient sums and optimizer state{extra}"
+
+
+def _memory(config: RunConfig, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan) -> str:
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    share = _held(model.parameters(), layout.shard)
+    gradients = share * _FP32_BYTES
+    note = ""
+    if layout.shard > 1 and accumulation > 1 and not config.parallel.sync_every_micro_batch:
+        gradients += whole * _FP32_BYTES
+        note = " (whole while accumulating; parallel.sync_every_micro_batch=true: " + f"{size(share * _FP32_BYTES)})"
+    parts = [
+        f"parameters {size(share * _FP32_BYTES)}",
+        f"gradients {size(gradients)}{note}",
+        f"optimizer state {size(2 * share * _FP32_BYTES)}",
+    ]
+    if layout.shard > 1:
+        parts.append(f"gathered {size(_gathered(config, model, plan))}")
+    return "per rank: " + ", ".join(parts) + "; activations come on top"
+
+
+def _held(parameters: Iterable[nn.Parameter], shard: int) -> int:
+    """Numbers that rank 0, which holds the most, holds of ``parameters`` cut on their first dim."""
+    return sum(
+        math.ceil(parameter.shape[0] / shard) * (parameter.numel() // parameter.shape[0]) for parameter in parameters
+    )
+
+
+def _gathered(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> int:
+    """Bytes of whole parameters a sharded rank holds at once: those in no unit, and two units (one ahead)."""
+    width = _FP32_BYTES if config.precision.name == "fp32" else 2
+    units = [sum(p.numel() for name in unit for p in model.get_submodule(name).parameters()) for unit in plan.units]
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    if not config.parallel.reshard_after_forward:
+        return whole * width
+    return (whole - sum(units) + sum(sorted(units)[-2:])) * width

@@ -1,0 +1,39 @@
+"""The type of matrix products, and fp16's loss scale with one verdict for all ranks."""
+
+import torch
+from torch import Tensor
+
+from configs.schema import PrecisionSection
+
+LOW_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class GradScaler:
+    """Dynamic loss scaling for fp16 (https://arxiv.org/abs/1710.03740), with the rules of ``torch.amp.GradScaler``.
+
+    Not torch's class: that one judges overflow by the placement of the first gradient it meets, so ranks can disagree
+    (pytorch ``found_inf_reduce_handler``), and it spends a pass over all gradients on it. Here the verdict comes from
+    the global norm, which is the same number on every rank, and reaches the optimizer on the device. Disabled, the
+    scale is 1 for ever.
+    """
+
+    GROWTH, BACKOFF = 2.0, 0.5
+
+    def __init__(self, section: PrecisionSection, device: torch.device) -> None:
+        self.enabled = section.name == "fp16"
+        self._growth_interval = section.growth_interval
+        self.scale = torch.full((), section.initial_scale if self.enabled else 1.0, device=device)
+        """What the loss is multiplied with before backward, fp32 scalar on the device."""
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def update(self, rejected: Tensor) -> None:
+        """Halve after a rejected step (bool scalar), double after ``growth_interval`` good ones in a row."""
+        if not self.enabled:
+            return
+        self._good_steps = (self._good_steps + 1) * ~rejected
+        grow = self._good_steps == self._growth_interval
+        self._good_steps *= ~grow
+        grown = self.scale * self.GROWTH
+        # As torch does: a scale that would leave fp32 stays where it is.
+        self.scale = torch.where(grow & grown.isfinite(), grown, self.scale)
+        self.scale = torch.where(rejected, self.scale * self.BACKOFF, self.scale)

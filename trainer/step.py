@@ -1,0 +1,88 @@
+"""One optimizer step: a transaction that all ranks commit or none does, without waiting for the device."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel.data import LossFunction, Single
+from parallel.gradient import sum_of_squares
+from trainer.precision import GradScaler
+
+FAILURES_THAT_STOP = 3
+"""After so many failed steps in a row no later step changes a weight, until the host has noticed and stops."""
+
+
+class StepResult(NamedTuple):
+    """What a step came to, over the whole global batch; read from the device when the host cares to wait."""
+
+    loss: float
+    """Mean over all valid targets."""
+    tokens: float
+    """Valid targets."""
+    grad_norm: float
+    """Global norm before clipping."""
+    skipped: float
+    """1.0 where the step was rejected and changed nothing."""
+    scale: float
+    """Loss scale the step ran with; 1 unless fp16."""
+    failed_in_row: float
+    """Rejected steps in a row, this one included, less those that a smaller loss scale may cure."""
+
+
+class TrainStep:
+    """Forward, backward, one small all-reduce, clip, vote, update."""
+
+    def __init__(
+        self,
+        parallel: Single,
+        optimizer: torch.optim.Optimizer,
+        loss: LossFunction,
+        scaler: GradScaler,
+        *,
+        max_grad_norm: float,
+        nominal_weight: int,
+    ) -> None:
+        """``nominal_weight``: targets of a global batch without masks. The loss is divided by it before backward, a
+        constant that keeps fp16 in range for every cut, and by actual / nominal afterwards, when all ranks know it."""
+        self._parallel = parallel
+        self._optimizer = optimizer
+        self._loss = loss
+        self.scaler = scaler
+        self._max_grad_norm = max_grad_norm if max_grad_norm > 0 else float("inf")
+        self._nominal_weight = nominal_weight
+        self._failed_in_row = torch.zeros((), dtype=torch.float64, device=parallel.device)
+
+    def __call__(self, batches: Sequence[Any], lr: float) -> Tensor:
+        """Train on ``batches``, this rank's micro-batches of one global batch. Returns a StepResult as fp64 [6]."""
+        scale = self.scaler.scale
+        terms = self._parallel.forward_backward(batches, self._loss, scale / self._nominal_weight)
+        with torch.no_grad():
+            # Every holder of a copy contributes, so that a bad number on any rank reaches all.
+            squares = sum_of_squares(self._gradients()) / self._parallel.gradient_copies
+            totals = self._parallel.sum(torch.stack((terms.loss_sum, terms.weight, squares)))
+            loss_sum, weight, squares = totals.unbind()
+            divisor = scale * (weight / self._nominal_weight)  # .grad / divisor is the gradient of the mean loss
+            norm = squares.sqrt() / divisor
+            # A gradient of NaN times zero is NaN: a rejected step must not be computed at all. The fused optimizer
+            # leaves parameters, moments and its step count alone where found_inf is 1, and divides by grad_scale.
+            halted = self._failed_in_row >= FAILURES_THAT_STOP
+            rejected = ~(loss_sum.isfinite() & norm.isfinite()) | halted
+            overflow = loss_sum.isfinite() & (scale > 1)  # fp16 finding its scale: not a failure
+            self._failed_in_row = (self._failed_in_row + ~overflow) * rejected
+            clip = (norm / self._max_grad_norm).clamp(min=1.0)
+            self._optimizer.grad_scale = (divisor * clip).float()
+            self._optimizer.found_inf = rejected.float()
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self.scaler.update(rejected)
+            return torch.stack(
+                (loss_sum / weight, weight, norm, rejected.double(), scale.double(), self._failed_in_row)
+            )
+
+    def _gradients(self) -> list[Tensor]:
+        groups = self._optimizer.param_groups
+        return [p.grad for group in groups for p in group["params"] if p.grad is not None]

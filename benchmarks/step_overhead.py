@@ -24,11 +24,14 @@ from torch import nn
 from configs.compose import compose, config_yaml
 from launch.session import open_session
 from parallel.initialize import initialize
+from parallel.mesh import gradient_accumulation, resolve_layout
 from recipes.causal_lm import CausalLM
 from recipes.models.transformer import IGNORE
 from tests.cluster import Cluster
 from tests.runs import write_text
+from trainer.loader import BatchLoader
 from trainer.optim import learning_rate
+from trainer.sampler import SampleOrder
 from trainer.track import Console, RunFolder
 from trainer.trainer import Trainer
 
@@ -53,7 +56,7 @@ def race(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[fl
         recipe = CausalLM(config)
         trainer = Trainer(config, recipe, session, folder, console, config_yaml(config))
         ours = trainer.steps()
-        theirs = by_hand(config, recipe, trainer, session.device)
+        theirs = by_hand(config, recipe, session.device)
         seconds: dict[str, list[float]] = {"trainer": [], "by hand": []}
         for turn in range(turns + 2):  # the first two warm up caches, allocators and optimizer state
             racers = [("trainer", ours), ("by hand", theirs)]
@@ -68,10 +71,10 @@ def race(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[fl
         return {name: values[2:] for name, values in seconds.items()}
 
 
-def by_hand(config: Any, recipe: CausalLM, trainer: Trainer, device: torch.device) -> Iterator[None]:
+def by_hand(config: Any, recipe: CausalLM, device: torch.device) -> Iterator[None]:
     """The loop one would write for this job alone."""
     model: Any = recipe.build_model()
-    strategy, world = config.parallel.strategy, dist.get_world_size() if dist.is_initialized() else 1
+    strategy, world = config.parallel.strategy, _world()
     if world > 1 and strategy == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
@@ -85,7 +88,7 @@ def by_hand(config: Any, recipe: CausalLM, trainer: Trainer, device: torch.devic
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.optim.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
-    batches = [list(micro) for micro in _take(trainer, 8)]
+    batches = _take(config, recipe, 8)
     count = len(batches[0])
     step = 0
     while True:
@@ -112,12 +115,20 @@ def by_hand(config: Any, recipe: CausalLM, trainer: Trainer, device: torch.devic
         yield
 
 
-def _take(trainer: Trainer, steps: int) -> list[list[Any]]:
+def _take(config: Any, recipe: CausalLM, steps: int) -> list[list[Any]]:
     """The first batches of the run, read once."""
-    from itertools import islice
+    dataset, layout = recipe.dataset("train"), resolve_layout(config.parallel, _world())
+    loader = BatchLoader(
+        dataset, recipe.collate, SampleOrder(len(dataset), config.trainer.seed), steps=range(steps),
+        accumulation=gradient_accumulation(config.trainer, layout), data_ranks=layout.data_ranks,
+        data_rank=dist.get_rank() if dist.is_initialized() else 0, micro_batch=config.trainer.micro_batch,
+        workers=0, pin_memory=False,
+    )  # fmt: skip
+    return list(loader)
 
-    with trainer.fresh_loader() as loader:
-        return list(islice(loader, steps))
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def main() -> None:

@@ -75,13 +75,13 @@ def compose(argv: Sequence[str], folder: Path = FOLDER) -> RunConfig:
     command.read(argv)
     mistakes = command.mistakes
     try:
-        plain, origins = _composed(folder, command)
+        plain = _composed(folder, command)
         checked = RunConfig.model_validate(plain)
     except UserError as error:
         mistakes.append(str(error))
     except ValidationError as error:
         # Where overrides were refused, what is left may disagree with itself through no fault of the user's.
-        mistakes += explain(error, plain, origins, groups, alone=bool(mistakes))
+        mistakes += explain(error, plain, _origins(folder, command), groups, alone=bool(mistakes))
     if mistakes:
         lines = list(dict.fromkeys(" ".join(mistake.split()) for mistake in mistakes))
         raise UserError(lines[0] if len(lines) == 1 else f"{len(lines)} mistakes:\n  " + "\n  ".join(lines))
@@ -93,8 +93,8 @@ def config_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _composed(folder: Path, command: "_Command") -> tuple[dict[str, Any], Origins]:
-    """What Hydra makes of the YAML files and the overrides, as plain data, and where each part of it came from.
+def _composed(folder: Path, command: "_Command") -> dict[str, Any]:
+    """What Hydra makes of the YAML files and the overrides, as plain data.
 
     Raises:
         UserError: a YAML file cannot be read or merged, or refers to something that does not exist.
@@ -102,31 +102,31 @@ def _composed(folder: Path, command: "_Command") -> tuple[dict[str, Any], Origin
     try:
         with initialize_config_dir(str(folder), version_base=None):
             config = hydra_compose("train", command.overrides, return_hydra_config=True)
-            loader = GlobalHydra.instance().config_loader()
-            defaults = loader.compute_defaults_list("train", command.overrides, RunMode.RUN).defaults
-        layers = [
-            Layer(folder / f"{default.config_path}.yaml", default.package or "")
-            for default in defaults
-            if (folder / f"{default.config_path}.yaml").exists()
-        ]
-        origins = Origins(command.typed, layers, root=folder.parent)
         with open_dict(config):
             config.recipe = config.pop("hydra").runtime.choices.recipe
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        place = f"{_relative(mark.name, folder)}:{mark.line + 1}" if mark else "a YAML file"
+        place = f"{_relative(mark.name, folder)}:{mark.line + 1}" if mark else f"a file in {folder.name}"
         raise UserError(f"{place} is not valid YAML: {error.problem}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_not_composed(error, folder, command.groups)) from None
-    raw = OmegaConf.to_container(config)
     try:
-        return _without_missing(OmegaConf.to_container(config, resolve=True)), origins
+        return _without_missing(OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
         key = str(error.full_key).partition("[")[0]
         reason = next((reason for kind, reason in _UNRESOLVED.items() if isinstance(error, kind)), "it has no value")
-        raise UserError(
-            f"{key}={shown(value_at(key, raw))} ({origins.of(key)}) cannot be filled in: {reason}"
-        ) from None
+        given = f"{key}={shown(value_at(key, OmegaConf.to_container(config)))} ({_origins(folder, command).of(key)})"
+        raise UserError(f"{given} cannot be filled in: {reason}") from None
+
+
+def _origins(folder: Path, command: "_Command") -> Origins:
+    """Where the values of a config came from that has composed."""
+    with initialize_config_dir(str(folder), version_base=None):
+        loader = GlobalHydra.instance().config_loader()
+        defaults = loader.compute_defaults_list("train", command.overrides, RunMode.RUN).defaults
+    files = [(folder / f"{default.config_path}.yaml", default.package or "") for default in defaults]
+    # Hydra's own settings are in the list too; their files are elsewhere.
+    return Origins(command.typed, [Layer(file, section) for file, section in files if file.exists()], folder.parent)
 
 
 def _not_composed(error: Exception, folder: Path, groups: Mapping[str, Sequence[str]]) -> str:

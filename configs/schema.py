@@ -309,9 +309,4 @@ class RunConfig(Section):
                 f"use data.sequence_length={self.model.max_sequence_length} or "
                 f"model.max_sequence_length={self.data.sequence_length}"
             )
-        if self.schedule.warmup_steps > self.trainer.steps:
-            raise ValueError(
-                f"schedule.warmup_steps={self.schedule.warmup_steps} exceeds trainer.steps={self.trainer.steps}; "
-                f"use schedule.warmup_steps={self.trainer.steps // 10}"
-            )
         return self

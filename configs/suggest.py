@@ -173,6 +173,10 @@ _CHOICE_ALIASES = {
 }
 
 
+_A_SLIP = 0.85
+"""Likeness of a key and itself with one letter wrong, or more."""
+
+
 def _squeezed(name: str) -> str:
     """``maxSteps``, ``max-steps`` and ``max_steps`` are one name."""
     return re.sub(r"[-_]", "", name).lower()
@@ -234,8 +238,8 @@ def meant(key: str, value: str, groups: Mapping[str, Sequence[str]]) -> list[str
     near = nearest_keys(key, names)
     if alias := _ALIAS_OF.get(leaf):
         # A name from elsewhere may also be one slip away from a real key: offer both.
-        near = [alias, *(name for name in near if _ratio(key.lower(), name) >= 0.85)]
-    elif not near or _ratio(key.lower(), near[0]) < 0.85:
+        near = [alias, *(name for name in near if _ratio(key.lower(), name) >= _A_SLIP)]
+    elif not near or _ratio(key.lower(), near[0]) < _A_SLIP:
         near = [*(_ALIAS_OF[name] for name in get_close_matches(leaf, _ALIAS_OF, n=1, cutoff=0.85)), *near]
     return [_assignment(name, value, groups) for name in dict.fromkeys(near)][:3]
 
@@ -249,6 +253,8 @@ def _assignment(name: str, value: str, groups: Mapping[str, Sequence[str]]) -> s
 
 def explanation(key: str, value: str) -> str | None:
     """Why there is nothing to write instead of ``key``; ``None`` if there may be."""
+    if "." in key and _squeezed(key) not in _LATER_OF and any(_ratio(key, name) >= _A_SLIP for name in all_keys()):
+        return None  # optim.ep is optim.eps, not expert parallelism
     if planned := later(key):
         return f"{planned} is not in this version yet; leave it out"
     known = (_EXPLANATION_OF.get(_squeezed(name)) for name in (key.rpartition(".")[2], key.partition(".")[0]))

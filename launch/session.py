@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
+_GLOO_SETTLES_SECONDS = 0.2
+
 
 def processes_started() -> int:
     """Number of processes torchrun started, 1 without torchrun."""
@@ -48,7 +50,7 @@ def planned_processes(section: LaunchSection, dry_run: bool) -> int:
             nodes = f"--nnodes={section.nodes} " if (section.nodes or 1) > 1 else "--standalone "
             raise UserError(
                 f"launch.{key}={asked} but {actual} {'was' if actual == 1 else 'were'} started; start them with: "
-                f"torchrun {nodes}--nproc_per_node={section.processes or per_node} train.py ... or only plan with dry_run=true"
+                f"torchrun {nodes}--nproc_per_node={section.processes or per_node} train.py ..., or plan: dry_run=true"
             )
     return started
 
@@ -200,6 +202,10 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
         if world > 1:
             import torch.distributed as dist
 
+            # A Gloo thread that lets go of its last tensor needs the interpreter lock while it holds a lock of its group;
+            # destroying the group holds the first and wants the second. Give it a moment to finish
+            # (seen here as a hang in ~ProcessGroupGloo; https://github.com/pytorch/pytorch/issues/190489 is its kin).
+            time.sleep(_GLOO_SETTLES_SECONDS)
             # After a failure a GPU may still wait for a peer that is gone, and NCCL would wait with it.
             if not (session.failed and device.type == "cuda"):
                 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Data parallelism: one process, replicas, shards, replicas of shards. Gradients are summed over ranks, not averaged."""
+"""Data parallelism: one process, replicas, shards, replicas of shards. Gradients are sums over ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,19 +34,23 @@ class Single:
     def forward_backward(self, batches: Sequence[Any], loss: LossFunction, scale: float | Tensor) -> LossTerms:
         """Add the gradient of ``scale`` x the summed loss of all ``batches`` on all ranks to ``.grad``.
 
-        Returns this rank's totals, fp64 scalars. Ranks exchange gradients once, after the last micro-batch, unless
-        asked to do so after each.
+        Returns the totals over all ranks, fp64 scalars. Ranks exchange gradients once, after the last micro-batch,
+        unless asked to do so after each; the totals travel while the last backward runs.
         """
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        weight = torch.zeros((), dtype=torch.float64, device=self.device)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        travelling = None
         for index, batch in enumerate(batches):
-            with self._gradient_exchange(is_last=index == len(batches) - 1):
+            is_last = index == len(batches) - 1
+            with self._gradient_exchange(is_last):
                 with self.autocast():
                     terms = loss(self.model, batch)
+                totals += torch.stack((terms.loss_sum.detach().double(), terms.weight.double()))
+                if is_last and dist.is_initialized():
+                    travelling = dist.all_reduce(totals, async_op=True)
                 (terms.loss_sum * scale).backward()
-            loss_sum += terms.loss_sum.detach()
-            weight += terms.weight
-        return LossTerms(loss_sum, weight)
+        if travelling is not None:
+            travelling.wait()
+        return LossTerms(totals[0], totals[1])
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any], loss: LossFunction) -> LossTerms:
@@ -56,7 +60,8 @@ class Single:
             with self.autocast():
                 terms = loss(self.model, batch)
             totals += torch.stack((terms.loss_sum.double(), terms.weight.double()))
-        self.sum(totals)
+        if dist.is_initialized():
+            dist.all_reduce(totals)
         return LossTerms(totals[0], totals[1])
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -65,19 +70,15 @@ class Single:
             return nullcontext()
         return torch.autocast(self.device.type, self._autocast_dtype)
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Sum over all ranks, in place; equal bits on every rank."""
-        if dist.is_initialized():
-            dist.all_reduce(tensor)
-        return tensor
-
     def reshard(self) -> None:
         """Free whatever a forward without backward left gathered."""
 
-    @property
-    def gradient_copies(self) -> int:
-        """How many ranks hold each part of the summed gradient."""
-        return 1
+    def sum_squares(self, squares: Tensor) -> Tensor:
+        """This rank's sum of squares of the reduced gradients -> that of the whole gradient, equal bits on all ranks.
+
+        Whole gradients came out of an all-reduce, so all ranks have the same sum already.
+        """
+        return squares
 
     def _gradient_exchange(self, is_last: bool) -> AbstractContextManager[Any]:
         del is_last
@@ -102,10 +103,6 @@ class Replicated(Single):
         # DDP averages unless told how to reduce. An average would need the loss multiplied by the number of ranks, and
         # with it fp16's overflow would depend on that number.
         self._replicas.register_comm_hook(None, _sum_bucket)
-
-    @property
-    def gradient_copies(self) -> int:
-        return self.layout.replicate
 
     def _gradient_exchange(self, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if is_last else self._replicas.no_sync()
@@ -161,9 +158,10 @@ class Sharded(Single):
         for unit in self._units:
             unit.reshard()
 
-    @property
-    def gradient_copies(self) -> int:
-        return self.layout.replicate
+    def sum_squares(self, squares: Tensor) -> Tensor:
+        # All holders of a copy contribute, so that a bad number on any rank reaches all.
+        dist.all_reduce(squares)
+        return squares / self.layout.replicate
 
     @contextmanager
     def _gradient_exchange(self, is_last: bool) -> Iterator[None]:

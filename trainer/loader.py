@@ -91,6 +91,8 @@ class BatchLoader:
         started = time.perf_counter()
         try:
             batches = self._read_next() if self._threads is None else self._await_next(self._threads)
+        except StopIteration:
+            raise
         except Exception:
             self.close()
             raise

@@ -36,6 +36,7 @@ def overview(
         )
     schedule = config.schedule
     decay = f" to {schedule.min_lr_ratio:g}x" if schedule.name != "constant" else ""
+    short_run = " (the run ends inside it)" if schedule.warmup_steps >= trainer.steps else ""
     lines = [
         ("model", f"{recipe.describe_model()}; {parameters:,} parameters"),
         ("mesh", f"{mesh}; {place}"),
@@ -48,7 +49,7 @@ def overview(
         ("precision", _precision(config)),
         (
             "optimizer",
-            f"AdamW, peak lr {config.optim.lr:g}, {schedule.name}{decay}, warm-up {schedule.warmup_steps} steps, "
+            f"AdamW, peak lr {config.optim.lr:g}, {schedule.name}{decay}, warm-up {schedule.warmup_steps} steps{short_run}, "
             + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping"),
         ),
         ("memory", _memory(config, layout, accumulation, model, plan)),

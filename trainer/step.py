@@ -32,7 +32,7 @@ class StepResult(NamedTuple):
 
 
 class TrainStep:
-    """Forward, backward, one small all-reduce, clip, vote, update."""
+    """Forward, backward, norm, vote, update."""
 
     def __init__(
         self,
@@ -57,12 +57,9 @@ class TrainStep:
     def __call__(self, batches: Sequence[Any], lr: float) -> Tensor:
         """Train on ``batches``, this rank's micro-batches of one global batch. Returns a StepResult as fp64 [6]."""
         scale = self.scaler.scale
-        terms = self._parallel.forward_backward(batches, self._loss, scale / self._nominal_weight)
+        loss_sum, weight = self._parallel.forward_backward(batches, self._loss, scale / self._nominal_weight)
         with torch.no_grad():
-            # Every holder of a copy contributes, so that a bad number on any rank reaches all.
-            squares = sum_of_squares(self._gradients()) / self._parallel.gradient_copies
-            totals = self._parallel.sum(torch.stack((terms.loss_sum, terms.weight, squares)))
-            loss_sum, weight, squares = totals.unbind()
+            squares = self._parallel.sum_squares(sum_of_squares(self._gradients()))
             divisor = scale * (weight / self._nominal_weight)  # .grad / divisor is the gradient of the mean loss
             norm = squares.sqrt() / divisor
             # A gradient of NaN times zero is NaN: a rejected step must not be computed at all. The fused optimizer

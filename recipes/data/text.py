@@ -290,13 +290,14 @@ def _choose_groups(groups: dict[bytes, list[Document]], fraction: float) -> set[
     order = sorted(groups, key=lambda c: hashlib.sha256(groups[c][0].name.encode("utf-8", "surrogateescape")).digest())
     kept: set[bytes] = set()
     kept_bytes = 0
-    for content in order:
+    for content in order[:-1]:  # at least the last is trained on
         # A file that alone is more than is wanted would be a poor sample of the source.
         if kept_bytes < wanted_bytes and kept_bytes + size_bytes[content] <= 1.1 * wanted_bytes:
             kept.add(content)
             kept_bytes += size_bytes[content]
-    if kept_bytes < 0.5 * wanted_bytes:
-        kept.add(min((c for c in order if c not in kept), key=size_bytes.__getitem__))
+    rest = [content for content in order if content not in kept]
+    if kept_bytes < 0.5 * wanted_bytes and len(rest) > 1:
+        kept.add(min(rest, key=size_bytes.__getitem__))
     return kept
 
 

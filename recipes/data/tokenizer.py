@@ -14,9 +14,6 @@ from configs.errors import UserError
 from configs.schema import DataSection
 from recipes.data.text import Document
 
-FIXED_VOCABULARIES = {"bytes": 257}
-"""Vocabulary sizes that are known before any text is read."""
-
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -46,7 +43,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class BytesTokenizer:
     """Ids 0-255 are the bytes of the UTF-8 text (or of anything else), 256 ends a document."""
 
-    vocab_size = FIXED_VOCABULARIES["bytes"]
+    vocab_size = 257
     end_id = 256
 
     def encode(self, text: bytes | str) -> np.ndarray:

@@ -34,8 +34,8 @@ def linear_cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) ->
     """Sum of cross entropy of ``hidden @ weight.T`` over targets that are not -100, fp32 scalar.
 
     hidden [T, D], weight [V, D], targets [T] int64. Works through chunks of tokens: logits of one chunk exist at a
-    time, and gradients are formed in the forward pass, so nothing is computed twice. Products run in hidden's dtype, softmax
-    and sums in fp32. The idea is that of Liger-Kernel (https://arxiv.org/abs/2410.10989).
+    time, and gradients are formed in the forward pass, so nothing is computed twice. Products run in hidden's dtype,
+    softmax and sums in fp32. The idea is that of Liger-Kernel (https://arxiv.org/abs/2410.10989).
     """
     if torch.is_grad_enabled():
         loss: Tensor = _LinearCrossEntropySum.apply(hidden, weight, targets)

@@ -1,0 +1,406 @@
+"""What is promised of the configuration: it composes fast, is complete, and refuses everything it does not know."""
+
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from configs.compose import FOLDER, compose, config_yaml, help_text, parse_arguments
+from configs.errors import UserError
+from configs.help import choices_of
+from configs.keys import all_keys
+from configs.schema import ModelSection, RunConfig
+from configs.suggest import _ALIASES, _EXPLAINED, _LATER, _SWITCHES, unknown_key
+
+GROUPS = choices_of()
+
+
+def refusal(*argv: str, folder: Path = FOLDER) -> str:
+    with pytest.raises(UserError) as caught:
+        compose(argv, folder)
+    return str(caught.value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the YAML files that a test may add to."""
+    return Path(shutil.copytree(FOLDER, tmp_path / "configs", ignore=shutil.ignore_patterns("*.py", "__pycache__")))
+
+
+def write_recipe(folder: Path, body: str) -> None:
+    (folder / "recipe" / "mine.yaml").write_text(f"# @package _global_\n# Mine\n{body}", encoding="utf-8")
+
+
+# Composing
+
+
+def test_nothing_typed_is_the_recipe_tiny():
+    config = compose([])
+    assert (config.recipe, config.run.name, config.run.dir.as_posix()) == ("tiny", "tiny", "runs/tiny")
+    assert (config.model.name, config.data.name, config.parallel.strategy) == ("tiny", "stdlib", "ddp")
+    assert compose(["recipe=tiny"]) == config
+
+
+@pytest.mark.parametrize("recipe, parallel", [*itertools.product(GROUPS["recipe"], GROUPS["parallel"])])
+def test_every_recipe_composes_with_every_parallelism(recipe: str, parallel: str):
+    config = compose([f"recipe={recipe}", f"parallel={parallel}"])
+    assert (config.recipe, config.parallel.strategy) == (recipe, parallel)
+
+
+@pytest.mark.parametrize("group, choice", [(group, choice) for group in GROUPS for choice in GROUPS[group]])
+def test_every_choice_composes_and_carries_its_name(group: str, choice: str):
+    path = ["data.path=books.txt"] if (group, choice) == ("data", "text") else []
+    config = compose([f"{group}={choice}", *path])
+    section = getattr(config, group)
+    assert choice in (section, getattr(section, "name", None), getattr(section, "strategy", None), "adamw")
+
+
+def test_the_command_line_overrides_the_groups_and_the_values_of_a_recipe():
+    config = compose(["recipe=llama1b", "model=tiny", "precision=fp16", "trainer.steps=5k", "optim.lr=1e-4"])
+    assert (config.recipe, config.model.name, config.precision.name) == ("llama1b", "tiny", "fp16")
+    assert (config.parallel.strategy, config.trainer.steps, config.optim.lr) == ("fsdp", 5000, 1e-4)
+    assert config.run.name == "llama1b"
+
+
+def test_a_later_group_choice_is_not_undone_by_the_recipe():
+    assert compose(["recipe=llama8b", "schedule=wsd"]).schedule.min_lr_ratio == 0.0
+
+
+def test_a_recipe_can_build_on_another(folder: Path):
+    write_recipe(folder, "defaults:\n  - tiny\n  - override /precision: bf16\ntrainer:\n  steps: 500\n")
+    config = compose(["recipe=mine"], folder)
+    assert (config.recipe, config.run.name, config.precision.name) == ("mine", "mine", "bf16")
+    assert (config.trainer.steps, config.trainer.global_batch) == (500, compose([]).trainer.global_batch)
+
+
+@pytest.mark.parametrize(
+    "typed, steps",
+    [("1e3", 1000), ("10k", 10_000), ("2M", 2_000_000), ("1.5B", 1_500_000_000), ("1_000", 1000), ("0100", 100)],
+)
+def test_counts_may_be_written_short(typed: str, steps: int):
+    assert compose([f"trainer.steps={typed}"]).trainer.steps == steps
+
+
+def test_large_counts_are_exact():
+    assert compose(["trainer.seed=9007199254740993"]).trainer.seed == 9007199254740993
+    assert compose(["trainer.seed='9007199254740993'"]).trainer.seed == 9007199254740993
+
+
+@pytest.mark.parametrize(
+    "typed", ["~/books/*.txt", "../a b/c (1).txt", "été.txt", "data/[ab]*.txt", "2024", "1e3", "true", "C:/x", "日本"]
+)
+def test_text_stays_as_typed(typed: str):
+    assert compose(["data=text", f"data.path={typed}"]).data.path == typed
+
+
+def test_quoted_text_may_hold_anything():
+    assert compose(["data=text", 'data.path="a=b,c"']).data.path == "a=b,c"
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_plus_signs_make_no_difference(prefix: str):
+    assert compose([f"{prefix}trainer.steps=50"]).trainer.steps == 50
+    assert compose([f"{prefix}recipe=llama1b"]).recipe == "llama1b"
+
+
+def test_references_and_null_and_repetition():
+    config = compose(["run.name=${recipe}-x", "model.head_dim=null", "trainer.steps=50", "trainer.steps=50"])
+    assert (config.run.name, config.run.dir.as_posix(), config.model.head_dim) == ("tiny-x", "runs/tiny-x", None)
+    assert compose(["recipe=llama1b", "model.rope_scaling=null"]).model.rope_scaling is None
+
+
+def test_the_config_is_frozen():
+    config = compose([])
+    with pytest.raises(ValidationError):
+        config.trainer.steps = 5  # type: ignore[misc]
+
+
+def test_composing_is_a_pure_function_of_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    before = compose(["trainer.steps=50"])
+    monkeypatch.chdir(tmp_path)
+    assert compose(["trainer.steps=50"]) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+# The models
+
+
+def parameters(model: ModelSection) -> int:
+    """Parameters of a Llama 3 model, by hand."""
+    assert model.vocab_size
+    head_dim = model.dim // model.heads
+    attention = 2 * model.dim * model.heads * head_dim + 2 * model.dim * model.kv_heads * head_dim
+    block = attention + 3 * model.dim * model.hidden_dim + 2 * model.dim
+    tables = (1 if model.tie_embeddings else 2) * model.vocab_size * model.dim
+    return model.layers * block + tables + model.dim
+
+
+@pytest.mark.parametrize(
+    "name, count, rope_factor",
+    [
+        ("llama1b", 1_235_814_400, 32),
+        ("llama3b", 3_212_749_824, 32),
+        ("llama8b", 8_030_261_248, 8),
+        ("llama70b", 70_553_706_496, 8),
+    ],
+)
+def test_published_models_have_their_published_size(name: str, count: int, rope_factor: int):
+    model = compose([f"recipe={name}"]).model
+    assert parameters(model) == count
+    assert f"{count:,}" in (FOLDER / "model" / f"{name}.yaml").read_text(encoding="utf-8")
+    assert (model.norm_eps, model.rope_theta, model.max_sequence_length) == (1e-5, 500000.0, 131072)
+    assert model.rope_scaling is not None
+    assert model.rope_scaling.model_dump() == {
+        "factor": rope_factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_sequence_length": 8192,
+    }
+
+
+# Writing it down
+
+
+@pytest.mark.parametrize("recipe", GROUPS["recipe"])
+def test_yaml_gives_the_same_config_back(recipe: str, folder: Path):
+    config = compose([f"recipe={recipe}", "run.name='2024'", "optim.lr=1e-7", "data=text", "data.path=a: #é"])
+    text = config_yaml(config)
+    assert RunConfig.model_validate(yaml.safe_load(text)) == config
+    write_recipe(folder, text)
+    assert compose(["recipe=mine"], folder) == config.model_copy(update={"recipe": "mine"})
+
+
+def test_every_key_says_what_it_is_for():
+    assert [key.path for key in all_keys().values() if not key.purpose] == []
+
+
+def test_every_yaml_file_begins_with_what_it_is():
+    for file in FOLDER.rglob("*.yaml"):
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if "@package" not in line]
+        assert re.match(r"# \S", lines[0]), file
+
+
+def test_help_is_short_and_complete():
+    lines = help_text().splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 110
+    for choice in itertools.chain(*GROUPS.values()):
+        assert choice in help_text()
+    assert "trainer.steps" in help_text()
+    assert "Optimizer steps" in help_text()
+    for example in re.findall(r"train\.py((?: [a-z_.]+=\S+)+)  ", help_text()):
+        compose([word.replace("'", "") for word in example.split()])
+
+
+@pytest.mark.parametrize(
+    "argv, parsed",
+    [
+        ([], ("train", [])),
+        (["recipe=tiny", "-x"], ("train", ["recipe=tiny", "-x"])),
+        (["a=1", "--help"], ("help", [])),
+        (["-h"], ("help", [])),
+        (["--cfg", "job", "a=1"], ("config", ["a=1"])),
+        (["a=1", "--cfg=job"], ("config", ["a=1"])),
+        (["-c", "job"], ("config", [])),
+        (["--cfg", "all"], ("train", ["--cfg", "all"])),
+        (["--cfg"], ("train", ["--cfg"])),
+        (["--cfg", "job", "--help"], ("help", [])),
+    ],
+)
+def test_arguments(argv: list[str], parsed: tuple[str, list[str]]):
+    assert parse_arguments(argv) == parsed
+
+
+def test_composing_needs_no_torch_and_little_time():
+    program = (
+        "import time; start = time.perf_counter()\n"
+        "from configs.compose import compose, help_text\n"
+        "compose(['recipe=llama8b', 'trainer.steps=10k']); help_text()\n"
+        "import sys; print('torch' in sys.modules, time.perf_counter() - start)"
+    )
+    # The best of three: a test machine does other things besides.
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", program], cwd=FOLDER.parent, capture_output=True, text=True, check=True
+        ).stdout.split()
+        for _ in range(3)
+    ]
+    assert {imported for imported, _ in runs} == {"False"}
+    assert min(float(seconds) for _, seconds in runs) < 0.8
+
+
+# Refusing
+
+
+def _names(table: dict[str, str]) -> list[tuple[str, str]]:
+    return [(name, meaning) for meaning, names in table.items() for name in names.split()]
+
+
+@pytest.mark.parametrize("section", ["", "trainer.", "nowhere."])
+def test_names_from_other_frameworks_lead_to_the_key(section: str):
+    for name, key in _names(_ALIASES):
+        assert key in all_keys() or key in GROUPS
+        assert section + name not in all_keys()
+        assert f"{key}=" in unknown_key(f"{section}{name}", "1", "here", GROUPS).partition("did you mean ")[2]
+
+
+def test_no_name_from_another_framework_is_claimed_twice():
+    names = [name for table in (_ALIASES, _EXPLAINED, _LATER) for name, _ in _names(table)] + list(_SWITCHES)
+    assert [name for name in names if names.count(name) > 1] == []
+    assert [name for name in names if name in all_keys() or name in GROUPS] == []
+
+
+def test_aliases_are_understood_however_they_are_written():
+    for name in ("learning-rate", "learningRate", "LEARNING_RATE", "optimizer.learningrate"):
+        assert "optim.lr=1e-3" in refusal(f"{name}=1e-3")
+
+
+def test_names_that_mean_nothing_here_are_explained():
+    for name, meaning in _names(_EXPLAINED):
+        message = unknown_key(name, "4", "here", GROUPS)
+        assert message == f"{name}=4 (here): {meaning.format(value=4)}"
+
+
+def test_promised_keys_say_that_they_are_not_here_yet():
+    for name, planned in _names(_LATER):
+        assert f"{planned} is not in this version yet" in unknown_key(name, "4", "here", GROUPS)
+
+
+def test_switches_become_choices():
+    for name, override in _SWITCHES.items():
+        assert override in unknown_key(name, "true", "here", GROUPS)
+        assert override in refusal(f"--{name}")
+        compose(override.split())
+
+
+def test_a_suggestion_never_repeats_what_was_typed_for_nothing():
+    for path in all_keys():
+        wrong = f"{path}x=1"
+        suggested = unknown_key(f"{path}x", "1", "here", GROUPS).partition("did you mean ")[2]
+        assert f"{path}=" in suggested
+        assert wrong not in suggested
+
+
+def _typo(key: str, position: int, kind: str, letter: str) -> str:
+    position %= len(key)
+    before, after = key[:position], key[position:]
+    if kind == "deletion":
+        return before + after[1:]
+    if kind == "insertion":
+        return before + letter + after
+    return before + after[1:2] + after[:1] + after[2:]
+
+
+slips = st.builds(
+    lambda key, *slip: (key, _typo(key, *slip)),
+    st.sampled_from([*all_keys(), *GROUPS]),
+    st.integers(0, 100),
+    st.sampled_from(["deletion", "insertion", "swap"]),
+    st.sampled_from("abcdefghijklmnopqrstuvwxyz_"),
+).filter(lambda slip: slip[1] not in all_keys() and slip[1] not in GROUPS)
+
+
+@settings(max_examples=40)
+@given(slips)
+def test_a_slip_of_one_letter_is_refused(slip: tuple[str, str]):
+    assert f"{slip[1]}=1" in refusal(f"{slip[1]}=1")
+
+
+@settings(max_examples=500)
+@given(slips)
+def test_a_slip_of_one_letter_leads_to_the_key(slip: tuple[str, str]):
+    key, typed = slip
+    message = unknown_key(typed, "1", "command line", GROUPS)
+    assert re.search(rf"(?<![\w.]){re.escape(key)}=", message.partition("did you mean")[2]), message
+
+
+def test_what_is_wrong_is_told_all_at_once_and_once():
+    message = refusal("recipe=tny", "trainer.stpes=5", "trainer.stpes=5", "optim.lr=x", "data.workers=-1", "--foo")
+    head, *rest = message.splitlines()
+    assert head == "5 mistakes:"
+    assert len(rest) == len(set(rest)) == 5
+
+
+def test_refused_overrides_cause_no_mistakes_of_their_own():
+    # Without the recipe the sequence would be too long for the model, and without data.path there would be no text.
+    assert "\n" not in refusal("recipe=lama8b", "data.sequence_length=100k")
+    assert "\n" not in refusal("data=text", "data.pth=books.txt")
+
+
+def test_a_message_is_one_line_whatever_was_typed():
+    for word in ("run.name=a\nb", "a\nb=3", "a\nb", "--a\nb", "trainer.steps=a\nb", f"run.name=/{'x' * 999}"):
+        message = refusal(word)
+        assert "\n" not in message
+        assert len(message) < 400
+
+
+@settings(max_examples=50)
+@given(st.lists(st.text(min_size=0, max_size=12), max_size=3))
+def test_no_command_line_ends_in_anything_but_a_config_or_a_refusal(argv: list[str]):
+    try:
+        compose(argv)
+    except UserError as error:
+        assert str(error).strip()
+
+
+@settings(max_examples=100)
+@given(
+    key=st.sampled_from([*all_keys(), *GROUPS]), value=st.text(alphabet=st.sampled_from("ab1.,=[]{}()'\"$\\~ -:#é\n"))
+)
+def test_no_value_ends_in_anything_but_a_config_or_a_refusal(key: str, value: str):
+    try:
+        compose([f"{key}={value}"])
+    except UserError as error:
+        assert str(error).strip()
+
+
+@pytest.mark.parametrize(
+    "body, expected",
+    [
+        (
+            "defaults: [tiny]\ntrainer:\n  stpes: 5\n",
+            ["trainer.stpes=5 (configs/recipe/mine.yaml:5)", "trainer.steps=5"],
+        ),
+        (
+            "defaults: [tiny]\ntrainer:\n  steps: abc\n",
+            ["trainer.steps=abc (configs/recipe/mine.yaml:5)", "whole number"],
+        ),
+        ("defaults: [tiny]\ntrainer: 5\n", ["trainer=5 (configs/recipe/mine.yaml:4)", "trainer is a section", "steps"]),
+        (
+            "defaults: [tiny]\ntraner:\n  steps: 5\n",
+            ["unknown section traner (configs/recipe/mine.yaml:4)", "trainer?"],
+        ),
+        ("defaults: [tiny]\nwandb:\n  project: x\n", ["section wandb", "not in this version yet"]),
+        ("defaults: [tiny]\nlearning_rate: 1\n", ["learning_rate=1 (configs/recipe/mine.yaml:4)", "optim.lr=1"]),
+        ("defaults: [tiny]\nrun:\n  name: ${nope}\n", ["run.name=${nope} (configs/recipe/mine.yaml:5)", "not exist"]),
+        ("trainer:\n  steps: 5\n", ["trainer.global_batch", "set by no YAML file", "trainer.micro_batch=8"]),
+        ("defaults:\n  - override /model: lama8b\n", ["no model 'lama8b'", "YAML file in configs", "model=llama8b"]),
+        ("defaults:\n  - override /modle: tiny\n", ["configs/recipe/mine.yaml", "no group 'modle'", "model?"]),
+        ("trainer: [\n", ["configs/recipe/mine.yaml:4 is not valid YAML"]),
+        ("trainer:\n  steps: 1\n  steps: 2\n", ["configs/recipe/mine.yaml:5 is not valid YAML", "duplicate key steps"]),
+        ("- a\n- b\n", ["configs/recipe/mine.yaml", "keys with values"]),
+    ],
+)
+def test_mistakes_in_a_yaml_file_name_the_file_and_the_line(folder: Path, body: str, expected: list[str]):
+    write_recipe(folder, body)
+    message = refusal("recipe=mine", folder=folder)
+    for text in expected:
+        assert text in message
+    assert "\n" not in message
+
+
+def test_the_last_file_that_set_a_value_is_named(folder: Path):
+    file = folder / "model" / "tiny.yaml"
+    file.write_text(file.read_text(encoding="utf-8").replace("layers: 4", "layers: four"), encoding="utf-8")
+    assert "model.layers=four (configs/model/tiny.yaml:4)" in refusal(folder=folder)
+    write_recipe(folder, "defaults: [tiny]\nmodel:\n  layers: five\n")
+    assert "model.layers=five (configs/recipe/mine.yaml:5)" in refusal("recipe=mine", folder=folder)
+    assert "model.layers=six (command line)" in refusal("recipe=mine", "model.layers=six", folder=folder)

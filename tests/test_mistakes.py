@@ -1,0 +1,147 @@
+"""Wrong command lines, and what each must say. One table, for ``compose`` alone and for the whole program."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from configs.compose import compose
+from configs.errors import UserError
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A wrong command line.
+
+    ``stage`` says who finds out: ``compose`` from the words and the YAML files alone, ``run`` only once the number of
+    processes or the files are known. ``{empty}``, ``{short}``, ``{absent}`` and ``{file}`` in ``argv`` stand for paths:
+    an empty file, a text of ten bytes, a path where nothing is, and a file where a folder should be.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    expected: tuple[str, ...]
+    stage: str = "compose"
+    processes: int = 1
+
+
+def _mistake(name: str, argv: str, *expected: str, stage: str = "compose", processes: int = 1) -> Mistake:
+    return Mistake(name, tuple(argv.split("|")), expected, stage, processes)
+
+
+MISTAKES = [
+    # names
+    _mistake("recipe", "recipe=lama8b", "no recipe 'lama8b'", "recipe=llama8b", "tiny"),
+    _mistake("model", "model=llama8", "no model 'llama8'", "model=llama8b"),
+    _mistake("precision", "precision=bfloat16", "precision=bf16", "fp16"),
+    _mistake("top-level key", "dryrun=true", "unknown key dryrun=true", "dry_run=true"),
+    _mistake("group", "modle=tiny", "unknown key modle=tiny", "model=tiny"),
+    _mistake("key", "trainer.stpes=5", "trainer.stpes=5 (command line)", "trainer.steps=5"),
+    _mistake("section", "trainr.steps=5", "trainer.steps=5"),
+    _mistake("deep key", "model.rope_scaling.fctor=8", "model.rope_scaling.factor=8"),
+    _mistake("key with plus", "+trainer.stpes=5", "trainer.steps=5"),
+    _mistake("key with two pluses", "++trainer.foo=1", "unknown key trainer.foo=1", "steps, global_batch"),
+    _mistake("bare name", "steps=5", "trainer.steps=5"),
+    _mistake("capitals", "Trainer.Steps=5", "trainer.steps=5"),
+    # names from elsewhere
+    _mistake("learning_rate", "learning_rate=1e-3", "optim.lr=1e-3"),
+    _mistake("nested alias", "trainer.max_steps=100", "trainer.steps=100"),
+    _mistake("misspelt alias", "train.learning_rte=1e-3", "optim.lr=1e-3"),
+    _mistake("num_gpus", "num_gpus=8", "torchrun --nproc_per_node=8"),
+    _mistake("epochs", "num_train_epochs=3", "steps, not epochs", "trainer.steps="),
+    _mistake("accumulation", "gradient_accumulation_steps=4", "derived", "trainer.global_batch / (trainer.micro_batch"),
+    _mistake("bf16", "bf16=true", "precision=bf16"),
+    # not yet
+    _mistake("tensor parallelism", "parallel.tensor=2", "tensor parallelism is not in this version yet"),
+    _mistake("checkpoints", "checkpoint.every=100", "not in this version yet"),
+    _mistake("float8", "precision=float8", "not in this version yet", "bf16"),
+    _mistake("hf data", "data=hf", "Hugging Face data is not in this version yet", "text"),
+    _mistake("sweep", "-m|trainer.seed=1,2", "2 mistakes", "not in this version yet"),
+    # form
+    _mistake("dashes", "--trainer.lr=1", "no dashes", "optim.lr=1"),
+    _mistake("dashes and blank", "--recipe|llama8b", "no dashes", "recipe=llama8b"),
+    _mistake("unknown flag", "--verbose", "no flag --verbose", "--help"),
+    _mistake("no equals sign", "recipe|tiny", "recipe=tiny"),
+    _mistake("no key", "=5", "no key"),
+    _mistake("no value", "trainer.steps=", "no value", "trainer.steps=1000"),
+    _mistake("two equals signs", "run.name=a=b", "holds a '='", """'run.name="a=b"'"""),
+    _mistake("section as key", "trainer=5", "trainer is a section", "global_batch"),
+    _mistake("below a value", "trainer.steps.x=1", "trainer.steps=1"),
+    _mistake("deletion", "~trainer.steps", "cannot be deleted", "trainer.steps=1000"),
+    _mistake("twice", "trainer.steps=5|trainer.steps=7", "given twice", "trainer.steps=5 and trainer.steps=7"),
+    _mistake("reference", "run.name=${nope}", "run.name=${nope} (command line)", "does not exist"),
+    # values
+    _mistake("no number", "trainer.steps=abc", "trainer.steps=abc (command line) is not a whole number", "10k, 2M"),
+    _mistake("fraction", "trainer.global_batch=1.5", "is not a whole number"),
+    _mistake("negative", "trainer.steps=-5", "at least 1"),
+    _mistake("out of range", "schedule.min_lr_ratio=1.5", "at least 0 and at most 1"),
+    _mistake("infinite", "optim.lr=inf", "not finite"),
+    _mistake("no switch", "dry_run=maybe", "true or false"),
+    _mistake("no such choice", "data.tokenizer=byte", "bytes, chars", "data.tokenizer=bytes"),
+    _mistake("list", "optim.betas=0.9,0.95", "'optim.betas=[0.9,0.95]'"),
+    # values that contradict each other
+    _mistake("heads", "model.heads=5", "model.heads=5 does not divide model.dim=128", "model.heads=4"),
+    _mistake("kv heads", "model.kv_heads=3", "model.kv_heads=3 does not divide model.heads=4", "model.kv_heads=2"),
+    _mistake("long sequence", "data.sequence_length=16k", "16000 exceeds", "data.sequence_length=8192"),
+    _mistake("no path", "data=text", "data.path=FILE_OR_FOLDER_OR_GLOB"),
+    _mistake("idle path", "data.path=books", "add data=text"),
+    # several
+    _mistake(
+        "all at once",
+        "recipe=tny|trainer.stpes=5|trainer.global_batch=x|optim.lr=-1",
+        "4 mistakes:",
+        "recipe=tiny",
+        "trainer.steps=5",
+        "trainer.global_batch=x (command line) is not a whole number",
+        "optim.lr=-1 (command line) is out of range",
+    ),
+    # what only the run knows
+    _mistake("degrees", "parallel=hsdp|parallel.replicate=3|parallel.shard=2", "3", "2", "4", stage="run", processes=4),
+    _mistake("degree", "parallel=hsdp|parallel.replicate=3", "parallel.replicate=3", "4", stage="run", processes=4),
+    _mistake(
+        "two rests", "parallel=hsdp|parallel.replicate=-1|parallel.shard=-1", "only one", stage="run", processes=2
+    ),
+    _mistake("single on many", "parallel=single", "parallel=single", stage="run", processes=2),
+    _mistake("ddp does not shard", "parallel=ddp|parallel.shard=2", "parallel.shard=2", stage="run", processes=2),
+    _mistake("batch", "trainer.global_batch=30|trainer.micro_batch=8", "30", "8", stage="run"),
+    _mistake("batch over ranks", "trainer.global_batch=8|trainer.micro_batch=8", "8", "4", stage="run", processes=4),
+    _mistake("absent file", "data=text|data.path={absent}", "{absent}", stage="run"),
+    _mistake("empty file", "data=text|data.path={empty}", "{empty}", stage="run"),
+    _mistake("short text", "data=text|data.path={short}", "data.sequence_length", stage="run"),
+    _mistake("run folder is a file", "run.dir={file}", "{file}", stage="run"),
+]
+
+
+def by_name(stage: str) -> list:
+    """The mistakes of one stage as parameters of a test."""
+    return [pytest.param(mistake, id=mistake.name) for mistake in MISTAKES if mistake.stage == stage]
+
+
+def test_the_table_is_large_and_its_names_are_unique():
+    assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES) >= 25
+
+
+@pytest.mark.parametrize("mistake", by_name("compose"))
+def test_is_refused_in_plain_words(mistake: Mistake):
+    with pytest.raises(UserError) as caught:
+        compose(mistake.argv)
+    message = str(caught.value)
+    for text in mistake.expected:
+        assert text in message
+    head, *rest = message.splitlines()
+    assert not rest or head == f"{len(rest)} mistakes:"
+    assert all(line.startswith("  ") for line in rest)
+    for jargon in (
+        "Traceback",
+        "Input should",
+        "extra_forbidden",
+        "Extra inputs",
+        "pydantic",
+        "Override",
+        "mismatched",
+    ):
+        assert jargon not in message
+
+
+@pytest.mark.parametrize("mistake", by_name("run"))
+def test_what_only_the_run_knows_composes(mistake: Mistake):
+    compose(mistake.argv)

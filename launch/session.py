@@ -1,5 +1,6 @@
 """Who am I, where do I compute, whom do I talk to: one context manager from start to clean end."""
 
+import ctypes
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _GLOO_SETTLES_SECONDS = 0.2
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 def processes_started() -> int:
@@ -190,6 +192,8 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
         torch.cuda.set_device(device)
     # torchrun sets OMP_NUM_THREADS=1; ranks that share this machine's cores should use all of them between them.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+    if device.type == "cpu":
+        _keep_freed_memory()
     session = Session(rank, local_rank, world, local_world, device, section)
     if world > 1:
         session._store = _start_group(session)
@@ -202,9 +206,9 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
         if world > 1:
             import torch.distributed as dist
 
-            # A Gloo thread that lets go of its last tensor needs the interpreter lock while it holds a lock of its group;
-            # destroying the group holds the first and wants the second. Give it a moment to finish
-            # (seen here as a hang in ~ProcessGroupGloo; https://github.com/pytorch/pytorch/issues/190489 is its kin).
+            # A Gloo thread that lets go of its last tensor wants the interpreter lock while it holds a lock of its
+            # group; destroying the group holds the first and wants the second. Give it a moment to finish (seen here
+            # as a hang in ~ProcessGroupGloo; https://github.com/pytorch/pytorch/issues/190489 is its kin).
             time.sleep(_GLOO_SETTLES_SECONDS)
             # After a failure a GPU may still wait for a peer that is gone, and NCCL would wait with it.
             if not (session.failed and device.type == "cuda"):
@@ -223,6 +227,14 @@ def _choose_device(section: LaunchSection, local_rank: int, local_world: int) ->
             f"--nproc_per_node={gpus}, or launch.device=cpu"
         )
     return torch.device("cuda", local_rank) if gpus else torch.device("cpu")
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what a step frees for the next step: given back, it is faulted in anew, 10,000 pages a step."""
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        for option, value in ((_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**26), (_M_MMAP_THRESHOLD, 2**30)):
+            libc.mallopt(option, value)
 
 
 def _start_group(session: Session) -> "Store":

@@ -27,15 +27,18 @@ class Single:
         """The model itself: parameters by name, as this rank holds them."""
         self.model: nn.Module = model
         """What to call for a loss."""
+        self.gradient_divisor = 1
+        """``.grad`` times this is the sum over ranks."""
         self.layout = layout
         self.device = device
         self._autocast_dtype = autocast_dtype
 
     def forward_backward(self, batches: Sequence[Any], loss: LossFunction, scale: float | Tensor) -> LossTerms:
-        """Add the gradient of ``scale`` x the summed loss of all ``batches`` on all ranks to ``.grad``.
+        """Backward through ``scale`` x the summed loss of all ``batches`` of all ranks.
 
-        Returns the totals over all ranks, fp64 scalars. Ranks exchange gradients once, after the last micro-batch,
-        unless asked to do so after each; the totals travel while the last backward runs.
+        ``.grad`` is that sum's gradient over ``gradient_divisor``. Returns the totals over all
+        ranks, fp64 scalars. Ranks exchange gradients once, after the last micro-batch, unless asked to do so after
+        each; the totals travel while the last backward runs.
         """
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         travelling = None
@@ -100,17 +103,12 @@ class Replicated(Single):
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )
-        # DDP averages unless told how to reduce. An average would need the loss multiplied by the number of ranks, and
-        # with it fp16's overflow would depend on that number.
-        self._replicas.register_comm_hook(None, _sum_bucket)
+        # DDP averages. Its own sum would take a communication hook in Python, and the fp16 overflow of a loss scaled up
+        # against the average would depend on the number of ranks; so the average stays, and the optimizer undoes it.
+        self.gradient_divisor = layout.replicate
 
     def _gradient_exchange(self, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if is_last else self._replicas.no_sync()
-
-
-def _sum_bucket(_state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
 
 
 class Sharded(Single):

@@ -29,11 +29,7 @@ def overview(
     step_tokens = trainer.global_batch * data.sequence_length
     mesh = layout.describe()
     if layout.shard > 1:
-        mesh += (
-            ", ZeRO-3 (gathered for use, freed after)"
-            if parallel.reshard_after_forward
-            else ", ZeRO-2 (stays gathered)"
-        )
+        mesh += ", ZeRO-3 (gathers for use)" if parallel.reshard_after_forward else ", ZeRO-2 (stays gathered)"
     schedule = config.schedule
     decay = f" to {schedule.min_lr_ratio:g}x" if schedule.name != "constant" else ""
     short_run = " (the run ends inside it)" if schedule.warmup_steps >= trainer.steps else ""
@@ -49,7 +45,8 @@ def overview(
         ("precision", _precision(config)),
         (
             "optimizer",
-            f"AdamW, peak lr {config.optim.lr:g}, {schedule.name}{decay}, warm-up {schedule.warmup_steps} steps{short_run}, "
+            f"AdamW, peak lr {config.optim.lr:g}, {schedule.name}{decay}, "
+            f"warm-up {schedule.warmup_steps} steps{short_run}, "
             + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping"),
         ),
         ("memory", _memory(config, layout, accumulation, model, plan)),

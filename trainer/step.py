@@ -60,7 +60,8 @@ class TrainStep:
         loss_sum, weight = self._parallel.forward_backward(batches, self._loss, scale / self._nominal_weight)
         with torch.no_grad():
             squares = self._parallel.sum_squares(sum_of_squares(self._gradients()))
-            divisor = scale * (weight / self._nominal_weight)  # .grad / divisor is the gradient of the mean loss
+            # What .grad has to be divided by to be the gradient of the mean loss.
+            divisor = scale * (weight / (self._nominal_weight * self._parallel.gradient_divisor))
             norm = squares.sqrt() / divisor
             # A gradient of NaN times zero is NaN: a rejected step must not be computed at all. The fused optimizer
             # leaves parameters, moments and its step count alone where found_inf is 1, and divides by grad_scale.

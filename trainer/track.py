@@ -52,8 +52,8 @@ class RunFolder:
         Raises:
             UserError: the finished run had other settings.
         """
-        if not any((self.path / name).exists() for name in RECORDS):
-            return None
+        if not any((self.path / name).exists() for name in ("metrics.jsonl", "status.json", "model")):
+            return None  # at most the log of a start that went no further
         status = self._earlier_status()
         if status.get("state") == "finished" and not anew:
             changed = _differences(self._earlier_config(), config_yaml)

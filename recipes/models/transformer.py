@@ -51,6 +51,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
+class Linear(nn.Linear):
+    """Without torch's own first weights: ours come later, by name. (On meta they would import all of torch._dynamo.)"""
+
+    def reset_parameters(self) -> None:
+        """Nothing."""
+
+
+class Embedding(nn.Embedding):
+    """As Linear."""
+
+    def reset_parameters(self) -> None:
+        """Nothing."""
+
+
 class RMSNorm(nn.Module):
     """x / root-mean-square(x) * weight over the last dim, computed in fp32, returned in x's dtype."""
 
@@ -70,10 +84,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.attention_head_dim
         self.grouped = config.kv_heads != config.heads
-        self.q_proj = nn.Linear(config.dim, config.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
+        self.q_proj = Linear(config.dim, config.heads * self.head_dim, bias=False)
+        self.k_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.v_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.o_proj = Linear(config.heads * self.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [B, S, D] -> [B, S, D]
         q, k, v = (
@@ -90,9 +104,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelSection) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=False)
-        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        self.gate_proj = Linear(config.dim, config.hidden_dim, bias=False)
+        self.up_proj = Linear(config.dim, config.hidden_dim, bias=False)
+        self.down_proj = Linear(config.hidden_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -123,7 +137,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelSection, vocab_size: int) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(vocab_size, config.dim)
+        self.embed_tokens = Embedding(vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LanguageModelHead(config.dim, vocab_size, tied=config.tie_embeddings)

@@ -1,0 +1,220 @@
+"""The program as its users start it: real processes, real torchrun, real files, and what they print."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cluster import ROOT
+from tests.runs import metrics, overrides
+from tests.test_mistakes import MISTAKES, Mistake
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def start(*arguments: str, processes: int = 1, timeout_seconds: float = 240) -> subprocess.CompletedProcess[str]:
+    launcher = [*TORCHRUN, f"--nproc_per_node={processes}"] if processes > 1 else [sys.executable]
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(
+        [*launcher, "train.py", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=timeout_seconds, env=clean, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("places")
+    (folder / "empty.txt").touch()
+    (folder / "short.txt").write_text("ten bytes.")
+    (folder / "file").write_text("not a folder")
+    return {
+        "empty": str(folder / "empty.txt"),
+        "short": str(folder / "short.txt"),
+        "absent": str(folder / "absent.txt"),
+        "file": str(folder / "file"),
+        "run": str(folder / "run"),
+    }
+
+
+def check_one_error_line(mistake: Mistake, done: subprocess.CompletedProcess[str], places: dict[str, str]) -> None:
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1, done.stderr
+    for expected in mistake.expected:
+        assert fill(expected, places) in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+def arguments(mistake: Mistake, places: dict[str, str]) -> list[str]:
+    return [fill(word, places) for word in mistake.argv]
+
+
+def fill(words: str, places: dict[str, str]) -> str:
+    for name, path in places.items():
+        words = words.replace(f"{{{name}}}", path)
+    return words
+
+
+@pytest.mark.parametrize("mistake", [m for m in MISTAKES if m.processes == 1], ids=lambda m: m.name)
+def test_a_mistake_is_one_line_and_exit_78(mistake: Mistake, places: dict[str, str]) -> None:
+    extra = [f"run.dir={places['run']}"] if mistake.stage == "run" and "run.dir" not in "".join(mistake.argv) else []
+    done = start(*arguments(mistake, places), *extra)
+    check_one_error_line(mistake, done, places)
+    assert done.returncode == 78
+    if mistake.stage == "compose":
+        count = len(done.stderr.splitlines())
+        assert count == 1 or done.stderr.startswith(f"error: {count - 1} mistakes:\n")
+
+
+UNDER_TORCHRUN = [m for m in MISTAKES if m.processes > 1 or m.name in ("recipe", "all at once", "absent file")]
+
+
+@pytest.mark.parametrize("mistake", UNDER_TORCHRUN, ids=lambda m: m.name)
+def test_under_torchrun_a_mistake_is_still_one_line(mistake: Mistake, places: dict[str, str]) -> None:
+    extra = ["launch.device=cpu", f"run.dir={places['run']}"] if mistake.name == "absent file" else []
+    done = start(*arguments(mistake, places), *extra, processes=2 if extra else 4)
+    # torchrun's own footer, which names exit codes, comes after. Those of the table that want two get four.
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1, done.stderr
+    assert "exitcode  : 78" in done.stderr
+    assert "Traceback (most recent call last)" not in done.stderr.split("error: ")[0]
+    if mistake.processes in (1, 4):
+        assert all(fill(expected, places) in done.stderr for expected in mistake.expected)
+
+
+def test_main_job_under_torchrun_then_again_then_anew(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = overrides(text, run_dir, "trainer.eval_every=4", "trainer.eval_batches=1", "trainer.sample_tokens=20",
+                     "trainer.log_every=5", "trainer.micro_batch=9", "trainer.steps=10", "parallel=fsdp")  # fmt: skip
+    done = start(*argv, processes=2)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/10", "5/10", "10/10"]
+    assert [line.split()[1] for line in lines if line.startswith("eval ")] == ["4/10", "8/10", "10/10"]
+    assert sum(line.startswith("finished") for line in lines) == 1
+    assert any(line.startswith("  | ") for line in lines)
+    assert "\r" not in done.stdout
+
+    status = json.loads((run_dir / "status.json").read_text())
+    assert status == {"state": "finished", "step": 10, "reason": "all steps done", "exit_code": 0}
+    assert metrics(run_dir, "start")[0]["world_size"] == 2
+    steps = metrics(run_dir)
+    assert steps[-1]["samples"] == 360
+    assert steps[-1]["tokens"] == 360 * 32
+    assert steps[-1]["mfu"] is None
+    assert steps[-1]["memory_bytes"] > 10**8
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert [line["step"] for line in metrics(run_dir, "eval")] == [4, 8, 10]
+    assert metrics(run_dir, "stop")[0]["state"] == "finished"
+    assert {"python", "torch", "git_commit"} <= json.loads((run_dir / "environment.json").read_text()).keys()
+    assert sorted(path.name for path in (run_dir / "log").iterdir()) == ["rank-0.log", "rank-1.log"]
+    check_transformers_opens(run_dir / "model", text)
+
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    again = start(*argv)
+    assert again.returncode == 0
+    assert "is finished" in again.stdout
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+    other = start(*argv, "optim.eps=1e-6")
+    assert other.returncode == 78
+    assert "optim.eps 1e-08 -> 1e-06" in other.stderr
+
+    anew = start(*argv, "checkpoint.resume=never", "trainer.micro_batch=18")
+    assert anew.returncode == 78, "one key, two values"
+    anew = start(*argv, "checkpoint.resume=never")
+    assert anew.returncode == 0, anew.stderr
+    assert (run_dir / "earlier-1" / "metrics.jsonl").read_bytes() == before
+    assert (run_dir / "earlier-1" / "model" / "config.json").exists()
+    assert len(metrics(run_dir, "start")) == 1
+
+
+def check_transformers_opens(folder: Path, text: Path) -> None:
+    import transformers
+
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    assert model.dtype == torch.float32
+    tokens = torch.tensor([list((text / "00.txt").read_bytes()[:33])])
+    with torch.no_grad():
+        loss = model(tokens, labels=tokens).loss
+    assert loss < 5.2, "it has learned: a fresh model of 257 tokens starts at 5.55"
+
+
+def test_two_processes_on_one_run_folder_are_refused(text: Path, tmp_path: Path) -> None:
+    from trainer.track import RunFolder
+
+    folder = RunFolder(tmp_path / "run")
+    done = start(*overrides(text, tmp_path / "run"))
+    folder.close()
+    assert done.returncode == 78
+    assert "another process is training in" in done.stderr
+
+
+def test_records_of_an_unfinished_run_are_kept_aside(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text("precious\n")
+    (run_dir / "status.json").write_text('{"state": "running", "step": 7}')
+    done = start(*overrides(text, run_dir, "trainer.steps=1", "trainer.micro_batch=36"))
+    assert done.returncode == 0, done.stderr
+    assert "running at step 7" in done.stdout
+    assert (run_dir / "earlier-1" / "metrics.jsonl").read_text() == "precious\n"
+
+
+def test_a_crash_shows_the_traceback_of_the_first_rank_only(text: Path, tmp_path: Path) -> None:
+    """No user's mistake, so a traceback, but one."""
+    argv = overrides(text, tmp_path / "run", "trainer.micro_batch=9", "parallel=ddp")
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import trainer.step, train\n"
+        "from launch.session import leave\n"
+        "inner = trainer.step.TrainStep.__call__\n"
+        "def broken(self, *arguments):\n"
+        "    self.calls = getattr(self, 'calls', 0) + 1\n"
+        "    if self.calls == 3 and os.environ['RANK'] == '1':\n"
+        "        raise ZeroDivisionError('here')\n"
+        "    return inner(self, *arguments)\n"
+        "trainer.step.TrainStep.__call__ = broken\n"
+        "leave(train.main(sys.argv[1:]))\n"
+    )
+    done = subprocess.run(
+        [*TORCHRUN, "--nproc_per_node=2", str(script), *argv],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    tracebacks = [
+        text for text in done.stderr.split("Traceback (most recent call last)") if "trainer/trainer.py" in text
+    ]
+    assert len(tracebacks) == 1, "torchrun's own comes on top, and the other rank's is only an echo"
+    assert "ZeroDivisionError: here" in tracebacks[0]
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+
+
+def modules_after(*argv: str) -> set[str]:
+    code = f"import sys, train; train.main({list(argv)!r}); sys.stderr.write('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stderr.splitlines())
+
+
+def test_help_and_plans_import_nothing_they_do_not_use() -> None:
+    helped = modules_after("--help")
+    assert not {"torch", "numpy", "safetensors"} & helped
+    planned = modules_after("recipe=llama8b", "launch.processes=8", "dry_run=true")
+    assert "torch" in planned
+    assert not {"torch.distributed.fsdp", "torch._dynamo", "torch.distributed.tensor", "transformers"} & planned
+
+
+def test_the_plan_of_llama8b_is_exact_and_allocates_nothing() -> None:
+    done = start("recipe=llama8b", "launch.processes=8", "dry_run=true")
+    assert done.returncode == 0
+    assert "8,030,261,248 parameters" in done.stdout
+    assert "fsdp, shard 8" in done.stdout
+    share = 8_030_261_248 * 4 / 8 / 2**30
+    assert f"parameters {share:.1f}GiB" in done.stdout
+    assert f"optimizer state {2 * share:.1f}GiB" in done.stdout
+    assert len(done.stdout.splitlines()) <= 12

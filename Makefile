@@ -6,10 +6,12 @@ PROCESSES ?= 2
 ARGS ?=
 BIN := .venv/bin
 
+# OMP_NUM_THREADS only quiets torchrun, which would set it to 1 with a warning; train.py divides the cores itself.
+
 .PHONY: train test lint clean
 
 train: .venv/.ready
-	$(BIN)/torchrun --standalone --nproc_per_node=$(PROCESSES) train.py $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(PROCESSES) train.py $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)

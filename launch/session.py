@@ -89,6 +89,14 @@ class Session:
             f"{count} on cpu{gloo}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}{each}"
         )
 
+    def command(self) -> str:
+        """How to start as many processes again, here."""
+        if self.world_size == 1:
+            return "python train.py"
+        nodes = self.world_size // self.local_world_size
+        where = "--standalone" if nodes == 1 else f"--nnodes={nodes} ..."
+        return f"torchrun {where} --nproc_per_node={self.local_world_size} train.py"
+
     def once(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` on rank 0 while the others wait; all return its result (plain JSON data).
 

@@ -100,7 +100,6 @@ class Replicated(Single):
             model,
             device_ids=[device] if device.type == "cuda" else None,
             init_sync=False,
-            broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )
         # DDP averages. Its own sum would take a communication hook in Python, and the fp16 overflow of a loss scaled up

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from configs.errors import EXIT_FINISHED, TrainingFailed
 from configs.schema import RunConfig
@@ -214,6 +215,8 @@ class Trainer:
         trainer = self._config.trainer
         if not self._is_due(trainer.eval_every):
             return
+        if self._session.device.type == "cuda":
+            torch.cuda.synchronize(self._session.device)  # steps still under way are not the evaluation's time
         started = time.perf_counter()
         batches = evaluation_batches(
             self._validation,
@@ -241,7 +244,10 @@ class Trainer:
         seconds = time.perf_counter() - self._started
         model = config.run.dir / "model"
         self._console.say(f"saving     {model}")
-        save_model(model, self._parallel, self._recipe, writes=self._folder is not None)
+        try:
+            save_model(model, self._parallel, self._recipe, writes=self._folder is not None)
+        except (OSError, SafetensorError) as error:
+            raise TrainingFailed(f"all steps are done, but the model cannot be saved to {model}: {error}") from error
         validation = "" if math.isnan(self._validation_loss) else f", validation {self._validation_loss:.4f}"
         self._console.say(
             f"finished   {self._step} steps, {short(self._tokens)} tokens in {duration(seconds)}; "
@@ -255,7 +261,9 @@ class Trainer:
             self._console.say("sample     what the model writes by itself:")
             self._console.say("\n".join(f"  | {line}" for line in text.splitlines()))
         self._console.say(
-            f"files      {config.run.dir}: model/ (opens in transformers), metrics.jsonl, config.yaml, status.json"
+            f"files      {config.run.dir}: model/ (opens in transformers), metrics.jsonl, config.yaml, status.json\n"
+            f"next       your own text: {session.command()} recipe={config.recipe} data=text "
+            f"data.path=FILE_OR_FOLDER run.name=mine"
         )
         if self._folder is not None:
             self._folder.record("stop", step=self._step, state="finished", reason="all steps done")

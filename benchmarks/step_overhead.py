@@ -26,7 +26,7 @@ from launch.session import open_session
 from parallel.initialize import initialize
 from parallel.mesh import gradient_accumulation, resolve_layout
 from recipes.causal_lm import CausalLM
-from recipes.models.transformer import IGNORE
+from recipes.models.head import IGNORE
 from tests.cluster import Cluster
 from tests.runs import write_text
 from trainer.loader import BatchLoader

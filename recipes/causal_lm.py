@@ -15,6 +15,7 @@ from recipes.data.dataset import Batch, Sample, TokenDataset, collate
 from recipes.data.prepare import Prepared, open_prepared, prepare
 from recipes.data.tokenizer import BytesTokenizer
 from recipes.models import transformer
+from recipes.models.head import IGNORE
 
 _TEMPERATURE = 0.8
 
@@ -89,7 +90,7 @@ class CausalLM:
 
     def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
         loss_sum = model(batch.tokens, batch.targets)
-        return LossTerms(loss_sum, (batch.targets != transformer.IGNORE).sum())
+        return LossTerms(loss_sum, (batch.targets != IGNORE).sum())
 
     def flops_per_token(self, parameters: int) -> float:
         return transformer.flops_per_token(self._model, parameters, self.vocab_size(), self._data.sequence_length)

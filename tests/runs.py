@@ -17,7 +17,7 @@ from parallel.gradient import local
 from parallel.plan import LossTerms
 from recipes.causal_lm import CausalLM
 from recipes.data.dataset import Batch, Sample
-from recipes.models.transformer import IGNORE
+from recipes.models.head import IGNORE
 from train import main
 from trainer.step import TrainStep
 from trainer.trainer import train

@@ -26,10 +26,11 @@ from safetensors.numpy import load_file
 import recipes.data.prepare as preparing
 from configs.errors import UserError
 from configs.schema import DataSection
-from recipes.data.dataset import IGNORED_TARGET, TokenDataset, collate
+from recipes.data.dataset import TokenDataset, collate
 from recipes.data.prepare import Prepared, cache_folder, open_prepared, prepare
 from recipes.data.text import Document, Part, assignment, find_files, read_documents, split_documents, tail_start
 from recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, token_dtype, tokenizer_from_spec
+from recipes.models.head import IGNORE
 
 LONG_AGO = 1_600_000_000
 
@@ -577,7 +578,7 @@ def test_collate_stacks_and_padding_has_no_targets(prepared: Prepared) -> None:
     assert batch.sample_ids.tolist() == [3, 0, -1]
     assert batch.targets[0].tolist() == dataset[3].targets.tolist()
     assert batch.targets[1].tolist() == dataset[0].targets.tolist()
-    assert batch.targets[2].tolist() == [IGNORED_TARGET] * 8
+    assert batch.targets[2].tolist() == [IGNORE] * 8
 
 
 @pytest.mark.parametrize("name", ["train", "validation"])

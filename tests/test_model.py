@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from configs.schema import ModelSection, RopeScaling
 from parallel.initialize import initialize, normal_rows
 from recipes.models import head
+from recipes.models.head import IGNORE
 from recipes.models.transformer import (
-    IGNORE,
     Transformer,
     hugging_face_config,
     hugging_face_name,

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from configs.errors import UserError
 from recipes.data.prepare import Prepared
-
-IGNORED_TARGET = -100
-"""Marks a position that is no target (``ignore_index`` of torch's cross entropy)."""
+from recipes.models.head import IGNORE
 
 
 class Sample(NamedTuple):
@@ -20,7 +18,7 @@ class Sample(NamedTuple):
     tokens: np.ndarray
     """[sequence], int64"""
     targets: np.ndarray
-    """[sequence], int64; ``IGNORED_TARGET`` where there is none"""
+    """[sequence], int64; ``IGNORE`` where there is none"""
 
 
 class Batch(NamedTuple):
@@ -29,7 +27,7 @@ class Batch(NamedTuple):
     tokens: Tensor
     """[batch, sequence], int64"""
     targets: Tensor
-    """[batch, sequence], int64; ``IGNORED_TARGET`` where there is none"""
+    """[batch, sequence], int64; ``IGNORE`` where there is none"""
     sample_ids: Tensor
     """[batch], int64; below 0: padding, which has no targets"""
 
@@ -67,7 +65,7 @@ class TokenDataset:
 def collate(samples: Sequence[Sample], ids: np.ndarray) -> Batch:
     """Stack samples; ``ids`` [batch] are their numbers, and a row whose id is below 0 loses all its targets."""
     targets = np.stack([sample.targets for sample in samples])
-    targets[ids < 0] = IGNORED_TARGET
+    targets[ids < 0] = IGNORE
     tokens = np.stack([sample.tokens for sample in samples])
     return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(ids.astype(np.int64)))
 

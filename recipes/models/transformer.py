@@ -17,17 +17,7 @@ from torch import Tensor, nn
 
 from configs.schema import ModelSection, RopeScaling
 from parallel.plan import ParallelPlan
-from recipes.models.head import IGNORE, LanguageModelHead
-
-__all__ = [
-    "IGNORE",
-    "Transformer",
-    "flops_per_token",
-    "hugging_face_config",
-    "hugging_face_name",
-    "initial_std",
-    "rope_frequencies",
-]
+from recipes.models.head import LanguageModelHead
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

@@ -1,7 +1,11 @@
-"""What the schema says about each key, as plain data: for checking keys, for error messages and for ``--help``."""
+"""What the schema says about each key, as plain data: for checking keys, for error messages and for ``--help``.
+
+``python -m configs.keys`` prints the tables of docs/configuration.md.
+"""
 
 import functools
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,3 +128,54 @@ def _bounds(field: dict[str, Any]) -> str:
         ("below", field.get("exclusiveMaximum", field.get("lt"))),
     )
     return " and ".join(f"{words} {limit}" for words, limit in limits if limit is not None)
+
+
+def key_tables() -> str:
+    """Every key as a row of a Markdown table, and a second table of what the recipes choose differently."""
+    from configs.compose import compose
+    from configs.help import choices_of
+
+    recipes = {name: _flat(compose([f"recipe={name}"]).model_dump(mode="json")) for name in choices_of()["recipe"]}
+    values = recipes["tiny"]
+    keys = [
+        (f"`{path}`", _type(key), _code(values.get(path, "")), key.purpose.replace("``", "`"))
+        for path, key in all_keys().items()
+    ]
+    chosen = {path: [each.get(path, "") for each in recipes.values()] for path in all_keys()}
+    differing = [
+        (f"`{path}`", *map(_code, row))
+        for path, row in chosen.items()
+        if len(set(row)) > 1 and path not in ("recipe", "run.name", "run.dir")
+    ]
+    return "\n".join(
+        [
+            *_table(("Key", "Type", "Value", "Purpose"), keys),
+            "",
+            *_table(("Key", *(f"`{name}`" for name in recipes)), differing),
+        ]
+    )
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, str]:
+    """Values as JSON by dotted name; a section that is null is a value too."""
+    if isinstance(tree, dict):
+        return {key: text for name, part in tree.items() for key, text in _flat(part, f"{prefix}.{name}").items()}
+    return {prefix[1:]: tree if isinstance(tree, str) else json.dumps(tree)}
+
+
+def _type(key: Key) -> str:
+    words = key.expected.removeprefix("a ")
+    return f"{words}, {key.bounds}" if key.bounds else words
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
+
+
+if __name__ == "__main__":
+    print(key_tables())

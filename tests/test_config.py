@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from configs.compose import FOLDER, compose, config_yaml, help_text, parse_arguments
 from configs.errors import UserError
 from configs.help import choices_of
-from configs.keys import all_keys
+from configs.keys import all_keys, key_tables
 from configs.schema import ModelSection, RunConfig
 from configs.suggest import _ALIASES, _EXPLAINED, _LATER, _SWITCHES, unknown_key
 
@@ -404,3 +404,9 @@ def test_the_last_file_that_set_a_value_is_named(folder: Path):
     write_recipe(folder, "defaults: [tiny]\nmodel:\n  layers: five\n")
     assert "model.layers=five (configs/recipe/mine.yaml:5)" in refusal("recipe=mine", folder=folder)
     assert "model.layers=six (command line)" in refusal("recipe=mine", "model.layers=six", folder=folder)
+
+
+def test_the_tables_in_the_documentation_are_what_the_command_prints():
+    page = (FOLDER.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+    committed = page.partition("<!-- python -m configs.keys -->\n")[2].partition("\n<!-- end -->")[0]
+    assert committed == key_tables(), "put the output of `python -m configs.keys` into docs/configuration.md"

@@ -50,15 +50,19 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
 
     note = session.once(claim)
     console = Console(session.is_main, session.rank, config.run.dir)
+    trainer = None
     try:
         if note:
             console.say(note)
         if session.once(lambda: folder is not None and folder.is_finished):
             return EXIT_FINISHED
-        Trainer(config, recipe, session, folder, console, config_yaml).run()
+        trainer = Trainer(config, recipe, session, folder, console, config_yaml)
+        trainer.run()
         return EXIT_FINISHED
-    except BaseException:
+    except BaseException as error:
         console.log(traceback.format_exc())
+        if folder is not None:
+            folder.fail(trainer.step if trainer else 0, error)
         raise
     finally:
         console.close()
@@ -132,19 +136,14 @@ class Trainer:
         )
         self._meter = Meter(device, session.world_size, recipe.flops_per_token(parameters))
         self._started = time.perf_counter()
-        self._step = self._tokens = 0
+        self.step = self._tokens = 0
         self._first_loss = self._last_loss = self._validation_loss = float("nan")
 
     def run(self) -> None:
         """Train to the last step, evaluate, save the model, and say what happened."""
-        try:
-            for _ in self.steps():
-                pass
-            self._finish()
-        except BaseException as error:
-            if self._folder is not None:
-                self._folder.fail(self._step, error)
-            raise
+        for _ in self.steps():
+            pass
+        self._finish()
 
     def steps(self) -> Iterator[int]:
         """Train, report and evaluate; yields the number of each step as it is done."""
@@ -157,7 +156,7 @@ class Trainer:
                 yield step
 
     def _train(self, step: int, batches: list[Any]) -> None:
-        self._step = step
+        self.step = step
         on_device = [to_device(batch, self._session.device) for batch in batches]
         self._meter.add(step, self._train_step(on_device, self._learning_rate(step)))
         if step == 1:
@@ -168,11 +167,11 @@ class Trainer:
         return learning_rate(step, config.trainer.steps, config.optim.lr, config.schedule)
 
     def _is_due(self, every: int) -> bool:
-        return every > 0 and (self._step % every == 0 or self._step == self._config.trainer.steps)
+        return every > 0 and (self.step % every == 0 or self.step == self._config.trainer.steps)
 
     def _report(self) -> None:
         """Read results where that is due, log them, and stop the run where they say so."""
-        log = self._is_due(self._config.trainer.log_every) or (self._step == 1 and self._config.trainer.log_every > 0)
+        log = self._is_due(self._config.trainer.log_every) or (self.step == 1 and self._config.trainer.log_every > 0)
         # Reading waits for the device. A CPU has nothing to wait for; a GPU is read now and then even without a log.
         if not (log or self._session.device.type == "cpu" or self._is_due(_READ_AT_LEAST_EVERY)):
             return
@@ -181,8 +180,8 @@ class Trainer:
             self._last_loss = result.loss
             if step == 1:
                 self._first_loss = result.loss
-            if log and step == self._step:
-                rates = self._meter.rates(self._step, self._tokens, self._loader.take_waited_seconds())
+            if log and step == self.step:
+                rates = self._meter.rates(self.step, self._tokens, self._loader.take_waited_seconds())
                 self._log_step(step, result, rates)
             elif result.skipped:
                 self._log_step(step, result, dict.fromkeys(RATES))
@@ -233,9 +232,9 @@ class Trainer:
         seconds = time.perf_counter() - started
         self._meter.pause(seconds)
         if self._folder is not None:
-            self._folder.record("eval", step=self._step, loss=self._validation_loss, tokens=tokens)
+            self._folder.record("eval", step=self.step, loss=self._validation_loss, tokens=tokens)
         self._console.say(
-            f"eval {self._step:>{len(str(trainer.steps))}}/{trainer.steps}  validation loss "
+            f"eval {self.step:>{len(str(trainer.steps))}}/{trainer.steps}  validation loss "
             f"{self._validation_loss:.4f}  over {short(tokens)} tokens in {duration(seconds)}"
         )
 
@@ -250,7 +249,7 @@ class Trainer:
             raise TrainingFailed(f"all steps are done, but the model cannot be saved to {model}: {error}") from error
         validation = "" if math.isnan(self._validation_loss) else f", validation {self._validation_loss:.4f}"
         self._console.say(
-            f"finished   {self._step} steps, {short(self._tokens)} tokens in {duration(seconds)}; "
+            f"finished   {self.step} steps, {short(self._tokens)} tokens in {duration(seconds)}; "
             f"loss {self._first_loss:.4f} -> {self._last_loss:.4f}{validation}"
         )
         if config.trainer.sample_tokens:
@@ -266,8 +265,8 @@ class Trainer:
             f"data.path=FILE_OR_FOLDER run.name=mine"
         )
         if self._folder is not None:
-            self._folder.record("stop", step=self._step, state="finished", reason="all steps done")
-            self._folder.status("finished", step=self._step, reason="all steps done", exit_code=EXIT_FINISHED)
+            self._folder.record("stop", step=self.step, state="finished", reason="all steps done")
+            self._folder.status("finished", step=self.step, reason="all steps done", exit_code=EXIT_FINISHED)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def _plan(config: RunConfig, layout: Layout, accumulation: int) -> str:
     model = recipe.build_model()
     place = f"planned for {layout.data_ranks} process{'es' if layout.data_ranks > 1 else ''}"
     lines = overview(config, recipe, layout, accumulation, model, recipe.parallel_plan(model), place)
-    return "\n".join([*lines, "dry run: nothing was allocated, read or written\n"])
+    return "\n".join([*lines, "dry run: no model was allocated and no process started\n"])
 
 
 def _run(config: RunConfig) -> int:

@@ -183,6 +183,8 @@ class Trainer:
             if log and step == self.step:
                 rates = self._meter.rates(self.step, self._tokens, self._loader.take_waited_seconds())
                 self._log_step(step, result, rates)
+                if self._folder is not None:
+                    self._folder.status("running", step=step)
             elif result.skipped:
                 self._log_step(step, result, dict.fromkeys(RATES))
             if result.failed_in_row >= FAILURES_THAT_STOP:

@@ -3,7 +3,7 @@
 import sys
 
 from configs.compose import compose, config_yaml, help_text, parse_arguments
-from configs.errors import EXIT_FINISHED, UserError
+from configs.errors import EXIT_FAILED, EXIT_FINISHED, TrainingFailed, UserError
 from configs.schema import RunConfig
 from launch.session import leave, open_session, planned_processes, report_failure, report_mistake, speaks
 from parallel.mesh import Layout, gradient_accumulation, resolve_layout
@@ -53,11 +53,14 @@ def _run(config: RunConfig) -> int:
                 return report_failure(error, session)
     except UserError as error:  # while joining: every process sees the same machine
         return report_mistake(error)
+    except TrainingFailed as error:  # while joining: nobody to ask who was first
+        print(f"failed: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
 
 
 def _print(text: str) -> int:
     if speaks():
-        print(text, end="")
+        print(text.rstrip("\n"))
     return EXIT_FINISHED
 
 

@@ -96,7 +96,7 @@ _EXPLAINED = {  # names whose value means something else here, or nothing
     "accumulate_grad_batches accumulation",
     _EPOCHS: "epochs num_epochs num_train_epochs max_epochs n_epochs",
     "warm-up is counted in steps, not as a share; set schedule.warmup_steps=100": "warmup_ratio warmup_fraction",
-    "the same command goes on with its run; set checkpoint.resume=auto (the default) or never": "resume resume_from "
+    "resuming is not in this version yet; set checkpoint.resume=auto (the default) or never": "resume resume_from "
     "resume_from_checkpoint ckpt_path load_checkpoint auto_resume",
     "both are one list; set optim.betas=[0.9,0.95]": "beta1 beta2 adam_beta1 adam_beta2",
     "the last learning rate is given as a share of the peak; set schedule.min_lr_ratio=0.1": "min_lr "

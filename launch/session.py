@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from configs.errors import EXIT_FAILED, EXIT_MISTAKE, TrainingFailed, UserError
@@ -138,7 +139,7 @@ class Session:
         return verdict["result"]
 
     def same_everywhere(self, what: str, value: str) -> None:
-        """Check that all ranks have the same short ``value``.
+        """Check that all ranks have the same ``value``; of several lines the first that differs is told.
 
         Raises:
             UserError: they differ; names the first rank that does.
@@ -152,10 +153,12 @@ class Session:
         self._store.wait(keys, timedelta(seconds=self.section.start_timeout_seconds))
         values = [self._store.get(key).decode() for key in keys]
         for rank, other in enumerate(values):
-            if other != values[0]:
-                raise UserError(
-                    f"{what} differs between rank 0 ({values[0]}) and rank {rank} ({other}); start them alike"
-                )
+            lines = zip_longest(values[0].splitlines(), other.splitlines())
+            for expected, found in lines:
+                if expected != found:
+                    raise UserError(
+                        f"{what} differs between rank 0 ({expected}) and rank {rank} ({found}); start them alike"
+                    )
 
     def first_step_done(self) -> None:
         """From here on a silent peer is waited for only ``launch.step_timeout_seconds``."""
@@ -204,7 +207,14 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
         _keep_freed_memory()
     session = Session(rank, local_rank, world, local_world, device, section)
     if world > 1:
-        session._store = _start_group(session)
+        try:
+            session._store = _start_group(session)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise TrainingFailed(
+                f"rank {rank} of {world} could not join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')} "
+                f"within launch.start_timeout_seconds={section.start_timeout_seconds:g}: {reason}"
+            ) from error
     # SIGTERM ends the run as Ctrl-C does, through the same clean-up, instead of killing the process on the spot.
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

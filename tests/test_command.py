@@ -124,6 +124,10 @@ def test_main_job_under_torchrun_then_again_then_anew(text: Path, tmp_path: Path
     assert other.returncode == 78
     assert "optim.eps 1e-08 -> 1e-06" in other.stderr
 
+    typo = start(*[a for a in argv if "data.path" not in a], "checkpoint.resume=never", f"data.path={text}-typo")
+    assert typo.returncode == 78
+    assert "-typo" in typo.stderr
+    assert (run_dir / "metrics.jsonl").read_bytes() == before, "a mistake moves no finished run"
     anew = start(*argv, "checkpoint.resume=never", "trainer.micro_batch=18")
     assert anew.returncode == 78, "one key, two values"
     anew = start(*argv, "checkpoint.resume=never")

@@ -62,7 +62,7 @@ def differ() -> str:
     with open_session(LaunchSection()) as session:
         session.same_everywhere("the recipe", "same")
         try:
-            session.same_everywhere("the data", "abc" if session.rank < 2 else "xyz")
+            session.same_everywhere("the data", f"a: 0\nb: {1 if session.rank < 2 else 2}")
         except UserError as error:
             return str(error)
     return "nothing"
@@ -70,7 +70,7 @@ def differ() -> str:
 
 def test_ranks_that_differ_are_named(cluster: Cluster) -> None:
     for answer in cluster.run(3, "tests.test_session:differ"):
-        assert answer.value == "the data differs between rank 0 (abc) and rank 2 (xyz); start them alike"
+        assert answer.value == "the data differs between rank 0 (b: 1) and rank 2 (b: 2); start them alike"
 
 
 def wait_for_a_silent_peer() -> float:

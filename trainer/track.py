@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,6 +32,7 @@ class RunFolder:
         self.path = path
         self.is_finished = False
         self._metrics: IO[str] | None = None
+        self._aside: Path | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("w")
@@ -69,9 +71,9 @@ class RunFolder:
                 f"\nstart anew: checkpoint.resume=never (keeps these files in {self.path}/earlier-N) "
                 f"· elsewhere: run.name=OTHER"
             )
-        aside = self._set_aside()
+        self._aside = self._free_name()
         ended = f"{status.get('state')} at step {status.get('step')}"
-        return f"an earlier run here ({ended}) is kept in {aside}; starting anew at step 0"
+        return f"an earlier run here ({ended}) is kept in {self._aside}; starting anew at step 0"
 
     def _earlier_status(self) -> dict[str, Any]:
         try:
@@ -86,17 +88,23 @@ class RunFolder:
         except OSError:
             return ""
 
-    def _set_aside(self) -> Path:
+    def _free_name(self) -> Path:
         number = 1 + max((int(p.name[8:]) for p in self.path.glob("earlier-*") if p.name[8:].isdigit()), default=0)
-        aside = self.path / f"earlier-{number}"
+        return self.path / f"earlier-{number}"
+
+    def _set_aside(self, aside: Path) -> None:
         aside.mkdir()
         for name in RECORDS:
             if (self.path / name).exists():
                 (self.path / name).rename(aside / name)
-        return aside
 
     def begin(self, config_yaml: str, environment: dict[str, Any]) -> None:
-        """Write ``config.yaml`` and ``environment.json`` and open ``metrics.jsonl``."""
+        """Set an earlier run's records aside, write ``config.yaml`` and ``environment.json``, open ``metrics.jsonl``.
+
+        Called once nothing in the user's hands can fail any more, so that a mistyped path moves no finished run.
+        """
+        if self._aside is not None:
+            self._set_aside(self._aside)
         (self.path / "config.yaml").write_text(config_yaml)
         (self.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
         self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
@@ -190,9 +198,7 @@ class Console:
 
     def __init__(self, speaks: bool, rank: int, run_folder: Path) -> None:
         self._speaks = speaks
-        folder = run_folder / "log"
-        folder.mkdir(parents=True, exist_ok=True)
-        self._log = (folder / f"rank-{rank}.log").open("a", buffering=1)
+        self._log = run_folder / "log" / f"rank-{rank}.log"
 
     def say(self, text: str) -> None:
         """Print ``text``, if this rank speaks, and log it."""
@@ -203,11 +209,11 @@ class Console:
     def log(self, text: str) -> None:
         """Write ``text`` to this rank's log alone."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
-        self._log.write("".join(f"{stamp}{line}\n" for line in text.splitlines()))
-
-    def close(self) -> None:
-        """Close the log."""
-        self._log.close()
+        # Opened each time: the folder may be set aside, with an earlier run's logs in it, once this run begins.
+        with suppress(OSError):  # a node that cannot write there still trains; what matters is printed by rank 0
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("a") as log:
+                log.write("".join(f"{stamp}{line}\n" for line in text.splitlines()))
 
 
 def step_line(values: dict[str, Any], steps: int, ranks: int) -> str:

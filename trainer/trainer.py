@@ -65,7 +65,6 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
             folder.fail(trainer.step if trainer else 0, error)
         raise
     finally:
-        console.close()
         if folder is not None:
             folder.close()
 

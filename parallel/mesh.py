@@ -1,5 +1,6 @@
 """Degrees -> layout -> DeviceMesh. Every refusal states the equation with its numbers and a value that works."""
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,7 @@ def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
                 f"value; use parallel.{fixed_axis}={_nearest_divisor(world_size, fixed)}"
             )
         known[free] = world_size // fixed
-    elif replicate * shard != world_size and not (world_size == 1 and strategy != "single"):
+    elif replicate * shard != world_size:
         raise UserError(
             f"the mesh needs {replicate * shard} processes (replicate {replicate} x shard {shard}) but "
             f"{_processes(world_size)} {'was' if world_size == 1 else 'were'} started; use --nproc_per_node="
@@ -116,4 +117,5 @@ def _processes(count: int) -> str:
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return min({*small, *(number // d for d in small)}, key=lambda d: (abs(d - wanted), d))

@@ -72,6 +72,10 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             torch.mm(grad_logits, compute_weight, out=grad_hidden[rows])
             if hidden.dtype == torch.float32:
                 grad_weight.addmm_(grad_logits.T, chunk)
+            elif hidden.dtype == torch.float16:
+                # A sum over tokens leaves fp16's range, before any loss scale is applied.
+                with torch.autocast(hidden.device.type, enabled=False):
+                    grad_weight.addmm_(grad_logits.float().T, chunk.float())
             else:
                 grad_weight += grad_logits.T @ chunk
         ctx.save_for_backward(grad_hidden, grad_weight)

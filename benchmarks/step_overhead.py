@@ -4,7 +4,7 @@
     python -m benchmarks.step_overhead --layouts ddp --turns 40
 
 Both stay alive in the same processes and take turns of a few steps, so that a machine that slows down slows both. The
-hand-written loop has DDP or FSDP2, autocast, skipped gradient syncs, clipping, fused AdamW and a loss logged every ten
+hand-written loop has DDP or FSDP2, skipped gradient syncs, clipping, fused AdamW and a loss logged every ten
 steps, and nothing else; its batches lie ready in memory, while the trainer reads, collates and counts its own.
 """
 

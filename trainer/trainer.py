@@ -16,7 +16,7 @@ from configs.errors import EXIT_FINISHED, TrainingFailed
 from configs.schema import RunConfig
 from parallel.apply import parallelize
 from parallel.mesh import gradient_accumulation, resolve_layout
-from trainer.checkpoint import save_model
+from trainer.checkpoint.final import save_model
 from trainer.loader import BatchLoader, evaluation_batches
 from trainer.metrics import RATES, Meter
 from trainer.optim import build_optimizer, learning_rate

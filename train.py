@@ -3,9 +3,9 @@
 import sys
 
 from configs.compose import compose, config_yaml, help_text, parse_arguments
-from configs.errors import EXIT_FAILED, EXIT_FINISHED, TrainingFailed, UserError
+from configs.errors import EXIT_FINISHED, UserError
 from configs.schema import RunConfig
-from launch.session import leave, open_session, planned_processes, report_failure, report_mistake, speaks
+from launch.session import Session, leave, planned_processes, report_mistake, run_in_session, speaks
 from parallel.mesh import Layout, gradient_accumulation, resolve_layout
 
 
@@ -29,33 +29,22 @@ def main(arguments: list[str]) -> int:
 
 def _plan(config: RunConfig, layout: Layout, accumulation: int) -> str:
     from recipes.causal_lm import CausalLM
-    from trainer.overview import overview
+    from trainer.overview import dry_run
 
-    recipe = CausalLM(config)
-    model = recipe.build_model()
-    place = f"planned for {layout.data_ranks} process{'es' if layout.data_ranks > 1 else ''}"
-    lines = overview(config, recipe, layout, accumulation, model, recipe.parallel_plan(model), place)
-    return "\n".join([*lines, "dry run: no model was allocated and no process started\n"])
+    return dry_run(config, CausalLM(config), layout, accumulation)
 
 
 def _run(config: RunConfig) -> int:
     from recipes.causal_lm import CausalLM
     from trainer.trainer import train
 
-    try:
-        with open_session(config.launch) as session:
-            try:
-                session.same_everywhere("the config", config_yaml(config))
-                return train(config, CausalLM(config), session, config_yaml(config))
-            except UserError as error:
-                return report_mistake(error, session)
-            except BaseException as error:
-                return report_failure(error, session)
-    except UserError as error:  # while joining: every process sees the same machine
-        return report_mistake(error)
-    except TrainingFailed as error:  # while joining: nobody to ask who was first
-        print(f"failed: {error}", file=sys.stderr, flush=True)
-        return EXIT_FAILED
+    text = config_yaml(config)
+
+    def work(session: Session) -> int:
+        session.same_everywhere("the config", text)
+        return train(config, CausalLM(config), session, text)
+
+    return run_in_session(config.launch, work)
 
 
 def _print(text: str) -> int:

@@ -1,6 +1,6 @@
 """How a run can end short of finishing, and the exit codes that say so."""
 
-EXIT_FINISHED, EXIT_FAILED, EXIT_MISTAKE = 0, 70, 78
+EXIT_FINISHED, EXIT_FAILED, EXIT_STOPPED, EXIT_MISTAKE = 0, 70, 75, 78
 
 
 class UserError(Exception):

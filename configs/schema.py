@@ -256,15 +256,36 @@ class TrainerSection(Section):
     """Steps between evaluations on the validation split; 0: none. The last step is evaluated too unless 0."""
     eval_batches: PositiveCount = 8
     """Validation batches of ``global_batch`` sequences per evaluation (all of them where there are fewer)."""
+    stop_at: PositiveCount | None = None
+    """Stop after this step with a checkpoint to resume from; the schedule is still meant for ``steps``."""
     sample_tokens: CountOrZero = 0
     """Tokens of text to generate from the trained model at the end; 0: none."""
 
 
 class CheckpointSection(Section):
-    """What happens to an earlier run in the same folder."""
+    """Saving and resuming. Checkpoints lie in ``run.dir/checkpoints`` and are Hugging Face models."""
 
-    resume: Literal["auto", "never"] = "auto"
-    """``auto`` (a finished run is left as it is) or ``never`` (start anew; the earlier run's files are kept aside)."""
+    every: CountOrZero = 1000
+    """Steps between checkpoints; 0: only one at the end."""
+    keep: PositiveCount = 2
+    """Newest checkpoints that stay."""
+    keep_every: CountOrZero = 0
+    """Checkpoints whose step is a multiple of this stay for good; 0: none."""
+    keep_best: bool = False
+    """The checkpoint with the lowest validation loss stays too; evaluate at the steps that are saved."""
+    mode: Literal["async", "sync"] = "async"
+    """``async`` (training goes on while a checkpoint is written) or ``sync`` (it waits; no second copy in memory)."""
+    resume: str = Field(default="auto", min_length=1)
+    """``auto`` (newest whole checkpoint, else anew), ``must``, ``never`` (anew, earlier files kept aside), or a path:
+    a checkpoint, a run folder, or a Hugging Face model folder, from which weights alone are taken."""
+    allow_changes: bool = False
+    """Resume although settings that shape the numbers (schedule, seed, data, global batch, ...) have changed."""
+
+    @model_validator(mode="after")
+    def _resume_as_written(self) -> "CheckpointSection":
+        if self.resume.lower() in ("auto", "must", "never") and self.resume != self.resume.lower():
+            raise ValueError(f"checkpoint.resume={self.resume}: use checkpoint.resume={self.resume.lower()}")
+        return self
 
 
 class LaunchSection(Section):
@@ -302,6 +323,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "RunConfig":
+        if self.checkpoint.keep_best and not self.trainer.eval_every:
+            raise ValueError(
+                "checkpoint.keep_best=true but trainer.eval_every=0 evaluates nothing; "
+                f"use trainer.eval_every={self.checkpoint.every or self.trainer.steps}"
+            )
         if self.data.sequence_length > self.model.max_sequence_length:
             raise ValueError(
                 f"data.sequence_length={self.data.sequence_length} exceeds "

@@ -96,8 +96,6 @@ _EXPLAINED = {  # names whose value means something else here, or nothing
     "accumulate_grad_batches accumulation",
     _EPOCHS: "epochs num_epochs num_train_epochs max_epochs n_epochs",
     "warm-up is counted in steps, not as a share; set schedule.warmup_steps=100": "warmup_ratio warmup_fraction",
-    "resuming is not in this version yet; set checkpoint.resume=auto (the default) or never": "resume resume_from "
-    "resume_from_checkpoint ckpt_path load_checkpoint auto_resume",
     "both are one list; set optim.betas=[0.9,0.95]": "beta1 beta2 adam_beta1 adam_beta2",
     "the last learning rate is given as a share of the peak; set schedule.min_lr_ratio=0.1": "min_lr "
     "min_learning_rate eta_min",
@@ -114,11 +112,8 @@ _LATER = {  # names that the project has promised, and that work once their part
     "pipeline parallelism": "parallel.pipeline pp pp_size pipeline_parallel pipeline_parallel_size "
     "pipeline_model_parallel_size",
     "expert parallelism": "parallel.expert ep ep_size expert_parallel expert_parallel_size",
-    "saving checkpoints during a run": "checkpoint checkpoint.every checkpoint.keep checkpoint.keep_every "
-    "checkpoint.mode save_every save_steps save_interval save_total_limit checkpoint_every save_freq async_save",
     "tracking with W&B or TensorBoard": "track track.wandb track.tensorboard track.project track.entity track.group "
     "track.tags wandb report_to wandb_project tensorboard use_wandb logger",
-    "stopping early with a resumable state": "trainer.stop_at stop_at",
     "starting processes without torchrun (launch=local, launch=slurm)": "launch launcher",
     "a sweep over several values": "multirun sweep",
     "compiling the model": "compile torch_compile use_compile",
@@ -138,7 +133,6 @@ _LATER_CHOICES = {
 
 LATER_VALUES = {
     "data.tokenizer": "a Hugging Face tokenizer",
-    "checkpoint.resume": "resuming from a given checkpoint",
 }
 """What keys of few choices will take besides, once that part is built."""
 

@@ -7,44 +7,67 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from configs.errors import EXIT_FAILED, EXIT_MISTAKE, TrainingFailed, UserError
 from configs.schema import LaunchSection
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
+    from torch.distributed import ProcessGroup, Store
 
 _GLOO_SETTLES_SECONDS = 0.2
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
-
-
-def processes_started() -> int:
-    """Number of processes torchrun started, 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def speaks() -> bool:
     """Whether this process is the one that talks to the user."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _started() -> tuple[int, int, int, int]:
+    """rank, local rank, world size and local world size, as torchrun says; of one process without torchrun.
+
+    Raises:
+        UserError: some of the variables are there and others are not.
+    """
+    env, wanted = os.environ, _TORCHRUN[:4]
+    if env.get("WORLD_SIZE", "1") != "1":
+        missing = [name for name in _TORCHRUN if not env.get(name)]
+        if missing:
+            raise UserError(
+                f"WORLD_SIZE={env['WORLD_SIZE']} is set but not {', '.join(missing)}; start with torchrun, "
+                "which sets them all, or unset WORLD_SIZE for one process"
+            )
+    values = [env.get(name) or default for name, default in zip(wanted, "0011", strict=True)]
+    wrong = [f"{name}={value}" for name, value in zip(wanted, values, strict=True) if not value.isdecimal()]
+    if wrong:
+        raise UserError(f"{', '.join(wrong)}: not a whole number; start with torchrun, which sets it")
+    rank, local_rank, world, local_world = map(int, values)
+    return rank, local_rank, world, local_world
 
 
 def planned_processes(section: LaunchSection, dry_run: bool) -> int:
     """Number of processes the run has, or would have in a dry run.
 
     Raises:
-        UserError: ``launch.processes`` or ``launch.nodes`` contradicts what torchrun started.
+        UserError: ``launch.processes`` or ``launch.nodes`` contradicts what torchrun started, or torchrun's variables
+            are there in part only.
     """
-    started = processes_started()
+    _, _, started, per_node = _started()
     if dry_run and started == 1:
         return (section.processes or 1) * (section.nodes or 1)
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     for key, asked, actual in (
         ("processes", section.processes, per_node),
         ("nodes", section.nodes, started // per_node),
@@ -58,6 +81,16 @@ def planned_processes(section: LaunchSection, dry_run: bool) -> int:
     return started
 
 
+class Failure(NamedTuple):
+    """Why a run ended."""
+
+    rank: int
+    """Who failed first: the others' errors are its echo."""
+    reason: str
+    """One line."""
+    exit_code: int
+
+
 @dataclass
 class Session:
     """One process among ``world_size``."""
@@ -69,8 +102,12 @@ class Session:
     device: "torch.device"
     section: LaunchSection
     failed: bool = False
+    must_not_wait: bool = False
+    """Set where a thread of this process still uses a group: leave without destroying it, which could hang."""
     _store: "Store | None" = None
     _exchanges: int = field(default=0)
+    _failure: "Failure | None" = None
+    _patient: "list[ProcessGroup]" = field(default_factory=list)
 
     @property
     def is_main(self) -> bool:
@@ -111,8 +148,9 @@ class Session:
 
         For files: where nodes share a disk, the others find what rank 0 made; where they do not, each makes its own.
         """
-        self.once(function)
-        return self._leader(function, leads=self.local_rank == 0, group=f"node {os.environ.get('GROUP_RANK', '0')}")
+        result = self.once(function)
+        leads, again = self.local_rank == 0, (lambda: result) if self.is_main else function
+        return self._leader(again, leads=leads, group=f"node {os.environ.get('GROUP_RANK', '0')}")
 
     def _leader(self, function: Callable[[], Any], *, leads: bool, group: str) -> Any:
         self._exchanges += 1
@@ -146,12 +184,7 @@ class Session:
         """
         if self._store is None:
             return
-        self._exchanges += 1
-        base = f"same/{self._exchanges}"
-        self._store.set(f"{base}/{self.rank}", value)
-        keys = [f"{base}/{rank}" for rank in range(self.world_size)]
-        self._store.wait(keys, timedelta(seconds=self.section.start_timeout_seconds))
-        values = [self._store.get(key).decode() for key in keys]
+        values = self.gather(value)
         for rank, other in enumerate(values):
             lines = zip_longest(values[0].splitlines(), other.splitlines())
             for expected, found in lines:
@@ -172,16 +205,71 @@ class Session:
         timeout = timedelta(seconds=self.section.step_timeout_seconds)
         groups = {id(group): group for group in [_get_default_group(), *dist.distributed_c10d._world.pg_map]}
         for group in groups.values():
-            _set_pg_timeout(timeout, group)
+            if not any(group is patient for patient in self._patient):
+                _set_pg_timeout(timeout, group)
 
-    def fails_first(self) -> bool:
-        """Whether no other rank has failed before: the others' errors are only the echo of the first."""
+    def background_group(self, partition: Sequence[Sequence[int]]) -> "ProcessGroup | None":
+        """A Gloo group for work beside training, of those ranks in ``partition`` that this rank is one of.
+
+        Its patience stays ``launch.start_timeout_seconds``: a disk may be slow. None for a single process. A
+        collective: all ranks call it with the same partition. Never share a group between threads: their collectives
+        would mix.
+        """
         if self._store is None:
-            return True
-        try:
-            return bool(self._store.add("failed", 1) == 1)
-        except RuntimeError:  # the store died with its host: nobody is left to ask
-            return True
+            return None
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=self.section.start_timeout_seconds)
+        groups = [dist.new_group(list(ranks), backend="gloo", timeout=timeout) for ranks in partition]
+        self._patient += groups
+        return next(group for group, ranks in zip(groups, partition, strict=True) if self.rank in ranks)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (plain JSON data), by rank, on every rank."""
+        if self._store is None:
+            return [value]
+        self._exchanges += 1
+        keys = [f"gather/{self._exchanges}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], json.dumps(value))
+        self._store.wait(keys, timedelta(seconds=self.section.start_timeout_seconds))
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def first_failure(self, error: BaseException) -> Failure:
+        """The failure that ended the run: ``error`` of this rank, unless another rank's came before."""
+        if self._failure is None:
+            mine = Failure(self.rank, _in_one_line(error), _exit_code(error))
+            self._failure = mine
+            if self._store is not None:
+                with suppress(RuntimeError):  # the store died with its host: nobody is left to ask
+                    self._failure = Failure(*json.loads(self._store.compare_set("failure", "", json.dumps(mine))))
+        return self._failure
+
+
+def _in_one_line(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    text = str(error).strip().splitlines()
+    named = "" if isinstance(error, UserError | TrainingFailed) else f"{type(error).__name__}: "
+    return f"{named}{text[0]}" if text else type(error).__name__
+
+
+def _exit_code(error: BaseException) -> int:
+    return EXIT_MISTAKE if isinstance(error, UserError) else EXIT_FAILED
+
+
+def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> int:
+    """Join the other processes, do ``work``, leave. What goes wrong is printed, once, by the process that failed first.
+
+    Returns the exit code.
+    """
+    try:
+        with open_session(section) as session:
+            try:
+                return work(session)
+            except BaseException as error:
+                return _report(error, session)
+    except (UserError, TrainingFailed) as error:  # while joining: each machine speaks for itself, as others may be fine
+        return _report_alone(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
 
 
 @contextmanager
@@ -196,13 +284,12 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
     import torch
 
     env = os.environ
-    rank, world = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
-    local_rank, local_world = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "1"))
+    rank, local_rank, world, local_world = _started()
     device = _choose_device(section, local_rank, local_world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # torchrun sets OMP_NUM_THREADS=1; ranks that share this machine's cores should use all of them between them.
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+    torch.set_num_threads(max(1, usable_cores() // local_world))
     if device.type == "cpu":
         _keep_freed_memory()
     session = Session(rank, local_rank, world, local_world, device, section)
@@ -215,12 +302,10 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
                 f"rank {rank} of {world} could not join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')} "
                 f"within launch.start_timeout_seconds={section.start_timeout_seconds:g}: {reason}"
             ) from error
-    # SIGTERM ends the run as Ctrl-C does, through the same clean-up, instead of killing the process on the spot.
-    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield session
     finally:
-        signal.signal(signal.SIGTERM, handler)
         if world > 1:
             import torch.distributed as dist
 
@@ -229,8 +314,10 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
             # as a hang in ~ProcessGroupGloo; https://github.com/pytorch/pytorch/issues/190489 is its kin).
             time.sleep(_GLOO_SETTLES_SECONDS)
             # After a failure a GPU may still wait for a peer that is gone, and NCCL would wait with it.
-            if not (session.failed and device.type == "cuda"):
+            if not (session.must_not_wait or (session.failed and device.type == "cuda")):
                 dist.destroy_process_group()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _choose_device(section: LaunchSection, local_rank: int, local_world: int) -> "torch.device":
@@ -282,36 +369,47 @@ def _start_group(session: Session) -> "Store":
     return dist.PrefixStore("control", store)
 
 
-def report_mistake(error: UserError, session: Session | None = None) -> int:
-    """Print ``error`` once, from one process. Returns the exit code.
-
-    Without a session all processes are about to make the same mistake, and rank 0 speaks; within one, whoever is first.
-    """
-    if speaks() if session is None else session.fails_first():
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    else:
-        # torchrun ends all processes as soon as one has ended: the one that speaks must be it.
-        with suppress(KeyboardInterrupt):
-            time.sleep(10)
-    if session is not None:
-        session.failed = True
-    return EXIT_MISTAKE
-
-
-def report_failure(error: BaseException, session: Session) -> int:
-    """Print ``error``, with its traceback where that says more, if this is the first rank that failed.
+def report_mistake(error: UserError) -> int:
+    """Print ``error`` from rank 0 alone: without a session all processes are about to make the same mistake.
 
     Returns the exit code.
     """
-    if session.fails_first():
-        if isinstance(error, TrainingFailed):
-            print(f"failed: {error}", file=sys.stderr, flush=True)
-        elif isinstance(error, KeyboardInterrupt):
-            print("interrupted", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exception(error)
+    return _report_alone(error, speaks=speaks())
+
+
+def _report_alone(error: UserError | TrainingFailed, *, speaks: bool) -> int:
+    if speaks:
+        print(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}", file=sys.stderr, flush=True)
+    else:
+        _let_another_end_first()
+    return _exit_code(error)
+
+
+def _report(error: BaseException, session: Session) -> int:
     session.failed = True
-    return EXIT_FAILED
+    if session.first_failure(error).rank != session.rank:
+        if isinstance(error, UserError):
+            _let_another_end_first()
+    elif isinstance(error, UserError | TrainingFailed):
+        print(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}", file=sys.stderr, flush=True)
+    elif isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+    return _exit_code(error)
+
+
+def _let_another_end_first() -> None:
+    # torchrun ends all processes as soon as one has ended: the one that speaks must be it.
+    with suppress(KeyboardInterrupt):
+        time.sleep(10)
+
+
+def _interrupt(number: int, _: object) -> NoReturn:
+    """The first signal ends the run through its clean-up, which no later one interrupts; Ctrl-C again: at once."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if number == signal.SIGTERM else lambda *_: os._exit(EXIT_FAILED))
+    raise KeyboardInterrupt
 
 
 def leave(code: int) -> NoReturn:

@@ -15,7 +15,7 @@ from parallel.plan import ParallelPlan
 def parallelize(
     model: nn.Module,
     plan: ParallelPlan,
-    std_of: Callable[[str], float | None],
+    std_of: Callable[[str], float | None] | None,
     *,
     seed: int,
     layout: Layout,
@@ -25,6 +25,7 @@ def parallelize(
 ) -> Single:
     """Cut ``model`` (on meta) by ``plan``, allocate this rank's part on ``device`` and initialise it.
 
+    Without ``std_of`` the memory is left as it is, for weights that are read from a checkpoint.
     ``low_dtype`` is the type of matrix products, None for fp32. Build the optimizer after this: cutting replaces
     parameters.
     """
@@ -38,6 +39,9 @@ def parallelize(
     return Single(model, layout, device, low_dtype)
 
 
-def _materialize(model: nn.Module, std_of: Callable[[str], float | None], seed: int, device: torch.device) -> None:
+def _materialize(
+    model: nn.Module, std_of: Callable[[str], float | None] | None, seed: int, device: torch.device
+) -> None:
     model.to_empty(device=device)
-    initialize(model, std_of, seed)
+    if std_of is not None:
+        initialize(model, std_of, seed)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+
+from parallel.shards import local_rows
 
 _BLOCK_NUMBERS = 2**20
 
@@ -23,7 +24,7 @@ def initialize(model: nn.Module, std_of: Callable[[str], float | None], seed: in
     ``std_of(name)`` is the standard deviation of a normal around zero, or None for ones.
     """
     for name, parameter in model.named_parameters():
-        local, first_row = _local_rows(parameter)
+        local, first_row = local_rows(parameter)
         std = std_of(name)
         if std is None:
             local.fill_(1.0)
@@ -45,19 +46,3 @@ def normal_rows(seed: int, name: str, shape: tuple[int, ...], first_row: int, ro
         low, high = max(start, first_row), min(stop, first_row + rows)
         out[low - first_row : high - first_row] = numbers[low - start : high - start]
     return torch.from_numpy(out).reshape(rows, *shape[1:])
-
-
-def _local_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """The part of ``parameter`` that this rank holds, and the first row of it."""
-    if not isinstance(parameter, DTensor):
-        return parameter, 0
-    local, first_row, rows = parameter.to_local(), 0, parameter.shape[0]
-    for axis, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            assert placement.dim == 0, f"shards on dim {placement.dim} are not initialised here"
-            # torch.chunk's rule, which DTensor follows: ceil(rows / ranks) each, the last ones shorter or empty.
-            chunk = -(-rows // parameter.device_mesh.size(axis))
-            offset = min(parameter.device_mesh.get_local_rank(axis) * chunk, rows)
-            first_row, rows = first_row + offset, min(chunk, rows - offset)
-    assert local.shape[0] == rows, f"rank holds {local.shape[0]} rows, expected {rows} of {tuple(parameter.shape)}"
-    return local, first_row

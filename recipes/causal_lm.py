@@ -116,6 +116,21 @@ class CausalLM:
     def export_name(self, name: str) -> str:
         return transformer.hugging_face_name(name)
 
+    def check_weights(self, folder: Path) -> None:
+        path = folder / "config.json"
+        try:
+            found = json.loads(path.read_text())
+            changes = transformer.hugging_face_differences(self._model, self.vocab_size(), found)
+        except OSError as error:
+            raise UserError(
+                f"cannot read {path}: {error.strerror}; it says what the weights beside it compute"
+            ) from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise UserError(f"{path} {reason}") from None
+        if changes:
+            raise UserError(f"{path} describes another model than this one; use {' '.join(changes)}")
+
     def export_files(self, folder: Path) -> None:
         assert self._prepared is not None, "open_data comes first"
         tokenizer = self._prepared.tokenizer

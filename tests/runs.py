@@ -1,26 +1,34 @@
 """Whole training runs, as functions that a rank of the cluster can call."""
 
 import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import recipes.causal_lm
 import trainer.trainer
 from configs.compose import compose, config_yaml
-from launch.session import open_session
+from launch.session import Session, open_session
 from parallel.gradient import local
 from parallel.plan import LossTerms
 from recipes.causal_lm import CausalLM
 from recipes.data.dataset import Batch, Sample
 from recipes.models.head import IGNORE
 from train import main
+from trainer.checkpoint.resume import find_start
+from trainer.checkpoint.retention import committed
 from trainer.step import TrainStep
-from trainer.trainer import train
+from trainer.track import Console, RunFolder
+from trainer.trainer import Trainer, train
 
 
 def write_text(folder: Path) -> None:
@@ -47,20 +55,75 @@ def overrides(text: Path, run_dir: Path, *more: str) -> list[str]:
     return [f"{key}={value}" for key, value in dict(argument.split("=", 1) for argument in (*small, *more)).items()]
 
 
-def train_small(argv: list[str], ragged: bool = False, fault: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Train as ``argv`` says on this rank. Returns the sample ids of each micro-batch this rank trained on."""
+def train_small(
+    argv: list[str], ragged: bool = False, fault: dict[str, Any] | None = None, end: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train as ``argv`` says on this rank. Returns the sample ids of each micro-batch this rank trained on.
+
+    ``end``: die after a step, ``how`` = kill (the last rank, by a signal that nobody can catch) or crash (all ranks).
+    """
     config = compose(argv)
     recipe = ObservedRecipe(config, ragged=ragged, fault=fault)
-    with open_session(config.launch) as session:
+    with open_session(config.launch) as session, _dying(session, **end) if end else nullcontext():
         recipe.rank = session.rank
-        code = train(config, recipe, session, config_yaml(config))
+        try:
+            code = train(config, recipe, session, config_yaml(config))
+        except _Crash:
+            code = 70
     return {"code": code, "sample_ids": recipe.sample_ids}
+
+
+class _Crash(Exception):
+    pass
+
+
+@contextmanager
+def _dying(session: Session, how: str, after_step: int) -> Iterator[None]:
+    steps = Trainer.steps
+
+    def until(self: Trainer) -> Iterator[int]:
+        for step in steps(self):
+            yield step
+            if step == after_step and how == "crash":
+                raise _Crash
+            if step == after_step and session.rank == session.world_size - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with patch.object(Trainer, "steps", until):
+        yield
+
+
+def save_again(argv: list[str], run_dir: str) -> None:
+    """Resume as ``argv`` says and save what was read into the run folder ``run_dir``, without a step."""
+    config = compose(argv)
+    with open_session(config.launch) as session, patch.object(Trainer, "steps", lambda _: iter(())):
+        recipe = CausalLM(config)
+        start = find_start(config, session)
+        folder = RunFolder(Path(run_dir)) if session.is_main else None
+        console = Console(False, session.rank)
+        copied = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(run_dir)})})
+        trainer = Trainer(copied, recipe, session, folder, console, config_yaml(config), start)
+        trainer.checkpointer.save(start.step, start.state)
+        saved = trainer.checkpointer.wait()
+        assert saved is not None
+        assert saved.problem is None
 
 
 def metrics(run_dir: Path, event: str = "step") -> list[dict[str, Any]]:
     """Lines of ``metrics.jsonl``."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] == event]
+
+
+def checkpoint(run_dir: Path) -> Path:
+    """The newest checkpoint."""
+    return committed(run_dir / "checkpoints")[-1]
+
+
+def weights(run_dir: Path, stem: str = "model") -> dict[str, Tensor]:
+    """All tensors of the newest checkpoint (``stem`` model or optimizer), read by the safetensors library."""
+    files = sorted(checkpoint(run_dir).glob(f"{stem}*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 class ObservedRecipe(CausalLM):
@@ -82,7 +145,7 @@ class ObservedRecipe(CausalLM):
 
     def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
         loss_sum, weight = super().loss(model, batch)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and batch.sample_ids.max() >= 0:  # no evaluation, no rehearsal
             self.sample_ids.append(batch.sample_ids.tolist())
             self._forwards += 1
             if self.rank == self._fault.get("rank") and self._forwards in self._fault["forwards"]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cluster import ROOT
-from tests.runs import metrics, overrides
+from tests.runs import checkpoint, metrics, overrides
 from tests.test_mistakes import MISTAKES, Mistake
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -112,7 +112,7 @@ def test_main_job_under_torchrun_then_again_then_anew(text: Path, tmp_path: Path
     assert metrics(run_dir, "stop")[0]["state"] == "finished"
     assert {"python", "torch", "git_commit"} <= json.loads((run_dir / "environment.json").read_text()).keys()
     assert sorted(path.name for path in (run_dir / "log").iterdir()) == ["rank-0.log", "rank-1.log"]
-    check_transformers_opens(run_dir / "model", text)
+    check_transformers_opens(checkpoint(run_dir), text)
 
     before = (run_dir / "metrics.jsonl").read_bytes()
     again = start(*argv)
@@ -133,7 +133,7 @@ def test_main_job_under_torchrun_then_again_then_anew(text: Path, tmp_path: Path
     anew = start(*argv, "checkpoint.resume=never")
     assert anew.returncode == 0, anew.stderr
     assert (run_dir / "earlier-1" / "metrics.jsonl").read_bytes() == before
-    assert (run_dir / "earlier-1" / "model" / "config.json").exists()
+    assert (checkpoint(run_dir / "earlier-1") / "config.json").exists()
     assert len(metrics(run_dir, "start")) == 1
 
 
@@ -196,7 +196,9 @@ def test_a_crash_shows_the_traceback_of_the_first_rank_only(text: Path, tmp_path
     ]
     assert len(tracebacks) == 1, "torchrun's own comes on top, and the other rank's is only an echo"
     assert "ZeroDivisionError: here" in tracebacks[0]
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("failed", "ZeroDivisionError: here"), "the cause, not its echo"
+    assert metrics(tmp_path / "run", "stop")[-1]["reason"] == "ZeroDivisionError: here"
 
 
 def modules_after(*argv: str) -> set[str]:

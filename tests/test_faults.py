@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.cluster import Cluster
-from tests.runs import metrics, overrides
+from tests.runs import metrics, overrides, weights
 
 LAYOUTS = {
     "single": (1, ["parallel=single"]),
@@ -30,7 +29,7 @@ def train(
         text, run_dir, *how, "trainer.global_batch=12", f"trainer.micro_batch={12 // processes // 3}", *more
     )
     cluster.run(processes, "tests.runs:train_small", argv=argv, fault=fault)
-    return metrics(run_dir), load_file(run_dir / "model" / "model.safetensors")
+    return metrics(run_dir), weights(run_dir)
 
 
 def at_step(step: int, rank: int, value: float) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from benchmarks.parity import ACCUMULATIONS, CUTS, TOLERANCES, Curve, Cut, compare, run
+from tests import runs
 from tests.cluster import Cluster
 
 
@@ -50,7 +50,7 @@ def test_the_same_command_twice_gives_the_same_bits(cut: Cut, cluster: Cluster, 
         run(cluster, cut, 3, "fp32", text, tmp_path / name, "trainer.deterministic=true") for name in ("a", "b")
     )
     assert first == second
-    weights = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("a", "b")]
+    weights = [runs.weights(tmp_path / name) for name in ("a", "b")]
     assert weights[0].keys() == weights[1].keys()
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 

@@ -62,12 +62,17 @@ class BatchLoader:
         micro_batch: int,
         workers: int,
         pin_memory: bool,
+        first_index: int | None = None,
     ) -> None:
-        """``steps`` count from 0; ``pin_memory`` puts batches where a GPU copies from without waiting."""
+        """``steps`` count from 0; the first of them takes its samples from ``first_index`` of the order on, by default
+        from where all steps before it would have led. ``pin_memory`` puts batches where a GPU copies from without
+        waiting."""
         self._dataset, self._collate, self._order = dataset, collate, order
-        self._steps = self._plan(steps)
         self._accumulation, self._micro_batch = accumulation, micro_batch
         self._data_ranks, self._data_rank = data_ranks, data_rank
+        per_step = accumulation * data_ranks * micro_batch
+        self._first_index = steps.start * per_step if first_index is None else first_index
+        self._steps = self._plan(steps)
         self._pin_memory = pin_memory
         self._waited_seconds = 0.0
         self._closed = False
@@ -123,10 +128,11 @@ class BatchLoader:
             data_ranks=self._data_ranks,
             micro_batch=self._micro_batch,
             data_rank=self._data_rank,
+            first_index=self._first_index,
         )
         for first in range(0, len(steps), _PLANNED_STEPS):
             block = steps[first : first + _PLANNED_STEPS]
-            indices = np.array([deal(step) for step in block])
+            indices = np.array([deal(step - steps.start) for step in block])
             yield from zip(block, self._order(indices.ravel()).reshape(indices.shape), strict=True)
 
     def _read(self, step: int, ids: np.ndarray) -> Any:

@@ -41,6 +41,10 @@ class Meter:
         """Remember a TrainStep's result without reading it."""
         self._results.append((step, result))
 
+    def start_at(self, step: int, tokens: int) -> None:
+        """Count from here: ``step`` steps and ``tokens`` tokens were done before."""
+        self._last_step, self._last_tokens, self._last_time = step, tokens, time.perf_counter()
+
     def pause(self, seconds: float) -> None:
         """Leave ``seconds`` (an evaluation, say) out of the rates."""
         self._paused_seconds += seconds

@@ -12,7 +12,7 @@ from configs.schema import OptimSection, ScheduleSection
 def build_optimizer(parameters: Iterable[Tensor], section: OptimSection) -> torch.optim.AdamW:
     """Fused AdamW (https://arxiv.org/abs/1711.05101), weight decay on matrices and not on vectors (norms)."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": section.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
@@ -22,6 +22,14 @@ def build_optimizer(parameters: Iterable[Tensor], section: OptimSection) -> torc
         eps=section.eps,
         fused=True,
     )
+    for parameter in trained:
+        # What AdamW's first step would make: made now, it can be filled from a checkpoint, and memory is known early.
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
+    return optimizer
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleSection) -> float:

@@ -8,6 +8,7 @@ from torch import nn
 from configs.schema import RunConfig
 from parallel.mesh import Layout
 from parallel.plan import ParallelPlan
+from trainer.checkpoint.resume import Start
 from trainer.recipe import Recipe
 from trainer.track import short, size
 
@@ -22,6 +23,7 @@ def overview(
     model: nn.Module,
     plan: ParallelPlan,
     place: str,
+    start: Start | None = None,
 ) -> list[str]:
     """The plan. ``model`` may be on meta; ``place`` names the processes and where they compute."""
     trainer, data, parallel = config.trainer, config.data, config.parallel
@@ -51,9 +53,33 @@ def overview(
         ),
         ("memory", _memory(config, layout, accumulation, model, plan)),
         ("data", recipe.describe_data()),
-        ("run", str(config.run.dir)),
+        ("save", _saving(config, parameters)),
+        ("run", f"{config.run.dir}, {_beginning(start)}" if start else str(config.run.dir)),
     ]
     return [f"{name:<10} {text}" for name, text in lines]
+
+
+def dry_run(config: RunConfig, recipe: Recipe, layout: Layout, accumulation: int) -> str:
+    """The plan of a run that is not started."""
+    model = recipe.build_model()
+    place = f"planned for {layout.data_ranks} process{'es' if layout.data_ranks > 1 else ''}"
+    lines = overview(config, recipe, layout, accumulation, model, recipe.parallel_plan(model), place)
+    return "\n".join([*lines, "dry run: no model was allocated and no process started"])
+
+
+def _saving(config: RunConfig, parameters: int) -> str:
+    checkpoint = config.checkpoint
+    rest = [f"the newest {checkpoint.keep} stay"]
+    rest += [f"every {checkpoint.keep_every} steps one for good"] if checkpoint.keep_every else []
+    rest += ["the best stays"] if checkpoint.keep_best else []
+    when = f"every {checkpoint.every} steps and at the end" if checkpoint.every else "at the end"
+    return f"{when}, {checkpoint.mode}, {size(3 * _FP32_BYTES * parameters)} each; {', '.join(rest)}"
+
+
+def _beginning(start: Start) -> str:
+    if start.checkpoint is not None:
+        return f"resuming from {start.checkpoint} at step {start.step}"
+    return f"step 0 with the weights of {start.weights}" if start.weights is not None else "step 0"
 
 
 def _precision(config: RunConfig) -> str:

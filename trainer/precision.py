@@ -37,3 +37,13 @@ class GradScaler:
         # As torch does: a scale that would leave fp32 stays where it is.
         self.scale = torch.where(grow & grown.isfinite(), grown, self.scale)
         self.scale = torch.where(rejected, self.scale * self.BACKOFF, self.scale)
+
+    def state(self) -> dict[str, float | int]:
+        """What a checkpoint keeps. Waits for the device."""
+        return {"scale": self.scale.item(), "good_steps": int(self._good_steps.item())}
+
+    def load(self, state: dict[str, float | int]) -> None:
+        """Go on from ``state``; a run in another precision than the one saved keeps its own first scale."""
+        if self.enabled and state["scale"] != 1:
+            self.scale.fill_(state["scale"])
+            self._good_steps.fill_(state["good_steps"])

@@ -65,6 +65,9 @@ class Recipe(Protocol):
     def export_name(self, name: str) -> str:
         """Parameter name in the saved model."""
 
+    def check_weights(self, folder: Path) -> None:
+        """Raise ``UserError`` where the model in ``folder`` computes something else than this one would."""
+
     def export_files(self, folder: Path) -> None:
         """Write what opens the saved weights elsewhere (config, tokenizer)."""
 

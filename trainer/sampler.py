@@ -77,14 +77,16 @@ def _mix(numbers: np.ndarray) -> np.ndarray:
 
 
 def micro_batch_indices(
-    step: int, *, accumulation: int, data_ranks: int, micro_batch: int, data_rank: int
+    step: int, *, accumulation: int, data_ranks: int, micro_batch: int, data_rank: int, first_index: int = 0
 ) -> list[np.ndarray]:
     """Global indices of one rank's micro-batches in a step (from 0): ``accumulation`` arrays [micro_batch], int64.
+
+    Step 0 begins at ``first_index``.
 
     A step takes the next accumulation x data_ranks x micro_batch indices, whoever they are dealt to.
     """
     across_ranks = data_ranks * micro_batch
-    first = step * accumulation * across_ranks + data_rank * micro_batch
+    first = first_index + step * accumulation * across_ranks + data_rank * micro_batch
     return [
         np.arange(start, start + micro_batch, dtype=np.int64)
         for start in range(first, first + accumulation * across_ranks, across_ranks)

@@ -81,6 +81,24 @@ class TrainStep:
                 (loss_sum / weight, weight, norm, rejected.double(), scale.double(), self._failed_in_row)
             )
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside weights and optimizer state. Waits for the device."""
+        return {"scaler": self.scaler.state(), "failed_in_row": int(self._failed_in_row.item())}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``."""
+        self.scaler.load(state["scaler"])
+        self._failed_in_row.fill_(state["failed_in_row"])
+
+    def rehearse(self, batch: Any) -> None:
+        """One pass on ``batch`` that changes nothing.
+
+        DDP deals gradients into other buckets after its first backward, which changes the order of sums on 3 or more
+        ranks: after a rehearsal the first step, of a new run and of a resumed one, is as any other.
+        """
+        self._parallel.forward_backward([batch], self._loss, 0.0)
+        self._optimizer.zero_grad()
+
     def _gradients(self) -> list[Tensor]:
         groups = self._optimizer.param_groups
         return [p.grad for group in groups for p in group["params"] if p.grad is not None]

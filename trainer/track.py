@@ -1,5 +1,6 @@
 """The run folder: whose it is, its records, and the console lines that mirror them."""
 
+import errno
 import fcntl
 import json
 import math
@@ -8,16 +9,17 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
+from configs.errors import UserError
 
-from configs.errors import EXIT_FAILED, EXIT_MISTAKE, UserError
-
-RECORDS = ("config.yaml", "environment.json", "metrics.jsonl", "status.json", "log", "model")
+RECORDS = ("config.yaml", "environment.json", "metrics.jsonl", "lost.jsonl", "status.json", "log", "checkpoints")
 """What a run leaves in its folder, and what is kept aside when another starts there."""
+
+_CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
 
 
 class RunFolder:
@@ -30,9 +32,7 @@ class RunFolder:
             UserError: it cannot be written, or another process is training there.
         """
         self.path = path
-        self.is_finished = False
         self._metrics: IO[str] | None = None
-        self._aside: Path | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("w")
@@ -41,74 +41,63 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._lock.close()
             raise UserError(
                 f"another process is training in {path}; wait for it, or use run.name=OTHER or run.dir=FOLDER"
             ) from None
+        except OSError as error:  # a disk that knows no locks: go on without
+            if error.errno not in _CANNOT_LOCK:
+                self._lock.close()
+                raise UserError(f"cannot lock {path / '.lock'}: {error.strerror}; use run.dir=FOLDER") from None
 
-    def settle(self, config_yaml: str, *, anew: bool) -> str | None:
-        """Decide what becomes of an earlier run here. Returns what to tell the user, if anything.
+    def holds_a_run(self) -> bool:
+        """Whether an earlier run left more here than the log of a start that went no further."""
+        return any((self.path / name).exists() for name in ("metrics.jsonl", "status.json", "checkpoints"))
 
-        A finished run is left alone unless ``anew`` (then ``is_finished`` is set); any other's records are moved into
-        ``earlier-N``, never written over.
-
-        Raises:
-            UserError: the finished run had other settings.
-        """
-        if not any((self.path / name).exists() for name in ("metrics.jsonl", "status.json", "model")):
-            return None  # at most the log of a start that went no further
-        status = self._earlier_status()
-        if status.get("state") == "finished" and not anew:
-            changed = _differences(self._earlier_config(), config_yaml)
-            if changed:
-                raise UserError(
-                    f"{self.path} holds a finished run with other settings ({'; '.join(changed)}); "
-                    f"use run.name=OTHER to keep both, or checkpoint.resume=never to start anew here"
-                )
-            self.is_finished = True
-            return (
-                f"{self.path} is finished: {status.get('step')} steps, the model is in {self.path / 'model'}. "
-                f"Nothing to do."
-                f"\nstart anew: checkpoint.resume=never (keeps these files in {self.path}/earlier-N) "
-                f"· elsewhere: run.name=OTHER"
-            )
-        self._aside = self._free_name()
-        ended = f"{status.get('state')} at step {status.get('step')}"
-        return f"an earlier run here ({ended}) is kept in {self._aside}; starting anew at step 0"
-
-    def _earlier_status(self) -> dict[str, Any]:
+    def earlier_end(self) -> str:
+        """How the earlier run here ended, in words."""
         try:
             status = json.loads((self.path / "status.json").read_text())
-        except (OSError, ValueError):
-            status = None
-        return status if isinstance(status, dict) else {"state": "unknown", "step": "unknown"}
+            return f"{status['state']} at step {status['step']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "state unknown"
 
-    def _earlier_config(self) -> str:
-        try:
-            return (self.path / "config.yaml").read_text()
-        except OSError:
-            return ""
-
-    def _free_name(self) -> Path:
+    def set_aside(self, names: Iterable[str]) -> Path:
+        """Move ``names``, paths within this folder, into the next free ``earlier-N``. Returns that."""
         number = 1 + max((int(p.name[8:]) for p in self.path.glob("earlier-*") if p.name[8:].isdigit()), default=0)
-        return self.path / f"earlier-{number}"
-
-    def _set_aside(self, aside: Path) -> None:
+        aside = self.path / f"earlier-{number}"
         aside.mkdir()
-        for name in RECORDS:
+        for name in names:
             if (self.path / name).exists():
+                (aside / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.path / name).rename(aside / name)
+        return aside
 
-    def begin(self, config_yaml: str, environment: dict[str, Any]) -> None:
-        """Set an earlier run's records aside, write ``config.yaml`` and ``environment.json``, open ``metrics.jsonl``.
+    def begin(self, config_yaml: str, environment: dict[str, Any], step: int) -> None:
+        """Write ``config.yaml`` and ``environment.json``, open ``metrics.jsonl``; ``step`` steps are done already.
 
-        Called once nothing in the user's hands can fail any more, so that a mistyped path moves no finished run.
+        Lines of later steps than that, which a crash left, are moved to ``lost.jsonl``: these steps are trained again,
+        and ``metrics.jsonl`` tells each once.
         """
-        if self._aside is not None:
-            self._set_aside(self._aside)
-        (self.path / "config.yaml").write_text(config_yaml)
-        (self.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+        self._forget_after(step)
+        _replace(self.path / "config.yaml", config_yaml)
+        _replace(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
         self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
-        self.status("running", step=0)
+        self.status("running", step=step)
+
+    def _forget_after(self, step: int) -> None:
+        try:
+            lines = (self.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+        except FileNotFoundError:
+            return
+        kept: list[str] = []
+        lost: list[str] = []
+        for line in lines:
+            (kept if _is_of(line, step) else lost).append(line)
+        if lost:
+            with (self.path / "lost.jsonl").open("a") as file:
+                file.writelines(line if line.endswith("\n") else line + "\n" for line in lost)
+            _replace(self.path / "metrics.jsonl", "".join(kept))
 
     def record(self, event: str, **values: Any) -> None:
         """Append one line of strict JSON to ``metrics.jsonl``; a number that JSON has no name for becomes null."""
@@ -120,21 +109,14 @@ class RunFolder:
         self._metrics.write(line + "\n")
 
     def status(self, state: str, *, step: int, reason: str | None = None, exit_code: int | None = None) -> None:
-        """Replace ``status.json`` whole, so that a reader never sees half of it."""
-        text = json.dumps({"state": state, "step": step, "reason": reason, "exit_code": exit_code})
-        temporary = self.path / ".status.json.tmp"
-        temporary.write_text(text + "\n")
-        temporary.replace(self.path / "status.json")
+        """Replace ``status.json``."""
+        write_status(self.path, state, step=step, reason=reason, exit_code=exit_code)
 
-    def fail(self, step: int, error: BaseException) -> None:
-        """Record that the run ended at ``step`` because of ``error``."""
-        interrupted = isinstance(error, KeyboardInterrupt)
-        reason = "interrupted" if interrupted else f"{type(error).__name__}: {error}".splitlines()[0]
-        code = EXIT_MISTAKE if isinstance(error, UserError) else EXIT_FAILED
-        if self._metrics is None:
-            return
-        self.record("stop", step=step, state="failed", reason=reason)
-        self.status("failed", step=step, reason=reason, exit_code=code)
+    def fail(self, step: int, reason: str, exit_code: int) -> None:
+        """Record that the run ended at ``step``, if it had begun."""
+        if self._metrics is not None:
+            self.record("stop", step=step, state="failed", reason=reason)
+            self.status("failed", step=step, reason=reason, exit_code=exit_code)
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -143,23 +125,27 @@ class RunFolder:
         self._lock.close()
 
 
-_NOT_PART_OF_THE_NUMBERS = ("run.", "launch.", "checkpoint.", "dry_run", "data.workers", "data.cache_dir")
+def write_status(run_dir: Path, state: str, *, step: int, reason: str | None, exit_code: int | None) -> None:
+    """Replace ``status.json`` whole, so that a reader never sees half of it. Any rank may: who failed knows why."""
+    _replace(
+        run_dir / "status.json",
+        json.dumps({"state": state, "step": step, "reason": reason, "exit_code": exit_code}) + "\n",
+    )
 
 
-def _differences(earlier_yaml: str, config_yaml: str) -> list[str]:
-    """``key old -> new`` for the settings that shape a run's numbers."""
-    earlier, now = (_flat(yaml.safe_load(text)) for text in (earlier_yaml, config_yaml))
-    return [
-        f"{key} {earlier.get(key)} -> {now.get(key)}"
-        for key in sorted(earlier.keys() | now.keys())
-        if earlier.get(key) != now.get(key) and not key.startswith(_NOT_PART_OF_THE_NUMBERS)
-    ]
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix.rstrip("."): tree}
-    return {key: value for name, part in tree.items() for key, value in _flat(part, f"{prefix}{name}.").items()}
+def _is_of(line: str, step: int) -> bool:
+    """Whether a line of ``metrics.jsonl`` is whole and tells of no later step; starts and stops are history."""
+    try:
+        event = json.loads(line)
+        return event["event"] in ("start", "stop") or event["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _non_finite(value: Any) -> bool:
@@ -186,7 +172,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "platform": platform.platform(),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": os.cpu_count(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "git_commit": git("rev-parse", "HEAD"),
         "git_changed_files": len(status.splitlines()) if (status := git("status", "--porcelain")) is not None else None,
@@ -194,11 +180,21 @@ def environment() -> dict[str, Any]:
 
 
 class Console:
-    """Lines for the user from rank 0; every rank keeps its own in ``log/rank-N.log``."""
+    """Lines for the user from rank 0; every rank keeps its own in ``log/rank-N.log``, once that is opened."""
 
-    def __init__(self, speaks: bool, rank: int, run_folder: Path) -> None:
-        self._speaks = speaks
-        self._log = run_folder / "log" / f"rank-{rank}.log"
+    def __init__(self, speaks: bool, rank: int) -> None:
+        self._speaks, self._rank = speaks, rank
+        self._log: IO[str] | None = None
+        self._pending: list[str] | None = []
+
+    def open(self, run_folder: Path) -> None:
+        """Write the log to ``run_folder`` from here on, and what was said before: an earlier run's is aside by now."""
+        with suppress(OSError):  # a node that cannot write there still trains; what matters is printed by rank 0
+            path = run_folder / "log" / f"rank-{self._rank}.log"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._log = path.open("a", buffering=1)
+            self._log.writelines(self._pending or [])
+        self._pending = None
 
     def say(self, text: str) -> None:
         """Print ``text``, if this rank speaks, and log it."""
@@ -209,11 +205,18 @@ class Console:
     def log(self, text: str) -> None:
         """Write ``text`` to this rank's log alone."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
-        # Opened each time: the folder may be set aside, with an earlier run's logs in it, once this run begins.
-        with suppress(OSError):  # a node that cannot write there still trains; what matters is printed by rank 0
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            with self._log.open("a") as log:
-                log.write("".join(f"{stamp}{line}\n" for line in text.splitlines()))
+        lines = "".join(f"{stamp}{line}\n" for line in text.splitlines())
+        if self._pending is not None:
+            self._pending.append(lines)
+        elif self._log is not None:
+            with suppress(OSError):  # the disk is full: the log is not what the run is for
+                self._log.write(lines)
+
+    def close(self) -> None:
+        """Let go of the log."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
 
 def step_line(values: dict[str, Any], steps: int, ranks: int) -> str:

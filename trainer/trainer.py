@@ -6,18 +6,23 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
 
-from configs.errors import EXIT_FINISHED, TrainingFailed
+from configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed, UserError
 from configs.schema import RunConfig
 from parallel.apply import parallelize
 from parallel.mesh import gradient_accumulation, resolve_layout
-from trainer.checkpoint.final import save_model
-from trainer.loader import BatchLoader, evaluation_batches
+from trainer.checkpoint.resume import CHECKPOINTS, Start, find_start, plain
+from trainer.checkpoint.retention import committed, folder_name, sweep
+from trainer.checkpoint.save import Checkpointer, Saved, lack_of_space
+from trainer.checkpoint.state import load_state, load_weights, state_parts
+from trainer.loader import PADDING_ID, BatchLoader, evaluation_batches
 from trainer.metrics import RATES, Meter
 from trainer.optim import build_optimizer, learning_rate
 from trainer.overview import overview
@@ -25,13 +30,14 @@ from trainer.precision import LOW_DTYPES, GradScaler
 from trainer.recipe import Recipe, to_device
 from trainer.sampler import SampleOrder
 from trainer.step import FAILURES_THAT_STOP, StepResult, TrainStep
-from trainer.track import Console, RunFolder, duration, environment, short, step_line
+from trainer.track import RECORDS, Console, RunFolder, duration, environment, short, size, step_line, write_status
 
 if TYPE_CHECKING:
     from launch.session import Session
 
 _READ_AT_LEAST_EVERY = 50
 _COLLECT_GARBAGE_EVERY = 50
+_FP32_BYTES = 4
 
 
 def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: str) -> int:
@@ -43,30 +49,53 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
     """
     folder: RunFolder | None = None
 
-    def claim() -> str | None:
+    def claim() -> None:
         nonlocal folder
         folder = RunFolder(config.run.dir)
-        return folder.settle(config_yaml, anew=config.checkpoint.resume == "never")
 
-    note = session.once(claim)
-    console = Console(session.is_main, session.rank, config.run.dir)
+    session.once(claim)
+    console = Console(session.is_main, session.rank)
     trainer = None
     try:
-        if note:
+        start = find_start(config, session)
+        for note in start.notes:
             console.say(note)
-        if session.once(lambda: folder is not None and folder.is_finished):
-            return EXIT_FINISHED
-        trainer = Trainer(config, recipe, session, folder, console, config_yaml)
-        trainer.run()
-        return EXIT_FINISHED
+        if start.step >= (config.trainer.stop_at or config.trainer.steps) or start.step >= config.trainer.steps:
+            return _nothing_to_do(config, start, console)
+        trainer = Trainer(config, recipe, session, folder, console, config_yaml, start)
+        return trainer.run()
     except BaseException as error:
         console.log(traceback.format_exc())
+        failure = session.first_failure(error)
+        step = trainer.step if trainer else 0
         if folder is not None:
-            folder.fail(trainer.step if trainer else 0, error)
+            folder.fail(step, failure.reason, failure.exit_code)
+        elif trainer is not None and failure.rank == session.rank:
+            # Rank 0 may be killed, inside a collective, before it can say why.
+            with suppress(OSError):
+                write_status(config.run.dir, "failed", step=step, reason=failure.reason, exit_code=failure.exit_code)
         raise
     finally:
+        if trainer is not None:
+            trainer.checkpointer.close()
         if folder is not None:
             folder.close()
+        console.close()
+
+
+def _nothing_to_do(config: RunConfig, start: Start, console: Console) -> int:
+    if start.step < config.trainer.steps:
+        console.say(
+            f"{start.checkpoint} is at step {start.step}, where trainer.stop_at={config.trainer.stop_at} stops. "
+            f"Nothing to do.\ngo on: leave trainer.stop_at out, or raise it, up to trainer.steps={config.trainer.steps}"
+        )
+        return EXIT_STOPPED
+    console.say(
+        f"{config.run.dir} is finished: {start.step} steps, the model is in {start.checkpoint}. Nothing to do."
+        f"\nstart anew: checkpoint.resume=never (keeps these files in {config.run.dir}/earlier-N) "
+        f"· elsewhere: run.name=OTHER"
+    )
+    return EXIT_FINISHED
 
 
 class Trainer:
@@ -80,10 +109,11 @@ class Trainer:
         folder: RunFolder | None,
         console: Console,
         config_yaml: str,
+        start: Start,
     ) -> None:
         """Build everything, in the only order that works. ``folder`` is there on rank 0 alone."""
         self._config, self._recipe, self._session = config, recipe, session
-        self._folder, self._console = folder, console
+        self._folder, self._console, self._origin = folder, console, start.origin
         device, trainer = session.device, config.trainer
         layout = resolve_layout(config.parallel, session.world_size)
         accumulation = gradient_accumulation(trainer, layout)
@@ -92,65 +122,102 @@ class Trainer:
         recipe.open_data(session.once_per_node(recipe.prepare))
         training, self._validation = recipe.dataset("train"), recipe.dataset("validation")
         session.same_everywhere("the prepared training data", training.fingerprint)
+        self._fingerprint = training.fingerprint
+        if start.checkpoint is not None:
+            _check_data(start, training.fingerprint, config)
 
         model = recipe.build_model()
+        if start.weights is not None:
+            session.once(partial(recipe.check_weights, start.weights))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         plan = recipe.parallel_plan(model)
-        for line in overview(config, recipe, layout, accumulation, model, plan, session.place()):
+        for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start):
             console.say(line)
+        begin = partial(_begin, folder, config_yaml, start, parameters)
+        for note in session.once(begin):
+            console.say(note)
+        console.open(config.run.dir)
         if folder is not None:
             mesh = {"replicate": layout.replicate, "shard": layout.shard}
-            folder.begin(config_yaml, environment())
-            folder.record("start", world_size=session.world_size, mesh=mesh, parameters=parameters, resumed_from=None)
+            resumed_from = start.step if start.checkpoint is not None else None
+            folder.record(
+                "start", world_size=session.world_size, mesh=mesh, parameters=parameters, resumed_from=resumed_from
+            )
 
+        is_read = start.checkpoint is not None or start.weights is not None
         self._parallel = parallelize(
             model,
             plan,
-            recipe.initial_std,
+            None if is_read else recipe.initial_std,
             seed=trainer.seed,
             layout=layout,
             section=config.parallel,
             low_dtype=LOW_DTYPES[config.precision.name],
             device=device,
         )
+        module = self._parallel.module
+        optimizer = build_optimizer(module.parameters(), config.optim)
         self._train_step = TrainStep(
             self._parallel,
-            build_optimizer(self._parallel.module.parameters(), config.optim),
+            optimizer,
             recipe.loss,
             GradScaler(config.precision, device),
             max_grad_norm=trainer.max_grad_norm,
             nominal_weight=trainer.global_batch * recipe.targets_per_sequence(),
         )
+        if start.checkpoint is not None:
+            load_state(start.checkpoint, module, optimizer, recipe.export_name)
+            self._train_step.load(start.state["step_state"])
+        elif start.weights is not None:
+            load_weights(start.weights, module, recipe.export_name)
+        if trainer.deterministic and layout.strategy == "ddp":
+            padding = recipe.collate([training[0]] * trainer.micro_batch, np.full(trainer.micro_batch, PADDING_ID))
+            self._train_step.rehearse(to_device(padding, device))
+        self.checkpointer = Checkpointer(
+            config.run.dir / CHECKPOINTS,
+            config.checkpoint,
+            layout,
+            session,
+            lambda: state_parts(module, optimizer, recipe.export_name),
+            recipe.export_files,
+        )
+        self._progress = Progress(**start.state["progress"]) if start.checkpoint is not None else Progress()
+        self._saved_step = start.step if start.continues(config.run.dir) else 0
+        self._last_step = min(trainer.steps, trainer.stop_at or trainer.steps)
+        self.step = start.step
+        self._first_sample, self._first_step = start.state.get("samples", 0), start.step
         self._loader = BatchLoader(
             training,
             recipe.collate,
             SampleOrder(len(training), trainer.seed),
-            steps=range(trainer.steps),
+            steps=range(start.step, self._last_step),
             accumulation=accumulation,
             data_ranks=layout.data_ranks,
             data_rank=session.rank,
             micro_batch=trainer.micro_batch,
             workers=config.data.workers,
             pin_memory=device.type == "cuda",
+            first_index=self._first_sample,
         )
         self._meter = Meter(device, session.world_size, recipe.flops_per_token(parameters))
+        self._meter.start_at(start.step, self._progress.tokens)
         self._started = time.perf_counter()
-        self.step = self._tokens = 0
-        self._first_loss = self._last_loss = self._validation_loss = float("nan")
 
-    def run(self) -> None:
-        """Train to the last step, evaluate, save the model, and say what happened."""
+    def run(self) -> int:
+        """Train to the last step, evaluating and saving where that is due, and say what happened. Returns the exit
+        code."""
         for _ in self.steps():
             pass
-        self._finish()
+        return self._finish()
 
     def steps(self) -> Iterator[int]:
         """Train, report and evaluate; yields the number of each step as it is done."""
         with self._loader, _scheduled_garbage_collection() as collect_garbage:
-            for step, batches in enumerate(self._loader, start=1):
+            for step, batches in enumerate(self._loader, start=self.step + 1):
                 self._train(step, batches)
                 self._report()
                 self._evaluate()
+                self._save()
                 collect_garbage(step)
                 yield step
 
@@ -158,7 +225,7 @@ class Trainer:
         self.step = step
         on_device = [to_device(batch, self._session.device) for batch in batches]
         self._meter.add(step, self._train_step(on_device, self._learning_rate(step)))
-        if step == 1:
+        if step == self._first_step + 1:
             self._session.first_step_done()
 
     def _learning_rate(self, step: int) -> float:
@@ -166,21 +233,20 @@ class Trainer:
         return learning_rate(step, config.trainer.steps, config.optim.lr, config.schedule)
 
     def _is_due(self, every: int) -> bool:
-        return every > 0 and (self.step % every == 0 or self.step == self._config.trainer.steps)
+        return every > 0 and (self.step % every == 0 or self.step == self._last_step)
 
     def _report(self) -> None:
         """Read results where that is due, log them, and stop the run where they say so."""
         log = self._is_due(self._config.trainer.log_every) or (self.step == 1 and self._config.trainer.log_every > 0)
         # Reading waits for the device. A CPU has nothing to wait for; a GPU is read now and then even without a log.
-        if not (log or self._session.device.type == "cpu" or self._is_due(_READ_AT_LEAST_EVERY)):
-            return
+        if log or self._session.device.type == "cpu" or self._is_due(_READ_AT_LEAST_EVERY):
+            self._read_results(log=log)
+
+    def _read_results(self, *, log: bool) -> None:
         for step, result in self._meter.read():
-            self._tokens += int(result.tokens)
-            self._last_loss = result.loss
-            if step == 1:
-                self._first_loss = result.loss
+            self._progress.add(step, result)
             if log and step == self.step:
-                rates = self._meter.rates(self.step, self._tokens, self._loader.take_waited_seconds())
+                rates = self._meter.rates(self.step, self._progress.tokens, self._loader.take_waited_seconds())
                 self._log_step(step, result, rates)
                 if self._folder is not None:
                     self._folder.status("running", step=step)
@@ -200,8 +266,8 @@ class Trainer:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": self._learning_rate(step),
-            "samples": step * trainer.global_batch,
-            "tokens": self._tokens,
+            "samples": self._samples(step),
+            "tokens": self._progress.tokens,
             **rates,
             "skipped": bool(result.skipped),
             "scale": result.scale if self._config.precision.name == "fp16" else None,
@@ -229,31 +295,90 @@ class Trainer:
         on_device = (to_device(batch, self._session.device) for batch in batches)
         terms = self._parallel.evaluate(on_device, self._recipe.loss)
         tokens = int(terms.weight.item())
-        self._validation_loss = terms.loss_sum.item() / tokens
+        loss = terms.loss_sum.item() / tokens
+        self._progress.validation_loss, self._progress.validated_step = loss, self.step
         seconds = time.perf_counter() - started
         self._meter.pause(seconds)
         if self._folder is not None:
-            self._folder.record("eval", step=self.step, loss=self._validation_loss, tokens=tokens)
+            self._folder.record("eval", step=self.step, loss=loss, tokens=tokens)
         self._console.say(
             f"eval {self.step:>{len(str(trainer.steps))}}/{trainer.steps}  validation loss "
-            f"{self._validation_loss:.4f}  over {short(tokens)} tokens in {duration(seconds)}"
+            f"{loss:.4f}  over {short(tokens)} tokens in {duration(seconds)}"
         )
 
-    def _finish(self) -> None:
-        config, session = self._config, self._session
-        seconds = time.perf_counter() - self._started
-        model = config.run.dir / "model"
-        self._console.say(f"saving     {model}")
-        try:
-            save_model(model, self._parallel, self._recipe, writes=self._folder is not None)
-        except (OSError, SafetensorError) as error:
-            raise TrainingFailed(f"all steps are done, but the model cannot be saved to {model}: {error}") from error
-        validation = "" if math.isnan(self._validation_loss) else f", validation {self._validation_loss:.4f}"
+    def _samples(self, step: int) -> int:
+        """Samples trained on when ``step`` is done: where the data order stands."""
+        return self._first_sample + (step - self._first_step) * self._config.trainer.global_batch
+
+    def _save(self) -> None:
+        """Begin a checkpoint where that is due, and tell of one that has ended."""
+        self._tell_of(self.checkpointer.poll())
+        every = self._config.checkpoint.every
+        if self.step != self._last_step and not (every and self.step % every == 0):
+            return
+        self._tell_of(self.checkpointer.wait())
+        self._read_results(log=False)
+        started = time.perf_counter()
+        self.checkpointer.save(self.step, self._state())
+        if self.step == self._last_step:
+            self._tell_of(self.checkpointer.wait())
+        self._meter.pause(time.perf_counter() - started)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "step": self.step,
+            "samples": self._samples(self.step),
+            "validation_loss": self._progress.validation_loss if self._progress.validated_step == self.step else None,
+            "progress": asdict(self._progress),
+            "step_state": self._train_step.state(),
+            "data_fingerprint": self._fingerprint,
+            "origin": self._origin,
+            "world_size": self._session.world_size,
+            "torch": torch.__version__,
+            "config": plain(self._config),
+        }
+
+    def _tell_of(self, saved: Saved | None) -> None:
+        if saved is None:
+            return
+        last = f"the newest is that of step {self._saved_step}" if self._saved_step else "there is none yet"
+        if saved.problem is not None:
+            if saved.step == self._last_step:
+                raise TrainingFailed(
+                    f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}. Of the "
+                    f"checkpoints, {last}: mend that and give the same command again"
+                )
+            self._console.say(
+                f"WARNING    no checkpoint of step {saved.step}: {saved.problem}. Training goes on; {last}"
+            )
+            return
+        self._saved_step = saved.step
+        for note in saved.notes:
+            self._console.say(f"WARNING    {note}")
         self._console.say(
-            f"finished   {self.step} steps, {short(self._tokens)} tokens in {duration(seconds)}; "
-            f"loss {self._first_loss:.4f} -> {self._last_loss:.4f}{validation}"
+            f"saved      {saved.path}: {size(saved.nbytes)} in {saved.seconds:.1f} s, "
+            f"training waited {saved.stall_seconds:.2f} s"
         )
-        if config.trainer.sample_tokens:
+        if self._folder is not None:
+            self._folder.record(
+                "checkpoint", step=saved.step, path=str(saved.path), seconds=saved.seconds,
+                stall_seconds=saved.stall_seconds, bytes=saved.nbytes,
+            )  # fmt: skip
+
+    def _finish(self) -> int:
+        config, session, progress = self._config, self._session, self._progress
+        seconds = time.perf_counter() - self._started
+        self._parallel.reshard()
+        is_finished = self.step == config.trainer.steps
+        checkpoint = config.run.dir / CHECKPOINTS / folder_name(self.step)
+        validation = "" if progress.validation_loss is None else f", validation {progress.validation_loss:.4f}"
+        since = f" since step {self._first_step}" if self._first_step else ""
+        self._console.say(
+            f"{'finished' if is_finished else 'stopped':<10} {self.step} steps, {short(progress.tokens)} tokens, "
+            f"{duration(seconds)}{since}; loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{validation}"
+        )
+        if is_finished and config.trainer.sample_tokens:
             with self._parallel.autocast():
                 text = self._recipe.sample(
                     self._parallel.model, config.trainer.sample_tokens, config.trainer.seed, session.device
@@ -261,13 +386,75 @@ class Trainer:
             self._console.say("sample     what the model writes by itself:")
             self._console.say("\n".join(f"  | {line}" for line in text.splitlines()))
         self._console.say(
-            f"files      {config.run.dir}: model/ (opens in transformers), metrics.jsonl, config.yaml, status.json\n"
+            f"files      {config.run.dir}: metrics.jsonl, config.yaml, status.json; the model, opens in "
+            f"transformers: {checkpoint.relative_to(config.run.dir)}"
+        )
+        self._console.say(
             f"next       your own text: {session.command()} recipe={config.recipe} data=text "
             f"data.path=FILE_OR_FOLDER run.name=mine"
+            if is_finished
+            else f"next       go on: the same command without trainer.stop_at, or with a higher one; up to step "
+            f"{config.trainer.steps}"
         )
+        state, code = ("finished", EXIT_FINISHED) if is_finished else ("stopped", EXIT_STOPPED)
+        reason = "all steps done" if is_finished else f"trainer.stop_at={config.trainer.stop_at}"
         if self._folder is not None:
-            self._folder.record("stop", step=self.step, state="finished", reason="all steps done")
-            self._folder.status("finished", step=self.step, reason="all steps done", exit_code=EXIT_FINISHED)
+            self._folder.record("stop", step=self.step, state=state, reason=reason)
+            self._folder.status(state, step=self.step, reason=reason, exit_code=code)
+        return code
+
+
+@dataclass
+class Progress:
+    """What a run tells of itself, carried from one start to the next."""
+
+    tokens: int = 0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    validation_loss: float | None = None
+    validated_step: int = 0
+
+    def add(self, step: int, result: StepResult) -> None:
+        """Count a step."""
+        self.tokens += int(result.tokens)
+        if math.isfinite(result.loss):
+            self.last_loss = result.loss
+            if step == 1:
+                self.first_loss = result.loss
+
+
+def _check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
+    if start.state["data_fingerprint"] != fingerprint and not config.checkpoint.allow_changes:
+        raise UserError(
+            f"{start.checkpoint} was trained on other data (fingerprint {start.state['data_fingerprint']}, now "
+            f"{fingerprint}); use the same files, checkpoint.allow_changes=true to go on with these, or run.name=OTHER"
+        )
+
+
+def _begin(folder: RunFolder | None, config_yaml: str, start: Start, parameters: int) -> list[str]:
+    """Set the folder up, on rank 0, once nothing in the user's hands can fail any more: a mistyped path moves no run.
+
+    Returns what to tell the user.
+    """
+    assert folder is not None
+    notes = []
+    checkpoints = folder.path / CHECKPOINTS
+    if start.continues(folder.path):
+        newer = [f"{CHECKPOINTS}/{path.name}" for path in committed(checkpoints) if path.name > folder_name(start.step)]
+        if newer:
+            notes.append(f"newer checkpoints ({', '.join(newer)}) are kept in {folder.set_aside(newer)}")
+    elif folder.holds_a_run():
+        end = folder.earlier_end()
+        notes.append(f"an earlier run here ({end}) is kept in {folder.set_aside(RECORDS)}; starting anew")
+    try:
+        checkpoints.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {checkpoints}: {error.strerror}; use run.dir=FOLDER") from None
+    notes += sweep(checkpoints)
+    if problem := lack_of_space(checkpoints, 3 * _FP32_BYTES * parameters):
+        raise UserError(f"{problem}; use run.dir=FOLDER on another disk, or free some")
+    folder.begin(config_yaml, environment(), start.step)
+    return notes
 
 
 @contextmanager
@@ -292,4 +479,3 @@ def set_determinism(deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # every element is written before it is read
-    torch.backends.cudnn.benchmark = not deterministic

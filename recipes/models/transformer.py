@@ -197,6 +197,50 @@ def hugging_face_name(name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
+def hugging_face_differences(config: ModelSection, vocab_size: int, found: dict[str, Any]) -> list[str]:
+    """What to change in ``config`` for it to compute what a Hugging Face ``config.json`` describes, as overrides.
+
+    Raises:
+        ValueError: it describes what no override can: another family, biases, another activation.
+    """
+    if found.get("model_type") != "llama":
+        raise ValueError(f"is of model_type {found.get('model_type')}; only llama can be taken over")
+    for key, plain in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
+        if found.get(key, plain) != plain:
+            raise ValueError(f"has {key} {found[key]}; only {plain} can be taken over")
+    # transformers 5 has one dictionary; before it there were two keys. Defaults are those of LlamaConfig.
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"has rope_type {kind}; only default and llama3 can be taken over")
+    heads = found["num_attention_heads"]
+    wanted = {
+        "dim": found["hidden_size"],
+        "layers": found["num_hidden_layers"],
+        "heads": heads,
+        "kv_heads": found.get("num_key_value_heads") or heads,
+        "head_dim": found.get("head_dim") or found["hidden_size"] // heads,
+        "hidden_dim": found["intermediate_size"],
+        "vocab_size": found["vocab_size"],
+        "tie_embeddings": found.get("tie_word_embeddings", False),
+        "norm_eps": found.get("rms_norm_eps", 1e-6),
+        "rope_theta": rope.get("rope_theta", found.get("rope_theta", 10000.0)),
+    }
+    ours = {name: getattr(config, name) for name in wanted}
+    ours |= {"head_dim": config.attention_head_dim, "vocab_size": vocab_size}
+    changed = {name: value for name, value in wanted.items() if ours[name] != value}
+    scaling = None
+    if kind == "llama3":
+        names = {"original_max_sequence_length": "original_max_position_embeddings"}
+        scaling = {key: rope[names.get(key, key)] for key in RopeScaling.model_fields}
+    if scaling != (config.rope_scaling.model_dump() if config.rope_scaling else None):
+        text = ",".join(f"{key}:{value:g}" for key, value in scaling.items()) if scaling else None
+        changed["rope_scaling"] = f"{{{text}}}" if text else "null"
+    return [
+        f"model.{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in changed.items()
+    ]
+
+
 def hugging_face_config(config: ModelSection, vocab_size: int, end_token: int | None) -> dict[str, Any]:
     """``config.json`` with which ``transformers.LlamaForCausalLM`` opens the saved weights."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}

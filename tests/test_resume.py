@@ -1,0 +1,132 @@
+"""The promise: a run that was stopped and resumed, anywhere, is the run that was not."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cluster import Cluster
+from tests.runs import metrics, overrides, weights
+
+LAYOUTS = {
+    "single": (1, ["parallel=single"]),
+    "ddp x2": (2, ["parallel=ddp"]),
+    "ddp x3": (3, ["parallel=ddp"]),
+    "ddp x4": (4, ["parallel=ddp"]),
+    "fsdp x2": (2, ["parallel=fsdp"]),
+    "fsdp x3": (3, ["parallel=fsdp"]),
+    "fsdp x4": (4, ["parallel=fsdp"]),
+    "hsdp 2x2": (4, ["parallel=hsdp", "parallel.replicate=2"]),
+}
+SAME_COMMAND = ("single", "ddp x2", "ddp x4", "fsdp x2", "hsdp 2x2")
+
+
+def run(
+    cluster: Cluster, layout: str, text: Path, run_dir: Path, *more: str, code: int = 0, **keywords: Any
+) -> list[list[int]]:
+    """Train; returns the sample ids of each step, over all ranks and micro-batches."""
+    processes, how = LAYOUTS[layout]
+    argv = overrides(text, run_dir, *how, "trainer.deterministic=true", "checkpoint.every=5", *more)
+    answers = [answer.value for answer in cluster.run(processes, "tests.runs:train_small", argv=argv, **keywords)]
+    assert {answer["code"] for answer in answers} == {code}
+    return ids_by_step(answers)
+
+
+def ids_by_step(answers: list[dict[str, Any]]) -> list[list[int]]:
+    accumulation = 36 // (3 * len(answers))
+    steps = len(answers[0]["sample_ids"]) // accumulation
+    return [
+        sorted(
+            sample
+            for answer in answers
+            for micro_batch in answer["sample_ids"][step * accumulation : (step + 1) * accumulation]
+            for sample in micro_batch
+        )
+        for step in range(steps)
+    ]
+
+
+def curve(run_dir: Path) -> list[tuple[int, float, float, int, float | None]]:
+    return [(m["step"], m["loss"], m["grad_norm"], m["samples"], m["scale"]) for m in metrics(run_dir)]
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    for stem in ("model", "optimizer"):
+        a, b = weights(one, stem), weights(other, stem)
+        assert a.keys() == b.keys()
+        different = [name for name in a if not a[name].equal(b[name])]
+        assert not different, f"{len(different)} of {len(a)} differ in bits: {different[:3]}"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("layout", SAME_COMMAND)
+def test_stopped_killed_and_resumed_is_bitwise_the_straight_run(
+    layout: str, precision: str, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    # A growth interval of 6: the scale and its counter must travel too.
+    how = [f"precision={precision}", "precision.initial_scale=256", "precision.growth_interval=6"]
+    straight, pieces = tmp_path / "straight", tmp_path / "pieces"
+    expected = run(cluster, layout, text, straight, *how)
+    first = run(cluster, layout, text, pieces, *how, "trainer.stop_at=7", code=75)
+    how_it_ends = {"how": "kill" if precision == "fp32" else "crash", "after_step": 13}
+    if precision == "fp16":
+        run(cluster, layout, text, pieces, *how, "checkpoint.every=3", end=how_it_ends, code=70)
+    else:
+        with pytest.raises(AssertionError, match="the process ended with -9"):
+            run(cluster, layout, text, pieces, *how, "checkpoint.every=3", end=how_it_ends)
+    at = sorted(int(path.name[5:]) for path in (pieces / "checkpoints").glob("step-*"))[-1]
+    assert at in (9, 12), "what was being written when the rank died may be there or not, but no later one"
+    last = run(cluster, layout, text, pieces, *how)
+    assert first == expected[:7]
+    assert last == expected[at:]
+    assert curve(pieces) == curve(straight)
+    assert_same_tensors(straight, pieces)
+    starts = [line["resumed_from"] for line in metrics(pieces, "start")]
+    assert starts == [None, 7, at]
+    assert json.loads((pieces / "status.json").read_text())["state"] == "finished"
+
+
+def test_every_change_of_layout_goes_on_within_rounding(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    straight, pieces = tmp_path / "straight", tmp_path / "pieces"
+    expected = run(cluster, "single", text, straight)
+    ids = []
+    for layout, stop in (("fsdp x2", 4), ("fsdp x3", 8), ("ddp x2", 12), ("single", 16), ("hsdp 2x2", 20)):
+        ids += run(cluster, layout, text, pieces, f"trainer.stop_at={stop}", code=0 if stop == 20 else 75)
+    assert ids == expected
+    for (step, loss, norm, samples, _), (step_, loss_, norm_, samples_, _) in zip(
+        curve(pieces), curve(straight), strict=True
+    ):
+        assert (step, samples) == (step_, samples_)
+        assert math.isclose(loss, loss_, rel_tol=1e-5)
+        assert math.isclose(norm, norm_, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", ["single", "ddp x3", "fsdp x3", "hsdp 2x2"])
+def test_state_is_read_bit_by_bit_on_any_layout(
+    source: str, target: str, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    """Saved, resumed elsewhere and saved again at once: the same bits, whole tensors under the same names."""
+    run(cluster, source, text, tmp_path / "a", "trainer.steps=4", "trainer.stop_at=2", code=75)
+    before = {stem: weights(tmp_path / "a", stem) for stem in ("model", "optimizer")}
+    processes, how = LAYOUTS[target]
+    argv = overrides(text, tmp_path / "a", *how, "trainer.steps=4")
+    cluster.run(processes, "tests.runs:save_again", argv=argv, run_dir=str(tmp_path / "b"))
+    for stem, tensors in before.items():
+        again = weights(tmp_path / "b", stem)
+        assert again.keys() == tensors.keys()
+        assert all(again[name].equal(tensors[name]) for name in tensors)
+
+
+def test_more_ranks_than_rows_and_files_of_several_tensors(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    """dim 6 over 4 ranks: shards of 2, 2, 2 and 0 rows."""
+    how = ["model.dim=6", "model.heads=1", "model.kv_heads=1", "model.hidden_dim=5", "trainer.steps=4"]
+    run(cluster, "single", text, tmp_path / "straight", *how)
+    run(cluster, "fsdp x4", text, tmp_path / "pieces", *how, "trainer.stop_at=2", code=75)
+    run(cluster, "fsdp x3", text, tmp_path / "pieces", *how)
+    straight, pieces = weights(tmp_path / "straight"), weights(tmp_path / "pieces")
+    for name, tensor in straight.items():
+        torch.testing.assert_close(pieces[name], tensor, rtol=1e-4, atol=1e-6)

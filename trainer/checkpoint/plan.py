@@ -1,0 +1,138 @@
+"""Which rank writes which file of a checkpoint, and where the bytes of each come from.
+
+Every tensor is stored whole, by one owner, so that each file is written from front to back by one process: what all
+file systems do best, and what any reader opens as it lies. A copy of the model that is spread over ranks sends its rows
+to the owners, in rounds of one bucket per owner.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from parallel.mesh import Layout
+from parallel.shards import shard_rows
+from trainer.checkpoint.tensors import TensorSpec
+
+BUCKET_BYTES = 64 * 2**20
+"""What an owner receives at a time."""
+
+_FILE_BYTES = 5 * 10**9
+_ALIGNMENT = 16  # a multiple of every element's size: buckets never cut a number in two
+
+
+class Part(NamedTuple):
+    """One tensor of the state, as this rank holds it."""
+
+    spec: TensorSpec
+    local: Tensor
+    is_sharded: bool
+    """Rows are dealt to the ranks of a copy; else every rank holds all of it."""
+
+
+class PlannedFile(NamedTuple):
+    """One file, its owner's rank, and its tensors in order."""
+
+    name: str
+    owner: int
+    specs: tuple[TensorSpec, ...]
+
+
+class Piece(NamedTuple):
+    """Bytes of one tensor that lie on one rank."""
+
+    file: int
+    """Index of the file they belong to."""
+    name: str
+    source: int
+    """Rank within the copy."""
+    start: int
+    """First byte, within what that rank holds of the tensor."""
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All files, and what one rank sends and writes in each round."""
+
+    files: list[PlannedFile]
+    sends: list[list[list[Piece]]]
+    """[round][owner's rank within the copy]: pieces, in the owner's order."""
+    writes: list[list[Piece]]
+    """[round]: pieces of this rank's own files, in file order."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for file in self.files for spec in file.specs)
+
+
+def deal_files(specs: Sequence[TensorSpec], stem: str, ranks: int) -> list[PlannedFile]:
+    """Tensors, in their order, into files of about equal size: one per rank, more where they would exceed 5 GB."""
+    total = max(1, sum(spec.nbytes for spec in specs))
+    wanted = ranks * max(1, -(-total // (ranks * _FILE_BYTES)))
+    bins: list[list[TensorSpec]] = [[] for _ in range(wanted)]
+    before = 0
+    for spec in specs:
+        middle = before + spec.nbytes // 2
+        bins[min(middle * wanted // total, wanted - 1)].append(spec)
+        before += spec.nbytes
+    filled = [tuple(specs) for specs in bins if specs]
+    count = len(filled)
+    return [
+        PlannedFile(
+            f"{stem}.safetensors" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors",
+            number * ranks // count,
+            specs,
+        )
+        for number, specs in enumerate(filled)
+    ]
+
+
+def make_plan(files: list[PlannedFile], sharded: set[str], layout: Layout, rank: int, bucket_bytes: int) -> Plan:
+    """What ``rank`` sends and writes. ``sharded`` names the tensors whose rows are dealt over the ranks of a copy."""
+    copy, me = divmod(rank, layout.shard)
+    sends: list[list[list[Piece]]] = []
+    writes: list[list[Piece]] = []
+    for owner in range(layout.shard):
+        owned = [(index, file) for index, file in enumerate(files) if file.owner == copy * layout.shard + owner]
+        stream = (piece for index, file in owned for piece in _pieces(index, file, sharded, layout.shard, owner))
+        for number, bucket in enumerate(_buckets(stream, bucket_bytes)):
+            if number == len(sends):
+                sends.append([[] for _ in range(layout.shard)])
+                writes.append([])
+            sends[number][owner] = [piece for piece in bucket if piece.source == me]
+            if owner == me:
+                writes[number] = bucket
+    return Plan(files, sends, writes)
+
+
+def _pieces(index: int, file: PlannedFile, sharded: set[str], shards: int, owner: int) -> Iterator[Piece]:
+    for spec in file.specs:
+        if spec.name not in sharded:
+            yield Piece(index, spec.name, owner, 0, spec.nbytes)
+            continue
+        row_bytes = spec.nbytes // max(1, spec.shape[0])
+        for source in range(shards):
+            _, rows = shard_rows(spec.shape[0], shards, source)
+            if rows:
+                yield Piece(index, spec.name, source, 0, rows * row_bytes)
+
+
+def _buckets(pieces: Iterator[Piece], limit: int) -> Iterator[list[Piece]]:
+    bucket: list[Piece] = []
+    room = limit
+    for piece in pieces:
+        rest = piece
+        while rest.nbytes > room:
+            now = room // _ALIGNMENT * _ALIGNMENT
+            if now:
+                bucket.append(rest._replace(nbytes=now))
+                rest = rest._replace(start=rest.start + now, nbytes=rest.nbytes - now)
+            yield bucket
+            bucket, room = [], limit
+        bucket.append(rest)
+        room -= rest.nbytes
+    if bucket:
+        yield bucket

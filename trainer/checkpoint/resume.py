@@ -1,0 +1,203 @@
+"""Where a run begins: anew, at a checkpoint of its own, at another's, or with the weights of a model folder."""
+
+import json
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs.errors import UserError
+from configs.schema import RunConfig
+from trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, read_manifest
+from trainer.checkpoint.retention import STATE, committed
+
+if TYPE_CHECKING:
+    from launch.session import Session
+
+CHECKPOINTS = "checkpoints"
+"""Folder of a run's checkpoints, in its run folder."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins. Neither ``checkpoint`` nor ``weights``: at step 0 with first weights."""
+
+    checkpoint: Path | None = None
+    """Undamaged: every file of it was compared with its checksum."""
+    weights: Path | None = None
+    """Model folder to take weights alone from."""
+    origin: str | None = None
+    """The path that ``checkpoint.resume`` named, of this run or of one that it continues."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """What state.json of the checkpoint says."""
+    notes: list[str] = field(default_factory=list)
+    """For the user."""
+
+    @property
+    def step(self) -> int:
+        """Steps that are done already."""
+        return int(self.state.get("step", 0))
+
+    def continues(self, run_dir: Path) -> bool:
+        """Whether the run goes on in its own folder, with its own records."""
+        return self.checkpoint is not None and self.checkpoint.parent == run_dir / CHECKPOINTS
+
+
+def find_start(config: RunConfig, session: "Session") -> Start:
+    """Choose, and check what is chosen. A collective: the ranks share the reading.
+
+    Raises:
+        UserError: nothing there where ``checkpoint.resume`` demands it, nothing undamaged, or resuming would silently
+            change the run.
+    """
+    chosen = session.once(lambda: _candidates(config))
+    notes, damage = list(chosen["notes"]), []
+    for path in map(Path, chosen["candidates"]):
+        problem = _damage(path, session)
+        if problem is not None:
+            damage.append(problem)
+            continue
+        state = session.once(partial(_state, path))
+        if damage:
+            notes.append(f"damaged: {'; '.join(damage)}; going on from the newest that is whole, {path}")
+        if not config.checkpoint.allow_changes:
+            _refuse_changes(path, state["config"], config)
+        notes += _changed(state["config"], config)
+        return Start(path, origin=chosen["origin"], state=state, notes=notes)
+    if damage:
+        raise UserError(
+            f"no checkpoint is whole: {'; '.join(damage)}; use checkpoint.resume=never to start anew (keeps them "
+            "aside), or checkpoint.resume=PATH for another one"
+        )
+    weights = Path(chosen["weights"]) if chosen["weights"] else None
+    return Start(weights=weights, origin=chosen["origin"], notes=notes)
+
+
+def _candidates(config: RunConfig) -> dict[str, Any]:
+    """Checkpoints to try, newest first, or a folder of weights. On one rank."""
+    resume, own_folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS
+    try:
+        own = [str(path) for path in reversed(committed(own_folder))]
+        if resume in ("auto", "must"):
+            if resume == "must" and not own:
+                raise UserError(
+                    f"checkpoint.resume=must but {own_folder} holds no checkpoint; use checkpoint.resume=auto"
+                )
+            return {"candidates": own, "weights": None, "origin": _origin(own), "notes": []}
+        if resume == "never":
+            return {"candidates": [], "weights": None, "origin": None, "notes": []}
+        given = Path(resume).expanduser().absolute()
+        if own and _origin(own) == str(given):
+            # The same command again: it began there once, and has its own checkpoints since.
+            return {"candidates": own, "weights": None, "origin": str(given), "notes": []}
+        return {"origin": str(given), "notes": [], **_open(given, config)}
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or own_folder}: {error.strerror}") from None
+
+
+def _open(path: Path, config: RunConfig) -> dict[str, Any]:
+    if (path / MANIFEST).is_file():
+        own = path.parent.resolve() == (config.run.dir / CHECKPOINTS).resolve()
+        return {"candidates": [str(config.run.dir / CHECKPOINTS / path.name if own else path)], "weights": None}
+    if checkpoints := committed(path / CHECKPOINTS):
+        return {"candidates": [str(checkpoint) for checkpoint in reversed(checkpoints)], "weights": None}
+    if path.is_dir():
+        return {"candidates": [], "weights": str(path)}
+    raise UserError(
+        f"checkpoint.resume={config.checkpoint.resume} is neither auto, never or must, nor a folder that is there; "
+        "give a checkpoint, a run folder, or a folder with a Hugging Face model"
+    )
+
+
+def _origin(own: list[str]) -> str | None:
+    """The path that the run of the newest own checkpoint was started from."""
+    for path in own:
+        try:
+            origin = _state(Path(path)).get("origin")
+        except UserError:
+            continue
+        return str(origin) if origin else None
+    return None
+
+
+def _damage(path: Path, session: "Session") -> str | None:
+    """What is wrong with a checkpoint; all ranks read a share of its files."""
+
+    def check() -> str | None:
+        try:
+            records = read_manifest(path)
+            if STATE not in records:
+                return f"{path / MANIFEST} does not list {STATE}"
+            by_size = sorted(records, key=lambda name: -records[name].size)
+            for name in by_size[session.rank :: session.world_size]:
+                check_file(path, name, records[name])
+        except Damaged as error:
+            return str(error)
+        return None
+
+    return next((problem for problem in session.gather(check()) if problem), None)
+
+
+def _state(path: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((path / STATE).read_text())
+        if state["version"] != 1:
+            raise UserError(f"{path / STATE} is of version {state['version']}; this serried reads version 1")
+        state["step"], state["samples"], state["config"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path / STATE} cannot be read: {error}") from None
+    return dict(state)
+
+
+# what changed ---------------------------------------------------------------------------------------------------------
+
+_NOT_PART_OF_THE_NUMBERS = (
+    "recipe", "dry_run", "run.", "launch.", "checkpoint.", "parallel.", "model.name", "model.max_sequence_length",
+    "data.name", "data.path", "data.workers", "data.cache_dir", "trainer.micro_batch", "trainer.log_every",
+    "trainer.eval_", "trainer.sample_tokens", "trainer.stop_at", "trainer.deterministic",
+)  # fmt: skip
+"""Beginnings of keys that shape where, how fast and how visibly a run goes, not its numbers. What ``data.path`` leads
+to is compared by its content."""
+
+
+def differences(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """``key: old -> new`` of all settings that differ between two resolved configs."""
+    before, after = _flat(earlier), _flat(now)
+    return {
+        key: f"{key} {_shown(before.get(key))} -> {_shown(after.get(key))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    }
+
+
+def plain(config: RunConfig) -> dict[str, Any]:
+    """``config`` as JSON data, for state.json."""
+    return dict(json.loads(config.model_dump_json()))
+
+
+def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> None:
+    changed = differences(earlier, plain(config))
+    if config.schedule.name == "constant" and earlier.get("schedule", {}).get("name") == "constant":
+        changed.pop("trainer.steps", None)  # it only says how long
+    silent = [text for key, text in changed.items() if not key.startswith(_NOT_PART_OF_THE_NUMBERS)]
+    if silent:
+        raise UserError(
+            f"resuming from {path} would change the run: {'; '.join(silent)}; use checkpoint.allow_changes=true to "
+            "go on with the new settings, run.name=OTHER to keep both, or checkpoint.resume=never to start anew"
+        )
+
+
+def _changed(earlier: dict[str, Any], config: RunConfig) -> list[str]:
+    changed = differences(earlier, plain(config))
+    told = [text for key, text in changed.items() if not key.startswith(("run.", "checkpoint.", "dry_run"))]
+    return [f"changed since: {'; '.join(told)}"] if told else []
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix.rstrip("."): tree}
+    return {key: value for name, part in tree.items() for key, value in _flat(part, f"{prefix}{name}.").items()}
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,95 @@
+"""The tensors that a checkpoint holds, by name: weights as they are exported, the optimizer's as <weight>.<state>."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from configs.errors import UserError
+from parallel.shards import local_rows
+from trainer.checkpoint.plan import Part
+from trainer.checkpoint.tensors import TensorFolder, TensorSpec
+
+MODEL, OPTIMIZER = "model", "optimizer"
+"""Stems of the files of weights and of the optimizer's state."""
+
+_NAMES_SHOWN = 3
+
+
+def state_parts(
+    module: nn.Module, optimizer: torch.optim.Optimizer, export_name: Callable[[str], str]
+) -> Iterator[tuple[str, Part]]:
+    """Everything that training changes, each with the stem of its files; in the same order always."""
+    named = [(export_name(name), parameter) for name, parameter in module.named_parameters()]
+    for name, parameter in named:
+        yield MODEL, _part(name, parameter)
+    for name, parameter in named:
+        for key, value in optimizer.state[parameter].items():
+            yield OPTIMIZER, _part(f"{name}.{key}", value)
+
+
+def _part(name: str, tensor: Tensor) -> Part:
+    local, _ = local_rows(tensor)
+    return Part(TensorSpec(name, tensor.dtype, tuple(tensor.shape)), local, isinstance(tensor, DTensor))
+
+
+@torch.no_grad()
+def load_state(
+    checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optimizer, export_name: Callable[[str], str]
+) -> None:
+    """Fill weights and optimizer state from a checkpoint; each rank reads its rows alone.
+
+    Raises:
+        UserError: the checkpoint is of another model.
+    """
+    named = {export_name(name): parameter for name, parameter in module.named_parameters()}
+    _fill(TensorFolder(checkpoint, MODEL), named)
+    states = {f"{name}.{key}": value for name, p in named.items() for key, value in optimizer.state[p].items()}
+    _fill(TensorFolder(checkpoint, OPTIMIZER), states)
+
+
+@torch.no_grad()
+def load_weights(folder: Path, module: nn.Module, export_name: Callable[[str], str]) -> None:
+    """Fill weights from a model folder in any float dtype; each rank reads its rows alone.
+
+    Raises:
+        UserError: the folder holds another model.
+    """
+    weights = TensorFolder(folder, MODEL)
+    named = {export_name(name): parameter for name, parameter in module.named_parameters()}
+    _fill(weights, named, unused=("lm_head.weight", ".rotary_emb.inv_freq"))
+
+
+def _fill(folder: TensorFolder, named: dict[str, Tensor], unused: tuple[str, ...] = ()) -> None:
+    """``unused``: endings of names that the folder may hold beyond ``named``: what follows from the rest."""
+    missing = [name for name in named if name not in folder.specs]
+    extra = [name for name in folder.specs if name not in named and not name.endswith(unused)]
+    shaped = [
+        f"{name} is {list(folder.specs[name].shape)} there and {list(tensor.shape)} here"
+        for name, tensor in named.items()
+        if name in folder.specs and folder.specs[name].shape != tuple(tensor.shape)
+    ]
+    if missing or extra or shaped:
+        problems = [
+            *([f"{len(missing)} tensors are not in it ({_some(missing)})"] if missing else []),
+            *([f"{len(extra)} are not in the model ({_some(extra)})"] if extra else []),
+            *([f"{len(shaped)} of other shape ({_some(shaped)})"] if shaped else []),
+        ]
+        raise UserError(
+            f"{folder.folder} holds another model than model={{...}} describes: {'; '.join(problems)}; "
+            f"give the model.* keys it was trained with (its config.json has them)"
+        )
+    for name, tensor in named.items():
+        if not folder.specs[name].dtype.is_floating_point:
+            raise UserError(f"{folder.folder}: {name} is {folder.specs[name].dtype}; only float weights can be trained")
+        local, first = local_rows(tensor)
+        if local.ndim == 0:
+            local.copy_(folder.read(name))
+        elif local.numel():
+            local.copy_(folder.read(name, first, local.shape[0]))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")

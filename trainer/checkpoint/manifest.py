@@ -64,12 +64,12 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """
     path = folder / MANIFEST
     try:
-        with path.open("rb") as file:
-            text = file.read(_LARGEST_MANIFEST_BYTES + 1)
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_MANIFEST_BYTES:
+            raise Damaged(f"{path} is not a file of at most {_LARGEST_MANIFEST_BYTES} bytes")
+        text = path.read_bytes()
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error.strerror}") from None
-    if len(text) > _LARGEST_MANIFEST_BYTES:
-        raise Damaged(f"{path} is larger than {_LARGEST_MANIFEST_BYTES} bytes")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):

@@ -288,12 +288,11 @@ def _read_entry(path: Path, name: str, entry: Any) -> tuple[int, int, torch.dtyp
 def _read_index(path: Path) -> dict[str, str]:
     """The ``weight_map``: name of a tensor -> name of a file in the same folder."""
     try:
-        with path.open("rb") as file:
-            text = file.read(_LARGEST_HEADER_BYTES + 1)
+        if (size := path.stat().st_size) > _LARGEST_HEADER_BYTES:
+            _refuse(path, f"it has {size} bytes, with {_LARGEST_HEADER_BYTES} at most")
+        text = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if len(text) > _LARGEST_HEADER_BYTES:
-        _refuse(path, f"it is larger than {_LARGEST_HEADER_BYTES} bytes")
     weight_map = _parse(path, text).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         _refuse(path, "it has no weight_map")

@@ -3,8 +3,9 @@
 The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, little-endian; the header, a
 JSON object ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}`` that may be padded with spaces; then the bytes
 of the tensors, row-major and little-endian, without gaps. The header is written by hand because the library wants every
-tensor of a file in memory at once, and the tensors are read by hand because it holds the interpreter while it copies,
-which would stop the training that goes on meanwhile.
+tensor of a file in memory at once. The tensors are read by hand because the library (0.8) hands out mappings of the
+file: one that is cut short, or on a disk that fails, would then kill the process where it could be an error, and what
+is mapped counts as memory of this process.
 """
 
 import json
@@ -47,7 +48,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_HEADER_BYTES = 100_000_000  # as in the safetensors library
 _LARGEST_TENSOR_BYTES = 2**62  # more than any disk holds; keeps the arithmetic of torch from overflowing
 _MOST_DIMS = 64
-_READ_BYTES = 64 * 2**20  # in one call, during which no signal is noticed
+_READ_BYTES = 4 * 2**20  # in one call: as fast as larger ones, and other threads wait for less
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,7 @@ class TensorFolder:
         position = self._begins[name] + first * spec.dtype.itemsize
         remaining = tensor_bytes(values)
         path = self.folder / self.file_of[name]
-        # Read, not mapped: reading lets other threads run too, and a file that is cut or a disk that fails meanwhile is
-        # an error here, where a mapping would kill the process. Nor do mapped pages count as this process's memory.
+        # preadv lets other threads run, and writes where it is told to: nothing is held twice.
         try:
             with path.open("rb", buffering=0) as file:
                 while remaining:

@@ -245,6 +245,7 @@ STRANGE = {
     "huge shape of no elements": raw({"x": entry(shape=[0, 2**62, 2**62], offsets=[0, 0])}, b""),
     "shape of very many dims": raw({"x": entry(shape=[1] * 100_000, offsets=[0, 4])}, b"\0" * 4),
     "shape too large for its bytes": raw({"x": entry(shape=[3])}),
+    "shape too small for its bytes": raw({"x": entry(shape=[1])}),
     "negative offsets": raw({"x": entry(offsets=[-8, 0])}),
     "offsets the wrong way": raw({"x": entry(offsets=[8, 0])}),
     "one offset": raw({"x": entry(offsets=[0])}),

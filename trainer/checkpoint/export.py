@@ -1,0 +1,194 @@
+"""A committed checkpoint as a plain Hugging Face model folder: another dtype, other file sizes, no training state.
+
+Streamed in pieces, so that a machine that cannot hold the model can export it.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.errors import UserError
+from trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_file, fsync_folder, read_manifest
+from trainer.checkpoint.retention import STATE
+from trainer.checkpoint.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
+
+_INDEX = "model.safetensors.index.json"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PIECE_BYTES = 64 * 2**20
+_SPARE_BYTES = 2**20  # headers, the index, the configs
+
+
+def export(checkpoint: Path, out: Path, *, dtype: torch.dtype | None, shard_bytes: int) -> list[Path]:
+    """Write the model of a committed ``checkpoint`` to the folder ``out``. Returns the files there.
+
+    Floating-point weights are converted to ``dtype`` (None: stay as they are). A file holds at most ``shard_bytes`` of
+    weights, or one tensor that is larger: ``model.safetensors`` if all fits into one, else
+    ``model-00001-of-0000N.safetensors`` with an index. config.json is given the dtype, generation_config.json is made
+    of it unless there is one, and the other files of the model (tokenizer) are copied. All of them are compared with
+    the manifest first. ``out`` appears whole or not at all.
+
+    Memory: a few times 64 MiB, whatever the size of the model or of a tensor.
+
+    Raises:
+        UserError: the checkpoint is damaged, ``out`` is in use, the disk is too full or fails, or a weight is too
+            large for ``dtype``.
+        ValueError: ``dtype`` is not float32, bfloat16 or float16, or ``shard_bytes`` is not positive.
+    """
+    if dtype not in (None, *_DTYPES) or shard_bytes < 1:
+        raise ValueError(f"export as {dtype} in files of {shard_bytes} bytes")
+    out = out.resolve()
+    _refuse_unless_free(out, checkpoint)
+    records = _verified(checkpoint)
+    weights = TensorFolder(checkpoint)
+    if unlisted := set(weights.files) - set(records):
+        raise UserError(f"{checkpoint / min(unlisted)} is not in {MANIFEST}; {_ANOTHER}")
+    others = [name for name in sorted(records) if name != _INDEX and not name.endswith(".safetensors")]
+    specs = [_converted(spec, dtype) for spec in weights.specs.values()]
+    _check_space(out, sum(spec.nbytes for spec in specs) + sum(records[name].size for name in others))
+
+    temporary = out.with_name(f".{out.name}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
+        temporary.mkdir()
+        files = _shards(specs, shard_bytes)
+        for name, part in files.items():
+            _write_weights(temporary / name, weights, part)
+        if len(files) > 1:
+            (temporary / _INDEX).write_text(index_json(files))
+        for name in others:
+            shutil.copyfile(checkpoint / name, temporary / name)
+        _write_configs(temporary, specs)
+        _commit(temporary, out)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}; nothing is left there; use out=FOLDER") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # no longer there, unless something failed
+    return sorted(out.iterdir())
+
+
+_ANOTHER = "export another checkpoint with checkpoint=STEP"
+
+
+def _refuse_unless_free(out: Path, checkpoint: Path) -> None:
+    if out.is_relative_to(checkpoint.resolve()):
+        raise UserError(f"out={out} lies in the checkpoint itself; use another folder")
+    try:
+        in_use = any(out.iterdir())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"out={out} cannot be used: {error.strerror}; use another folder") from None
+    if in_use:
+        raise UserError(f"out={out} is not empty; use another folder, or remove that one first")
+
+
+def _verified(checkpoint: Path) -> dict[str, FileRecord]:
+    """The model's files, without the training state, by name; all of them are intact.
+
+    Raises:
+        UserError: one is not.
+    """
+    try:
+        records = {
+            name: record
+            for name, record in read_manifest(checkpoint).items()
+            if name != STATE and not name.startswith("optimizer")
+        }
+        for name, record in records.items():
+            check_file(checkpoint, name, record)
+    except Damaged as damaged:
+        raise UserError(f"{damaged}; {_ANOTHER}") from None
+    if "config.json" not in records:
+        raise UserError(f"{checkpoint} has no config.json; {_ANOTHER}")
+    return records
+
+
+def _check_space(out: Path, needed: int) -> None:
+    there = next(folder for folder in out.parents if folder.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed + _SPARE_BYTES:
+        raise UserError(
+            f"out={out} needs {(needed + _SPARE_BYTES) / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {there}; "
+            f"use another disk, or dtype=bf16 for two bytes a weight"
+        )
+
+
+def _converted(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
+    # Numbers of one byte mean nothing without the scales stored beside them: those are left as they are.
+    converts = dtype is not None and spec.dtype.is_floating_point and spec.dtype.itemsize > 1
+    return TensorSpec(spec.name, dtype, spec.shape) if dtype is not None and converts else spec
+
+
+def _shards(specs: list[TensorSpec], shard_bytes: int) -> dict[str, list[TensorSpec]]:
+    """File name -> its tensors, filled in the given order."""
+    shards: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        if shards[-1] and filled + spec.nbytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(spec)
+        filled += spec.nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": part for number, part in enumerate(shards, 1)}
+
+
+def _write_weights(path: Path, weights: TensorFolder, specs: list[TensorSpec]) -> None:
+    with path.open("wb") as file:
+        file.write(header(specs))
+        for spec in specs:
+            # Elements, not rows: one row of a large matrix may be large too.
+            step = _PIECE_BYTES // max(spec.dtype.itemsize, weights.specs[spec.name].dtype.itemsize)
+            for first in range(0, spec.numel, step):
+                values = weights.read_elements(spec.name, first, min(step, spec.numel - first))
+                file.write(tensor_bytes(_convert(values, spec)))
+
+
+def _convert(values: Tensor, spec: TensorSpec) -> Tensor:
+    converted = values.to(spec.dtype)
+    if converted is not values and bool(converted.isinf().any()):
+        too_large = values[converted.isinf() & values.isfinite()]
+        if too_large.numel():
+            raise UserError(
+                f"{spec.name} holds {too_large[0].item():g}, and {_name(spec.dtype)} ends at "
+                f"{torch.finfo(spec.dtype).max:g}; use dtype=fp32" + (", or bf16" if spec.dtype.itemsize == 2 else "")
+            )
+    return converted
+
+
+def _write_configs(folder: Path, specs: list[TensorSpec]) -> None:
+    config = json.loads((folder / "config.json").read_bytes())
+    floating = [spec for spec in specs if spec.dtype.is_floating_point]
+    if floating:
+        largest = max(floating, key=lambda spec: spec.nbytes)
+        # transformers 5 reads the one, transformers 4 the other.
+        config["dtype"] = config["torch_dtype"] = _name(largest.dtype)
+    _write_json(folder / "config.json", config)
+    if not (folder / "generation_config.json").exists():
+        tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
+        _write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _commit(temporary: Path, out: Path) -> None:
+    """Have it all on the disk, then give it its name (which an empty folder may have held)."""
+    for path in temporary.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    fsync_folder(temporary)
+    temporary.rename(out)
+    fsync_folder(out.parent)

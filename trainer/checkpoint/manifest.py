@@ -1,0 +1,176 @@
+"""MANIFEST.json: every file of a checkpoint with its size and checksum, written last; reading it back finds damage.
+
+The checksum is zlib's CRC-32. It is in the standard library, runs at several GB/s, lets other threads run meanwhile,
+and finds every flip of one bit and every burst of up to 32 bits; of any other damage it misses one in 2^32, and the
+sizes are held as well. It guards against accidents (a full disk, a killed copy, failing hardware), not against an
+attacker, who would write a manifest that fits. What comes from strangers is safe for another reason: safetensors and
+JSON are data, and both are checked before they are used.
+"""
+
+import errno
+import json
+import os
+import re
+import stat
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "MANIFEST.json"
+VERSION = 1
+
+_CHUNK_BYTES = 4 * 2**20
+_LARGEST_MANIFEST_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file held when it was written."""
+
+    size: int
+    """Bytes."""
+    crc32: int
+    """``zlib.crc32`` of all of them, of 32 bits."""
+
+
+class Damaged(Exception):
+    """A checkpoint is not as it was written. One line: which file, and what is wrong with it, with numbers."""
+
+
+def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
+    """Write MANIFEST.json for ``files`` (by name) of ``folder``. It and the folder's entries are on the disk on return.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: a name is not that of a file in ``folder`` itself.
+    """
+    for name in files:
+        if not _is_plain(name):
+            raise ValueError(f"{name!r} cannot be in a manifest")
+    with (folder / MANIFEST).open("wb") as file:
+        file.write(_canonical(files))
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_folder(folder)
+
+
+def read_manifest(folder: Path) -> dict[str, FileRecord]:
+    """The files that a checkpoint consists of, by name. Says nothing yet about the files themselves.
+
+    Raises:
+        Damaged: the manifest is missing, cannot be read, or differs in any byte from what was written.
+    """
+    path = folder / MANIFEST
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_MANIFEST_BYTES:
+            raise Damaged(f"{path} is not a file of at most {_LARGEST_MANIFEST_BYTES} bytes")
+        text = path.read_bytes()
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Damaged(f"{path} is not JSON ({len(text)} bytes)") from None
+    if isinstance(content, dict) and type(content.get("version")) is int and content["version"] > VERSION:
+        raise Damaged(f"{path} is of version {content['version']}; this serried reads version {VERSION}")
+    try:
+        files = {_name(name): _record(entry) for name, entry in content["files"].items()}
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise Damaged(f"{path} does not list files with sizes and checksums") from None
+    # The text is a function of what it says, checksum included, so that every changed byte shows, a space as well.
+    if text != _canonical(files):
+        raise Damaged(f"{path} has been changed: its {len(text)} bytes do not match its checksum")
+    return files
+
+
+def check_file(folder: Path, name: str, record: FileRecord) -> None:
+    """Read the whole file and compare it with its ``record``. Other threads run meanwhile.
+
+    Raises:
+        Damaged: it is missing, cannot be read, or has another size or checksum.
+    """
+    check_size(folder, name, record)
+    try:
+        found = record_of(folder / name)
+    except OSError as error:
+        raise Damaged(f"{folder / name} cannot be read: {error.strerror}") from None
+    if found.size != record.size:
+        raise Damaged(f"{folder / name} has {found.size} bytes instead of {record.size}")
+    if found.crc32 != record.crc32:
+        raise Damaged(f"{folder / name} has checksum {found.crc32:08x} instead of {record.crc32:08x}")
+
+
+def check_size(folder: Path, name: str, record: FileRecord) -> None:
+    """Compare the file's size alone with its ``record``; it is not opened.
+
+    Raises:
+        Damaged: it is missing, no regular file, or has another size.
+    """
+    path = folder / name
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise Damaged(f"{path} is not a regular file")
+    if status.st_size != record.size:
+        raise Damaged(f"{path} has {status.st_size} bytes instead of {record.size}")
+
+
+def record_of(path: Path) -> FileRecord:
+    """Size and checksum of a file, read from the disk in pieces of a few MiB.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    size = crc32 = 0
+    piece = memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while read := file.readinto(piece):
+            crc32 = zlib.crc32(piece[:read], crc32)
+            size += read
+    return FileRecord(size, crc32)
+
+
+def fsync_folder(path: Path) -> None:
+    """Have the disk hold the entries of a folder: files made, renamed and removed in it.
+
+    Raises:
+        OSError: the disk failed, or the folder is not there.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network filesystems have no such thing for folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _canonical(files: Mapping[str, FileRecord]) -> bytes:
+    """The one text of a manifest of ``files``."""
+    entries = {name: {"size": files[name].size, "crc32": f"{files[name].crc32:08x}"} for name in sorted(files)}
+    crc32 = f"{zlib.crc32(json.dumps(entries).encode()):08x}"
+    return (json.dumps({"version": VERSION, "files": entries, "crc32": crc32}, indent=2) + "\n").encode()
+
+
+def _is_plain(name: str) -> bool:
+    """Whether it can name a file in the folder itself, other than the manifest, and be shown on one line."""
+    return name not in ("", ".", "..", MANIFEST) and name.isprintable() and not set(name) & {"/", "\\"}
+
+
+def _name(name: str) -> str:
+    if not _is_plain(name):
+        raise ValueError(name)
+    return name
+
+
+def _record(entry: Any) -> FileRecord:
+    size, crc32 = entry["size"], entry["crc32"]
+    if type(size) is not int or size < 0 or not re.fullmatch("[0-9a-f]{8}", crc32, re.ASCII):
+        raise ValueError(entry)
+    return FileRecord(size, int(crc32, 16))

@@ -1,0 +1,169 @@
+"""What lies in ``<run>/checkpoints``, and what of it may go. Read from the disk each time: no memory to be wrong.
+
+A checkpoint is written as ``.step-00000100.partial`` and renamed to ``step-00000100`` once it is whole; it is deleted
+by renaming it to ``.step-00000100.deleting`` first. So whatever moment a process dies at, a name without a dot is a
+whole checkpoint.
+"""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+from trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, check_size, fsync_folder, read_manifest
+
+STATE = "state.json"
+_NAME = re.compile(r"step-([0-9]{8,})")
+_LEFTOVER = re.compile(r"\.step-[0-9]{8,}\.(partial|deleting)")
+
+
+def folder_name(step: int) -> str:
+    """Name of the checkpoint after ``step`` optimizer steps: 8 digits, more when needed.
+
+    Raises:
+        ValueError: a negative step.
+    """
+    if step < 0:
+        raise ValueError(f"a checkpoint of step {step}")
+    return f"step-{step:08d}"
+
+
+def partial_name(step: int) -> str:
+    """Its name while it is written."""
+    return f".{folder_name(step)}.partial"
+
+
+def deleting_name(step: int) -> str:
+    """Its name while it is deleted."""
+    return f".{folder_name(step)}.deleting"
+
+
+def step_of(path: Path) -> int | None:
+    """Step of the checkpoint that ``path`` is named for; None: it is not named as one."""
+    match = _NAME.fullmatch(path.name)
+    # int() of thousands of digits would raise; no file name is that long, but a path need not be on any disk.
+    if match is None or len(match[1]) > 255:
+        return None
+    step = int(match[1])
+    return step if folder_name(step) == path.name else None  # a ninth digit that is a leading zero: not ours
+
+
+def committed(checkpoints: Path) -> list[Path]:
+    """The checkpoints of a run, oldest (by step) first: folders named as one that hold a manifest.
+
+    Whether they are undamaged is another question (``read_manifest``, ``check_file``). A folder that is not there has
+    none.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    try:
+        paths = list(checkpoints.iterdir())
+    except FileNotFoundError:
+        return []
+    found = [(step, path) for path in paths if (step := step_of(path)) is not None and (path / MANIFEST).is_file()]
+    return [path for _, path in sorted(found)]
+
+
+def sweep(checkpoints: Path) -> list[str]:
+    """Remove what saves and deletions left when they were cut off. Only while nothing is being saved or deleted here.
+
+    Returns one line for each that could not be removed. Never raises for the disk's sake.
+    """
+    try:
+        leftovers = sorted(path for path in checkpoints.iterdir() if _LEFTOVER.fullmatch(path.name))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        return [f"cannot read {checkpoints}: {error.strerror}"]
+    problems: list[str] = []
+    for path in leftovers:
+        _remove(path, problems)
+    return problems
+
+
+def prune(
+    checkpoints: Path, *, keep: int, keep_every: int, keep_best: bool, problems: list[str] | None = None
+) -> list[Path]:
+    """Delete the checkpoints that need not stay, oldest first. Returns the paths that are gone.
+
+    The newest ``keep`` stay, every one whose step is a multiple of ``keep_every`` (0: none), and with ``keep_best`` the
+    one with the lowest ``validation_loss`` in its state.json (of equals the oldest). One whose manifest cannot be read,
+    or whose files are not of the manifest's sizes, neither counts nor is deleted: damage cannot push out the last good
+    one, and may be of use to whoever looks into it. Checksums are not compared, which would read every file.
+
+    Never raises for the disk's sake; what failed is appended to ``problems``, a line each.
+
+    Raises:
+        ValueError: ``keep`` is less than 1, or ``keep_every`` negative.
+    """
+    if keep < 1 or keep_every < 0:
+        raise ValueError(f"keep {keep} must be at least 1, keep_every {keep_every} at least 0")
+    problems = [] if problems is None else problems
+    try:
+        intact = [path for path in committed(checkpoints) if _has_its_sizes(path)]
+    except OSError as error:
+        problems.append(f"cannot read {checkpoints}: {error.strerror}")
+        return []
+    stay = set(intact[-keep:])
+    if keep_every:
+        stay |= {path for path in intact if _step(path) % keep_every == 0}
+    if keep_best and (losses := {path: loss for path in intact if (loss := _validation_loss(path)) is not None}):
+        stay.add(min(losses, key=lambda path: losses[path]))
+    return [path for path in intact if path not in stay and _delete(path, problems)]
+
+
+def _delete(path: Path, problems: list[str]) -> bool:
+    """Whether the checkpoint is gone from sight; what could not be removed of it, a later ``sweep`` tries again."""
+    aside = path.with_name(deleting_name(_step(path)))
+    try:
+        if aside.exists() and not _remove(aside, problems):  # left by an earlier deletion of the same step
+            return False
+        path.rename(aside)
+    except OSError as error:
+        problems.append(f"cannot delete {path}: {error.strerror}")
+        return False
+    try:
+        fsync_folder(path.parent)  # a power cut must not bring the name back without its files
+    except OSError as error:
+        problems.append(f"cannot delete {path}: {error.strerror}")
+    else:
+        _remove(aside, problems)
+    return True
+
+
+def _remove(path: Path, problems: list[str]) -> bool:
+    try:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        problems.append(f"cannot remove {path}: {error.strerror}")
+        return False
+    return True
+
+
+def _has_its_sizes(path: Path) -> bool:
+    try:
+        for name, record in read_manifest(path).items():
+            check_size(path, name, record)
+    except Damaged:
+        return False
+    return True
+
+
+def _validation_loss(path: Path) -> float | None:
+    try:
+        check_file(path, STATE, read_manifest(path)[STATE])
+        loss = json.loads((path / STATE).read_bytes(), parse_int=float)["validation_loss"]
+    except (OSError, Damaged, ValueError, RecursionError, KeyError, TypeError):
+        return None
+    return loss if isinstance(loss, float) and math.isfinite(loss) else None
+
+
+def _step(path: Path) -> int:
+    step = step_of(path)
+    assert step is not None, path
+    return step

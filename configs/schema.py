@@ -161,7 +161,7 @@ class DataSection(Section):
     path: str | None = None
     """File, folder or glob of UTF-8 text (``data=text`` only)."""
     tokenizer: Literal["bytes", "chars"] = "bytes"
-    """``bytes`` (all 256 and an end mark) or ``chars`` (the characters that occur, and an end mark)."""
+    """``bytes`` (all 256) or ``chars`` (the characters that occur), and an end mark."""
     sequence_length: PositiveCount
     """Tokens per sequence."""
     validation_fraction: Number = Field(default=0.05, gt=0, lt=1)
@@ -190,7 +190,7 @@ class ParallelSection(Section):
     shard: Degree = 1
     """Number of ranks one copy is sharded over; -1: whatever is left."""
     reshard_after_forward: bool = True
-    """Free gathered parameters after forward (true: ZeRO-3) or keep them (false: ZeRO-2, faster, more memory)."""
+    """Free gathered parameters after forward (ZeRO-3); false keeps them (ZeRO-2: faster, more memory)."""
     sync_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch: full-size gradients are never held, at more communication."""
 
@@ -269,7 +269,7 @@ class CheckpointSection(Section):
     """What happens to an earlier run in the same folder."""
 
     resume: Literal["auto", "never"] = "auto"
-    """``auto`` (a finished run is left as it is) or ``never`` (start anew; the earlier run's files are kept aside)."""
+    """``auto``: leave a finished run as it is; ``never``: start anew. The earlier run's files are kept aside."""
 
 
 class LaunchSection(Section):

@@ -201,6 +201,16 @@ def test_help_is_short_and_complete():
         compose([word.replace("'", "") for word in example.split()])
 
 
+def test_help_breaks_no_sentence_off():
+    listed = re.findall(r"^  ([a-z_.]+) {2,}(\S.*)$", help_text().partition("common keys")[2], re.MULTILINE)
+    assert {"checkpoint.resume", "parallel.reshard_after_forward"} <= {key for key, _ in listed}
+    for key, said in listed:
+        purpose = all_keys()[key].purpose.replace("``", "")
+        assert purpose.startswith(said)
+        assert purpose[len(said)] in ".;"
+        assert said.count("(") == said.count(")")
+
+
 @pytest.mark.parametrize(
     "argv, parsed",
     [

@@ -133,6 +133,13 @@ MISTAKES = [
         "parallel.replicate=-1",
         stage="run",
     ),
+    _mistake(
+        "replicas that exchange each time",
+        "recipe=llama8b|parallel=ddp",
+        "parallel.sync_every_micro_batch=true",
+        "use parallel.sync_every_micro_batch=false",
+        stage="run",
+    ),
     _mistake("batch", "trainer.global_batch=30|trainer.micro_batch=8", "30", "8", stage="run"),
     _mistake("batch over ranks", "trainer.global_batch=8|trainer.micro_batch=8", "8", "4", stage="run", processes=4),
     _mistake("absent file", "data=text|data.path={absent}", "{absent}", stage="run"),

@@ -589,13 +589,27 @@ def test_text_shorter_than_a_sequence(tmp_path: Path, name: str) -> None:
         UserError, match=rf"sequence_length=5000 needs 5001 tokens, and the \w+ text has {has} "
     ) as caught:
         TokenDataset(data, name, 5000)
-    fix = re.search(r"data\.sequence_length=(\d+)$", str(caught.value))
+    fix = re.search(r"use more text, or at most data\.sequence_length=(\d+)$", str(caught.value))
     assert fix
     for each in ("train", "validation"):
         assert len(TokenDataset(data, each, int(fix[1]))) >= 1
+    with pytest.raises(UserError):
+        TokenDataset(data, "validation", int(fix[1]) + 1)
 
 
-def test_text_too_short_for_any_sequence(tmp_path: Path) -> None:
-    data = prepare(section(write(tmp_path, {"a.txt": "x"}), tmp_path / "cache"))
-    with pytest.raises(UserError, match=r"needs 17 tokens, and the validation text has 0 .*data\.validation_fraction="):
+@pytest.mark.parametrize(
+    ("text", "has", "enough_for"),
+    [
+        ("x", "0 (0 bytes of 0 files)", "no length at all"),
+        ("four", "2 (1 byte of 1 file)", "data.sequence_length=1, too short to learn from"),
+        ("ten bytes.", "2 (1 byte of 1 file)", "data.sequence_length=1, too short to learn from"),
+    ],
+)
+def test_text_too_short_for_any_useful_sequence(tmp_path: Path, text: str, has: str, enough_for: str) -> None:
+    data = prepare(section(write(tmp_path, {"a.txt": text}), tmp_path / "cache"))
+    with pytest.raises(UserError) as caught:
         TokenDataset(data, "validation", 16)
+    assert str(caught.value) == (
+        f"data.sequence_length=16 needs 17 tokens, and the validation text has {has}; "
+        f"give more text in data.path: this is enough for {enough_for}"
+    )

@@ -61,14 +61,23 @@ class Difference:
     same_samples: bool
 
 
-def run(cluster: Cluster, cut: Cut, accumulation: int, precision: str, text: Path, run_dir: Path, *more: str) -> Curve:
-    """Train ``STEPS`` steps."""
+def run(
+    cluster: Cluster,
+    cut: Cut,
+    accumulation: int,
+    precision: str,
+    text: Path,
+    run_dir: Path,
+    *more: str,
+    fault: dict[str, Any] | None = None,
+) -> Curve:
+    """Train ``STEPS`` steps; ``fault`` multiplies gradients, as ``tests.runs.ObservedRecipe`` takes it."""
     micro_batch = GLOBAL_BATCH // cut.processes // accumulation
     argv = overrides(
         text, run_dir, *cut.overrides, f"precision={precision}", f"trainer.steps={STEPS}",
         f"trainer.global_batch={GLOBAL_BATCH}", f"trainer.micro_batch={micro_batch}", *more,
     )  # fmt: skip
-    answers = cluster.run(cut.processes, "tests.runs:train_small", argv=argv, ragged=True)
+    answers = cluster.run(cut.processes, "tests.runs:train_small", argv=argv, ragged=True, fault=fault)
     steps = metrics(run_dir)
     ids = [
         sorted(

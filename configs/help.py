@@ -101,7 +101,7 @@ def _first_comment(file: Path) -> str:
 def _first_sentence(purpose: str, width: int) -> str:
     """As many whole sentences, clauses failing that, of ``purpose`` as fit into ``width``."""
     text = purpose.replace("``", "")
-    for mark in (". ", "; ", " ("):
+    for mark in (". ", "; "):
         while len(text) > width and mark in text:
             text = text[: text.rindex(mark)]
     return text.rstrip(".")

@@ -6,11 +6,13 @@ files live with whoever opens them.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from configs.divisors import nearest_divisors
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
@@ -83,9 +85,9 @@ class RopeScaling(Section):
         return self
 
 
-def _nearest_numbers(wanted: int, valid: Iterable[int]) -> list[int]:
-    """The four of ``valid`` that are nearest to ``wanted``, nearest first."""
-    return sorted(valid, key=lambda number: abs(number - wanted))[:4]
+def _nearest(key: str, values: Sequence[int]) -> str:
+    """``use model.heads=4 (or one of [8, 2, 16])``; ``values`` come nearest first."""
+    return f"use {key}={values[0]}" + (f" (or one of {list(values[1:4])})" if values[1:] else "")
 
 
 class ModelSection(Section):
@@ -128,22 +130,25 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _heads_divide(self) -> "ModelSection":
         if self.head_dim is None and self.dim % self.heads:
-            near = _nearest_numbers(self.heads, (h for h in range(1, self.dim // 2 + 1) if self.dim % (2 * h) == 0))
-            fix = f"use model.heads={near[0]} (or one of {near[1:]})" if near else "use an even model.dim"
+            if self.dim % 2:  # rotary embeddings turn pairs, so no number of heads would do
+                pairs = 2 * self.heads
+                fix = f"use model.dim={max(pairs, (self.dim + self.heads) // pairs * pairs)}"
+            else:
+                fix = _nearest("model.heads", nearest_divisors(self.dim // 2, self.heads))
             raise ValueError(
                 f"model.heads={self.heads} does not divide model.dim={self.dim}; {fix}, or set model.head_dim"
             )
         if self.heads % self.kv_heads:
-            near = _nearest_numbers(self.kv_heads, (k for k in range(1, self.heads + 1) if self.heads % k == 0))
             raise ValueError(
                 f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
-                f"use model.kv_heads={near[0]} (or one of {near[1:]})"
+                + _nearest("model.kv_heads", nearest_divisors(self.heads, self.kv_heads))
             )
-        if self.attention_head_dim % 2:
-            given = "model.head_dim" if self.head_dim else f"model.dim={self.dim} / model.heads={self.heads}"
+        width = self.attention_head_dim
+        if width % 2:
+            derived = "" if self.head_dim else f" (model.dim={self.dim} / model.heads={self.heads})"
             raise ValueError(
-                f"{given} = {self.attention_head_dim} is odd, but rotary embeddings turn pairs; "
-                f"use model.head_dim={self.attention_head_dim + 1}"
+                f"model.head_dim={width}{derived} is odd, but rotary embeddings turn pairs; "
+                f"use model.head_dim={width + 1}"
             )
         return self
 
@@ -156,7 +161,7 @@ class DataSection(Section):
     path: str | None = None
     """File, folder or glob of UTF-8 text (``data=text`` only)."""
     tokenizer: Literal["bytes", "chars"] = "bytes"
-    """``bytes`` (all 256 and an end mark) or ``chars`` (the characters that occur, and an end mark)."""
+    """``bytes`` (all 256) or ``chars`` (the characters that occur), and an end mark."""
     sequence_length: PositiveCount
     """Tokens per sequence."""
     validation_fraction: Number = Field(default=0.05, gt=0, lt=1)
@@ -185,7 +190,7 @@ class ParallelSection(Section):
     shard: Degree = 1
     """Number of ranks one copy is sharded over; -1: whatever is left."""
     reshard_after_forward: bool = True
-    """Free gathered parameters after forward (true: ZeRO-3) or keep them (false: ZeRO-2, faster, more memory)."""
+    """Free gathered parameters after forward (ZeRO-3); false keeps them (ZeRO-2: faster, more memory)."""
     sync_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch: full-size gradients are never held, at more communication."""
 

@@ -1,8 +1,10 @@
-"""First weights: the same bits for every way of cutting, on every device.
+"""First weights: the same bits for every way of cutting, on every device, with every numpy that keeps its stream.
 
 Each parameter is drawn in blocks of rows, each block from its own stream keyed by (seed, parameter name, block), so a
 rank draws just the blocks that touch its shard and no two layouts can differ. Numbers come from numpy's Philox
 (https://www.thesalmons.org/john/random123/papers/random123sc11.pdf) on the CPU: CPU and GPU generators of torch differ.
+NEP 19 (https://numpy.org/neps/nep-0019-rng-policy.html) lets numpy change the stream between versions;
+tests/test_model.py would tell. Numbers beyond 3.65 take a logarithm of the C library's, which may round differently.
 """
 
 import hashlib

@@ -1,9 +1,9 @@
 """Degrees -> layout -> DeviceMesh. Every refusal states the equation with its numbers and a value that works."""
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from configs.divisors import nearest_divisors
 from configs.errors import UserError
 from configs.schema import ParallelSection, TrainerSection
 
@@ -62,7 +62,7 @@ def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
     if section.sync_every_micro_batch and strategy == "ddp":
         raise UserError(
             "parallel.sync_every_micro_batch=true with parallel=ddp: replicas hold whole gradients either way, so it "
-            "only costs communication; leave it out, or use parallel=fsdp"
+            "only costs communication; use parallel.sync_every_micro_batch=false, or parallel=fsdp"
         )
     known = {"replicate": replicate, "shard": shard}
     free = next((axis for axis, degree in known.items() if degree == -1), None)
@@ -71,14 +71,16 @@ def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
         if world_size % fixed:
             raise UserError(
                 f"parallel.{fixed_axis}={fixed} does not divide {_processes(world_size)}, so parallel.{free}=-1 has no "
-                f"value; use parallel.{fixed_axis}={_nearest_divisor(world_size, fixed)}"
+                f"value; use parallel.{fixed_axis}={nearest_divisors(world_size, fixed)[0]}"
             )
         known[free] = world_size // fixed
     elif replicate * shard != world_size:
+        needed = replicate * shard
         raise UserError(
-            f"the mesh needs {replicate * shard} processes (replicate {replicate} x shard {shard}) but "
-            f"{_processes(world_size)} {'was' if world_size == 1 else 'were'} started; use --nproc_per_node="
-            f"{replicate * shard}, or parallel.{'replicate' if strategy == 'ddp' else 'shard'}=-1 for whatever is left"
+            f"the mesh needs {needed} processes (replicate {replicate} x shard {shard}) but "
+            f"{_processes(world_size)} {'was' if world_size == 1 else 'were'} started; use --nproc_per_node={needed} "
+            f"(in a dry run: launch.processes={needed}), or "
+            f"parallel.{'replicate' if strategy == 'ddp' else 'shard'}=-1 for whatever is left"
         )
     if world_size == 1:
         return Layout("single", 1, 1)
@@ -98,7 +100,7 @@ def gradient_accumulation(trainer: TrainerSection, layout: Layout) -> int:
     fixes = [f"trainer.global_batch={value}" for value in (lower, upper) if value]
     if trainer.global_batch % layout.data_ranks == 0:
         per_rank = trainer.global_batch // layout.data_ranks
-        fixes.append(f"trainer.micro_batch={_nearest_divisor(per_rank, trainer.micro_batch)}")
+        fixes.append(f"trainer.micro_batch={nearest_divisors(per_rank, trainer.micro_batch)[0]}")
     raise UserError(
         f"trainer.global_batch={trainer.global_batch} is not a multiple of {per_pass} = trainer.micro_batch "
         f"{trainer.micro_batch} x {layout.data_ranks} data ranks; use {' or '.join(fixes)}"
@@ -114,8 +116,3 @@ def build_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
 
 def _processes(count: int) -> str:
     return f"{count} process" + ("" if count == 1 else "es")
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return min({*small, *(number // d for d in small)}, key=lambda d: (abs(d - wanted), d))

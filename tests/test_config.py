@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from configs.compose import FOLDER, compose, config_yaml, help_text, parse_arguments
+from configs.divisors import divisors
 from configs.errors import UserError
 from configs.help import choices_of
 from configs.keys import all_keys, key_tables
@@ -200,6 +201,16 @@ def test_help_is_short_and_complete():
         compose([word.replace("'", "") for word in example.split()])
 
 
+def test_help_breaks_no_sentence_off():
+    listed = re.findall(r"^  ([a-z_.]+) {2,}(\S.*)$", help_text().partition("common keys")[2], re.MULTILINE)
+    assert {"checkpoint.resume", "parallel.reshard_after_forward"} <= {key for key, _ in listed}
+    for key, said in listed:
+        purpose = all_keys()[key].purpose.replace("``", "")
+        assert purpose.startswith(said)
+        assert purpose[len(said)] in ".;"
+        assert said.count("(") == said.count(")")
+
+
 @pytest.mark.parametrize(
     "argv, parsed",
     [
@@ -320,6 +331,31 @@ def test_a_slip_of_one_letter_leads_to_the_key(slip: tuple[str, str]):
     key, typed = slip
     message = unknown_key(typed, "1", "command line", GROUPS)
     assert re.search(rf"(?<![\w.]){re.escape(key)}=", message.partition("did you mean")[2]), message
+
+
+@given(st.integers(1, 5000))
+def test_divisors_are_all_that_divide(number: int):
+    assert divisors(number) == [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+@pytest.mark.timeout(20)
+def test_divisors_of_huge_numbers_take_no_time():
+    assert len(divisors(3_000_000_000)) == 2 * 10 * 10
+    assert divisors(2**61 - 1) == [1, 2**61 - 1]
+    assert all(10**40 % divisor == 0 for divisor in divisors(10**40))
+    assert len(divisors(10**40)) == 41 * 41
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("dim", ["3000000000", "3000000000000000000000"])
+def test_a_huge_model_is_refused_at_once(dim: str):
+    assert "use model.heads=6 (or one of [8," in refusal(f"model.dim={dim}", "model.heads=7")
+    message = refusal(f"model.heads={dim}", "model.kv_heads=7", "model.head_dim=2")
+    assert "use model.kv_heads=6 (or one of [8," in message
+
+
+def test_the_only_number_that_divides_stands_alone():
+    assert "use model.heads=1, or set model.head_dim" in refusal("model.dim=2", "model.heads=3", "model.kv_heads=1")
 
 
 def test_what_is_wrong_is_told_all_at_once_and_once():

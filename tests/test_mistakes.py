@@ -81,6 +81,19 @@ MISTAKES = [
     # values that contradict each other
     _mistake("heads", "model.heads=5", "model.heads=5 does not divide model.dim=128", "model.heads=4"),
     _mistake("kv heads", "model.kv_heads=3", "model.kv_heads=3 does not divide model.heads=4", "model.kv_heads=2"),
+    _mistake(
+        "huge heads", "model.dim=3000000000|model.heads=7", "model.dim=3000000000; use model.heads=6 (or one of [8,"
+    ),
+    _mistake(
+        "huge kv heads",
+        "model.head_dim=2|model.heads=3000000000|model.kv_heads=7",
+        "model.kv_heads=7 does not divide model.heads=3000000000; use model.kv_heads=6 (or one of [8,",
+    ),
+    _mistake("odd dim", "model.dim=129", "model.heads=4 does not divide model.dim=129; use model.dim=128"),
+    _mistake("odd head_dim", "model.head_dim=7", "model.head_dim=7 is odd", "use model.head_dim=8"),
+    _mistake(
+        "odd heads", "model.dim=28", "model.head_dim=7 (model.dim=28 / model.heads=4) is odd", "use model.head_dim=8"
+    ),
     _mistake("long sequence", "data.sequence_length=16k", "16000 exceeds", "data.sequence_length=8192"),
     _mistake("no path", "data=text", "data.path=FILE_OR_FOLDER_OR_GLOB"),
     _mistake("idle path", "data.path=books", "add data=text"),
@@ -102,11 +115,36 @@ MISTAKES = [
     ),
     _mistake("single on many", "parallel=single", "parallel=single", stage="run", processes=2),
     _mistake("ddp does not shard", "parallel=ddp|parallel.shard=2", "parallel.shard=2", stage="run", processes=2),
+    _mistake(
+        "shards of one process",
+        "parallel=fsdp|parallel.shard=8",
+        "8 processes",
+        "1 process was started",
+        "--nproc_per_node=8 (in a dry run: launch.processes=8)",
+        "parallel.shard=-1",
+        stage="run",
+    ),
+    _mistake(
+        "replicas of one process",
+        "parallel=ddp|parallel.replicate=4",
+        "4 processes",
+        "1 process was started",
+        "--nproc_per_node=4 (in a dry run: launch.processes=4)",
+        "parallel.replicate=-1",
+        stage="run",
+    ),
+    _mistake(
+        "replicas that exchange each time",
+        "recipe=llama8b|parallel=ddp",
+        "parallel.sync_every_micro_batch=true",
+        "use parallel.sync_every_micro_batch=false",
+        stage="run",
+    ),
     _mistake("batch", "trainer.global_batch=30|trainer.micro_batch=8", "30", "8", stage="run"),
     _mistake("batch over ranks", "trainer.global_batch=8|trainer.micro_batch=8", "8", "4", stage="run", processes=4),
     _mistake("absent file", "data=text|data.path={absent}", "{absent}", stage="run"),
     _mistake("empty file", "data=text|data.path={empty}", "{empty}", stage="run"),
-    _mistake("short text", "data=text|data.path={short}", "data.sequence_length", stage="run"),
+    _mistake("short text", "data=text|data.path={short}", "data.sequence_length", "give more text", stage="run"),
     _mistake("run folder is a file", "run.dir={file}", "{file}", stage="run"),
 ]
 

@@ -1,5 +1,7 @@
 """The model is Hugging Face's Llama: same weights, same logits, same loss, same file."""
 
+import hashlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 from configs.schema import ModelSection, RopeScaling
 from parallel.initialize import initialize, normal_rows
 from recipes.models import head
-from recipes.models.head import IGNORE
+from recipes.models.head import IGNORE, linear_cross_entropy_sum
 from recipes.models.transformer import (
     Transformer,
     hugging_face_config,
@@ -99,6 +101,28 @@ def test_loss_of_masked_tokens_only_is_zero_with_zero_gradient() -> None:
     assert all(parameter.grad.abs().max() == 0 for parameter in model.parameters())
 
 
+def test_head_gradient_of_fp16_does_not_overflow() -> None:
+    """Where nearly all of 32,768 targets are one class, that row's gradient is a sum past fp16's largest, 65,504."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = 3 + torch.randn(32768, 32, generator=generator) / 2
+    weight = torch.randn(257, 32, generator=generator) / 50
+    targets = torch.zeros(32768, dtype=torch.int64)
+    targets[::100] = torch.randint(257, targets[::100].shape, generator=generator)
+
+    def gradient(dtype: torch.dtype) -> torch.Tensor:
+        leaf = weight.clone().requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = linear_cross_entropy_sum(hidden.to(dtype), leaf, targets)
+        loss.backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    expected, low = gradient(torch.float32), gradient(torch.float16)
+    assert expected.abs().max() > 65504
+    assert low.isfinite().all()
+    assert (low - expected).norm() < 1e-4 * expected.norm()
+
+
 def test_meta_model_allocates_nothing_and_plan_names_exist() -> None:
     with torch.device("meta"):
         model = Transformer(section(), 131)
@@ -120,3 +144,31 @@ def test_first_weights_depend_on_name_seed_and_row_alone() -> None:
     assert not torch.equal(normal_rows(3, "layers.1.weight", (5000, 700), 0, 1), whole[:1])
     # Rows past the first block come from another stream, not from the first one again.
     assert not torch.equal(whole[: 2**20 // 700][:5], whole[2**20 // 700 :][:5])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "first_row", "rows", "digest"),
+    [
+        ("embed_tokens.weight", (257, 8), 0, 257, "ffef8438357ff2e77c242c29f6675a6b"),
+        # Rows 1496 to 1498: the last of the first block and the first of the second.
+        ("layers.0.mlp.up_proj.weight", (5000, 700), 1496, 3, "5b774d897cc0bfb224092c939958dae4"),
+    ],
+)
+def test_first_weights_are_these_bits(
+    name: str, shape: tuple[int, ...], first_row: int, rows: int, digest: str
+) -> None:
+    """Should numpy change its stream, old seeds give other weights: then say so to users, and renew the digests."""
+    weights = normal_rows(2, name, shape, first_row, rows)
+    assert weights.abs().max() < 3.65, "no number here comes by way of the C library's logarithm"
+    assert hashlib.blake2b(weights.numpy().tobytes(), digest_size=16).hexdigest() == digest
+
+
+def test_rotary_tables_are_kept_once_and_cut_to_any_length() -> None:
+    model = build(section(rope_scaling=LLAMA31_SCALING))
+    device = torch.device("cpu")
+    fresh = {length: build(section(rope_scaling=LLAMA31_SCALING))._rope(length, device) for length in (1, 7, 40, 512)}
+    for length in (7, 40, 1, 40, 512, 7):
+        for table, expected in zip(model._rope(length, device), fresh[length], strict=True):
+            assert torch.equal(table, expected)
+            assert table.is_contiguous()
+    assert [cos.shape[0] for cos, _ in model._rope_tables.values()] == [512]

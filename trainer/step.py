@@ -70,8 +70,8 @@ class TrainStep:
             overflow = loss_sum.isfinite() & (scale > 1)  # fp16 finding its scale: not a failure
             self._failed_in_row = (self._failed_in_row + ~overflow) * rejected
             clip = (norm / self._max_grad_norm).clamp(min=1.0)
-            self._optimizer.grad_scale = (divisor * clip).float()
-            self._optimizer.found_inf = rejected.float()
+            self._optimizer.grad_scale = (divisor * clip).float()  # type: ignore[attr-defined]
+            self._optimizer.found_inf = rejected.float()  # type: ignore[attr-defined]
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()

@@ -478,4 +478,5 @@ def set_determinism(deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # every element is written before it is read
+    # Every element is written before it is read.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -11,6 +11,9 @@ from configs.errors import UserError
 from recipes.data.prepare import Prepared
 from recipes.models.head import IGNORE
 
+_SHORTEST_USEFUL = 16
+"""Tokens. A shorter sequence is no remedy for a lack of text."""
+
 
 class Sample(NamedTuple):
     """One sequence. ``targets[t]`` is the token that follows ``tokens[t]``."""
@@ -71,12 +74,19 @@ def collate(samples: Sequence[Sample], ids: np.ndarray) -> Batch:
 
 
 def _too_short(prepared: Prepared, split: str, sequence_length: int) -> UserError:
-    """Say how much there is, and a sequence length that works for both splits where there is one."""
+    """Say how much there is, and the longest sequence that both splits have, where it is worth training on."""
     has = prepared.splits[split]
     what = "training" if split == "train" else "validation"
-    found = f"the {what} text has {has.tokens} ({has.text_bytes} bytes of {has.files} files)"
-    message = f"data.sequence_length={sequence_length} needs {sequence_length + 1} tokens, and {found}"
+    message = (
+        f"data.sequence_length={sequence_length} needs {sequence_length + 1} tokens, and the {what} text has "
+        f"{has.tokens} ({_count(has.text_bytes, 'byte')} of {_count(has.files, 'file')})"
+    )
     longest = min(each.tokens for each in prepared.splits.values()) - 1
-    if longest < 1:
-        return UserError(f"{message}; use more text, or keep more of it for validation: data.validation_fraction=0.5")
-    return UserError(f"{message}; use more text, or data.sequence_length={2 ** (longest.bit_length() - 1)}")
+    if longest < _SHORTEST_USEFUL:
+        would_do = f"data.sequence_length={longest}, too short to learn from" if longest > 0 else "no length at all"
+        return UserError(f"{message}; give more text in data.path: this is enough for {would_do}")
+    return UserError(f"{message}; use more text, or at most data.sequence_length={longest}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

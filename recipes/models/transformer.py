@@ -131,7 +131,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LanguageModelHead(config.dim, vocab_size, tied=config.tie_embeddings)
-        self._rope_tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._rope_tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """``tokens`` [B, S] -> logits [B, S, V]; with ``targets`` [B, S] (-100: no target) -> loss sum, fp32 scalar."""
@@ -147,18 +147,19 @@ class Transformer(nn.Module):
         return self.lm_head(self.norm(x), targets, shared)
 
     def _rope(self, sequence: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        # Kept outside of the buffers: computed the first time on the device itself, in fp32, so neither meta
-        # construction nor mixed precision can touch them.
-        key = (sequence, device)
-        if key not in self._rope_tables:
+        # Kept outside of the buffers: computed when first used, in fp32 on the CPU, so neither meta
+        # construction nor mixed precision can touch them. The longest so far serves all shorter ones: while text is
+        # sampled, every length comes by.
+        if device not in self._rope_tables or self._rope_tables[device][0].shape[0] < sequence:
             with torch.autocast(device.type, enabled=False):
                 frequencies = rope_frequencies(
                     self.config.attention_head_dim, self.config.rope_theta, self.config.rope_scaling
                 )
                 angles = torch.outer(torch.arange(sequence).float(), frequencies)
                 angles = torch.cat((angles, angles), dim=-1)  # [S, E]
-                self._rope_tables[key] = (angles.cos().to(device), angles.sin().to(device))
-        return self._rope_tables[key]
+                self._rope_tables[device] = (angles.cos().to(device), angles.sin().to(device))
+        cos, sin = self._rope_tables[device]
+        return cos[:sequence], sin[:sequence]
 
     def parallel_plan(self) -> ParallelPlan:
         """Each block alone; the two ends alone, or in no unit where they share a weight."""

@@ -14,6 +14,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 
+_NOT_DONE = {"error": "not done in time"}
+
+
 @dataclass(frozen=True)
 class Answer:
     """What one rank returned and printed."""
@@ -55,7 +58,7 @@ class Cluster:
                 environment={key: str(value) for key, value in environment.items()} if world_size > 1 else {},
             )  # fmt: skip
         deadline = time.monotonic() + timeout_seconds
-        answers = [worker.answer(deadline) for worker in self._workers[:world_size]]
+        answers = self._answers(world_size, deadline)
         printed = [output.read_text() if output.exists() else "" for output in outputs]
         errors = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if "error" in a]
         if errors:
@@ -63,6 +66,19 @@ class Cluster:
             texts = [f"rank {rank} printed:\n{text}" for rank, text in enumerate(printed) if text]
             raise AssertionError("\n".join([*errors, *texts]))
         return [Answer(a["value"], text) for a, text in zip(answers, printed, strict=True)]
+
+    def _answers(self, world_size: int, deadline: float) -> list[dict[str, Any]]:
+        """One answer per rank. Once a rank has died, the others, which may wait for it for ever, get a moment more."""
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < world_size:
+            for rank, worker in enumerate(self._workers[:world_size]):
+                until = min(deadline, time.monotonic() + 0.05) if len(answers) < world_size - 1 else deadline
+                if rank in answers or ((answer := worker.answer(until)) == _NOT_DONE and until < deadline):
+                    continue
+                answers[rank] = answer
+                if worker.is_dead:
+                    deadline = min(deadline, time.monotonic() + 2)
+        return [answers[rank] for rank in range(world_size)]
 
     def stop(self) -> None:
         """End all processes; the next run starts new ones."""
@@ -100,8 +116,12 @@ class _Worker:
         try:
             line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            return {"error": "not done in time"}
+            return _NOT_DONE
         return json.loads(line) if line else {"error": f"the process ended with {self._process.wait()}"}
+
+    @property
+    def is_dead(self) -> bool:
+        return self._process.poll() is not None
 
     def stop(self) -> None:
         self._process.kill()

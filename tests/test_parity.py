@@ -40,7 +40,7 @@ def test_tied_embeddings_equal_the_single_process(cut: Cut, cluster: Cluster, te
     assert difference.same_samples
     assert difference.loss < TOLERANCES["fp32"]
     assert difference.grad_norm < TOLERANCES["fp32"]
-    assert not {name for name in load_file(tmp_path / "run" / "model" / "model.safetensors") if "lm_head" in name}
+    assert not {name for name in runs.weights(tmp_path / "run") if "lm_head" in name}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

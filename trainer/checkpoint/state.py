@@ -1,6 +1,6 @@
 """The tensors that a checkpoint holds, by name: weights as they are exported, the optimizer's as <weight>.<state>."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -62,7 +62,7 @@ def load_weights(folder: Path, module: nn.Module, export_name: Callable[[str], s
     _fill(weights, named, unused=("lm_head.weight", ".rotary_emb.inv_freq"))
 
 
-def _fill(folder: TensorFolder, named: dict[str, Tensor], unused: tuple[str, ...] = ()) -> None:
+def _fill(folder: TensorFolder, named: Mapping[str, Tensor], unused: tuple[str, ...] = ()) -> None:
     """``unused``: endings of names that the folder may hold beyond ``named``: what follows from the rest."""
     missing = [name for name in named if name not in folder.specs]
     extra = [name for name in folder.specs if name not in named and not name.endswith(unused)]

@@ -119,7 +119,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"bytes of a tensor on {tensor.device}, contiguous: {tensor.is_contiguous()}")
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    # numpy's arrays are buffers; its types say so from Python 3.12 on.
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class TensorFolder:

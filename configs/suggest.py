@@ -56,6 +56,12 @@ _ALIASES = {  # names other frameworks use, for keys or groups whose value means
     "launch.device": "accelerator platform device_type",
     "run.name": "run_name experiment_name exp_name name job_name",
     "run.dir": "output_dir save_dir out_dir log_dir logdir work_dir results_dir default_root_dir checkpoint_dir",
+    "checkpoint.every": "save_every save_steps save_interval checkpoint_every save_freq every_n_train_steps "
+    "checkpoint_interval",
+    "checkpoint.keep": "save_total_limit keep_latest_k save_top_k max_checkpoints",
+    "checkpoint.resume": "resume resume_from resume_from_checkpoint ckpt_path load_checkpoint auto_resume init_from "
+    "pretrained pretrained_model_name_or_path initial_load_path",
+    "trainer.stop_at": "stop_step stop_after exit_interval",
     "dry_run": "dryrun plan fast_dev_run",
     "recipe": "config config_name config_file preset experiment",
 }

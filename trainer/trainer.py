@@ -133,8 +133,7 @@ class Trainer:
         plan = recipe.parallel_plan(model)
         for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start):
             console.say(line)
-        begin = partial(_begin, folder, config_yaml, start, parameters)
-        for note in session.once(begin):
+        for note in session.once(partial(_set_up, folder, config_yaml, start, 3 * _FP32_BYTES * parameters)):
             console.say(note)
         console.open(config.run.dir)
         if folder is not None:
@@ -431,18 +430,19 @@ def _check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
         )
 
 
-def _begin(folder: RunFolder | None, config_yaml: str, start: Start, parameters: int) -> list[str]:
-    """Set the folder up, on rank 0, once nothing in the user's hands can fail any more: a mistyped path moves no run.
+def _set_up(folder: RunFolder | None, config_yaml: str, start: Start, checkpoint_bytes: int) -> list[str]:
+    """Make the run folder ready, on rank 0, once nothing in the user's hands can fail: a mistyped path moves no run.
 
     Returns what to tell the user.
     """
     assert folder is not None
-    notes = []
     checkpoints = folder.path / CHECKPOINTS
+    notes = []
     if start.continues(folder.path):
-        newer = [f"{CHECKPOINTS}/{path.name}" for path in committed(checkpoints) if path.name > folder_name(start.step)]
+        newer = [path.name for path in committed(checkpoints) if path.name > folder_name(start.step)]
         if newer:
-            notes.append(f"newer checkpoints ({', '.join(newer)}) are kept in {folder.set_aside(newer)}")
+            aside = folder.set_aside([f"{CHECKPOINTS}/{name}" for name in newer])
+            notes.append(f"newer checkpoints ({', '.join(newer)}) are kept in {aside}")
     elif folder.holds_a_run():
         end = folder.earlier_end()
         notes.append(f"an earlier run here ({end}) is kept in {folder.set_aside(RECORDS)}; starting anew")
@@ -451,7 +451,7 @@ def _begin(folder: RunFolder | None, config_yaml: str, start: Start, parameters:
     except OSError as error:
         raise UserError(f"cannot write {checkpoints}: {error.strerror}; use run.dir=FOLDER") from None
     notes += sweep(checkpoints)
-    if problem := lack_of_space(checkpoints, 3 * _FP32_BYTES * parameters):
+    if problem := lack_of_space(checkpoints, checkpoint_bytes):
         raise UserError(f"{problem}; use run.dir=FOLDER on another disk, or free some")
     folder.begin(config_yaml, environment(), start.step)
     return notes

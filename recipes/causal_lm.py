@@ -13,7 +13,7 @@ from configs.schema import RunConfig
 from parallel.plan import LossTerms, ParallelPlan
 from recipes.data.dataset import Batch, Sample, TokenDataset, collate
 from recipes.data.prepare import Prepared, open_prepared, prepare
-from recipes.data.tokenizer import BytesTokenizer
+from recipes.data.tokenizer import BytesTokenizer, hugging_face_files
 from recipes.models import transformer
 from recipes.models.head import IGNORE
 
@@ -135,5 +135,6 @@ class CausalLM:
         assert self._prepared is not None, "open_data comes first"
         tokenizer = self._prepared.tokenizer
         config = transformer.hugging_face_config(self._model, self.vocab_size(), tokenizer.end_id)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (folder / "serried_tokenizer.json").write_text(json.dumps(tokenizer.spec(), ensure_ascii=False) + "\n")
+        files = {"config.json": config, **hugging_face_files(tokenizer)}
+        for name, content in files.items():
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n")

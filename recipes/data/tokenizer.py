@@ -15,6 +15,7 @@ from configs.schema import DataSection
 from recipes.data.text import Document
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_END = "<|end|>"
 
 
 class Tokenizer(Protocol):
@@ -122,3 +123,41 @@ def tokenizer_from_spec(spec: dict[str, Any]) -> Tokenizer:
     if kind == "chars" and isinstance(spec.get("characters"), str):
         return CharsTokenizer(spec["characters"])
     raise ValueError(f"unknown tokenizer {kind!r}")
+
+
+def hugging_face_files(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Name -> JSON of the files with which ``transformers.AutoTokenizer`` opens ``tokenizer``: same text, same ids.
+
+    Both kinds are byte-pair encodings without pairs: what is left is one id per byte or per character.
+    """
+    spec = tokenizer.spec()
+    if spec["kind"] == "bytes":
+        vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        pre_tokenizer, decoder = level, level
+    else:
+        vocabulary = {character: number for number, character in enumerate(spec["characters"])}
+        pre_tokenizer, decoder = None, {"type": "Fuse"}
+    end = {"id": tokenizer.end_id, "content": _END, "special": True, "normalized": False}
+    end |= {"single_word": False, "lstrip": False, "rstrip": False}
+    model: dict[str, Any] = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": vocabulary, "merges": [],
+    }  # fmt: skip
+    return {
+        "tokenizer.json": {
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
+            "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": decoder, "model": model,
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _END, "bos_token": _END,
+            "clean_up_tokenization_spaces": False,
+        },
+    }  # fmt: skip
+
+
+def _byte_characters() -> list[str]:
+    """A printable character for each byte, as byte-level encodings write them (GPT-2's ``bytes_to_unicode``)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = (chr(256 + number) for number in range(256 - len(printable)))
+    return [chr(byte) if byte in printable else next(others) for byte in range(256)]

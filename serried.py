@@ -1,0 +1,112 @@
+"""Everything that is not training: ``serried export run.dir=runs/tiny out=my-model``. Run from the checkout."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not installed: their names are too plain
+
+from configs.errors import EXIT_FINISHED, EXIT_MISTAKE, UserError
+from configs.schema import parse_count
+from configs.suggest import nearest
+
+USAGE = """\
+usage: serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]
+
+  run.dir     run folder (or run.name=NAME for runs/NAME)
+  out         folder to write, which transformers opens: config, generation config, tokenizer, weights
+  checkpoint  step of the checkpoint; the newest when not given
+  dtype       of the weights; as saved (fp32) when not given
+  shard_size  largest file, in bytes: 500MB, 5GB (the default)
+
+Training is train.py's: python train.py --help"""
+
+_LATER = ("plan", "prepare", "preflight", "submit", "status", "evaluate", "generate", "report", "recipes")
+_EXPORT_KEYS = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do what the command line says and return the exit code."""
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        if command in ("--help", "-h", "help") or {"--help", "-h"} & set(rest):
+            print(USAGE)
+        elif command == "export":
+            print(export(_pairs(rest)))
+        elif command in _LATER:
+            raise UserError(f"serried {command} is not in this version yet; there is: serried export")
+        else:
+            raise UserError(f"there is no command {command!r}; did you mean: serried export")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_MISTAKE
+    return EXIT_FINISHED
+
+
+def export(given: dict[str, str]) -> str:
+    """Export a checkpoint as ``given`` says. Returns what to tell the user.
+
+    Raises:
+        UserError: a key or value is wrong, or the export fails.
+    """
+    import torch
+
+    from trainer.checkpoint.export import export as write
+    from trainer.checkpoint.resume import CHECKPOINTS
+    from trainer.checkpoint.retention import committed, step_of
+    from trainer.track import size
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = given.get("dtype")
+    if dtype is not None and dtype not in dtypes:
+        raise UserError(f"dtype={dtype} is none of {', '.join(dtypes)}; use dtype=bf16")
+    if "out" not in given:
+        raise UserError("out=FOLDER is missing: where the model goes; e.g. out=my-model")
+    run = Path(given.get("run.dir", Path("runs") / given.get("run.name", "tiny")))
+    try:
+        found = {step_of(path): path for path in committed(run / CHECKPOINTS)}
+    except OSError as error:
+        raise UserError(f"cannot read {run / CHECKPOINTS}: {error.strerror}; use run.dir=FOLDER") from None
+    if not found:
+        raise UserError(f"{run / CHECKPOINTS} holds no checkpoint; use run.dir=FOLDER of a run that has saved one")
+    wanted = _step(given["checkpoint"]) if "checkpoint" in given else max(step for step in found if step is not None)
+    if wanted not in found:
+        have = ", ".join(str(step) for step in found)
+        raise UserError(f"checkpoint={given['checkpoint']} is not in {run / CHECKPOINTS}; there are {have}")
+    out = Path(given["out"])
+    shard_bytes = _bytes(given.get("shard_size", "5GB"))
+    files = write(found[wanted], out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes)
+    return f"exported   {found[wanted]} to {out}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}"
+
+
+def _pairs(words: list[str]) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise UserError(f"{word!r} is not key=value; see serried --help")
+        if key not in _EXPORT_KEYS:
+            close = nearest(key, _EXPORT_KEYS)
+            hint = f"did you mean {close[0]}={value}" if close else f"there are {', '.join(_EXPORT_KEYS)}"
+            raise UserError(f"export has no key {key!r}; {hint}")
+        if given.get(key, value) != value:
+            raise UserError(f"{key} is given twice: {given[key]} and {value}")
+        given[key] = value
+    return given
+
+
+def _step(text: str) -> int:
+    step = parse_count(text)
+    if not isinstance(step, int):
+        raise UserError(f"checkpoint={text} is not a step; give the number in its name, e.g. checkpoint=100")
+    return step
+
+
+def _bytes(text: str) -> int:
+    count = parse_count(text.strip().removesuffix("B").removesuffix("b"))
+    if not isinstance(count, int) or count < 1:
+        raise UserError(f"shard_size={text} is not a size; e.g. shard_size=5GB or shard_size=500MB")
+    return count
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -26,7 +26,8 @@ _EXPORT_KEYS = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size
 
 def main(arguments: list[str] | None = None) -> int:
     """Do what the command line says and return the exit code."""
-    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    words = sys.argv[1:] if arguments is None else arguments
+    command, *rest = words or ["--help"]
     try:
         if command in ("--help", "-h", "help") or {"--help", "-h"} & set(rest):
             print(USAGE)

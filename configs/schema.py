@@ -281,8 +281,8 @@ class CheckpointSection(Section):
     mode: Literal["async", "sync"] = "async"
     """``async`` (training goes on while a checkpoint is written) or ``sync`` (it waits; no second copy in memory)."""
     resume: str = Field(default="auto", min_length=1)
-    """``auto`` (from the newest checkpoint, if any), ``must``, ``never`` (anew, earlier files kept aside) or a path. A
-    path is a checkpoint, a run folder, or a Hugging Face model folder, from which weights alone are taken."""
+    """``auto`` (the newest checkpoint, if any), ``must``, ``never`` or a path. ``never`` begins anew and keeps earlier
+    files aside; a path is a checkpoint, a run folder, or a Hugging Face model folder, for its weights alone."""
     allow_changes: bool = False
     """Resume although settings that shape the numbers (schedule, seed, data, global batch, ...) have changed."""
 

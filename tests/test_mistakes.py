@@ -59,7 +59,7 @@ MISTAKES = [
         stage="run",
     ),
     _mistake("must resume", "checkpoint.resume=must", "holds no checkpoint", "=auto", stage="run"),
-    _mistake("capitals", "checkpoint.resume=Never", "checkpoint.resume=never"),
+    _mistake("capital never", "checkpoint.resume=Never", "checkpoint.resume=never"),
     _mistake("best of nothing", "checkpoint.keep_best=true|trainer.eval_every=0", "trainer.eval_every="),
     _mistake("keep none", "checkpoint.keep=0", "checkpoint.keep", "1"),
     _mistake("checkpoint mode", "checkpoint.mode=asynchronous", "async", "sync"),

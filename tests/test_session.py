@@ -1,6 +1,7 @@
 """Joining, sharing verdicts, patience, and leaving."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from configs.errors import UserError
 from configs.schema import LaunchSection
-from launch.session import open_session, planned_processes
+from launch.session import open_session, planned_processes, usable_cores
 from tests.cluster import ROOT, Cluster
 
 
@@ -38,7 +39,7 @@ def _mistake() -> None:
 
 def test_one_rank_decides_and_all_hear_it(cluster: Cluster) -> None:
     answers = [answer.value for answer in cluster.run(3, "tests.test_session:share_verdicts")]
-    threads = max(1, len(os.sched_getaffinity(0)) // 3)
+    threads = max(1, usable_cores() // 3)
     assert answers[0] == [[0], {"from": 0}, 0, "no such file", "still in step", 3.0, threads]
     assert answers[1] == answers[2] == [[], *answers[0][1:]]
 
@@ -98,7 +99,7 @@ def test_alone_without_torchrun() -> None:
         assert session.once(lambda: 5) == session.once_per_node(lambda: 5) == 5
         session.same_everywhere("anything", "at all")
         session.first_step_done()
-        assert session.fails_first()
+        assert session.first_failure(ValueError("here")) == (0, "ValueError: here", 70)
         assert not dist.is_initialized()
 
 
@@ -111,8 +112,9 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize("started", [1, 2])
 def test_asking_for_other_processes_than_were_started_is_refused(started: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", str(started))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(started))
+    torchrun = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": started, "LOCAL_WORLD_SIZE": started}
+    for name, value in {**torchrun, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
     with pytest.raises(
         UserError, match=rf"launch.processes=8 but {started} .*torchrun --standalone --nproc_per_node=8"
     ):
@@ -140,3 +142,74 @@ def test_term_ends_a_run_with_a_true_status_and_leaves_no_process(text: Path, tm
     status = (tmp_path / "run" / "status.json").read_text()
     assert '"state": "failed"' in status
     assert '"reason": "interrupted"' in status
+
+
+def test_a_second_signal_does_not_break_the_clean_up() -> None:
+    """torchrun asks twice: a worker in its foreground gets the terminal's Ctrl-C and then SIGTERM."""
+    code = (
+        "import os, signal, time\n"
+        "from configs.schema import LaunchSection\n"
+        "from launch.session import run_in_session, leave\n"
+        "def work(session):\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        time.sleep(10)\n"
+        "    finally:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        time.sleep(0.2)\n"
+        "        print('cleaned up', flush=True)\n"
+        "leave(run_in_session(LaunchSection(), work))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (70, "cleaned up\n", "interrupted\n")
+
+
+def test_a_machine_that_does_not_fit_says_so_itself() -> None:
+    """Rank 0, on another machine, may be fine: it would wait, and nobody would say why."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    started = {
+        "RANK": "8", "LOCAL_RANK": "0", "GROUP_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "train.py", "launch.device=cuda", "trainer.global_batch=128"],
+        cwd=ROOT, env=os.environ | started, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 78
+    assert done.stderr.startswith("error: launch.device=cuda")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {"WORLD_SIZE": "4"},
+            "WORLD_SIZE=4 is set but not RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
+        ),
+        (
+            {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"},
+            "but not MASTER_ADDR, MASTER_PORT",
+        ),
+        ({"RANK": "first"}, "RANK=first: not a whole number"),
+    ],
+)
+def test_half_of_torchruns_variables_are_one_clear_line(
+    given: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(expected)):
+        planned_processes(LaunchSection(), dry_run=False)
+
+
+def fail_in_turn() -> list[object]:
+    with open_session(LaunchSection()) as session:
+        if session.rank != 1:
+            time.sleep(0.5)
+        return list(session.first_failure(UserError("mine") if session.rank == 1 else RuntimeError("echo\nof it")))
+
+
+def test_all_ranks_know_who_failed_first_and_why(cluster: Cluster) -> None:
+    assert [answer.value for answer in cluster.run(3, "tests.test_session:fail_in_turn")] == [[1, "mine", 78]] * 3

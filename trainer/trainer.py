@@ -18,10 +18,10 @@ from configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed, UserErro
 from configs.schema import RunConfig
 from parallel.apply import parallelize
 from parallel.mesh import gradient_accumulation, resolve_layout
-from trainer.checkpoint.resume import CHECKPOINTS, Start, find_start, plain
-from trainer.checkpoint.retention import committed, folder_name, sweep
+from trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, find_start, make_room, plain
+from trainer.checkpoint.retention import folder_name
 from trainer.checkpoint.save import Checkpointer, Saved, lack_of_space
-from trainer.checkpoint.state import load_state, load_weights, state_parts
+from trainer.checkpoint.state import check_names, load_state, load_weights, state_parts
 from trainer.loader import PADDING_ID, BatchLoader, evaluation_batches
 from trainer.metrics import RATES, Meter
 from trainer.optim import build_optimizer, learning_rate
@@ -30,7 +30,7 @@ from trainer.precision import LOW_DTYPES, GradScaler
 from trainer.recipe import Recipe, to_device
 from trainer.sampler import SampleOrder
 from trainer.step import FAILURES_THAT_STOP, StepResult, TrainStep
-from trainer.track import RECORDS, Console, RunFolder, duration, environment, short, size, step_line, write_status
+from trainer.track import Console, RunFolder, duration, environment, short, size, step_line, write_status
 
 if TYPE_CHECKING:
     from launch.session import Session
@@ -55,7 +55,7 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
 
     session.once(claim)
     console = Console(session.is_main, session.rank)
-    trainer = None
+    start, trainer = Start(), None
     try:
         start = find_start(config, session)
         for note in start.notes:
@@ -67,7 +67,7 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
     except BaseException as error:
         console.log(traceback.format_exc())
         failure = session.first_failure(error)
-        step = trainer.step if trainer else 0
+        step = trainer.step if trainer else start.step
         if folder is not None:
             folder.fail(step, failure.reason, failure.exit_code)
         elif trainer is not None and failure.rank == session.rank:
@@ -90,6 +90,12 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console) -> int:
             f"Nothing to do.\ngo on: leave trainer.stop_at out, or raise it, up to trainer.steps={config.trainer.steps}"
         )
         return EXIT_STOPPED
+    if not start.continues(config.run.dir):
+        console.say(
+            f"{start.checkpoint} is at step {start.step}, the last of trainer.steps={config.trainer.steps}. "
+            f"Nothing to do.\ngo on: raise trainer.steps, with checkpoint.allow_changes=true"
+        )
+        return EXIT_FINISHED
     console.say(
         f"{config.run.dir} is finished: {start.step} steps, the model is in {start.checkpoint}. Nothing to do."
         f"\nstart anew: checkpoint.resume=never (keeps these files in {config.run.dir}/earlier-N) "
@@ -123,17 +129,18 @@ class Trainer:
         training, self._validation = recipe.dataset("train"), recipe.dataset("validation")
         session.same_everywhere("the prepared training data", training.fingerprint)
         self._fingerprint = training.fingerprint
-        if start.checkpoint is not None:
-            _check_data(start, training.fingerprint, config)
+        check_data(start, training.fingerprint, config)
 
         model = recipe.build_model()
         if start.weights is not None:
             session.once(partial(recipe.check_weights, start.weights))
+        if start.is_read is not None:
+            check_names(start.is_read, model, recipe.export_name)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         plan = recipe.parallel_plan(model)
         for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start):
             console.say(line)
-        for note in session.once(partial(_set_up, folder, config_yaml, start, 3 * _FP32_BYTES * parameters)):
+        for note in session.once(partial(_begin, folder, start, config_yaml, parameters)):
             console.say(note)
         console.open(config.run.dir)
         if folder is not None:
@@ -143,11 +150,10 @@ class Trainer:
                 "start", world_size=session.world_size, mesh=mesh, parameters=parameters, resumed_from=resumed_from
             )
 
-        is_read = start.checkpoint is not None or start.weights is not None
         self._parallel = parallelize(
             model,
             plan,
-            None if is_read else recipe.initial_std,
+            None if start.is_read else recipe.initial_std,
             seed=trainer.seed,
             layout=layout,
             section=config.parallel,
@@ -422,36 +428,11 @@ class Progress:
                 self.first_loss = result.loss
 
 
-def _check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
-    if start.state["data_fingerprint"] != fingerprint and not config.checkpoint.allow_changes:
-        raise UserError(
-            f"{start.checkpoint} was trained on other data (fingerprint {start.state['data_fingerprint']}, now "
-            f"{fingerprint}); use the same files, checkpoint.allow_changes=true to go on with these, or run.name=OTHER"
-        )
-
-
-def _set_up(folder: RunFolder | None, config_yaml: str, start: Start, checkpoint_bytes: int) -> list[str]:
-    """Make the run folder ready, on rank 0, once nothing in the user's hands can fail: a mistyped path moves no run.
-
-    Returns what to tell the user.
-    """
+def _begin(folder: RunFolder | None, start: Start, config_yaml: str, parameters: int) -> list[str]:
+    """On rank 0, once nothing in the user's hands can fail: a mistyped path moves no run. Returns what to tell."""
     assert folder is not None
-    checkpoints = folder.path / CHECKPOINTS
-    notes = []
-    if start.continues(folder.path):
-        newer = [path.name for path in committed(checkpoints) if path.name > folder_name(start.step)]
-        if newer:
-            aside = folder.set_aside([f"{CHECKPOINTS}/{name}" for name in newer])
-            notes.append(f"newer checkpoints ({', '.join(newer)}) are kept in {aside}")
-    elif folder.holds_a_run():
-        end = folder.earlier_end()
-        notes.append(f"an earlier run here ({end}) is kept in {folder.set_aside(RECORDS)}; starting anew")
-    try:
-        checkpoints.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {checkpoints}: {error.strerror}; use run.dir=FOLDER") from None
-    notes += sweep(checkpoints)
-    if problem := lack_of_space(checkpoints, checkpoint_bytes):
+    notes = make_room(folder, start)
+    if problem := lack_of_space(folder.path, 3 * _FP32_BYTES * parameters):
         raise UserError(f"{problem}; use run.dir=FOLDER on another disk, or free some")
     folder.begin(config_yaml, environment(), start.step)
     return notes

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from configs.errors import UserError
 from configs.schema import RunConfig
 from trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, read_manifest
-from trainer.checkpoint.retention import STATE, committed
+from trainer.checkpoint.retention import STATE, committed, folder_name, sweep
+from trainer.track import RECORDS, RunFolder
 
 if TYPE_CHECKING:
     from launch.session import Session
@@ -37,6 +38,11 @@ class Start:
     def step(self) -> int:
         """Steps that are done already."""
         return int(self.state.get("step", 0))
+
+    @property
+    def is_read(self) -> Path | None:
+        """The folder that weights are read from; None: first weights."""
+        return self.checkpoint or self.weights
 
     def continues(self, run_dir: Path) -> bool:
         """Whether the run goes on in its own folder, with its own records."""
@@ -149,6 +155,39 @@ def _state(path: Path) -> dict[str, Any]:
     return dict(state)
 
 
+def make_room(folder: RunFolder, start: Start) -> list[str]:
+    """Set aside whatever in the run folder is not of the run that begins. On one rank. Returns what to tell the user.
+
+    Raises:
+        UserError: there can be no checkpoints.
+    """
+    checkpoints = folder.path / CHECKPOINTS
+    notes = []
+    if start.continues(folder.path):
+        newer = [path.name for path in committed(checkpoints) if path.name > folder_name(start.step)]
+        if newer:
+            aside = folder.set_aside([f"{CHECKPOINTS}/{name}" for name in newer])
+            notes.append(f"newer checkpoints ({', '.join(newer)}) are kept in {aside}")
+    elif folder.holds_a_run():
+        end = folder.earlier_end()
+        notes.append(f"an earlier run here ({end}) is kept in {folder.set_aside(RECORDS)}; starting anew")
+    try:
+        checkpoints.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {checkpoints}: {error.strerror}; use run.dir=FOLDER") from None
+    return notes + sweep(checkpoints)
+
+
+def check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
+    """Raise ``UserError`` where the checkpoint was trained on other data than ``fingerprint`` stands for."""
+    if start.checkpoint is None or config.checkpoint.allow_changes or start.state["data_fingerprint"] == fingerprint:
+        return
+    raise UserError(
+        f"{start.checkpoint} was trained on other data (fingerprint {start.state['data_fingerprint']}, now "
+        f"{fingerprint}); use the same files, checkpoint.allow_changes=true to go on with these, or run.name=OTHER"
+    )
+
+
 # what changed ---------------------------------------------------------------------------------------------------------
 
 _NOT_PART_OF_THE_NUMBERS = (
@@ -189,7 +228,8 @@ def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> N
 
 def _changed(earlier: dict[str, Any], config: RunConfig) -> list[str]:
     changed = differences(earlier, plain(config))
-    told = [text for key, text in changed.items() if not key.startswith(("run.", "checkpoint.", "dry_run"))]
+    silent = ("run.", "checkpoint.", "dry_run", "trainer.stop_at")
+    told = [text for key, text in changed.items() if not key.startswith(silent)]
     return [f"changed since: {'; '.join(told)}"] if told else []
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,7 +33,10 @@ class RunFolder:
             UserError: it cannot be written, or another process is training there.
         """
         self.path = path
-        self._metrics: IO[str] | None = None
+        self._metrics: FileIO | None = None
+        self._unwritten = b""
+        self._problem: str | None = None
+        self._told = False
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("w")
@@ -82,35 +86,51 @@ class RunFolder:
         self._forget_after(step)
         _replace(self.path / "config.yaml", config_yaml)
         _replace(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
-        self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1)
+        self._metrics = FileIO(self.path / "metrics.jsonl", "a")
         self.status("running", step=step)
 
     def _forget_after(self, step: int) -> None:
         try:
-            lines = (self.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+            text = (self.path / "metrics.jsonl").read_text()
         except FileNotFoundError:
             return
         kept: list[str] = []
         lost: list[str] = []
-        for line in lines:
-            (kept if _is_of(line, step) else lost).append(line)
+        for line in text.splitlines():
+            (kept if _is_of(line, step) else lost).append(line + "\n")
         if lost:
             with (self.path / "lost.jsonl").open("a") as file:
-                file.writelines(line if line.endswith("\n") else line + "\n" for line in lost)
+                file.writelines(lost)
+        if "".join(kept) != text:
             _replace(self.path / "metrics.jsonl", "".join(kept))
 
     def record(self, event: str, **values: Any) -> None:
-        """Append one line of strict JSON to ``metrics.jsonl``; a number that JSON has no name for becomes null."""
+        """Append one line of strict JSON to ``metrics.jsonl``; a number that JSON has no name for becomes null.
+
+        Where the disk refuses it, it is kept, and written with the next one: training does not end for its records.
+        """
         finite = {key: None if _non_finite(value) else value for key, value in values.items()}
         if any(_non_finite(value) for value in values.values()):
             finite["nonfinite"] = True
         assert self._metrics is not None
         line = json.dumps({"event": event, **finite, "time": round(time.time(), 3)}, allow_nan=False)
-        self._metrics.write(line + "\n")
+        self._unwritten += line.encode() + b"\n"
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
+            self._problem, self._told = None, False
+        except OSError as error:
+            self._problem = f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror}; its lines wait"
+
+    def new_problem(self) -> str | None:
+        """Why records cannot be written, the first time that is asked for."""
+        problem, self._told = None if self._told else self._problem, self._problem is not None
+        return problem
 
     def status(self, state: str, *, step: int, reason: str | None = None, exit_code: int | None = None) -> None:
-        """Replace ``status.json``."""
-        write_status(self.path, state, step=step, reason=reason, exit_code=exit_code)
+        """Replace ``status.json``; where the disk refuses, the one before stays."""
+        with suppress(OSError):
+            write_status(self.path, state, step=step, reason=reason, exit_code=exit_code)
 
     def fail(self, step: int, reason: str, exit_code: int) -> None:
         """Record that the run ended at ``step``, if it had begun."""

@@ -279,6 +279,8 @@ class Trainer:
         }
         if self._folder is not None:
             self._folder.record("step", **values)
+            if problem := self._folder.new_problem():
+                self._console.say(f"WARNING    {problem}")
         self._console.say(step_line(values, trainer.steps, self._session.world_size))
 
     def _evaluate(self) -> None:

@@ -84,6 +84,14 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
 
 
 def _nothing_to_do(config: RunConfig, start: Start, console: Console) -> int:
+    if not start.continues(config.run.dir):
+        end = f"trainer.steps={config.trainer.steps}"
+        if start.step < config.trainer.steps:
+            end = f"trainer.stop_at={config.trainer.stop_at}"
+        raise UserError(
+            f"{start.checkpoint} is at step {start.step}, and {end} leaves nothing to train; raise that, or take its "
+            "weights alone: export them, and use checkpoint.resume=FOLDER with what was exported"
+        )
     if start.step < config.trainer.steps:
         console.say(
             f"{start.checkpoint} is at step {start.step}, where trainer.stop_at={config.trainer.stop_at} stops. "
@@ -320,8 +328,7 @@ class Trainer:
         self._read_results(log=False)
         started = time.perf_counter()
         self.checkpointer.save(self.step, self._state())
-        if self.step == self._last_step:
-            self._tell_of(self.checkpointer.wait())
+        self._tell_of(self.checkpointer.wait() if self.step == self._last_step else self.checkpointer.poll())
         self._meter.pause(time.perf_counter() - started)
 
     def _state(self) -> dict[str, Any]:

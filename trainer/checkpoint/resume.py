@@ -1,6 +1,7 @@
 """Where a run begins: anew, at a checkpoint of its own, at another's, or with the weights of a model folder."""
 
 import json
+import os
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -87,20 +88,22 @@ def _candidates(config: RunConfig) -> dict[str, Any]:
         if resume == "never":
             return {"candidates": [], "weights": None, "origin": None, "notes": []}
         given = Path(resume).expanduser().absolute()
-        if own and _origin(own) == str(given):
+        origin = os.path.normpath(given)  # however it is spelt; a link keeps its name, wherever it leads by now
+        if own and _origin(own) == origin:
             # The same command again: it began there once, and has its own checkpoints since.
-            return {"candidates": own, "weights": None, "origin": str(given), "notes": []}
-        return {"origin": str(given), "notes": [], **_open(given, config)}
+            return {"candidates": own, "weights": None, "origin": origin, "notes": []}
+        return {"origin": origin, "notes": [], **_open(given, config)}
     except OSError as error:
         raise UserError(f"cannot read {error.filename or own_folder}: {error.strerror}") from None
 
 
 def _open(path: Path, config: RunConfig) -> dict[str, Any]:
-    if (path / MANIFEST).is_file():
-        own = path.parent.resolve() == (config.run.dir / CHECKPOINTS).resolve()
-        return {"candidates": [str(config.run.dir / CHECKPOINTS / path.name if own else path)], "weights": None}
-    if checkpoints := committed(path / CHECKPOINTS):
-        return {"candidates": [str(checkpoint) for checkpoint in reversed(checkpoints)], "weights": None}
+    found = [path] if (path / MANIFEST).is_file() else list(reversed(committed(path / CHECKPOINTS)))
+    if found:
+        own_folder = config.run.dir / CHECKPOINTS
+        if found[0].resolve().parent == own_folder.resolve():  # under the name by which the run goes on in it
+            found = [own_folder / checkpoint.resolve().name for checkpoint in found]
+        return {"candidates": [str(checkpoint) for checkpoint in found], "weights": None}
     if path.is_dir():
         return {"candidates": [], "weights": str(path)}
     raise UserError(
@@ -113,8 +116,9 @@ def _origin(own: list[str]) -> str | None:
     """The path that the run of the newest own checkpoint was started from."""
     for path in own:
         try:
+            check_file(Path(path), STATE, read_manifest(Path(path))[STATE])
             origin = _state(Path(path)).get("origin")
-        except UserError:
+        except (Damaged, KeyError, UserError):
             continue
         return str(origin) if origin else None
     return None

@@ -19,7 +19,7 @@ from configs.schema import RunConfig
 from parallel.apply import parallelize
 from parallel.mesh import gradient_accumulation, resolve_layout
 from trainer.checkpoint.resume import CHECKPOINTS, Start, find_start, plain
-from trainer.checkpoint.retention import committed, folder_name, sweep
+from trainer.checkpoint.retention import folder_name, named, step_of, sweep
 from trainer.checkpoint.save import Checkpointer, Saved, lack_of_space
 from trainer.checkpoint.state import load_state, load_weights, state_parts
 from trainer.loader import PADDING_ID, BatchLoader, evaluation_batches
@@ -304,7 +304,8 @@ class Trainer:
         terms = self._parallel.evaluate(on_device, self._recipe.loss)
         tokens = int(terms.weight.item())
         loss = terms.loss_sum.item() / tokens
-        self._progress.validation_loss, self._progress.validated_step = loss, self.step
+        self._progress.validation_loss = loss if math.isfinite(loss) else None  # JSON has no name for others
+        self._progress.validated_step = self.step
         seconds = time.perf_counter() - started
         self._meter.pause(seconds)
         if self._folder is not None:
@@ -332,12 +333,13 @@ class Trainer:
         self._meter.pause(time.perf_counter() - started)
 
     def _state(self) -> dict[str, Any]:
+        progress = self._progress
         return {
             "version": 1,
             "step": self.step,
             "samples": self._samples(self.step),
-            "validation_loss": self._progress.validation_loss if self._progress.validated_step == self.step else None,
-            "progress": asdict(self._progress),
+            "validation_loss": progress.validation_loss if progress.validated_step == self.step else None,
+            "progress": asdict(progress),
             "step_state": self._train_step.state(),
             "data_fingerprint": self._fingerprint,
             "origin": self._origin,
@@ -447,7 +449,7 @@ def _begin(folder: RunFolder | None, config_yaml: str, start: Start, parameters:
     notes = []
     checkpoints = folder.path / CHECKPOINTS
     if start.continues(folder.path):
-        newer = [f"{CHECKPOINTS}/{path.name}" for path in committed(checkpoints) if path.name > folder_name(start.step)]
+        newer = [f"{CHECKPOINTS}/{path.name}" for path in named(checkpoints) if (step_of(path) or 0) > start.step]
         if newer:
             notes.append(f"newer checkpoints ({', '.join(newer)}) are kept in {folder.set_aside(newer)}")
     elif folder.holds_a_run():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from configs.errors import UserError
 from configs.schema import RunConfig
 from trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, read_manifest
-from trainer.checkpoint.retention import STATE, committed
+from trainer.checkpoint.retention import STATE, named
 
 if TYPE_CHECKING:
     from launch.session import Session
@@ -78,7 +78,7 @@ def _candidates(config: RunConfig) -> dict[str, Any]:
     """Checkpoints to try, newest first, or a folder of weights. On one rank."""
     resume, own_folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS
     try:
-        own = [str(path) for path in reversed(committed(own_folder))]
+        own = [str(path) for path in reversed(named(own_folder))]
         if resume in ("auto", "must"):
             if resume == "must" and not own:
                 raise UserError(
@@ -98,7 +98,7 @@ def _candidates(config: RunConfig) -> dict[str, Any]:
 
 
 def _open(path: Path, config: RunConfig) -> dict[str, Any]:
-    found = [path] if (path / MANIFEST).is_file() else list(reversed(committed(path / CHECKPOINTS)))
+    found = [path] if (path / MANIFEST).is_file() else list(reversed(named(path / CHECKPOINTS)))
     if found:
         own_folder = config.run.dir / CHECKPOINTS
         if found[0].resolve().parent == own_folder.resolve():  # under the name by which the run goes on in it

@@ -1,12 +1,13 @@
 """Whole training runs, as functions that a rank of the cluster can call."""
 
+import io
 import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -170,6 +171,53 @@ def train_reported(argv: list[str], fault: dict[str, Any] | None = None) -> int:
     """As ``train.py`` does it: failures are printed, the exit code is returned."""
     with patch.object(recipes.causal_lm, "CausalLM", lambda config: ObservedRecipe(config, ragged=False, fault=fault)):
         return main(argv)
+
+
+def tiny_overrides(text: Path, run_dir: Path, *more: str) -> list[str]:
+    """As ``overrides``, smaller: one layer, 4 sequences a step, 6 steps, a checkpoint of 110 KiB every 2."""
+    tiny = ["model.layers=1", "model.dim=16", "trainer.steps=6", "trainer.global_batch=4", "trainer.micro_batch=2"]
+    return overrides(text, run_dir, *tiny, "checkpoint.every=2", "schedule.warmup_steps=1", *more)
+
+
+class Ended(NamedTuple):
+    """A run that has ended."""
+
+    code: int
+    printed: str
+    """Both streams."""
+    sample_ids: list[int]
+    """In the order of training."""
+
+
+def run_here(argv: list[str], after_step: Callable[[Trainer, int], None] | None = None) -> Ended:
+    """As ``train.py`` does it, in this process, on one thread: the machine may be busy with other tests."""
+    made: list[ObservedRecipe] = []
+    steps, printed = Trainer.steps, io.StringIO()
+
+    def make(config: Any) -> ObservedRecipe:
+        made.append(ObservedRecipe(config, ragged=False, fault=None))
+        return made[-1]
+
+    def watched(self: Trainer) -> Iterator[int]:
+        for step in steps(self):
+            if after_step is not None:
+                after_step(self, step)
+            yield step
+
+    with (
+        patch.object(recipes.causal_lm, "CausalLM", make),
+        patch.object(Trainer, "steps", watched),
+        patch("launch.session.usable_cores", lambda: 1),
+        redirect_stdout(printed),
+        redirect_stderr(printed),
+    ):
+        code = main(argv)
+    return Ended(code, printed.getvalue(), [sample for recipe in made for ids in recipe.sample_ids for sample in ids])
+
+
+def steps_saved(run_dir: Path) -> list[int]:
+    """Steps of the checkpoints that are listed."""
+    return [int(path.name[5:]) for path in committed(run_dir / "checkpoints")]
 
 
 def changes_by_step(argv: list[str], fault: dict[str, Any]) -> list[str]:

@@ -9,9 +9,8 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,10 +32,9 @@ class RunFolder:
             UserError: it cannot be written, or another process is training there.
         """
         self.path = path
-        self._metrics: FileIO | None = None
+        self._metrics: IO[bytes] | None = None
         self._unwritten = b""
-        self._problem: str | None = None
-        self._told = False
+        self._is_failing = False
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("w")
@@ -86,7 +84,7 @@ class RunFolder:
         self._forget_after(step)
         _replace(self.path / "config.yaml", config_yaml)
         _replace(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
-        self._metrics = FileIO(self.path / "metrics.jsonl", "a")
+        self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
         self.status("running", step=step)
 
     def _forget_after(self, step: int) -> None:
@@ -107,30 +105,34 @@ class RunFolder:
     def record(self, event: str, **values: Any) -> None:
         """Append one line of strict JSON to ``metrics.jsonl``; a number that JSON has no name for becomes null.
 
-        Where the disk refuses it, it is kept, and written with the next one: training does not end for its records.
+        Where the disk fails the line is kept, to be written with the next one: a full disk ends no run.
         """
         finite = {key: None if _non_finite(value) else value for key, value in values.items()}
         if any(_non_finite(value) for value in values.values()):
             finite["nonfinite"] = True
-        assert self._metrics is not None
         line = json.dumps({"event": event, **finite, "time": round(time.time(), 3)}, allow_nan=False)
         self._unwritten += line.encode() + b"\n"
-        try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
-            self._problem, self._told = None, False
-        except OSError as error:
-            self._problem = f"cannot write {self.path / 'metrics.jsonl'}: {error.strerror}; its lines wait"
+        self._unless_it_fails(self._write)
 
-    def new_problem(self) -> str | None:
-        """Why records cannot be written, the first time that is asked for."""
-        problem, self._told = None if self._told else self._problem, self._problem is not None
-        return problem
+    def _write(self) -> None:
+        assert self._metrics is not None
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._metrics.write(self._unwritten) or 0 :]
 
     def status(self, state: str, *, step: int, reason: str | None = None, exit_code: int | None = None) -> None:
-        """Replace ``status.json``; where the disk refuses, the one before stays."""
-        with suppress(OSError):
-            write_status(self.path, state, step=step, reason=reason, exit_code=exit_code)
+        """Replace ``status.json``, unless the disk fails."""
+        self._unless_it_fails(lambda: write_status(self.path, state, step=step, reason=reason, exit_code=exit_code))
+
+    def _unless_it_fails(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if not self._is_failing:  # one line for as long as it lasts
+                with suppress(OSError):
+                    print(f"WARNING    cannot write the records in {self.path}: {error.strerror}", flush=True)
+            self._is_failing = True
+        else:
+            self._is_failing = False
 
     def fail(self, step: int, reason: str, exit_code: int) -> None:
         """Record that the run ended at ``step``, if it had begun."""
@@ -141,6 +143,8 @@ class RunFolder:
     def close(self) -> None:
         """Let go of the folder."""
         if self._metrics is not None:
+            with suppress(OSError):
+                self._write()
             self._metrics.close()
         self._lock.close()
 
@@ -155,8 +159,13 @@ def write_status(run_dir: Path, state: str, *, step: int, reason: str | None, ex
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def _is_of(line: str, step: int) -> bool:
@@ -219,7 +228,8 @@ class Console:
     def say(self, text: str) -> None:
         """Print ``text``, if this rank speaks, and log it."""
         if self._speaks:
-            print(text, file=sys.stdout, flush=True)
+            with suppress(OSError):  # it may lead into a file on a full disk; Python keeps what is left for later
+                print(text, file=sys.stdout, flush=True)
         self.log(text)
 
     def log(self, text: str) -> None:

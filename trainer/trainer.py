@@ -84,18 +84,20 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
 
 
 def _nothing_to_do(config: RunConfig, start: Start, console: Console) -> int:
+    if not start.continues(config.run.dir):
+        end = f"trainer.steps={config.trainer.steps}"
+        if start.step < config.trainer.steps:
+            end = f"trainer.stop_at={config.trainer.stop_at}"
+        raise UserError(
+            f"{start.checkpoint} is at step {start.step}, and {end} leaves nothing to train; raise that, or take its "
+            "weights alone: export them, and use checkpoint.resume=FOLDER with what was exported"
+        )
     if start.step < config.trainer.steps:
         console.say(
             f"{start.checkpoint} is at step {start.step}, where trainer.stop_at={config.trainer.stop_at} stops. "
             f"Nothing to do.\ngo on: leave trainer.stop_at out, or raise it, up to trainer.steps={config.trainer.steps}"
         )
         return EXIT_STOPPED
-    if not start.continues(config.run.dir):
-        console.say(
-            f"{start.checkpoint} is at step {start.step}, the last of trainer.steps={config.trainer.steps}. "
-            f"Nothing to do.\ngo on: raise trainer.steps, with checkpoint.allow_changes=true"
-        )
-        return EXIT_FINISHED
     console.say(
         f"{config.run.dir} is finished: {start.step} steps, the model is in {start.checkpoint}. Nothing to do."
         f"\nstart anew: checkpoint.resume=never (keeps these files in {config.run.dir}/earlier-N) "
@@ -279,8 +281,6 @@ class Trainer:
         }
         if self._folder is not None:
             self._folder.record("step", **values)
-            if problem := self._folder.new_problem():
-                self._console.say(f"WARNING    {problem}")
         self._console.say(step_line(values, trainer.steps, self._session.world_size))
 
     def _evaluate(self) -> None:
@@ -303,7 +303,8 @@ class Trainer:
         terms = self._parallel.evaluate(on_device, self._recipe.loss)
         tokens = int(terms.weight.item())
         loss = terms.loss_sum.item() / tokens
-        self._progress.validation_loss, self._progress.validated_step = loss, self.step
+        self._progress.validation_loss = loss if math.isfinite(loss) else None  # JSON has no name for others
+        self._progress.validated_step = self.step
         seconds = time.perf_counter() - started
         self._meter.pause(seconds)
         if self._folder is not None:
@@ -327,17 +328,17 @@ class Trainer:
         self._read_results(log=False)
         started = time.perf_counter()
         self.checkpointer.save(self.step, self._state())
-        if self.step == self._last_step:
-            self._tell_of(self.checkpointer.wait())
+        self._tell_of(self.checkpointer.wait() if self.step == self._last_step else self.checkpointer.poll())
         self._meter.pause(time.perf_counter() - started)
 
     def _state(self) -> dict[str, Any]:
+        progress = self._progress
         return {
             "version": 1,
             "step": self.step,
             "samples": self._samples(self.step),
-            "validation_loss": self._progress.validation_loss if self._progress.validated_step == self.step else None,
-            "progress": asdict(self._progress),
+            "validation_loss": progress.validation_loss if progress.validated_step == self.step else None,
+            "progress": asdict(progress),
             "step_state": self._train_step.state(),
             "data_fingerprint": self._fingerprint,
             "origin": self._origin,

@@ -1,6 +1,7 @@
 """Where a run begins: anew, at a checkpoint of its own, at another's, or with the weights of a model folder."""
 
 import json
+import os
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from configs.errors import UserError
 from configs.schema import RunConfig
 from trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, read_manifest
-from trainer.checkpoint.retention import STATE, committed, folder_name, sweep
+from trainer.checkpoint.retention import STATE, named, step_of, sweep
 from trainer.track import RECORDS, RunFolder
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _candidates(config: RunConfig) -> dict[str, Any]:
     """Checkpoints to try, newest first, or a folder of weights. On one rank."""
     resume, own_folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS
     try:
-        own = [str(path) for path in reversed(committed(own_folder))]
+        own = [str(path) for path in reversed(named(own_folder))]
         if resume in ("auto", "must"):
             if resume == "must" and not own:
                 raise UserError(
@@ -93,20 +94,22 @@ def _candidates(config: RunConfig) -> dict[str, Any]:
         if resume == "never":
             return {"candidates": [], "weights": None, "origin": None, "notes": []}
         given = Path(resume).expanduser().absolute()
-        if own and _origin(own) == str(given):
+        origin = os.path.normpath(given)  # however it is spelt; a link keeps its name, wherever it leads by now
+        if own and _origin(own) == origin:
             # The same command again: it began there once, and has its own checkpoints since.
-            return {"candidates": own, "weights": None, "origin": str(given), "notes": []}
-        return {"origin": str(given), "notes": [], **_open(given, config)}
+            return {"candidates": own, "weights": None, "origin": origin, "notes": []}
+        return {"origin": origin, "notes": [], **_open(given, config)}
     except OSError as error:
         raise UserError(f"cannot read {error.filename or own_folder}: {error.strerror}") from None
 
 
 def _open(path: Path, config: RunConfig) -> dict[str, Any]:
-    if (path / MANIFEST).is_file():
-        own = path.parent.resolve() == (config.run.dir / CHECKPOINTS).resolve()
-        return {"candidates": [str(config.run.dir / CHECKPOINTS / path.name if own else path)], "weights": None}
-    if checkpoints := committed(path / CHECKPOINTS):
-        return {"candidates": [str(checkpoint) for checkpoint in reversed(checkpoints)], "weights": None}
+    found = [path] if (path / MANIFEST).is_file() else list(reversed(named(path / CHECKPOINTS)))
+    if found:
+        own_folder = config.run.dir / CHECKPOINTS
+        if found[0].resolve().parent == own_folder.resolve():  # under the name by which the run goes on in it
+            found = [own_folder / checkpoint.resolve().name for checkpoint in found]
+        return {"candidates": [str(checkpoint) for checkpoint in found], "weights": None}
     if path.is_dir():
         return {"candidates": [], "weights": str(path)}
     raise UserError(
@@ -119,8 +122,9 @@ def _origin(own: list[str]) -> str | None:
     """The path that the run of the newest own checkpoint was started from."""
     for path in own:
         try:
+            check_file(Path(path), STATE, read_manifest(Path(path))[STATE])
             origin = _state(Path(path)).get("origin")
-        except UserError:
+        except (Damaged, KeyError, UserError):
             continue
         return str(origin) if origin else None
     return None
@@ -164,7 +168,7 @@ def make_room(folder: RunFolder, start: Start) -> list[str]:
     checkpoints = folder.path / CHECKPOINTS
     notes = []
     if start.continues(folder.path):
-        newer = [path.name for path in committed(checkpoints) if path.name > folder_name(start.step)]
+        newer = [path.name for path in named(checkpoints) if (step_of(path) or 0) > start.step]
         if newer:
             aside = folder.set_aside([f"{CHECKPOINTS}/{name}" for name in newer])
             notes.append(f"newer checkpoints ({', '.join(newer)}) are kept in {aside}")

@@ -58,11 +58,16 @@ def committed(checkpoints: Path) -> list[Path]:
     Raises:
         OSError: the folder cannot be read.
     """
+    return [path for path in named(checkpoints) if (path / MANIFEST).is_file()]
+
+
+def named(checkpoints: Path) -> list[Path]:
+    """As ``committed``, with those that have lost their manifest: a name without a dot was a whole checkpoint once."""
     try:
         paths = list(checkpoints.iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(step, path) for path in paths if (step := step_of(path)) is not None and (path / MANIFEST).is_file()]
+    found = [(step, path) for path in paths if (step := step_of(path)) is not None and path.is_dir()]
     return [path for _, path in sorted(found)]
 
 

@@ -1,0 +1,358 @@
+"""What a command resumes from, what it may change, what it keeps, and what it says."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import Ended, metrics, run_here, steps_saved, tiny_overrides
+
+pytestmark = pytest.mark.usefixtures("_elsewhere")
+
+
+@pytest.fixture
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths, and what a mistake leaves behind, stay in the test's own folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+def train(text: Path, run_dir: Path, *more: str, code: int = 0, **keywords: Any) -> Ended:
+    ended = run_here(tiny_overrides(text, run_dir, *more), **keywords)
+    assert ended.code == code, ended.printed
+    return ended
+
+
+def refusal(text: Path, run_dir: Path, *more: str) -> str:
+    """The one line that refuses the command."""
+    printed = train(text, run_dir, *more, code=78).printed
+    lines = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, printed
+    assert "Traceback" not in printed
+    return lines[0]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below ``folder``."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def resumed_from(run_dir: Path) -> list[int | None]:
+    return [line["resumed_from"] for line in metrics(run_dir, "start")]
+
+
+@pytest.fixture(scope="module")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 6 steps with all its checkpoints, which nobody may change."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    train(text, run_dir, "checkpoint.keep=9")
+    return run_dir
+
+
+@pytest.fixture
+def copy(finished: Path, tmp_path: Path) -> Path:
+    """The same, to be changed."""
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+# where it begins ------------------------------------------------------------------------------------------------------
+
+
+def test_must_needs_a_checkpoint(text: Path, tmp_path: Path) -> None:
+    line = refusal(text, tmp_path / "run", "checkpoint.resume=must")
+    assert "checkpoint.resume=must" in line
+    assert "use checkpoint.resume=auto" in line
+    train(text, tmp_path / "run", "trainer.stop_at=2", code=75)
+    train(text, tmp_path / "run", "checkpoint.resume=must")
+    assert resumed_from(tmp_path / "run") == [None, 2]
+
+
+def test_never_keeps_everything_aside(text: Path, copy: Path) -> None:
+    before = tree(copy)
+    printed = train(text, copy, "checkpoint.resume=never", "trainer.steps=2").printed
+    assert f"an earlier run here (finished at step 6) is kept in {copy}/earlier-1" in printed
+    assert tree(copy / "earlier-1") == before
+    assert steps_saved(copy) == [2]
+    assert resumed_from(copy) == [None]
+    assert [line["step"] for line in metrics(copy)] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "run folder"])
+def test_another_run_is_taken_up_in_its_own_folder_and_left_alone(
+    name: str, text: Path, finished: Path, tmp_path: Path
+) -> None:
+    given = finished / "checkpoints/step-00000002" if name == "checkpoint" else finished
+    step, steps = (2, 6) if name == "checkpoint" else (6, 8)
+    before = tree(finished)
+    how = [f"checkpoint.resume={given}", f"trainer.steps={steps}", "checkpoint.allow_changes=true"]
+    train(text, tmp_path / "run", *how)
+    assert tree(finished) == before
+    assert resumed_from(tmp_path / "run") == [step]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(step + 1, steps + 1))
+    if name == "checkpoint":
+        earlier = [line["loss"] for line in metrics(finished)]
+        assert [line["loss"] for line in metrics(tmp_path / "run")] == earlier[2:]
+
+
+def test_a_path_that_leads_nowhere_is_refused_and_changes_nothing(text: Path, copy: Path) -> None:
+    before = tree(copy)
+    line = refusal(text, copy, f"checkpoint.resume={copy}/checkpoints/step-00000003")
+    assert "step-00000003 is neither auto, never or must, nor a folder that is there" in line
+    file = copy / "config.yaml"
+    assert str(file) in refusal(text, copy, f"checkpoint.resume={file}")
+    (copy.parent / "empty").mkdir()
+    assert "config.json" in refusal(text, copy, f"checkpoint.resume={copy.parent}/empty")
+    assert tree(copy) == before
+
+
+def test_another_run_that_is_already_past_the_last_step_is_refused(text: Path, finished: Path, tmp_path: Path) -> None:
+    line = refusal(text, tmp_path / "run", f"checkpoint.resume={finished}")
+    assert "step 6" in line
+    assert "trainer.steps=6" in line
+
+
+def test_the_same_path_again_goes_on_from_its_own_checkpoints(text: Path, finished: Path, tmp_path: Path) -> None:
+    given, run_dir = finished / "checkpoints/step-00000002", tmp_path / "run"
+    relative = os.path.relpath(given)
+    assert relative.startswith("..")
+    train(text, run_dir, f"checkpoint.resume={given}", "trainer.stop_at=4", code=75)
+    train(text, run_dir, f"checkpoint.resume={relative}", "trainer.stop_at=5", code=75)
+    train(text, run_dir, f"checkpoint.resume={given}/")
+    assert resumed_from(run_dir) == [2, 4, 5]
+    assert [line["step"] for line in metrics(run_dir)] == [3, 4, 5, 6]
+    assert not list(run_dir.glob("earlier-*"))
+    assert "Nothing to do" in train(text, run_dir, f"checkpoint.resume={given}").printed
+    # Another path is another beginning.
+    printed = train(text, run_dir, f"checkpoint.resume={finished}/checkpoints/step-00000004").printed
+    assert f"kept in {run_dir}/earlier-1" in printed
+    assert resumed_from(run_dir) == [4]
+
+
+@pytest.mark.parametrize("spelling", ["absolute", "relative", "run.dir relative"])
+def test_rolling_back_keeps_the_newer_aside_and_then_goes_on(spelling: str, text: Path, copy: Path) -> None:
+    run_dir = Path("run") if spelling == "run.dir relative" else copy
+    given = "run/checkpoints/step-00000002" if spelling == "relative" else copy / "checkpoints/step-00000002"
+    expected = [line["loss"] for line in metrics(copy)]
+    back = [f"checkpoint.resume={given}", "checkpoint.keep=9"]
+    printed = train(text, run_dir, *back, "trainer.stop_at=4", code=75).printed
+    assert "newer checkpoints (checkpoints/step-00000004, checkpoints/step-00000006) are kept in" in printed
+    assert steps_saved(copy / "earlier-1") == [4, 6]
+    assert steps_saved(copy) == [2, 4]
+    train(text, run_dir, *back)
+    assert steps_saved(copy) == [2, 4, 6]
+    assert resumed_from(copy) == [None, 2, 4]
+    assert [path.name for path in copy.glob("earlier-*")] == ["earlier-1"]
+    assert [line["step"] for line in metrics(copy)] == [1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in metrics(copy)] == expected
+
+
+def test_a_run_folder_given_as_its_own_path_is_just_resumed(text: Path, tmp_path: Path) -> None:
+    train(text, tmp_path / "run", "trainer.stop_at=4", code=75)
+    train(text, Path("run"), f"checkpoint.resume={tmp_path}/run")
+    assert resumed_from(tmp_path / "run") == [None, 4]
+    assert not list((tmp_path / "run").glob("earlier-*"))
+
+
+# what may change ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped after 2 of its 6 steps, which nobody may change."""
+    run_dir = tmp_path_factory.mktemp("stopped") / "run"
+    train(text, run_dir, "trainer.stop_at=2", code=75)
+    return run_dir
+
+
+def test_a_change_of_the_numbers_is_refused_in_one_line(text: Path, stopped: Path) -> None:
+    before = tree(stopped)
+    for change, told in {
+        "optim.lr=0.001": "optim.lr 0.003 -> 0.001",
+        "optim.betas=[0.9,0.99]": "optim.betas [0.9, 0.95] -> [0.9, 0.99]",
+        "schedule=linear": "schedule.name cosine -> linear",
+        "schedule.warmup_steps=2": "schedule.warmup_steps 1 -> 2",
+        "trainer.steps=7": "trainer.steps 6 -> 7",
+        "trainer.seed=2": "trainer.seed 1 -> 2",
+        "trainer.global_batch=6": "trainer.global_batch 4 -> 6",
+        "trainer.max_grad_norm=0": "trainer.max_grad_norm 1.0 -> 0.0",
+        "precision=bf16": "precision.name fp32 -> bf16",
+        "data.sequence_length=16": "data.sequence_length 32 -> 16",
+    }.items():
+        line = refusal(text, stopped, change)
+        assert f"would change the run: {told}; use checkpoint.allow_changes=true" in line
+    several = refusal(text, stopped, "optim.lr=0.1", "trainer.seed=3", "trainer.log_every=2")
+    assert "would change the run: optim.lr 0.003 -> 0.1; trainer.seed 1 -> 3; use" in several
+    assert tree(stopped) == before
+
+
+@pytest.mark.parametrize("change", ["precision=fp16", "data.sequence_length=16 trainer.seed=2 optim.lr=0.001"])
+def test_a_change_of_the_numbers_may_be_allowed(change: str, text: Path, stopped: Path, tmp_path: Path) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    printed = train(text, tmp_path / "run", *change.split(), "checkpoint.allow_changes=true").printed
+    told = next(line for line in printed.splitlines() if line.startswith("changed since: "))
+    assert all(word.split("=")[1] in told for word in change.split())
+    assert resumed_from(tmp_path / "run") == [None, 2]
+    assert not any(line["skipped"] for line in metrics(tmp_path / "run"))
+
+
+def test_other_content_under_the_same_path_is_refused_until_allowed(text: Path, tmp_path: Path) -> None:
+    shutil.copytree(text, tmp_path / "text")
+    data = [f"data.path={tmp_path}/text", f"data.cache_dir={tmp_path}/cache"]
+    train(text, tmp_path / "run", *data, "trainer.stop_at=2", code=75)
+    (tmp_path / "text/00.txt").write_text("something else " * 100)
+    before = tree(tmp_path / "run")
+    line = refusal(text, tmp_path / "run", *data)
+    assert "other data (fingerprint" in line
+    assert "checkpoint.allow_changes=true" in line
+    assert tree(tmp_path / "run") == before
+    train(text, tmp_path / "run", *data, "checkpoint.allow_changes=true")
+    assert resumed_from(tmp_path / "run") == [None, 2]
+
+
+def test_the_same_content_under_another_path_is_the_same(text: Path, stopped: Path, tmp_path: Path) -> None:
+    shutil.copytree(text, tmp_path / "moved")
+    shutil.copytree(stopped, tmp_path / "run")
+    printed = train(text, tmp_path / "run", f"data.path={tmp_path}/moved").printed
+    assert f"changed since: data.path {text} -> {tmp_path}/moved" in printed
+
+
+def test_with_another_batch_no_sample_is_repeated_or_skipped(text: Path, tmp_path: Path) -> None:
+    straight = train(text, tmp_path / "straight", "trainer.global_batch=6", "trainer.steps=5").sample_ids
+    pieces = train(text, tmp_path / "run", "trainer.global_batch=6", "trainer.stop_at=3", code=75).sample_ids
+    pieces += train(text, tmp_path / "run", "trainer.global_batch=4", "checkpoint.allow_changes=true").sample_ids
+    assert pieces == straight
+    assert len(set(pieces)) == 30
+    assert [line["samples"] for line in metrics(tmp_path / "run")] == [6, 12, 18, 22, 26, 30]
+
+
+def test_harmless_changes_are_only_told(text: Path, stopped: Path, tmp_path: Path) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    changes = {
+        "parallel=fsdp": "parallel.strategy ddp -> fsdp",
+        "trainer.micro_batch=4": "trainer.micro_batch 2 -> 4",
+        "trainer.log_every=2": "trainer.log_every 1 -> 2",
+        "trainer.eval_every=2": "trainer.eval_every 0 -> 2",
+        "trainer.eval_batches=1": "trainer.eval_batches 8 -> 1",
+        "data.workers=0": "data.workers 2 -> 0",
+        "launch.step_timeout_seconds=60": "launch.step_timeout_seconds 300.0 -> 60.0",
+    }
+    printed = train(text, tmp_path / "run", *changes, "checkpoint.keep=3").printed
+    told = [line for line in printed.splitlines() if line.startswith("changed since: ")]
+    assert len(told) == 1
+    for text_ in changes.values():
+        assert text_ in told[0]
+    assert "run.dir" not in told[0]
+    assert "WARNING" not in printed
+
+
+def test_a_constant_schedule_may_go_on_for_longer(text: Path, tmp_path: Path) -> None:
+    train(text, tmp_path / "run", "schedule=constant", "trainer.steps=4")
+    printed = train(text, tmp_path / "run", "schedule=constant", "trainer.steps=6").printed
+    assert "changed since: trainer.steps 4 -> 6" in printed
+    train(text, tmp_path / "straight", "schedule=constant")
+    curves = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("run", "straight")]
+    assert curves[0] == curves[1]
+
+
+# stopping -------------------------------------------------------------------------------------------------------------
+
+
+def test_stopping_and_nothing_to_do(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def status() -> tuple[str, int, int]:
+        content = json.loads((run_dir / "status.json").read_text())
+        return content["state"], content["step"], content["exit_code"]
+
+    train(text, run_dir, "trainer.stop_at=3", code=75)
+    assert status() == ("stopped", 3, 75)
+    assert steps_saved(run_dir) == [2, 3]
+    before = tree(run_dir)
+    printed = train(text, run_dir, "trainer.stop_at=3", code=75).printed
+    assert "is at step 3, where trainer.stop_at=3 stops. Nothing to do." in printed
+    assert tree(run_dir) == before
+    train(text, run_dir)
+    assert status() == ("finished", 6, 0)
+    before = tree(run_dir)
+    for more in ((), ("trainer.stop_at=6",), ("trainer.stop_at=3",), ("trainer.stop_at=9",)):
+        printed = train(text, run_dir, *more).printed
+        assert f"{run_dir} is finished: 6 steps" in printed
+    assert tree(run_dir) == before
+
+
+# records --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def crashed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that crashed after step 5; its newest checkpoint is that of step 4. Nobody may change it."""
+
+    def crash(_: Any, step: int) -> None:
+        if step == 5:
+            raise OSError("a crash")
+
+    run_dir = tmp_path_factory.mktemp("crashed") / "run"
+    train(text, run_dir, "checkpoint.mode=sync", code=70, after_step=crash)
+    return run_dir
+
+
+@pytest.mark.parametrize("torn", ["no", "in the middle", "without its newline", "zeros"])
+def test_after_a_crash_each_step_is_recorded_once(torn: str, text: Path, crashed: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(crashed, run_dir)
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    lines = [line for line in lines if json.loads(line)["event"] != "stop"]  # as if killed
+    assert json.loads(lines[-1])["step"] == 5
+    if torn == "in the middle":
+        lines[-1] = lines[-1][:30]
+    elif torn == "without its newline":
+        lines[-1] = lines[-1].rstrip("\n")
+    elif torn == "zeros":
+        lines[-1] = "\0" * 40
+    path.write_text("".join(lines))
+    train(text, run_dir)
+    assert resumed_from(run_dir) == [None, 4]
+    assert [line["step"] for line in metrics(run_dir)] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in metrics(run_dir, "checkpoint")] == [2, 4, 6]
+    lost = (run_dir / "lost.jsonl").read_text().splitlines()
+    assert len(lost) == 1
+    assert torn in ("in the middle", "zeros") or json.loads(lost[0])["step"] == 5
+
+
+# what stays -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "stays"),
+    [
+        ("keep=1", [9]),
+        ("keep=1 keep_every=4", [4, 8, 9]),
+        ("keep=2 keep_every=3", [3, 6, 8, 9]),
+    ],
+)
+def test_what_stays_of_a_run(how: str, stays: list[int], text: Path, tmp_path: Path) -> None:
+    keys = [f"checkpoint.{key}" for key in how.split()]
+    train(text, tmp_path / "run", *keys, "checkpoint.every=1", "trainer.steps=9", "trainer.stop_at=5", code=75)
+    train(text, tmp_path / "run", *keys, "checkpoint.every=1", "trainer.steps=9")
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == [
+        f"step-{step:08d}" for step in stays
+    ]
+
+
+def test_the_best_stays(text: Path, tmp_path: Path) -> None:
+    # A learning rate that ruins the model after its first steps.
+    how = ["checkpoint.keep=1", "checkpoint.keep_best=true", "trainer.eval_every=2", "checkpoint.every=1"]
+    spoilt = ["schedule=linear", "schedule.warmup_steps=8", "schedule.min_lr_ratio=1", "optim.lr=4", "trainer.steps=8"]
+    train(text, tmp_path / "run", *how, *spoilt)
+    losses = {line["step"]: line["loss"] for line in metrics(tmp_path / "run", "eval")}
+    best = min(losses, key=lambda step: losses[step])
+    assert best != 8, losses
+    assert steps_saved(tmp_path / "run") == [best, 8]

@@ -258,9 +258,9 @@ def _await(
 
 def _under_way(checkpoints: Path) -> str | None:
     with suppress(FileNotFoundError):
-        for name in os.listdir(checkpoints):
-            if name.startswith(".step-"):
-                return "saving" if name.endswith(".partial") else "deleting"
+        for path in checkpoints.iterdir():
+            if path.name.startswith(".step-"):
+                return "saving" if path.name.endswith(".partial") else "deleting"
     return None
 
 

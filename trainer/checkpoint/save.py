@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _SPARE_BYTES = 64 * 2**20
 _PIECE_BYTES = 4 * 2**20  # in one call: fits into a cache for all that is done to it, and other threads wait for less
+_MOST_VIEWS = 512  # in one call; POSIX systems take at least 1024
 _PUSH_BYTES = 32 * 2**20
 _ABANDONED_AFTER_SECONDS = 20.0  # torchrun kills 30 s after it asked to end
 
@@ -356,19 +357,23 @@ class _Writer:
 
     def write(self, pieces: list[Piece], contents: list[Tensor]) -> None:
         """Append ``contents`` to the files their ``pieces`` belong to."""
-        for piece, content in zip(pieces, contents, strict=True):
-            if self._problem is not None:
-                return
-            try:
+        ready: list[memoryview] = []
+        try:
+            for piece, content in zip(pieces, contents, strict=True):
+                if self._problem is not None:
+                    return
                 if piece.file != self._file:
-                    self._open(piece.file)
+                    self._append(ready)
+                    ready = [self._open(piece.file)]
                 for part in content.split(_PIECE_BYTES):
                     if not _is_finite(part, self._dtypes[piece.name]):
                         self._problem = f"{piece.name} is not finite: such a state is not worth resuming from"
                         return
-                    self._append(tensor_bytes(part))
-            except OSError as error:
-                self._fail(error)
+                    self._count(tensor_bytes(part))
+                ready.append(tensor_bytes(content))
+            self._append(ready)
+        except OSError as error:
+            self._fail(error)
 
     def finish(self) -> tuple[dict[str, FileRecord], str | None]:
         """The files written, and what went wrong. They are on the disk."""
@@ -388,23 +393,37 @@ class _Writer:
         reason = f"cannot write {path}: {error.strerror}"
         self._problem = reason if self._folder.is_dir() else f"{reason}; {_NOT_SHARED}"
 
-    def _open(self, index: int) -> None:
-        self._file = index
+    def _open(self, index: int) -> memoryview:
+        """Begin a file. Returns what stands first in it."""
         file = self._plan.files[index]
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         # Open to the end: the disk writes the first file while the next is filled, and all are waited for at once.
         self._open_files[index] = os.open(self._folder / file.name, flags, 0o644)
-        self._pushed = 0
+        self._file, self._pushed = index, 0
         self._records[file.name] = FileRecord(0, 0)
-        self._append(memoryview(header(file.specs)))
+        start = memoryview(header(file.specs))
+        self._count(start)
+        return start
 
-    def _append(self, content: memoryview) -> None:
-        name, descriptor = self._plan.files[self._file].name, self._open_files[self._file]
+    def _count(self, content: memoryview) -> None:
+        name = self._plan.files[self._file].name
         record = self._records[name]
-        size = record.size + len(content)
-        self._records[name] = FileRecord(size, zlib.crc32(content, record.crc32))
-        while content:
-            content = content[os.write(descriptor, content) :]
+        self._records[name] = FileRecord(record.size + len(content), zlib.crc32(content, record.crc32))
+
+    def _append(self, contents: list[memoryview]) -> None:
+        """Write to the file that is open. Large calls: systems take a file's pages in larger units then."""
+        if not contents:
+            return
+        descriptor = self._open_files[self._file]
+        for first in range(0, len(contents), _MOST_VIEWS):
+            rest = contents[first : first + _MOST_VIEWS]
+            while rest:
+                written = os.writev(descriptor, rest)
+                while rest and written >= len(rest[0]):
+                    written -= len(rest.pop(0))
+                if rest:
+                    rest[0] = rest[0][written:]
+        size = self._records[self._plan.files[self._file].name].size
         if size - self._pushed >= _PUSH_BYTES:
             self._push(descriptor, size)
 

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 _SPARE_BYTES = 64 * 2**20
 _PIECE_BYTES = 4 * 2**20  # in one call: fits into a cache for all that is done to it, and other threads wait for less
 _MOST_VIEWS = 512  # in one call; POSIX systems take at least 1024
-_PUSH_BYTES = 32 * 2**20
+_PUSH_BYTES = 16 * 2**20
+_REMEMBERED_BYTES = 8 * _PUSH_BYTES
 _ABANDONED_AFTER_SECONDS = 20.0  # torchrun kills 30 s after it asked to end
 
 
@@ -430,12 +431,14 @@ class _Writer:
     def _push(self, descriptor: int, size: int) -> None:
         """Have the disk begin with what it was given, instead of all at once at the end.
 
-        What this call asks for is that the system forget the pages, which it does as soon as they are on the disk:
-        a checkpoint would only push out of memory what training reads.
+        What this call asks for is that the system forget the pages. It begins to write those that are not on the disk
+        yet, and forgets those that are, the ones of earlier calls: so a checkpoint fills the same pages again instead
+        of pushing out of memory what training reads.
         """
         if hasattr(os, "posix_fadvise"):
+            first = max(0, self._pushed - _REMEMBERED_BYTES)
             with suppress(OSError):
-                os.posix_fadvise(descriptor, self._pushed, size - self._pushed, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(descriptor, first, size - first, os.POSIX_FADV_DONTNEED)
         self._pushed = size
 
 

@@ -15,11 +15,12 @@ from parallel.mesh import Layout
 from parallel.shards import shard_rows
 from trainer.checkpoint.tensors import TensorSpec
 
-BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES = 16 * 2**20
 """What an owner receives at a time."""
+ALIGNMENT = 16
+"""Bytes. A multiple of every element's size: no bucket cuts a number in two."""
 
 _FILE_BYTES = 5 * 10**9
-_ALIGNMENT = 16  # a multiple of every element's size: buckets never cut a number in two
 
 
 class Part(NamedTuple):
@@ -126,7 +127,7 @@ def _buckets(pieces: Iterator[Piece], limit: int) -> Iterator[list[Piece]]:
     for piece in pieces:
         rest = piece
         while rest.nbytes > room:
-            now = room // _ALIGNMENT * _ALIGNMENT
+            now = room // ALIGNMENT * ALIGNMENT
             if now:
                 bucket.append(rest._replace(nbytes=now))
                 rest = rest._replace(start=rest.start + now, nbytes=rest.nbytes - now)

@@ -5,6 +5,7 @@ checkpoint committed before stays.
 """
 
 import json
+import math
 import os
 import shutil
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ from torch import Tensor
 from configs.schema import CheckpointSection
 from parallel.mesh import Layout
 from trainer.checkpoint.manifest import FileRecord, fsync_folder, record_of, write_manifest
-from trainer.checkpoint.plan import BUCKET_BYTES, Part, Piece, Plan, deal_files, make_plan
+from trainer.checkpoint.plan import ALIGNMENT, BUCKET_BYTES, Part, Piece, Plan, deal_files, make_plan
 from trainer.checkpoint.retention import STATE, folder_name, partial_name, prune
 from trainer.checkpoint.state import MODEL, OPTIMIZER
 from trainer.checkpoint.tensors import header, index_json, tensor_bytes
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
     from launch.session import Session
 
 _SPARE_BYTES = 64 * 2**20
+_PIECE_BYTES = 4 * 2**20  # in one call: fits into a cache for all that is done to it, and other threads wait for less
+_MOST_VIEWS = 512  # in one call; POSIX systems take at least 1024
+_PUSH_BYTES = 16 * 2**20
+_REMEMBERED_BYTES = 8 * _PUSH_BYTES
 _ABANDONED_AFTER_SECONDS = 20.0  # torchrun kills 30 s after it asked to end
 
 
@@ -212,46 +218,14 @@ class Checkpointer:
         """Send this rank's pieces to their owners, and write what it owns. A collective of the ranks of one copy, to
         the end even where this rank cannot write any more."""
         assert self._plan is not None
-        views = {name: tensor_bytes(tensor) for name, tensor in staged.items()}
-        writer = _Writer(partial, self._plan)
-        for sends, writes in zip(self._plan.sends, self._plan.writes, strict=True):
-            writer.write(writes, self._exchange(sends, writes, views))
+        plan, exchange = self._plan, _Exchange(self._plan, staged, self._shard, self._layout.shard, self._copy)
+        writer = _Writer(partial, plan)
+        exchange.begin(0)
+        for number, writes in enumerate(plan.writes):
+            contents = exchange.end(number)
+            exchange.begin(number + 1)  # on its way while this bucket is written
+            writer.write(writes, contents)
         return writer.finish()
-
-    def _exchange(
-        self, sends: list[list[Piece]], writes: list[Piece], views: dict[str, memoryview]
-    ) -> list[memoryview]:
-        """Bytes of ``writes``, in order."""
-
-        def own(piece: Piece) -> memoryview:
-            return views[piece.name][piece.start : piece.start + piece.nbytes]
-
-        if self._layout.shard == 1:
-            return [own(piece) for piece in writes]
-        others = [[] if owner == self._shard else send for owner, send in enumerate(sends)]
-        outgoing = torch.empty(sum(piece.nbytes for send in others for piece in send), dtype=torch.uint8)
-        view, position = tensor_bytes(outgoing), 0
-        for send in others:
-            for piece in send:
-                view[position : position + piece.nbytes] = own(piece)
-                position += piece.nbytes
-        sizes = [
-            sum(piece.nbytes for piece in writes if piece.source == source) if source != self._shard else 0
-            for source in range(self._layout.shard)
-        ]
-        incoming = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.all_to_all_single(
-            incoming, outgoing, sizes, [sum(piece.nbytes for piece in send) for send in others], group=self._copy
-        )
-        view, received = tensor_bytes(incoming), []
-        begins = [sum(sizes[:source]) for source in range(self._layout.shard)]
-        for piece in writes:
-            if piece.source == self._shard:
-                received.append(own(piece))
-                continue
-            received.append(view[begins[piece.source] : begins[piece.source] + piece.nbytes])
-            begins[piece.source] += piece.nbytes
-        return received
 
     def _commit(self, partial: Path, final: Path, files: dict[str, FileRecord], state: dict[str, Any]) -> str | None:
         """Complete the folder and give it its name. Returns why that failed."""
@@ -312,6 +286,64 @@ def _plain(records: dict[str, FileRecord]) -> list[tuple[str, tuple[int, int]]]:
     return [(name, (record.size, record.crc32)) for name, record in records.items()]
 
 
+class _Exchange:
+    """The rounds of a plan: each brings one bucket from the ranks of this copy. One is under way at a time."""
+
+    def __init__(
+        self, plan: Plan, staged: dict[str, Tensor], shard: int, shards: int, group: "dist.ProcessGroup | None"
+    ) -> None:
+        self._group = group
+        self._staged = {name: tensor.view(-1).view(torch.uint8) for name, tensor in staged.items()}
+        self._under_way: dist.Work | None = None
+        # [round][rank of the copy]: what goes there, and what comes from there.
+        self._sends = [[[] if to == shard else send for to, send in enumerate(sends)] for sends in plan.sends]
+        self._writes, self._is_alone = plan.writes, shards == 1
+        self._receives: list[list[list[Piece]]] = [[[] for _ in range(shards)] for _ in plan.writes]
+        for pieces, receives in zip(plan.writes, self._receives, strict=True):
+            for piece in pieces:
+                if piece.source != shard and not self._is_alone:
+                    receives[piece.source].append(piece)
+        self._outgoing = _buffer(self._sends)
+        # Two: what has come is written while the next bucket comes.
+        self._incoming = [_buffer(self._receives), _buffer(self._receives)]
+
+    def begin(self, number: int) -> None:
+        """Start to send and receive round ``number``, if there is one."""
+        if self._is_alone or number >= len(self._sends):
+            return
+        position = 0
+        for piece in chain(*self._sends[number]):
+            self._outgoing[position : position + piece.nbytes].copy_(self._own(piece))
+            position += _room(piece)
+        out, into = ([sum(map(_room, pieces)) for pieces in side[number]] for side in (self._sends, self._receives))
+        self._under_way = dist.all_to_all_single(
+            self._incoming[number % 2][: sum(into)], self._outgoing[: sum(out)], into, out,
+            group=self._group, async_op=True,
+        )  # fmt: skip
+
+    def end(self, number: int) -> list[Tensor]:
+        """Bytes of what this rank writes in round ``number``, in order; they stay until the round after the next."""
+        if self._under_way is not None:
+            self._under_way.wait()
+        position, received = 0, {}
+        for piece in chain(*self._receives[number]):
+            received[piece] = self._incoming[number % 2][position : position + piece.nbytes]
+            position += _room(piece)
+        return [received[piece] if piece in received else self._own(piece) for piece in self._writes[number]]
+
+    def _own(self, piece: Piece) -> Tensor:
+        return self._staged[piece.name][piece.start : piece.start + piece.nbytes]
+
+
+def _room(piece: Piece) -> int:
+    """Bytes that a piece takes on its way: with numbers of several sizes, each begins where such a number may."""
+    return -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _buffer(rounds: list[list[list[Piece]]]) -> Tensor:
+    return torch.empty(max((sum(map(_room, chain(*pieces))) for pieces in rounds), default=0), dtype=torch.uint8)
+
+
 class _Writer:
     """This rank's files, one after the other. The first thing that goes wrong ends the writing, not the calls."""
 
@@ -321,31 +353,40 @@ class _Writer:
         self._records: dict[str, FileRecord] = {}
         self._problem: str | None = None
         self._file = -1
-        self._descriptor: int | None = None
-        self._size = self._crc32 = 0
+        self._open_files: dict[int, int] = {}
+        self._pushed = 0
 
-    def write(self, pieces: list[Piece], contents: list[memoryview]) -> None:
+    def write(self, pieces: list[Piece], contents: list[Tensor]) -> None:
         """Append ``contents`` to the files their ``pieces`` belong to."""
-        for piece, content in zip(pieces, contents, strict=True):
-            if self._problem is not None:
-                return
-            try:
-                if piece.file != self._file:
-                    self._close()
-                    self._open(piece.file)
-                if not _is_finite(content, self._dtypes[piece.name]):
-                    self._problem = f"{piece.name} is not finite: such a state is not worth resuming from"
-                    return
-                self._append(content)
-            except OSError as error:
-                self._fail(error)
-
-    def finish(self) -> tuple[dict[str, FileRecord], str | None]:
-        """The files written, and what went wrong."""
+        ready: list[memoryview] = []
         try:
-            self._close()
+            for piece, content in zip(pieces, contents, strict=True):
+                if self._problem is not None:
+                    return
+                if piece.file != self._file:
+                    self._append(ready)
+                    ready = [self._open(piece.file)]
+                for part in content.split(_PIECE_BYTES):
+                    if not _is_finite(part, self._dtypes[piece.name]):
+                        self._problem = f"{piece.name} is not finite: such a state is not worth resuming from"
+                        return
+                    self._count(tensor_bytes(part))
+                ready.append(tensor_bytes(content))
+            self._append(ready)
         except OSError as error:
             self._fail(error)
+
+    def finish(self) -> tuple[dict[str, FileRecord], str | None]:
+        """The files written, and what went wrong. They are on the disk."""
+        for index, descriptor in self._open_files.items():
+            self._file = index
+            try:
+                if self._problem is None:
+                    os.fsync(descriptor)
+            except OSError as error:
+                self._fail(error)
+            finally:
+                os.close(descriptor)
         return self._records, self._problem
 
     def _fail(self, error: OSError) -> None:
@@ -353,32 +394,57 @@ class _Writer:
         reason = f"cannot write {path}: {error.strerror}"
         self._problem = reason if self._folder.is_dir() else f"{reason}; {_NOT_SHARED}"
 
-    def _open(self, index: int) -> None:
-        self._file, self._size, self._crc32 = index, 0, 0
+    def _open(self, index: int) -> memoryview:
+        """Begin a file. Returns what stands first in it."""
         file = self._plan.files[index]
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        self._descriptor = os.open(self._folder / file.name, flags, 0o644)
-        self._append(memoryview(header(file.specs)))
+        # Open to the end: the disk writes the first file while the next is filled, and all are waited for at once.
+        self._open_files[index] = os.open(self._folder / file.name, flags, 0o644)
+        self._file, self._pushed = index, 0
+        self._records[file.name] = FileRecord(0, 0)
+        start = memoryview(header(file.specs))
+        self._count(start)
+        return start
 
-    def _append(self, content: memoryview) -> None:
-        assert self._descriptor is not None
-        self._crc32 = zlib.crc32(content, self._crc32)
-        self._size += len(content)
-        while content:
-            content = content[os.write(self._descriptor, content) :]
+    def _count(self, content: memoryview) -> None:
+        name = self._plan.files[self._file].name
+        record = self._records[name]
+        self._records[name] = FileRecord(record.size + len(content), zlib.crc32(content, record.crc32))
 
-    def _close(self) -> None:
-        if self._descriptor is None:
+    def _append(self, contents: list[memoryview]) -> None:
+        """Write to the file that is open. Large calls: systems take a file's pages in larger units then."""
+        if not contents:
             return
-        descriptor, self._descriptor = self._descriptor, None
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        self._records[self._plan.files[self._file].name] = FileRecord(self._size, self._crc32)
+        descriptor = self._open_files[self._file]
+        for first in range(0, len(contents), _MOST_VIEWS):
+            rest = contents[first : first + _MOST_VIEWS]
+            while rest:
+                written = os.writev(descriptor, rest)
+                while rest and written >= len(rest[0]):
+                    written -= len(rest.pop(0))
+                if rest:
+                    rest[0] = rest[0][written:]
+        size = self._records[self._plan.files[self._file].name].size
+        if size - self._pushed >= _PUSH_BYTES:
+            self._push(descriptor, size)
+
+    def _push(self, descriptor: int, size: int) -> None:
+        """Have the disk begin with what it was given, instead of all at once at the end.
+
+        What this call asks for is that the system forget the pages. It begins to write those that are not on the disk
+        yet, and forgets those that are, the ones of earlier calls: so a checkpoint fills the same pages again instead
+        of pushing out of memory what training reads.
+        """
+        if hasattr(os, "posix_fadvise"):
+            first = max(0, self._pushed - _REMEMBERED_BYTES)
+            with suppress(OSError):
+                os.posix_fadvise(descriptor, first, size - first, os.POSIX_FADV_DONTNEED)
+        self._pushed = size
 
 
-def _is_finite(content: memoryview, dtype: torch.dtype) -> bool:
-    if not dtype.is_floating_point or not len(content):
+def _is_finite(content: Tensor, dtype: torch.dtype) -> bool:
+    if not dtype.is_floating_point or not content.numel():
         return True
-    return bool(torch.frombuffer(content, dtype=dtype).isfinite().all())
+    # One pass and no copies, where isfinite().all() takes several; either end is NaN when any number is.
+    low, high = content.view(dtype).aminmax()
+    return math.isfinite(low.item()) and math.isfinite(high.item())

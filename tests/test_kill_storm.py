@@ -1,0 +1,15 @@
+"""A short storm of kills; ``python -m benchmarks.kill_storm`` runs long ones."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.kill_storm import storm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp"])
+def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(layout: str, tmp_path: Path) -> None:
+    result = storm(tmp_path / "storm", kills=3, processes=2, layout=layout, seed=3)
+    assert not result.violations, "\n".join([*result.violations, result.summary()])
+    assert result.kills == 3

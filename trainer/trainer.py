@@ -21,7 +21,7 @@ from parallel.mesh import gradient_accumulation, resolve_layout
 from trainer.checkpoint.resume import CHECKPOINTS, Start, find_start, plain
 from trainer.checkpoint.retention import folder_name, named, step_of, sweep
 from trainer.checkpoint.save import Checkpointer, Saved, lack_of_space
-from trainer.checkpoint.state import load_state, load_weights, state_parts
+from trainer.checkpoint.state import check_weights, load_state, load_weights, state_parts
 from trainer.loader import PADDING_ID, BatchLoader, evaluation_batches
 from trainer.metrics import RATES, Meter
 from trainer.optim import build_optimizer, learning_rate
@@ -137,6 +137,7 @@ class Trainer:
         model = recipe.build_model()
         if start.weights is not None:
             session.once(partial(recipe.check_weights, start.weights))
+            session.once(partial(check_weights, start.weights, model, recipe.export_name))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         plan = recipe.parallel_plan(model)
         for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start):

@@ -16,6 +16,8 @@ MODEL, OPTIMIZER = "model", "optimizer"
 """Stems of the files of weights and of the optimizer's state."""
 
 _NAMES_SHOWN = 3
+_UNUSED = ("lm_head.weight", ".rotary_emb.inv_freq")
+"""Endings of names that a model folder may hold beyond the model's own: what follows from the rest."""
 
 
 def state_parts(
@@ -57,13 +59,21 @@ def load_weights(folder: Path, module: nn.Module, export_name: Callable[[str], s
     Raises:
         UserError: the folder holds another model.
     """
-    weights = TensorFolder(folder, MODEL)
     named = {export_name(name): parameter for name, parameter in module.named_parameters()}
-    _fill(weights, named, unused=("lm_head.weight", ".rotary_emb.inv_freq"))
+    _fill(TensorFolder(folder, MODEL), named, _UNUSED)
 
 
-def _fill(folder: TensorFolder, named: Mapping[str, Tensor], unused: tuple[str, ...] = ()) -> None:
-    """``unused``: endings of names that the folder may hold beyond ``named``: what follows from the rest."""
+def check_weights(folder: Path, module: nn.Module, export_name: Callable[[str], str]) -> None:
+    """Whether ``load_weights`` would find what it needs, from the files' headers. ``module`` may be on meta.
+
+    Raises:
+        UserError: the folder holds another model.
+    """
+    named = {export_name(name): parameter for name, parameter in module.named_parameters()}
+    _check(TensorFolder(folder, MODEL), named, _UNUSED)
+
+
+def _check(folder: TensorFolder, named: Mapping[str, Tensor], unused: tuple[str, ...]) -> None:
     missing = [name for name in named if name not in folder.specs]
     extra = [name for name in folder.specs if name not in named and not name.endswith(unused)]
     shaped = [
@@ -81,9 +91,14 @@ def _fill(folder: TensorFolder, named: Mapping[str, Tensor], unused: tuple[str, 
             f"{folder.folder} holds another model than model={{...}} describes: {'; '.join(problems)}; "
             f"give the model.* keys it was trained with (its config.json has them)"
         )
-    for name, tensor in named.items():
+    for name in named:
         if not folder.specs[name].dtype.is_floating_point:
             raise UserError(f"{folder.folder}: {name} is {folder.specs[name].dtype}; only float weights can be trained")
+
+
+def _fill(folder: TensorFolder, named: Mapping[str, Tensor], unused: tuple[str, ...] = ()) -> None:
+    _check(folder, named, unused)
+    for name, tensor in named.items():
         local, first = local_rows(tensor)
         if local.ndim == 0:
             local.copy_(folder.read(name))

@@ -151,7 +151,7 @@ def test_fine_tuning_starts_from_what_transformers_saved(
     resume = f"checkpoint.resume={theirs}"
     fit = pasted(refusal(text, tmp_path / "run", resume))
     how = [resume, *fit, "trainer.steps=2"]
-    logits = train(cluster, layout, text, tmp_path / "run", *how, "optim.lr=0", "trainer.stop_at=1"[:0] or "run.name=x")
+    logits = train(cluster, layout, text, tmp_path / "run", *how, "optim.lr=0")
     model = opened(theirs)
     expected = answer(model)
     torch.testing.assert_close(logits["first"], expected, rtol=0, atol=1e-5)
@@ -162,13 +162,6 @@ def test_fine_tuning_starts_from_what_transformers_saved(
     there, here = model.state_dict(), back.state_dict()
     assert there.keys() == here.keys()
     assert all(here[name].equal(there[name]) for name in there)
-    assert {
-        json.loads((folder / "config.json").read_text())["vocab_size"] for folder in (theirs, back_of(tmp_path))
-    } == {300}
-
-
-def back_of(tmp_path: Path) -> Path:
-    return checkpoint(tmp_path / "run")
 
 
 def test_a_fine_tuning_run_resumes_from_its_own_checkpoints(plain: Path, text: Path, tmp_path: Path) -> None:
@@ -215,7 +208,7 @@ def test_another_config_is_told_as_overrides_that_work(
 ) -> None:
     folder = changed(plain, tmp_path / "model", **changes)
     resume = f"checkpoint.resume={folder}"
-    base = [word for word in pasted(refusal(text, tmp_path / "run", f"checkpoint.resume={plain}"))]
+    base = pasted(refusal(text, tmp_path / "run", f"checkpoint.resume={plain}"))
     line = refusal(text, tmp_path / "run", resume, *base)
     assert "config.json describes another model than this one; use " in line
     fit = pasted(line)

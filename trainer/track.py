@@ -34,7 +34,7 @@ class RunFolder:
         self.path = path
         self._metrics: IO[bytes] | None = None
         self._unwritten = b""
-        self._is_failing = False
+        self._failing: set[str] = set()
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("w")
@@ -112,7 +112,7 @@ class RunFolder:
             finite["nonfinite"] = True
         line = json.dumps({"event": event, **finite, "time": round(time.time(), 3)}, allow_nan=False)
         self._unwritten += line.encode() + b"\n"
-        self._unless_it_fails(self._write)
+        self._unless_it_fails("metrics.jsonl", self._write)
 
     def _write(self) -> None:
         assert self._metrics is not None
@@ -121,18 +121,20 @@ class RunFolder:
 
     def status(self, state: str, *, step: int, reason: str | None = None, exit_code: int | None = None) -> None:
         """Replace ``status.json``, unless the disk fails."""
-        self._unless_it_fails(lambda: write_status(self.path, state, step=step, reason=reason, exit_code=exit_code))
+        self._unless_it_fails(
+            "status.json", lambda: write_status(self.path, state, step=step, reason=reason, exit_code=exit_code)
+        )
 
-    def _unless_it_fails(self, write: Callable[[], None]) -> None:
+    def _unless_it_fails(self, name: str, write: Callable[[], None]) -> None:
         try:
             write()
         except OSError as error:
-            if not self._is_failing:  # one line for as long as it lasts
+            if name not in self._failing:  # one line for as long as it lasts
                 with suppress(OSError):
-                    print(f"WARNING    cannot write the records in {self.path}: {error.strerror}", flush=True)
-            self._is_failing = True
+                    print(f"WARNING    cannot write {self.path / name}: {error.strerror}. Training goes on", flush=True)
+            self._failing.add(name)
         else:
-            self._is_failing = False
+            self._failing.discard(name)
 
     def fail(self, step: int, reason: str, exit_code: int) -> None:
         """Record that the run ended at ``step``, if it had begun."""

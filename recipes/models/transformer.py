@@ -223,7 +223,7 @@ def hugging_face_differences(config: ModelSection, vocab_size: int, found: dict[
         "head_dim": found.get("head_dim") or found["hidden_size"] // heads,
         "hidden_dim": found["intermediate_size"],
         "vocab_size": found["vocab_size"],
-        "tie_embeddings": found.get("tie_word_embeddings", False),
+        "tie_embeddings": bool(found.get("tie_word_embeddings")),
         "norm_eps": found.get("rms_norm_eps", 1e-6),
         "rope_theta": rope.get("rope_theta", found.get("rope_theta", 10000.0)),
     }
@@ -235,11 +235,15 @@ def hugging_face_differences(config: ModelSection, vocab_size: int, found: dict[
         names = {"original_max_sequence_length": "original_max_position_embeddings"}
         scaling = {key: rope[names.get(key, key)] for key in RopeScaling.model_fields}
     if scaling != (config.rope_scaling.model_dump() if config.rope_scaling else None):
-        text = ",".join(f"{key}:{value:g}" for key, value in scaling.items()) if scaling else None
-        changed["rope_scaling"] = f"{{{text}}}" if text else "null"
-    return [
-        f"model.{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in changed.items()
-    ]
+        changed["rope_scaling"] = scaling
+    return [_override(name, value) for name, value in changed.items()]
+
+
+def _override(name: str, value: Any) -> str:
+    if isinstance(value, dict):
+        text = ",".join(f"{key}:{number}" for key, number in value.items())
+        return f"'model.{name}={{{text}}}'"  # a shell would take the braces apart
+    return f"model.{name}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
 
 
 def hugging_face_config(config: ModelSection, vocab_size: int, end_token: int | None) -> dict[str, Any]:

@@ -59,9 +59,8 @@ def load_weights(folder: Path, module: nn.Module, export_name: Callable[[str], s
     Raises:
         UserError: the folder holds another model.
     """
-    weights = TensorFolder(folder, MODEL)
     named = {export_name(name): parameter for name, parameter in module.named_parameters()}
-    _fill(weights, named)
+    _fill(TensorFolder(folder, MODEL), named)
 
 
 def check_names(folder: Path, module: nn.Module, export_name: Callable[[str], str]) -> None:

@@ -85,11 +85,6 @@ class Checkpointer:
         self._running: Future[Saved] | None = None
         self._stall_seconds = 0.0
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save is under way."""
-        return self._running is not None
-
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Begin to save ``step``; with ``checkpoint.mode=sync`` also end it. ``state`` is plain data, for state.json.
 

@@ -227,8 +227,9 @@ def test_the_disk_fills_up_during_a_save(left: int, text: Path, small_disk: Path
         assert f"no checkpoint of step {step}: cannot write " in warning
         assert os.strerror(errno.ENOSPC) in warning
         assert "Training goes on; the newest is that of step 3" in warning
-    for name in ("metrics.jsonl", "status.json"):  # one line for as long as it lasts
-        assert len(lines(printed, f"WARNING    cannot write {run_dir / name}: ")) == (left == 0)
+    # One line for as long as it lasts; metrics.jsonl may have room left in its last page.
+    assert len(lines(printed, f"WARNING    cannot write {run_dir / 'status.json'}: ")) == (left == 0)
+    assert len(lines(printed, f"WARNING    cannot write {run_dir / 'metrics.jsonl'}: ")) <= (left == 0)
     assert steps_saved(run_dir) == [3, 6]
     assert len(list((run_dir / "checkpoints").iterdir())) == 2
     for path in (run_dir / "checkpoints").iterdir():

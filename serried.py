@@ -62,6 +62,8 @@ def export(given: dict[str, str]) -> str:
         raise UserError(f"dtype={dtype} is none of {', '.join(dtypes)}; use dtype=bf16")
     if "out" not in given:
         raise UserError("out=FOLDER is missing: where the model goes; e.g. out=my-model")
+    if "run.dir" in given and "run.name" in given:
+        raise UserError(f"run.dir={given['run.dir']} and run.name={given['run.name']} are both given; keep one")
     run = Path(given.get("run.dir", Path("runs") / given.get("run.name", "tiny")))
     try:
         found = {step_of(path): path for path in committed(run / CHECKPOINTS)}

@@ -279,7 +279,7 @@ class CheckpointSection(Section):
     keep_best: bool = False
     """The checkpoint with the lowest validation loss stays too; evaluate at the steps that are saved."""
     mode: Literal["async", "sync"] = "async"
-    """``async`` (training goes on while a checkpoint is written) or ``sync`` (it waits; no second copy in memory)."""
+    """``async`` (training goes on while a checkpoint is written) or ``sync`` (it waits; no copy on a CPU)."""
     resume: str = Field(default="auto", min_length=1)
     """``auto`` (the newest checkpoint, if any), ``must``, ``never`` or a path. ``never`` begins anew and keeps earlier
     files aside; a path is a checkpoint, a run folder, or a Hugging Face model folder, for its weights alone."""

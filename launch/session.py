@@ -114,6 +114,11 @@ class Session:
         """Whether this is rank 0, which writes the records and speaks."""
         return self.rank == 0
 
+    @property
+    def is_restart(self) -> bool:
+        """Whether torchrun or Slurm started this again by itself, and not the user."""
+        return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
     def place(self) -> str:
         """For the plan: ``2 processes on cpu (gloo), 1 thread each``."""
         import torch
@@ -356,7 +361,7 @@ def _start_group(session: Session) -> "Store":
         timeout=timeout,
     )
     # A restart under the same agent meets the store of the attempt before, with addresses of dead processes in it.
-    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = f"{env.get('TORCHELASTIC_RUN_ID')}_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store = dist.PrefixStore(f"attempt_{attempt}_world_{session.world_size}", tcp)
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if session.device.type == "cuda" else "gloo",

@@ -125,7 +125,7 @@ class CausalLM:
             raise UserError(
                 f"cannot read {path}: {error.strerror}; it says what the weights beside it compute"
             ) from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
             raise UserError(f"{path} {reason}") from None
         if changes:

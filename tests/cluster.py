@@ -51,7 +51,7 @@ class Cluster:
             environment = {
                 "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
                 "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port,
-                "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": self._runs,
+                "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": self._runs,
             }  # fmt: skip
             worker.send(
                 function=function, arguments=arguments, output=str(output),

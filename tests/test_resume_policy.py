@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.runs import Ended, metrics, run_here, steps_saved, tiny_overrides
+from trainer.checkpoint.resume import differences
 
 pytestmark = pytest.mark.usefixtures("_elsewhere")
 
@@ -142,7 +143,7 @@ def test_rolling_back_keeps_the_newer_aside_and_then_goes_on(spelling: str, text
     expected = [line["loss"] for line in metrics(copy)]
     back = [f"checkpoint.resume={given}", "checkpoint.keep=9"]
     printed = train(text, run_dir, *back, "trainer.stop_at=4", code=75).printed
-    assert "newer checkpoints (checkpoints/step-00000004, checkpoints/step-00000006) are kept in" in printed
+    assert "newer checkpoints (step-00000004, step-00000006) are kept in" in printed
     assert steps_saved(copy / "earlier-1") == [4, 6]
     assert steps_saved(copy) == [2, 4]
     train(text, run_dir, *back)
@@ -356,3 +357,82 @@ def test_the_best_stays(text: Path, tmp_path: Path) -> None:
     best = min(losses, key=lambda step: losses[step])
     assert best != 8, losses
     assert steps_saved(tmp_path / "run") == [best, 8]
+
+
+# what a fresh pair of eyes found --------------------------------------------------------------------------------------
+
+
+def test_a_file_that_the_checkpoint_does_not_know_is_refused(text: Path, copy: Path) -> None:
+    """As ``save_pretrained`` into the folder leaves it: it would be read instead of the checkpoint's own."""
+    newest = copy / "checkpoints" / "step-00000006"
+    (newest / "optimizer.safetensors.index.json").write_text("{}")
+    assert "optimizer.safetensors.index.json is no part of the checkpoint" in refusal(text, copy)
+
+
+def test_a_checkpoint_without_its_manifest_is_not_taken_for_a_model_folder(
+    text: Path, finished: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished / "checkpoints" / "step-00000004", tmp_path / "model")
+    (tmp_path / "model" / "MANIFEST.json").unlink()
+    line = refusal(text, tmp_path / "run", f"checkpoint.resume={tmp_path / 'model'}")
+    assert "has lost its MANIFEST.json" in line
+    (tmp_path / "model" / "state.json").unlink()
+    train(text, tmp_path / "run", f"checkpoint.resume={tmp_path / 'model'}", "model.max_sequence_length=8192")
+    assert resumed_from(tmp_path / "run") == [None]
+
+
+def test_the_folder_of_checkpoints_is_understood(text: Path, finished: Path, tmp_path: Path) -> None:
+    path = f"checkpoint.resume={finished / 'checkpoints'}"
+    train(text, tmp_path / "run", path, "trainer.steps=8", "checkpoint.allow_changes=true")
+    assert resumed_from(tmp_path / "run") == [6]
+
+
+def test_too_little_room_moves_nothing(text: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.checkpoint.save._SPARE_BYTES", 2**60)
+    before = tree(copy)
+    assert "free" in refusal(text, copy, "checkpoint.resume=never")
+    assert tree(copy) == before
+
+
+def test_a_run_that_was_killed_after_its_last_checkpoint_is_finished(text: Path, copy: Path) -> None:
+    (copy / "status.json").write_text('{"state": "running", "step": 6, "reason": null, "exit_code": null}')
+    train(text, copy)
+    assert json.loads((copy / "status.json").read_text())["state"] == "finished"
+
+
+def test_a_restart_goes_on_with_what_never_began(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(text, tmp_path / "run", "checkpoint.resume=never", "trainer.stop_at=4", code=75)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train(text, tmp_path / "run", "checkpoint.resume=never")
+    assert resumed_from(tmp_path / "run") == [None, 4]
+
+
+def test_a_loss_that_was_never_finite_is_told_and_ends_nothing(text: Path, tmp_path: Path) -> None:
+    def lose(trainer: Any, _: int) -> None:
+        trainer._progress.first_loss = trainer._progress.last_loss = None
+
+    ended = train(text, tmp_path / "run", after_step=lose)
+    assert "loss not finite -> not finite" in ended.printed
+
+
+def test_bytes_that_are_no_text_in_the_records_stop_nothing(text: Path, copy: Path) -> None:
+    with (copy / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"event": "step", "step": 9, \xff\xfe\n')
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")
+    train(text, copy)
+    assert [line["step"] for line in metrics(copy)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_key_that_an_older_version_did_not_know_is_no_change(stopped: Path) -> None:
+    earlier = json.loads((next((stopped / "checkpoints").glob("step-*")) / "state.json").read_text())["config"]
+    now = json.loads(json.dumps(earlier))
+    del earlier["optim"]["lr"], earlier["optim"]["eps"], earlier["checkpoint"]["keep"]
+    assert list(differences(earlier, now)) == ["optim.lr"], "it has no default, so nobody knows"
+
+
+@pytest.mark.parametrize(
+    "change", ["model.vocab_size=257", "model.head_dim=4", "precision.initial_scale=8", "schedule.decay_fraction=0.5"]
+)
+def test_what_cannot_change_a_number_is_no_change(change: str, text: Path, stopped: Path, tmp_path: Path) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    assert "would change" not in train(text, tmp_path / "run", change).printed

@@ -144,3 +144,15 @@ def test_batches_divide_or_the_fix_does(global_batch: int, micro_batch: int, ran
         for fix in fixes:
             key, value = fix.removeprefix("trainer.").split("=")
             gradient_accumulation(trainer.model_copy(update={key: int(value)}), layout)
+
+
+def test_a_loss_scale_of_one_is_a_loss_scale() -> None:
+    section = PrecisionSection(name="fp16", initial_scale=2.0)
+    scaler = GradScaler(section, torch.device("cpu"))
+    scaler.update(torch.tensor(True))
+    scaler.update(torch.tensor(False))
+    again = GradScaler(section, torch.device("cpu"))
+    again.load(scaler.state())
+    assert again.state() == scaler.state() == {"scale": 1.0, "good_steps": 1}
+    again.load(GradScaler(PrecisionSection(name="fp32"), torch.device("cpu")).state())
+    assert again.state() == scaler.state()

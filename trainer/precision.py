@@ -38,12 +38,12 @@ class GradScaler:
         self.scale = torch.where(grow & grown.isfinite(), grown, self.scale)
         self.scale = torch.where(rejected, self.scale * self.BACKOFF, self.scale)
 
-    def state(self) -> dict[str, float | int]:
-        """What a checkpoint keeps. Waits for the device."""
-        return {"scale": self.scale.item(), "good_steps": int(self._good_steps.item())}
+    def state(self) -> dict[str, float | int] | None:
+        """What a checkpoint keeps; None where there is no scaling. Waits for the device."""
+        return {"scale": self.scale.item(), "good_steps": int(self._good_steps.item())} if self.enabled else None
 
-    def load(self, state: dict[str, float | int]) -> None:
-        """Go on from ``state``; a run in another precision than the one saved keeps its own first scale."""
-        if self.enabled and state["scale"] != 1:
+    def load(self, state: dict[str, float | int] | None) -> None:
+        """Go on from ``state``; where there was no scaling, or is none now, nothing changes."""
+        if self.enabled and state is not None:
             self.scale.fill_(state["scale"])
             self._good_steps.fill_(state["good_steps"])

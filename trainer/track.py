@@ -89,7 +89,7 @@ class RunFolder:
 
     def _forget_after(self, step: int) -> None:
         try:
-            text = (self.path / "metrics.jsonl").read_text()
+            text = (self.path / "metrics.jsonl").read_text(errors="replace")
         except FileNotFoundError:
             return
         kept: list[str] = []

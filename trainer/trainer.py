@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _READ_AT_LEAST_EVERY = 50
 _COLLECT_GARBAGE_EVERY = 50
 _FP32_BYTES = 4
+_DONE = "all steps done"
 
 
 def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: str) -> int:
@@ -61,7 +62,7 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         for note in start.notes:
             console.say(note)
         if start.step >= (config.trainer.stop_at or config.trainer.steps) or start.step >= config.trainer.steps:
-            return _nothing_to_do(config, start, console)
+            return _nothing_to_do(config, start, console, folder)
         trainer = Trainer(config, recipe, session, folder, console, config_yaml, start)
         return trainer.run()
     except BaseException as error:
@@ -83,7 +84,7 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         console.close()
 
 
-def _nothing_to_do(config: RunConfig, start: Start, console: Console) -> int:
+def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: RunFolder | None) -> int:
     if not start.continues(config.run.dir):
         end = f"trainer.steps={config.trainer.steps}"
         if start.step < config.trainer.steps:
@@ -98,6 +99,8 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console) -> int:
             f"Nothing to do.\ngo on: leave trainer.stop_at out, or raise it, up to trainer.steps={config.trainer.steps}"
         )
         return EXIT_STOPPED
+    if folder is not None:  # of a run that was killed after its last checkpoint
+        folder.status("finished", step=start.step, reason=_DONE, exit_code=EXIT_FINISHED)
     console.say(
         f"{config.run.dir} is finished: {start.step} steps, the model is in {start.checkpoint}. Nothing to do."
         f"\nstart anew: checkpoint.resume=never (keeps these files in {config.run.dir}/earlier-N) "
@@ -136,8 +139,8 @@ class Trainer:
         model = recipe.build_model()
         if start.weights is not None:
             session.once(partial(recipe.check_weights, start.weights))
-        if start.is_read is not None:
-            check_names(start.is_read, model, recipe.export_name)
+        if start.source is not None:
+            check_names(start.source, model, recipe.export_name)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         plan = recipe.parallel_plan(model)
         for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start):
@@ -155,7 +158,7 @@ class Trainer:
         self._parallel = parallelize(
             model,
             plan,
-            None if start.is_read else recipe.initial_std,
+            None if start.source else recipe.initial_std,
             seed=trainer.seed,
             layout=layout,
             section=config.parallel,
@@ -251,7 +254,7 @@ class Trainer:
 
     def _read_results(self, *, log: bool) -> None:
         for step, result in self._meter.read():
-            self._progress.add(step, result)
+            self._progress.add(result)
             if log and step == self.step:
                 rates = self._meter.rates(self.step, self._progress.tokens, self._loader.take_waited_seconds())
                 self._log_step(step, result, rates)
@@ -384,7 +387,7 @@ class Trainer:
         since = f" since step {self._first_step}" if self._first_step else ""
         self._console.say(
             f"{'finished' if is_finished else 'stopped':<10} {self.step} steps, {short(progress.tokens)} tokens, "
-            f"{duration(seconds)}{since}; loss {progress.first_loss:.4f} -> {progress.last_loss:.4f}{validation}"
+            f"{duration(seconds)}{since}; loss {_loss(progress.first_loss)} -> {_loss(progress.last_loss)}{validation}"
         )
         if is_finished and config.trainer.sample_tokens:
             with self._parallel.autocast():
@@ -405,7 +408,7 @@ class Trainer:
             f"{config.trainer.steps}"
         )
         state, code = ("finished", EXIT_FINISHED) if is_finished else ("stopped", EXIT_STOPPED)
-        reason = "all steps done" if is_finished else f"trainer.stop_at={config.trainer.stop_at}"
+        reason = _DONE if is_finished else f"trainer.stop_at={config.trainer.stop_at}"
         if self._folder is not None:
             self._folder.record("stop", step=self.step, state=state, reason=reason)
             self._folder.status(state, step=self.step, reason=reason, exit_code=code)
@@ -422,23 +425,30 @@ class Progress:
     validation_loss: float | None = None
     validated_step: int = 0
 
-    def add(self, step: int, result: StepResult) -> None:
+    def add(self, result: StepResult) -> None:
         """Count a step."""
         self.tokens += int(result.tokens)
         if math.isfinite(result.loss):
             self.last_loss = result.loss
-            if step == 1:
-                self.first_loss = result.loss
+            self.first_loss = result.loss if self.first_loss is None else self.first_loss
 
 
 def _begin(folder: RunFolder | None, start: Start, config_yaml: str, parameters: int) -> list[str]:
     """On rank 0, once nothing in the user's hands can fail: a mistyped path moves no run. Returns what to tell."""
     assert folder is not None
-    notes = make_room(folder, start)
-    if problem := lack_of_space(folder.path, 3 * _FP32_BYTES * parameters):
-        raise UserError(f"{problem}; use run.dir=FOLDER on another disk, or free some")
-    folder.begin(config_yaml, environment(), start.step)
+    try:
+        if problem := lack_of_space(folder.path, 3 * _FP32_BYTES * parameters):
+            raise UserError(f"{problem}; use run.dir=FOLDER on another disk, or free some")
+        notes = make_room(folder, start)
+        folder.begin(config_yaml, environment(), start.step)
+    except OSError as error:
+        where = error.filename or folder.path
+        raise UserError(f"cannot write {where}: {error.strerror}; use run.dir=FOLDER") from None
     return notes
+
+
+def _loss(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"
 
 
 @contextmanager

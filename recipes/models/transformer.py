@@ -207,8 +207,10 @@ def hugging_face_differences(config: ModelSection, vocab_size: int, found: dict[
     if found.get("model_type") != "llama":
         raise ValueError(f"is of model_type {found.get('model_type')}; only llama can be taken over")
     for key, plain in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
-        if found.get(key, plain) != plain:
+        if (found.get(key) or plain) != plain:
             raise ValueError(f"has {key} {found[key]}; only {plain} can be taken over")
+    if found.get("quantization_config"):
+        raise ValueError("has a quantization_config; only plain float weights can be taken over")
     # transformers 5 has one dictionary; before it there were two keys. Defaults are those of LlamaConfig.
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -224,8 +226,9 @@ def hugging_face_differences(config: ModelSection, vocab_size: int, found: dict[
         "hidden_dim": found["intermediate_size"],
         "vocab_size": found["vocab_size"],
         "tie_embeddings": bool(found.get("tie_word_embeddings")),
-        "norm_eps": found.get("rms_norm_eps", 1e-6),
-        "rope_theta": rope.get("rope_theta", found.get("rope_theta", 10000.0)),
+        "norm_eps": float(found.get("rms_norm_eps") or 1e-6),
+        "rope_theta": float(rope.get("rope_theta") or found.get("rope_theta") or 10000.0),
+        "max_sequence_length": found.get("max_position_embeddings") or 2048,
     }
     ours = {name: getattr(config, name) for name in wanted}
     ours |= {"head_dim": config.attention_head_dim, "vocab_size": vocab_size}

@@ -7,10 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from configs.errors import UserError
 from configs.schema import RunConfig
-from trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, read_manifest
+from trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest
 from trainer.checkpoint.retention import STATE, named, step_of, sweep
+from trainer.checkpoint.state import MODEL, OPTIMIZER
 from trainer.track import RECORDS, RunFolder
 
 if TYPE_CHECKING:
@@ -41,7 +44,7 @@ class Start:
         return int(self.state.get("step", 0))
 
     @property
-    def is_read(self) -> Path | None:
+    def source(self) -> Path | None:
         """The folder that weights are read from; None: first weights."""
         return self.checkpoint or self.weights
 
@@ -57,7 +60,7 @@ def find_start(config: RunConfig, session: "Session") -> Start:
         UserError: nothing there where ``checkpoint.resume`` demands it, nothing undamaged, or resuming would silently
             change the run.
     """
-    chosen = session.once(lambda: _candidates(config))
+    chosen = session.once(partial(_candidates, config, session.is_restart))
     notes, damage = list(chosen["notes"]), []
     for path in map(Path, chosen["candidates"]):
         problem = _damage(path, session)
@@ -69,7 +72,7 @@ def find_start(config: RunConfig, session: "Session") -> Start:
             notes.append(f"damaged: {'; '.join(damage)}; going on from the newest that is whole, {path}")
         if not config.checkpoint.allow_changes:
             _refuse_changes(path, state["config"], config)
-        notes += _changed(state["config"], config)
+        notes += _changed(state, config, session.world_size)
         return Start(path, origin=chosen["origin"], state=state, notes=notes)
     if damage:
         raise UserError(
@@ -80,9 +83,11 @@ def find_start(config: RunConfig, session: "Session") -> Start:
     return Start(weights=weights, origin=chosen["origin"], notes=notes)
 
 
-def _candidates(config: RunConfig) -> dict[str, Any]:
+def _candidates(config: RunConfig, is_restart: bool) -> dict[str, Any]:
     """Checkpoints to try, newest first, or a folder of weights. On one rank."""
     resume, own_folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS
+    if resume == "never" and is_restart:
+        resume = "auto"  # it began anew when it was started; what is here is its own
     try:
         own = [str(path) for path in reversed(named(own_folder))]
         if resume in ("auto", "must"):
@@ -97,19 +102,25 @@ def _candidates(config: RunConfig) -> dict[str, Any]:
         origin = os.path.normpath(given)  # however it is spelt; a link keeps its name, wherever it leads by now
         if own and _origin(own) == origin:
             # The same command again: it began there once, and has its own checkpoints since.
-            return {"candidates": own, "weights": None, "origin": origin, "notes": []}
+            note = f"this run began at {resume} and has checkpoints of its own since: going on from the newest"
+            return {"candidates": own, "weights": None, "origin": origin, "notes": [note]}
         return {"origin": origin, "notes": [], **_open(given, config)}
     except OSError as error:
         raise UserError(f"cannot read {error.filename or own_folder}: {error.strerror}") from None
 
 
 def _open(path: Path, config: RunConfig) -> dict[str, Any]:
-    found = [path] if (path / MANIFEST).is_file() else list(reversed(named(path / CHECKPOINTS)))
+    found = [path] if (path / MANIFEST).is_file() else list(reversed(named(path / CHECKPOINTS) or named(path)))
     if found:
         own_folder = config.run.dir / CHECKPOINTS
         if found[0].resolve().parent == own_folder.resolve():  # under the name by which the run goes on in it
             found = [own_folder / checkpoint.resolve().name for checkpoint in found]
         return {"candidates": [str(checkpoint) for checkpoint in found], "weights": None}
+    if (path / STATE).exists():
+        raise UserError(
+            f"{path} is a checkpoint that has lost its {MANIFEST}: nothing says whether it is whole; give another, or "
+            f"remove {STATE} and optimizer* from it to begin with its weights alone"
+        )
     if path.is_dir():
         return {"candidates": [], "weights": str(path)}
     raise UserError(
@@ -145,10 +156,23 @@ def _damage(path: Path, session: "Session") -> str | None:
             return str(error)
         return None
 
+    seen = session.gather(path.is_dir())
+    if any(seen) and not all(seen):
+        raise UserError(
+            f"rank {seen.index(True)} sees {path} and rank {seen.index(False)} does not; it must be on a disk that all "
+            "nodes share"
+        )
     return next((problem for problem in session.gather(check()) if problem), None)
 
 
 def _state(path: Path) -> dict[str, Any]:
+    """What the checkpoint says of itself. Files that it does not know of, and a reader would take for its own, are
+    refused: somebody put them there."""
+    records = read_manifest(path)
+    for stem in (MODEL, OPTIMIZER):
+        for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
+            if (path / name).exists() and name not in records:
+                raise UserError(f"{path / name} is no part of the checkpoint ({MANIFEST} does not list it); remove it")
     try:
         state = json.loads((path / STATE).read_text())
         if state["version"] != 1:
@@ -166,7 +190,7 @@ def make_room(folder: RunFolder, start: Start) -> list[str]:
         UserError: there can be no checkpoints.
     """
     checkpoints = folder.path / CHECKPOINTS
-    notes = []
+    notes = sweep(checkpoints)
     if start.continues(folder.path):
         newer = [path.name for path in named(checkpoints) if (step_of(path) or 0) > start.step]
         if newer:
@@ -177,9 +201,10 @@ def make_room(folder: RunFolder, start: Start) -> list[str]:
         notes.append(f"an earlier run here ({end}) is kept in {folder.set_aside(RECORDS)}; starting anew")
     try:
         checkpoints.mkdir(exist_ok=True)
+        fsync_folder(folder.path)
     except OSError as error:
         raise UserError(f"cannot write {checkpoints}: {error.strerror}; use run.dir=FOLDER") from None
-    return notes + sweep(checkpoints)
+    return notes
 
 
 def check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
@@ -196,21 +221,42 @@ def check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
 
 _NOT_PART_OF_THE_NUMBERS = (
     "recipe", "dry_run", "run.", "launch.", "checkpoint.", "parallel.", "model.name", "model.max_sequence_length",
-    "data.name", "data.path", "data.workers", "data.cache_dir", "trainer.micro_batch", "trainer.log_every",
-    "trainer.eval_", "trainer.sample_tokens", "trainer.stop_at", "trainer.deterministic",
+    "model.vocab_size", "model.head_dim", "model.initializer_std", "data.name", "data.path", "data.workers",
+    "data.cache_dir", "trainer.micro_batch", "trainer.log_every", "trainer.eval_", "trainer.sample_tokens",
+    "trainer.stop_at", "trainer.deterministic",
 )  # fmt: skip
 """Beginnings of keys that shape where, how fast and how visibly a run goes, not its numbers. What ``data.path`` leads
-to is compared by its content."""
+to is compared by its content, and sizes of the model by the shapes of its tensors."""
+
+_ONLY_FOR = {
+    "trainer.steps": ("schedule.name", ("cosine", "linear", "wsd")),
+    "schedule.min_lr_ratio": ("schedule.name", ("cosine", "linear", "wsd")),
+    "schedule.decay_fraction": ("schedule.name", ("wsd",)),
+    "precision.initial_scale": ("precision.name", ("fp16",)),
+    "precision.growth_interval": ("precision.name", ("fp16",)),
+}
+"""Keys that mean something under some values of another only."""
 
 
 def differences(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """``key: old -> new`` of all settings that differ between two resolved configs."""
     before, after = _flat(earlier), _flat(now)
+    before = {key: _default(key) for key in after} | before  # an older version did not know all keys
     return {
         key: f"{key} {_shown(before.get(key))} -> {_shown(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     }
+
+
+def _default(key: str) -> Any:
+    """What a version that did not know ``key`` did, as JSON data; None where there is no such thing."""
+    *sections, last = key.split(".")
+    model: Any = RunConfig
+    for name in sections:
+        model = model.model_fields[name].annotation if name in getattr(model, "model_fields", {}) else None
+    knob = getattr(model, "model_fields", {}).get(last)
+    return None if knob is None or knob.is_required() else knob.get_default()
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
@@ -220,8 +266,10 @@ def plain(config: RunConfig) -> dict[str, Any]:
 
 def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> None:
     changed = differences(earlier, plain(config))
-    if config.schedule.name == "constant" and earlier.get("schedule", {}).get("name") == "constant":
-        changed.pop("trainer.steps", None)  # it only says how long
+    before, after = _flat(earlier), _flat(plain(config))
+    for key, (other, values) in _ONLY_FOR.items():
+        if before.get(other) not in values and after[other] not in values:
+            changed.pop(key, None)
     silent = [text for key, text in changed.items() if not key.startswith(_NOT_PART_OF_THE_NUMBERS)]
     if silent:
         raise UserError(
@@ -230,10 +278,13 @@ def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> N
         )
 
 
-def _changed(earlier: dict[str, Any], config: RunConfig) -> list[str]:
-    changed = differences(earlier, plain(config))
+def _changed(state: dict[str, Any], config: RunConfig, world_size: int) -> list[str]:
+    changed = differences(state["config"], plain(config))
     silent = ("run.", "checkpoint.", "dry_run", "trainer.stop_at")
     told = [text for key, text in changed.items() if not key.startswith(silent)]
+    for name, now in (("torch", torch.__version__), ("world_size", world_size)):
+        if state.get(name) != now:
+            told.append(f"{name} {state.get(name)} -> {now}")
     return [f"changed since: {'; '.join(told)}"] if told else []
 
 

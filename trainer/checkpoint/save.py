@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from configs.errors import UserError
 from configs.schema import CheckpointSection
 from parallel.mesh import Layout
 from trainer.checkpoint.manifest import FileRecord, fsync_folder, record_of, write_manifest
@@ -39,6 +40,8 @@ _PIECE_BYTES = 4 * 2**20  # in one call: fits into a cache for all that is done 
 _MOST_VIEWS = 512  # in one call; POSIX systems take at least 1024
 _PUSH_BYTES = 16 * 2**20
 _REMEMBERED_BYTES = 8 * _PUSH_BYTES
+_CHUNK_BYTES = 2**29
+_LOOKS = 10
 _ABANDONED_AFTER_SECONDS = 20.0  # torchrun kills 30 s after it asked to end
 
 
@@ -78,10 +81,14 @@ class Checkpointer:
         self._parts, self._write_extras = parts, write_extras
         copies = [range(first, first + layout.shard) for first in range(0, session.world_size, layout.shard)]
         self._world = session.background_group([range(session.world_size)])
-        self._copy = self._world if len(copies) == 1 else session.background_group(copies)
+        # Copies of one rank have nothing to exchange.
+        self._copy = session.background_group(copies) if 1 < layout.shard < session.world_size else self._world
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._plan: Plan | None = None
-        self._staged: dict[str, Tensor] = {}
+        held = list(parts())
+        self._plan = self._make_plan(held)
+        mine = {piece.name for bucket in self._plan.writes for piece in bucket if piece.source == self._shard}
+        self._kept = mine | {piece.name for sends in self._plan.sends for send in sends for piece in send}
+        self._staged = self._allocate([part for _, part in held if part.spec.name in self._kept])
         self._running: Future[Saved] | None = None
         self._stall_seconds = 0.0
 
@@ -121,41 +128,59 @@ class Checkpointer:
         assert self._running is not None
         running, self._running = self._running, None
         saved = running.result()
-        return Saved(**{**vars(saved), "stall_seconds": self._stall_seconds})
+        return replace(saved, stall_seconds=self._stall_seconds)
 
     def close(self) -> None:
         """Let a save under way end, if it does so soon: whatever ended the run, what it holds is good."""
-        if self._running is not None:
-            try:
-                self._running.exception(_ABANDONED_AFTER_SECONDS)
-            except TimeoutError:
-                self._session.must_not_wait = True
-            self._running = None
+        try:
+            self._thread.submit(lambda: None).result(_ABANDONED_AFTER_SECONDS)
+        except TimeoutError:
+            self._session.must_not_wait = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # in the caller's thread -----------------------------------------------------------------------------------------
 
     def _stage(self) -> dict[str, Tensor]:
-        """This rank's bytes of the tensors that its copy writes, as flat CPU tensors by name."""
-        parts = list(self._parts())
-        if self._plan is None:
-            self._plan = self._make_plan(parts)
-            mine = {piece.name for bucket in self._plan.writes for piece in bucket if piece.source == self._shard}
-            self._kept = mine | {piece.name for sends in self._plan.sends for send in sends for piece in send}
-        on_device = self._session.device.type == "cuda"
+        """This rank's bytes of the tensors that its copy writes, as CPU tensors by name."""
         staged: dict[str, Tensor] = {}
-        for _, part in parts:
+        for _, part in self._parts():
             name, local = part.spec.name, part.local.detach()
-            if name not in self._kept:
-                continue
-            if self._section.mode == "sync" and not on_device:
-                staged[name] = local.contiguous()  # nothing changes it meanwhile
-                continue
-            if name not in self._staged:
-                self._staged[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=on_device)
-            staged[name] = self._staged[name].copy_(local, non_blocking=on_device)
-        if on_device:
+            if name in self._staged:
+                staged[name] = self._staged[name].copy_(local, non_blocking=True)
+            elif name in self._kept:
+                staged[name] = local.contiguous()  # training waits: nothing changes it meanwhile
+        if self._session.device.type == "cuda":
             torch.cuda.synchronize(self._session.device)
+        return staged
+
+    def _allocate(self, parts: list[Part]) -> dict[str, Tensor]:
+        """Room for a copy of ``parts`` in host memory, by name; none where training waits and they are there already.
+
+        In chunks, since pinned memory is given in powers of two: up to twice what single tensors need.
+
+        Raises:
+            UserError: there is not so much memory.
+        """
+        on_device = self._session.device.type == "cuda"
+        if self._section.mode == "sync" and not on_device:
+            return {}
+        staged: dict[str, Tensor] = {}
+        chunk, used = torch.empty(0, dtype=torch.uint8), 0
+        left = total = sum(_aligned(part.local.nbytes) for part in parts)
+        try:
+            for part in parts:
+                room = _aligned(part.local.nbytes)
+                if room > len(chunk) - used:
+                    chunk = torch.empty(max(room, min(left, _CHUNK_BYTES)), dtype=torch.uint8, pin_memory=on_device)
+                    used = 0
+                flat = chunk[used : used + part.local.nbytes].view(part.local.dtype)
+                staged[part.spec.name] = flat.view(part.local.shape)
+                used, left = used + room, left - room
+        except RuntimeError as error:
+            raise UserError(
+                f"rank {self._rank} cannot hold a copy of its {size(total)} of the state in host memory: "
+                f"{str(error).splitlines()[0]}; use checkpoint.mode=sync, or more ranks with parallel=fsdp"
+            ) from None
         return staged
 
     @property
@@ -176,7 +201,6 @@ class Checkpointer:
     # in the background ----------------------------------------------------------------------------------------------
 
     def _save(self, step: int, state: dict[str, Any], staged: dict[str, Tensor], started: float) -> Saved:
-        assert self._plan is not None
         partial, final = self._folder / partial_name(step), self._folder / folder_name(step)
         notes: list[str] = []
         problem = self._tell(self._prepare(partial) if self._rank == 0 else None)
@@ -201,7 +225,6 @@ class Checkpointer:
 
     def _prepare(self, partial: Path) -> str | None:
         """Make room and the folder. Returns why it cannot be done."""
-        assert self._plan is not None
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -212,7 +235,6 @@ class Checkpointer:
     def _write(self, partial: Path, staged: dict[str, Tensor]) -> tuple[dict[str, FileRecord], str | None]:
         """Send this rank's pieces to their owners, and write what it owns. A collective of the ranks of one copy, to
         the end even where this rank cannot write any more."""
-        assert self._plan is not None
         plan, exchange = self._plan, _Exchange(self._plan, staged, self._shard, self._layout.shard, self._copy)
         writer = _Writer(partial, plan)
         exchange.begin(0)
@@ -224,26 +246,28 @@ class Checkpointer:
 
     def _commit(self, partial: Path, final: Path, files: dict[str, FileRecord], state: dict[str, Any]) -> str | None:
         """Complete the folder and give it its name. Returns why that failed."""
-        assert self._plan is not None
         try:
             for stem in (MODEL, OPTIMIZER):
-                specs = {file.name: file.specs for file in self._plan.files if file.name.startswith(f"{stem}")}
+                specs = {file.name: file.specs for file in self._plan.files if file.name.startswith(stem)}
                 if len(specs) > 1:
                     (partial / f"{stem}.safetensors.index.json").write_text(index_json(specs))
             self._write_extras(partial)
             (partial / STATE).write_text(json.dumps(state, indent=2, allow_nan=False) + "\n")
-            written = {path.name for path in partial.iterdir()}
-            if missing := sorted(files.keys() - written):
-                return f"{partial / missing[0]} was written by another node and is not here; " + _NOT_SHARED
-            for name in sorted(written - files.keys()):
+            for name in files:
+                if not _appears(partial / name):
+                    return f"{partial / name} was written by another node and is not here; " + _NOT_SHARED
+            for name in sorted({path.name for path in partial.iterdir()} - files.keys()):
                 with (partial / name).open("rb") as file:
                     os.fsync(file.fileno())
                 files[name] = record_of(partial / name)
             write_manifest(partial, files)
             partial.rename(final)
-            fsync_folder(self._folder)
         except OSError as error:
             return f"cannot write {final}: {error.strerror}"
+        except Exception as error:  # whatever a recipe's files may bring: it costs the checkpoint, not the run
+            return f"cannot write {final}: {type(error).__name__}: {error}"
+        with suppress(OSError):
+            fsync_folder(self._folder)
         return None
 
     def _tell(self, text: str | None) -> str | None:
@@ -267,6 +291,15 @@ class Checkpointer:
 
 
 _NOT_SHARED = "run.dir must be on a disk that all nodes share"
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file of another node is there; a network disk may show it late."""
+    for _ in range(_LOOKS):
+        if path.exists():
+            return True
+        time.sleep(1)
+    return False
 
 
 def lack_of_space(folder: Path, nbytes: int) -> str | None:
@@ -331,8 +364,13 @@ class _Exchange:
 
 
 def _room(piece: Piece) -> int:
-    """Bytes that a piece takes on its way: with numbers of several sizes, each begins where such a number may."""
-    return -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
+    """Bytes that a piece takes on its way."""
+    return _aligned(piece.nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    """With numbers of several sizes one after the other, each begins where such a number may."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _buffer(rounds: list[list[list[Piece]]]) -> Tensor:
@@ -368,7 +406,7 @@ class _Writer:
                     self._count(tensor_bytes(part))
                 ready.append(tensor_bytes(content))
             self._append(ready)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             self._fail(error)
 
     def finish(self) -> tuple[dict[str, FileRecord], str | None]:
@@ -384,9 +422,9 @@ class _Writer:
                 os.close(descriptor)
         return self._records, self._problem
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: OSError | MemoryError) -> None:
         path = self._folder / self._plan.files[max(self._file, 0)].name
-        reason = f"cannot write {path}: {error.strerror}"
+        reason = f"cannot write {path}: {getattr(error, 'strerror', None) or 'no memory'}"
         self._problem = reason if self._folder.is_dir() else f"{reason}; {_NOT_SHARED}"
 
     def _open(self, index: int) -> memoryview:

@@ -66,8 +66,8 @@ def stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # damage ---------------------------------------------------------------------------------------------------------------
 
 FILES = (
-    "model.safetensors", "optimizer.safetensors", "config.json", "serried_tokenizer.json", "state.json",
-    "MANIFEST.json",
+    "model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json",
+    "tokenizer_config.json", "state.json", "MANIFEST.json",
 )  # fmt: skip
 
 
@@ -366,13 +366,13 @@ def test_what_stands_in_the_way_of_the_name_is_moved(text: Path, tmp_path: Path)
 
 def slow_disk(argv: list[str], seconds: float) -> int:
     """Train where each write takes ``seconds``."""
-    write = os.write
+    write = os.writev
 
-    def slowly(descriptor: int, content: Any) -> int:
+    def slowly(descriptor: int, contents: Any) -> int:
         time.sleep(seconds)
-        return write(descriptor, content)
+        return write(descriptor, contents)
 
-    with patch("trainer.checkpoint.save.os.write", slowly):
+    with patch("trainer.checkpoint.save.os.writev", slowly):
         return train_reported(argv)
 
 
@@ -399,9 +399,9 @@ def killed_while_writing(argv: list[str], rank: int, at_step: int) -> int:
     """Train; ``rank`` dies inside of its own file of ``at_step``."""
     append = save._Writer._append
 
-    def die(self: save._Writer, content: memoryview) -> None:
-        append(self, content)
-        if f"{at_step:08d}" in str(self._folder) and os.environ.get("RANK") == str(rank) and self._size > 5000:
+    def die(self: save._Writer, contents: list[memoryview]) -> None:
+        append(self, contents)
+        if f"{at_step:08d}" in str(self._folder) and os.environ.get("RANK") == str(rank) and contents:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with patch.object(save._Writer, "_append", die):
@@ -410,8 +410,8 @@ def killed_while_writing(argv: list[str], rank: int, at_step: int) -> int:
 
 def test_a_slow_disk_delays_saves_and_nothing_else(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(text, tmp_path / "run", "parallel=fsdp", "launch.step_timeout_seconds=2", "trainer.steps=4")
-    # Some 36 writes of each rank.
-    answers = cluster.run(2, "tests.test_checkpoint_faults:slow_disk", argv=argv, seconds=0.05)
+    # At least two writes of each rank.
+    answers = cluster.run(2, "tests.test_checkpoint_faults:slow_disk", argv=argv, seconds=1.5)
     assert [answer.value for answer in answers] == [0, 0], "".join(answer.printed for answer in answers)
     assert "WARNING" not in answers[0].printed
     assert steps_saved(tmp_path / "run") == [2, 4]
@@ -495,7 +495,7 @@ def _observed(look: Callable[[], None]) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name in (
-            (os, "fsync"), (os, "open"), (os, "write"), (os, "unlink"), (os, "rmdir"), (Path, "rename"),
+            (os, "fsync"), (os, "open"), (os, "writev"), (os, "unlink"), (os, "rmdir"), (Path, "rename"),
             (Path, "mkdir"), (Path, "open"), (Path, "write_text"),
         ):  # fmt: skip
             stack.enter_context(patch.object(owner, name, observed(getattr(owner, name))))
@@ -522,7 +522,7 @@ def test_killed_at_any_point_of_a_save(text: Path, tmp_path: Path) -> None:
         for path in committed(checkpoints):
             verify(path)
         stages[tuple(sorted(path.name for path in checkpoints.iterdir()))] = folder
-    assert len(left) > 50
+    assert len(left) > 40
     assert list(stages) == [
         (old,), (f".{new}.partial", old), (old, new), (f".{old}.deleting", new), (new,),
     ], "the old one stays until the new one is there"  # fmt: skip
@@ -539,7 +539,7 @@ def test_killed_at_any_point_of_a_save(text: Path, tmp_path: Path) -> None:
 def test_a_signal_during_a_save_lets_it_end(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = tiny_overrides(text, run_dir, "trainer.steps=100000", "checkpoint.every=30", "trainer.log_every=0")
-    script = f"from tests.test_checkpoint_faults import slow_disk; raise SystemExit(slow_disk({argv}, 0.05))"
+    script = f"from tests.test_checkpoint_faults import slow_disk; raise SystemExit(slow_disk({argv}, 1.0))"
     process = subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -33,9 +33,9 @@ class Cluster:
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: no race for a free one
         self._folder = tempfile.TemporaryDirectory(prefix="serried-tests-")
-        self._size, self._runs = ranks, 0
+        self._runs = 0
         self._workers: list[_Worker] = []
-        self._start()
+        self._start(ranks)
 
     def run(self, world_size: int, function: str, timeout_seconds: float = 120, **arguments: Any) -> list[Answer]:
         """Call ``module:function`` with ``arguments`` on ``world_size`` ranks at once.
@@ -44,8 +44,7 @@ class Cluster:
             AssertionError: a rank raised, died or was not done in time; the text says what each printed.
         """
         self._runs += 1
-        if not self._workers:
-            self._start()
+        self._start(world_size)
         outputs = [Path(self._folder.name) / f"run{self._runs}-rank{rank}" for rank in range(world_size)]
         for rank, (worker, output) in enumerate(zip(self._workers, outputs, strict=False)):
             environment = {
@@ -81,16 +80,18 @@ class Cluster:
         return [answers[rank] for rank in range(world_size)]
 
     def stop(self) -> None:
-        """End all processes; the next run starts new ones."""
+        """End all processes; the next run starts those it needs."""
         for worker in self._workers:
             worker.stop()
         self._workers = []
 
-    def _start(self) -> None:
-        self._workers = [_Worker() for _ in range(self._size)]
+    def _start(self, count: int) -> None:
+        """Have ``count`` processes at least."""
+        new = [_Worker() for _ in range(count - len(self._workers))]
         deadline = time.monotonic() + 120
-        for worker in self._workers:
+        for worker in new:
             assert "ready" in worker.answer(deadline)
+        self._workers += new
 
 
 class _Worker:

@@ -12,8 +12,7 @@ import torch
 from configs.errors import UserError
 from configs.schema import RunConfig
 from trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest
-from trainer.checkpoint.retention import STATE, named, step_of, sweep
-from trainer.checkpoint.state import MODEL, OPTIMIZER
+from trainer.checkpoint.retention import MODEL, OPTIMIZER, STATE, named, step_of, sweep
 from trainer.track import RECORDS, RunFolder
 
 if TYPE_CHECKING:

@@ -14,6 +14,9 @@ from pathlib import Path
 from trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, check_size, fsync_folder, read_manifest
 
 STATE = "state.json"
+MODEL, OPTIMIZER = "model", "optimizer"
+"""Stems of the files of weights and of the optimizer's state."""
+
 _NAME = re.compile(r"step-([0-9]{8,})")
 _LEFTOVER = re.compile(r"\.step-[0-9]{8,}\.(partial|deleting)")
 

@@ -27,8 +27,7 @@ from configs.schema import CheckpointSection
 from parallel.mesh import Layout
 from trainer.checkpoint.manifest import FileRecord, fsync_folder, record_of, write_manifest
 from trainer.checkpoint.plan import ALIGNMENT, BUCKET_BYTES, Part, Piece, Plan, deal_files, make_plan
-from trainer.checkpoint.retention import STATE, folder_name, partial_name, prune
-from trainer.checkpoint.state import MODEL, OPTIMIZER
+from trainer.checkpoint.retention import MODEL, OPTIMIZER, STATE, folder_name, partial_name, prune
 from trainer.checkpoint.tensors import header, index_json, tensor_bytes
 from trainer.track import size
 

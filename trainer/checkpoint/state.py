@@ -10,10 +10,8 @@ from torch.distributed.tensor import DTensor
 from configs.errors import UserError
 from parallel.shards import local_rows
 from trainer.checkpoint.plan import Part
+from trainer.checkpoint.retention import MODEL, OPTIMIZER
 from trainer.checkpoint.tensors import TensorFolder, TensorSpec
-
-MODEL, OPTIMIZER = "model", "optimizer"
-"""Stems of the files of weights and of the optimizer's state."""
 
 _NAMES_SHOWN = 3
 _UNUSED = ("lm_head.weight", ".rotary_emb.inv_freq")

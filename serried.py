@@ -16,7 +16,7 @@ usage: serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|
   out         folder to write, which transformers opens: config, generation config, tokenizer, weights
   checkpoint  step of the checkpoint; the newest when not given
   dtype       of the weights; as saved (fp32) when not given
-  shard_size  largest file, in bytes: 500MB, 5GB (the default)
+  shard_size  largest file, in bytes: 500MB, 5GB (the default); a tensor that is larger has its own
 
 Training is train.py's: python train.py --help"""
 

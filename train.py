@@ -1,6 +1,7 @@
 """Train a recipe: ``python train.py --help``, ``torchrun --nproc_per_node=8 train.py recipe=llama8b``."""
 
 import sys
+from contextlib import suppress
 
 from configs.compose import compose, config_yaml, help_text, parse_arguments
 from configs.errors import EXIT_FINISHED, UserError
@@ -49,7 +50,8 @@ def _run(config: RunConfig) -> int:
 
 def _print(text: str) -> int:
     if speaks():
-        print(text.rstrip("\n"))
+        with suppress(BrokenPipeError):  # into a pager or head that has read enough
+            print(text.rstrip("\n"), flush=True)
     return EXIT_FINISHED
 
 

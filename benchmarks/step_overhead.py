@@ -29,6 +29,7 @@ from recipes.causal_lm import CausalLM
 from recipes.models.head import IGNORE
 from tests.cluster import Cluster
 from tests.runs import write_text
+from trainer.checkpoint.resume import Start
 from trainer.loader import BatchLoader
 from trainer.optim import learning_rate
 from trainer.sampler import SampleOrder
@@ -52,9 +53,9 @@ def race(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[fl
     config = compose(argv)
     with open_session(config.launch) as session:
         folder = RunFolder(config.run.dir) if session.is_main else None
-        console = Console(False, session.rank, config.run.dir)
+        console = Console(False, session.rank)
         recipe = CausalLM(config)
-        trainer = Trainer(config, recipe, session, folder, console, config_yaml(config))
+        trainer = Trainer(config, recipe, session, folder, console, config_yaml(config), Start())
         ours = trainer.steps()
         theirs = by_hand(config, recipe, session.device)
         seconds: dict[str, list[float]] = {"trainer": [], "by hand": []}
@@ -68,6 +69,7 @@ def race(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[fl
                     next(racer)
                 seconds[name].append((time.perf_counter() - started) / steps_in_a_turn)
         ours.close()
+        trainer.checkpointer.close()
         return {name: values[2:] for name, values in seconds.items()}
 
 
@@ -151,7 +153,7 @@ def main() -> None:
                 argv = [
                     "data=text", f"data.path={text}", f"data.cache_dir={temporary}/cache", *MODELS[model],
                     f"run.dir={temporary}/{model.split()[0]}-{layout}", f"parallel={layout}", "trainer.steps=1M",
-                    "trainer.eval_every=0", "trainer.log_every=10",
+                    "trainer.eval_every=0", "trainer.log_every=10", "checkpoint.every=0",
                 ]  # fmt: skip
                 seconds = cluster.run(
                     LAYOUTS[layout], "benchmarks.step_overhead:race", timeout_seconds=3600,

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -113,11 +114,6 @@ class Session:
     def is_main(self) -> bool:
         """Whether this is rank 0, which writes the records and speaks."""
         return self.rank == 0
-
-    @property
-    def is_restart(self) -> bool:
-        """Whether torchrun or Slurm started this again by itself, and not the user."""
-        return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
     def place(self) -> str:
         """For the plan: ``2 processes on cpu (gloo), 1 thread each``."""
@@ -239,6 +235,15 @@ class Session:
         self._store.wait(keys, timedelta(seconds=self.section.start_timeout_seconds))
         return [json.loads(self._store.get(key)) for key in keys]
 
+    def shield(self) -> None:
+        """From here on a signal does not interrupt: what is left is to clean up. Ctrl-C still ends it, at once.
+
+        torchrun sends SIGTERM to all as soon as one process has failed, which must not cut short the words why.
+        """
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_FAILED))
+
     def first_failure(self, error: BaseException) -> Failure:
         """The failure that ended the run: ``error`` of this rank, unless another rank's came before."""
         if self._failure is None:
@@ -272,6 +277,7 @@ def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> in
             try:
                 return work(session)
             except BaseException as error:
+                session.shield()
                 return _report(error, session)
     except (UserError, TrainingFailed) as error:  # while joining: each machine speaks for itself, as others may be fine
         return _report_alone(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
@@ -311,6 +317,7 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
     try:
         yield session
     finally:
+        session.shield()
         if world > 1:
             import torch.distributed as dist
 

@@ -62,7 +62,7 @@ class CausalLM:
             self.open_data(self.prepare())  # a dry run: only the text knows how many characters there are
         tokenizer = BytesTokenizer() if self._prepared is None else self._prepared.tokenizer
         rows = self._model.vocab_size or tokenizer.vocab_size
-        if tokenizer.vocab_size > rows and self._prepared is not None:
+        if tokenizer.vocab_size > rows and (self._prepared is not None or self._data.tokenizer == "bytes"):
             raise UserError(
                 f"model.vocab_size={rows} but data.tokenizer={self._data.tokenizer} has {tokenizer.vocab_size} ids; "
                 f"use model.vocab_size={tokenizer.vocab_size}, or model.vocab_size=null for the tokenizer's own size"

@@ -4,7 +4,7 @@ import io
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,7 +137,7 @@ class ObservedRecipe(CausalLM):
         self.rank = 0
         self._forwards = 0
 
-    def collate(self, samples: list[Sample], ids: np.ndarray) -> Batch:
+    def collate(self, samples: Sequence[Sample], ids: np.ndarray) -> Batch:
         batch = super().collate(samples, ids)
         if self._ragged:
             for row, sample in enumerate(ids.tolist()):

@@ -70,12 +70,15 @@ def test_a_mistake_is_one_line_and_exit_78(mistake: Mistake, places: dict[str, s
         assert count == 1 or done.stderr.startswith(f"error: {count - 1} mistakes:\n")
 
 
-UNDER_TORCHRUN = [m for m in MISTAKES if m.processes > 1 or m.name in ("recipe", "all at once", "absent file")]
+# Found out before any process is made known to another (the first two), and by one process for all.
+UNDER_TORCHRUN_TOO = ("recipe", "all at once", "absent file", "short text", "no such checkpoint")
+UNDER_TORCHRUN = [m for m in MISTAKES if m.processes > 1 or m.name in UNDER_TORCHRUN_TOO]
 
 
 @pytest.mark.parametrize("mistake", UNDER_TORCHRUN, ids=lambda m: m.name)
 def test_under_torchrun_a_mistake_is_still_one_line(mistake: Mistake, places: dict[str, str]) -> None:
-    extra = ["launch.device=cpu", f"run.dir={places['run']}"] if mistake.name == "absent file" else []
+    is_found_by_one = mistake.processes == 1 and mistake.stage == "run"
+    extra = ["launch.device=cpu", f"run.dir={places['run']}"] if is_found_by_one else []
     done = start(*arguments(mistake, places), *extra, processes=2 if extra else 4)
     # Those of the table that want two get four.
     ours, footer = before_the_footer(done.stderr)

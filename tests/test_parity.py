@@ -53,6 +53,7 @@ def test_low_precision_stays_within_its_rounding(
     difference = compare(run(cluster, cut, 3, precision, text, tmp_path / "run"), references[precision])
     assert difference.same_samples
     assert difference.loss < TOLERANCES[precision]
+    assert difference.grad_norm < TOLERANCES[precision]
     against_fp32 = compare(references[precision], references["fp32"])
     assert 0 < against_fp32.loss < 3e-2, "the low type was really used, and does no harm"
 

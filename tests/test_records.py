@@ -1,12 +1,17 @@
 """The run folder's records, where the disk does not help."""
 
 import json
+import os
 import resource
+import signal
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from tests.runs import metrics, run_here, tiny_overrides
 from trainer.track import RunFolder
+from trainer.trainer import Trainer
 
 
 def test_lines_that_a_full_disk_refuses_are_written_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,3 +53,23 @@ def test_nothing_is_moved_where_nothing_was_lost(tmp_path: Path) -> None:
     folder.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [7, 8]
     assert not (tmp_path / "lost.jsonl").exists()
+
+
+def test_a_signal_while_a_failure_is_recorded_changes_nothing(text: Path, tmp_path: Path) -> None:
+    fail = RunFolder.fail
+
+    def signalled(self: RunFolder, step: int, reason: str, exit_code: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        fail(self, step, reason, exit_code)
+
+    def crash(_: Trainer, step: int) -> None:
+        if step == 3:
+            raise ZeroDivisionError("here")
+
+    with patch.object(RunFolder, "fail", signalled):
+        ended = run_here(tiny_overrides(text, tmp_path / "run"), crash)
+    assert ended.code == 70
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["step"], status["reason"]) == ("failed", 3, "ZeroDivisionError: here")
+    assert "the newest checkpoint is that of step 2: the same command goes on from there" in ended.printed
+    assert [line["step"] for line in metrics(tmp_path / "run", "checkpoint")] == [2]

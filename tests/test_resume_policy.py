@@ -400,11 +400,28 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_is_finished(text: Path,
     assert json.loads((copy / "status.json").read_text())["state"] == "finished"
 
 
-def test_a_restart_goes_on_with_what_never_began(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(text, tmp_path / "run", "checkpoint.resume=never", "trainer.stop_at=4", code=75)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    train(text, tmp_path / "run", "checkpoint.resume=never")
-    assert resumed_from(tmp_path / "run") == [None, 4]
+def test_a_leftover_makes_room_first(text: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partial = copy / "checkpoints" / ".step-00000008.partial"
+    partial.mkdir()
+    asked: list[bool] = []
+
+    def lack(*_: Any) -> None:
+        asked.append(partial.exists())
+
+    monkeypatch.setattr("trainer.trainer.lack_of_space", lack)
+    train(text, copy, "trainer.steps=8", "checkpoint.allow_changes=true")
+    assert asked == [False]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [("data.path={other}", "other data"), ("data.path=nowhere", "nowhere"), ("model.vocab_size=300", "other shape")],
+)
+def test_a_finished_run_is_no_answer_to_another_command(
+    change: str, expected: str, text: Path, finished: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "other.txt").write_text("others' words, " * 1000)
+    assert expected in refusal(text, finished, change.format(other=tmp_path / "other.txt"))
 
 
 def test_a_loss_that_was_never_finite_is_told_and_ends_nothing(text: Path, tmp_path: Path) -> None:
@@ -426,7 +443,7 @@ def test_bytes_that_are_no_text_in_the_records_stop_nothing(text: Path, copy: Pa
 def test_a_key_that_an_older_version_did_not_know_is_no_change(stopped: Path) -> None:
     earlier = json.loads((next((stopped / "checkpoints").glob("step-*")) / "state.json").read_text())["config"]
     now = json.loads(json.dumps(earlier))
-    del earlier["optim"]["lr"], earlier["optim"]["eps"], earlier["checkpoint"]["keep"]
+    del earlier["optim"]["lr"], earlier["optim"]["eps"], earlier["optim"]["betas"], earlier["checkpoint"]["keep"]
     assert list(differences(earlier, now)) == ["optim.lr"], "it has no default, so nobody knows"
 
 

@@ -164,6 +164,26 @@ def test_a_second_signal_does_not_break_the_clean_up() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (70, "cleaned up\n", "interrupted\n")
 
 
+def test_a_signal_after_an_error_does_not_hide_it() -> None:
+    """torchrun sends one to all as soon as one has failed."""
+    code = (
+        "import os, signal, time\n"
+        "from configs.schema import LaunchSection\n"
+        "from launch.session import Session, run_in_session, leave\n"
+        "first_failure = Session.first_failure\n"
+        "def signalled(self, error):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(0.2)\n"
+        "    return first_failure(self, error)\n"
+        "Session.first_failure = signalled\n"
+        "leave(run_in_session(LaunchSection(), lambda session: 1 // 0))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 70
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.endswith("ZeroDivisionError: integer division or modulo by zero\n")
+
+
 def test_a_machine_that_does_not_fit_says_so_itself() -> None:
     """Rank 0, on another machine, may be fine: it would wait, and nobody would say why."""
     if torch.cuda.is_available():

@@ -53,7 +53,7 @@ def overview(
         ),
         ("memory", _memory(config, layout, accumulation, model, plan)),
         ("data", recipe.describe_data()),
-        ("save", _saving(config, parameters)),
+        ("save", _saving(config, layout, parameters)),
         ("run", f"{config.run.dir}, {_beginning(start)}" if start else str(config.run.dir)),
     ]
     return [f"{name:<10} {text}" for name, text in lines]
@@ -67,13 +67,15 @@ def dry_run(config: RunConfig, recipe: Recipe, layout: Layout, accumulation: int
     return "\n".join([*lines, "dry run: no model was allocated and no process started"])
 
 
-def _saving(config: RunConfig, parameters: int) -> str:
+def _saving(config: RunConfig, layout: Layout, parameters: int) -> str:
     checkpoint = config.checkpoint
     rest = [f"the newest {checkpoint.keep} stay"]
     rest += [f"every {checkpoint.keep_every} steps one for good"] if checkpoint.keep_every else []
     rest += ["the best stays"] if checkpoint.keep_best else []
     when = f"every {checkpoint.every} steps and at the end" if checkpoint.every else "at the end"
-    return f"{when}, {checkpoint.mode}, {size(3 * _FP32_BYTES * parameters)} each; {', '.join(rest)}"
+    whole = 3 * _FP32_BYTES * parameters
+    copy = f" (a copy of {size(whole / layout.data_ranks)} a rank in host memory)" if checkpoint.mode == "async" else ""
+    return f"{when}, {checkpoint.mode}{copy}, {size(whole)} each; {', '.join(rest)}"
 
 
 def _beginning(start: Start) -> str:

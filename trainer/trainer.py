@@ -5,7 +5,7 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from configs.schema import RunConfig
 from parallel.apply import parallelize
 from parallel.mesh import gradient_accumulation, resolve_layout
 from trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, find_start, make_room, plain
-from trainer.checkpoint.retention import folder_name
+from trainer.checkpoint.retention import folder_name, sweep
 from trainer.checkpoint.save import Checkpointer, Saved, lack_of_space
 from trainer.checkpoint.state import check_names, load_state, load_weights, state_parts
 from trainer.loader import PADDING_ID, BatchLoader, evaluation_batches
@@ -61,13 +61,20 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         start = find_start(config, session)
         for note in start.notes:
             console.say(note)
-        if start.step >= (config.trainer.stop_at or config.trainer.steps) or start.step >= config.trainer.steps:
+        last_step = min(config.trainer.steps, config.trainer.stop_at or config.trainer.steps)
+        if start.checkpoint is not None and start.step >= last_step:
+            recipe.open_data(session.once_per_node(recipe.prepare))
+            check_data(start, recipe.dataset("train").fingerprint, config)
+            check_names(start.checkpoint, recipe.build_model(), recipe.export_name)
             return _nothing_to_do(config, start, console, folder)
         trainer = Trainer(config, recipe, session, folder, console, config_yaml, start)
         return trainer.run()
     except BaseException as error:
-        console.log(traceback.format_exc())
+        session.shield()
         failure = session.first_failure(error)
+        console.log(traceback.format_exc())
+        if trainer is not None:
+            trainer.end_save()
         step = trainer.step if trainer else start.step
         if folder is not None:
             folder.fail(step, failure.reason, failure.exit_code)
@@ -94,8 +101,10 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
             "weights alone: export them, and use checkpoint.resume=FOLDER with what was exported"
         )
     if start.step < config.trainer.steps:
+        stop_at = config.trainer.stop_at
+        end = f"where trainer.stop_at={stop_at} stops" if start.step == stop_at else f"past trainer.stop_at={stop_at}"
         console.say(
-            f"{start.checkpoint} is at step {start.step}, where trainer.stop_at={config.trainer.stop_at} stops. "
+            f"{start.checkpoint} is at step {start.step}, {end}. "
             f"Nothing to do.\ngo on: leave trainer.stop_at out, or raise it, up to trainer.steps={config.trainer.steps}"
         )
         return EXIT_STOPPED
@@ -220,7 +229,7 @@ class Trainer:
             pass
         return self._finish()
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Generator[int, None, None]:
         """Train, report and evaluate; yields the number of each step as it is done."""
         with self._loader, _scheduled_garbage_collection() as collect_garbage:
             for step, batches in enumerate(self._loader, start=self.step + 1):
@@ -327,12 +336,26 @@ class Trainer:
         every = self._config.checkpoint.every
         if self.step != self._last_step and not (every and self.step % every == 0):
             return
+        started = time.perf_counter()
         self._tell_of(self.checkpointer.wait())
+        self._meter.pause(time.perf_counter() - started)
         self._read_results(log=False)
         started = time.perf_counter()
         self.checkpointer.save(self.step, self._state())
         self._tell_of(self.checkpointer.wait() if self.step == self._last_step else self.checkpointer.poll())
         self._meter.pause(time.perf_counter() - started)
+
+    def end_save(self) -> None:
+        """Whatever ended the run: let a save under way end, if it does so soon, and say what there is to go on from."""
+        try:
+            self._tell_of(self.checkpointer.close())
+        except Exception:  # of the same cause, most likely: that one is told
+            self._console.log(traceback.format_exc())
+        if self._saved_step:
+            self._console.say(
+                f"ended      at step {self.step}; the newest checkpoint is that of step {self._saved_step}: the same "
+                "command goes on from there"
+            )
 
     def _state(self) -> dict[str, Any]:
         progress = self._progress
@@ -400,9 +423,11 @@ class Trainer:
             f"files      {config.run.dir}: metrics.jsonl, config.yaml, status.json; the model, opens in "
             f"transformers: {checkpoint.relative_to(config.run.dir)}"
         )
+        command = f"{session.command()} recipe={config.recipe}"
+        own_text = f"your own text: {command} data=text data.path=FILE_OR_FOLDER run.name=mine"
+        export = f"a plain model folder: serried export run.dir={config.run.dir} out=FOLDER dtype=bf16"
         self._console.say(
-            f"next       your own text: {session.command()} recipe={config.recipe} data=text "
-            f"data.path=FILE_OR_FOLDER run.name=mine"
+            f"next       {own_text if config.data.name == 'stdlib' else export}"
             if is_finished
             else f"next       go on: the same command without trainer.stop_at, or with a higher one; up to step "
             f"{config.trainer.steps}"
@@ -437,9 +462,10 @@ def _begin(folder: RunFolder | None, start: Start, config_yaml: str, parameters:
     """On rank 0, once nothing in the user's hands can fail: a mistyped path moves no run. Returns what to tell."""
     assert folder is not None
     try:
+        notes = sweep(folder.path / CHECKPOINTS)
         if problem := lack_of_space(folder.path, 3 * _FP32_BYTES * parameters):
             raise UserError(f"{problem}; use run.dir=FOLDER on another disk, or free some")
-        notes = make_room(folder, start)
+        notes += make_room(folder, start)
         folder.begin(config_yaml, environment(), start.step)
     except OSError as error:
         where = error.filename or folder.path

@@ -16,6 +16,7 @@ from configs.errors import UserError
 from trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_file, fsync_folder, read_manifest
 from trainer.checkpoint.retention import STATE
 from trainer.checkpoint.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
+from trainer.track import size
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -114,7 +115,7 @@ def _check_space(out: Path, needed: int) -> None:
     free = shutil.disk_usage(there).free
     if free < needed + _SPARE_BYTES:
         raise UserError(
-            f"out={out} needs {(needed + _SPARE_BYTES) / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {there}; "
+            f"out={out} needs {size(needed + _SPARE_BYTES)}, and {size(free)} are free in {there}; "
             f"use another disk, or dtype=bf16 for two bytes a weight"
         )
 

@@ -12,7 +12,7 @@ import torch
 from configs.errors import UserError
 from configs.schema import RunConfig
 from trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest
-from trainer.checkpoint.retention import MODEL, OPTIMIZER, STATE, named, step_of, sweep
+from trainer.checkpoint.retention import MODEL, OPTIMIZER, STATE, named, step_of
 from trainer.track import RECORDS, RunFolder
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def find_start(config: RunConfig, session: "Session") -> Start:
         UserError: nothing there where ``checkpoint.resume`` demands it, nothing undamaged, or resuming would silently
             change the run.
     """
-    chosen = session.once(partial(_candidates, config, session.is_restart))
+    chosen = session.once(partial(_candidates, config))
     notes, damage = list(chosen["notes"]), []
     for path in map(Path, chosen["candidates"]):
         problem = _damage(path, session)
@@ -82,11 +82,9 @@ def find_start(config: RunConfig, session: "Session") -> Start:
     return Start(weights=weights, origin=chosen["origin"], notes=notes)
 
 
-def _candidates(config: RunConfig, is_restart: bool) -> dict[str, Any]:
+def _candidates(config: RunConfig) -> dict[str, Any]:
     """Checkpoints to try, newest first, or a folder of weights. On one rank."""
     resume, own_folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS
-    if resume == "never" and is_restart:
-        resume = "auto"  # it began anew when it was started; what is here is its own
     try:
         own = [str(path) for path in reversed(named(own_folder))]
         if resume in ("auto", "must"):
@@ -189,7 +187,7 @@ def make_room(folder: RunFolder, start: Start) -> list[str]:
         UserError: there can be no checkpoints.
     """
     checkpoints = folder.path / CHECKPOINTS
-    notes = sweep(checkpoints)
+    notes: list[str] = []
     if start.continues(folder.path):
         newer = [path.name for path in named(checkpoints) if (step_of(path) or 0) > start.step]
         if newer:
@@ -255,7 +253,7 @@ def _default(key: str) -> Any:
     for name in sections:
         model = model.model_fields[name].annotation if name in getattr(model, "model_fields", {}) else None
     knob = getattr(model, "model_fields", {}).get(last)
-    return None if knob is None or knob.is_required() else knob.get_default()
+    return None if knob is None or knob.is_required() else json.loads(json.dumps(knob.get_default(), default=str))
 
 
 def plain(config: RunConfig) -> dict[str, Any]:

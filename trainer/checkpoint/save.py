@@ -89,6 +89,7 @@ class Checkpointer:
         self._kept = mine | {piece.name for sends in self._plan.sends for send in sends for piece in send}
         self._staged = self._allocate([part for _, part in held if part.spec.name in self._kept])
         self._running: Future[Saved] | None = None
+        self._is_closed = False
         self._stall_seconds = 0.0
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -129,13 +130,23 @@ class Checkpointer:
         saved = running.result()
         return replace(saved, stall_seconds=self._stall_seconds)
 
-    def close(self) -> None:
-        """Let a save under way end, if it does so soon: whatever ended the run, what it holds is good."""
+    def close(self) -> Saved | None:
+        """Let a save under way end, if it does so soon: whatever ended the run, what it holds is good.
+
+        Returns what became of it, None where there was none or it goes on. May be called again.
+
+        Raises:
+            RuntimeError: a rank that took part is gone.
+        """
+        if self._is_closed:
+            return None
+        self._is_closed = True
         try:
             self._thread.submit(lambda: None).result(_ABANDONED_AFTER_SECONDS)
         except TimeoutError:
             self._session.must_not_wait = True
         self._thread.shutdown(wait=False, cancel_futures=True)
+        return self.poll()
 
     # in the caller's thread -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,21 @@
+"""The benchmarks still run: their figures can be made again."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.step_overhead import MODELS
+from tests.cluster import Cluster
+from tests.runs import overrides
+
+
+@pytest.mark.parametrize(("layout", "processes"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_the_trainer_races_the_loop_by_hand(
+    layout: str, processes: int, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    argv = overrides(text, tmp_path / "run", f"parallel={layout}", "trainer.steps=1000", *MODELS["almost no compute"])
+    answer = cluster.run(
+        processes, "benchmarks.step_overhead:race", argv=[*argv, "checkpoint.every=0"], turns=2, steps_in_a_turn=2
+    )
+    seconds = answer[0].value
+    assert all(len(seconds[name]) == 2 and min(seconds[name]) > 0 for name in ("trainer", "by hand"))

@@ -27,18 +27,26 @@ SAME_COMMAND = ("single", "ddp x2", "ddp x4", "fsdp x2", "hsdp 2x2")
 
 
 def run(
-    cluster: Cluster, layout: str, text: Path, run_dir: Path, *more: str, code: int = 0, **keywords: Any
+    cluster: Cluster,
+    layout: str,
+    text: Path,
+    run_dir: Path,
+    *more: str,
+    code: int = 0,
+    micro_batch: int = 3,
+    **keywords: Any,
 ) -> list[list[int]]:
     """Train; returns the sample ids of each step, over all ranks and micro-batches."""
     processes, how = LAYOUTS[layout]
-    argv = overrides(text, run_dir, *how, "trainer.deterministic=true", "checkpoint.every=5", *more)
+    how = [*how, "trainer.deterministic=true", "checkpoint.every=5", f"trainer.micro_batch={micro_batch}"]
+    argv = overrides(text, run_dir, *how, *more)
     answers = [answer.value for answer in cluster.run(processes, "tests.runs:train_small", argv=argv, **keywords)]
     assert {answer["code"] for answer in answers} == {code}
-    return ids_by_step(answers)
+    return ids_by_step(answers, micro_batch)
 
 
-def ids_by_step(answers: list[dict[str, Any]]) -> list[list[int]]:
-    accumulation = 36 // (3 * len(answers))
+def ids_by_step(answers: list[dict[str, Any]], micro_batch: int) -> list[list[int]]:
+    accumulation = 36 // (micro_batch * len(answers))
     steps = len(answers[0]["sample_ids"]) // accumulation
     return [
         sorted(
@@ -71,18 +79,18 @@ def test_stopped_killed_and_resumed_is_bitwise_the_straight_run(
     # A growth interval of 6: the scale and its counter must travel too.
     how = [f"precision={precision}", "precision.initial_scale=256", "precision.growth_interval=6"]
     straight, pieces = tmp_path / "straight", tmp_path / "pieces"
-    expected = run(cluster, layout, text, straight, *how)
-    first = run(cluster, layout, text, pieces, *how, "trainer.stop_at=7", code=75)
+    expected = run(cluster, layout, text, straight, *how, micro_batch=9)
+    first = run(cluster, layout, text, pieces, *how, "trainer.stop_at=7", code=75, micro_batch=9)
     is_killed = precision == "fp32" and layout != "ddp x4"
     how_it_ends = {"how": "kill" if is_killed else "crash", "after_step": 13}
     if not is_killed:
-        run(cluster, layout, text, pieces, *how, "checkpoint.every=3", end=how_it_ends, code=70)
+        run(cluster, layout, text, pieces, *how, "checkpoint.every=3", end=how_it_ends, code=70, micro_batch=9)
     else:
         with pytest.raises(AssertionError, match="the process ended with -9"):
-            run(cluster, layout, text, pieces, *how, "checkpoint.every=3", end=how_it_ends)
+            run(cluster, layout, text, pieces, *how, "checkpoint.every=3", end=how_it_ends, micro_batch=9)
     at = sorted(int(path.name[5:]) for path in (pieces / "checkpoints").glob("step-*"))[-1]
     assert at in (9, 12), "what was being written when the rank died may be there or not, but no later one"
-    last = run(cluster, layout, text, pieces, *how)
+    last = run(cluster, layout, text, pieces, *how, micro_batch=9)
     assert first == expected[:7]
     assert last == expected[at:]
     assert curve(pieces) == curve(straight)

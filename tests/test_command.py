@@ -12,6 +12,7 @@ import torch
 from tests.cluster import ROOT
 from tests.runs import checkpoint, metrics, overrides
 from tests.test_mistakes import MISTAKES, Mistake
+from train import main
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
@@ -59,10 +60,20 @@ def fill(words: str, places: dict[str, str]) -> str:
     return words
 
 
+IN_PROCESSES_OF_THEIR_OWN = ("recipe", "all at once", "absent file", "run folder is a file", "must resume")
+
+
 @pytest.mark.parametrize("mistake", [m for m in MISTAKES if m.processes == 1], ids=lambda m: m.name)
-def test_a_mistake_is_one_line_and_exit_78(mistake: Mistake, places: dict[str, str]) -> None:
+def test_a_mistake_is_one_line_and_exit_78(
+    mistake: Mistake, places: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
     extra = [f"run.dir={places['run']}"] if mistake.stage == "run" and "run.dir" not in "".join(mistake.argv) else []
-    done = start(*arguments(mistake, places), *extra)
+    argv = [*arguments(mistake, places), *extra]
+    if mistake.name in IN_PROCESSES_OF_THEIR_OWN:
+        done = start(*argv)
+    else:  # the same program, without waiting for an interpreter
+        code = main(argv)
+        done = subprocess.CompletedProcess(argv, code, *capfd.readouterr())
     check_one_error_line(mistake, done, places)
     assert done.returncode == 78
     if mistake.stage == "compose":

@@ -4,6 +4,7 @@
 PYTHON ?= python3
 PROCESSES ?= 2
 ARGS ?=
+TEST_PROCESSES ?= 2
 BIN := .venv/bin
 
 # OMP_NUM_THREADS only quiets torchrun, which would set it to 1 with a warning; train.py divides the cores itself.
@@ -14,7 +15,7 @@ train: .venv/.ready
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(PROCESSES) train.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=loadfile $(ARGS)
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff check .

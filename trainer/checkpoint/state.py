@@ -14,6 +14,8 @@ from trainer.checkpoint.retention import MODEL, OPTIMIZER
 from trainer.checkpoint.tensors import TensorFolder, TensorSpec
 
 _NAMES_SHOWN = 3
+_PIECE_BYTES = 16 * 2**20
+"""Read at a time: what loading holds beyond the model."""
 _UNUSED = ("lm_head.weight", ".rotary_emb.inv_freq")
 """Endings of names that a folder may hold beyond the model's: what follows from the rest."""
 
@@ -100,8 +102,11 @@ def _fill(folder: TensorFolder, named: Mapping[str, Tensor]) -> None:
         local, first = local_rows(tensor)
         if local.ndim == 0:
             local.copy_(folder.read(name))
-        elif local.numel():
-            local.copy_(folder.read(name, first, local.shape[0]))
+            continue
+        rows = max(1, _PIECE_BYTES // max(1, folder.specs[name].nbytes // max(1, tensor.shape[0])))
+        for begin in range(0, local.shape[0], rows):
+            part = local[begin : begin + rows]
+            part.copy_(folder.read(name, first + begin, part.shape[0]))
 
 
 def _some(names: list[str]) -> str:

@@ -230,22 +230,16 @@ def test_arguments(argv: list[str], parsed: tuple[str, list[str]]):
     assert parse_arguments(argv) == parsed
 
 
-def test_composing_needs_no_torch_and_little_time():
+def test_composing_needs_no_torch():
     program = (
-        "import time; start = time.perf_counter()\n"
         "from configs.compose import compose, help_text\n"
         "compose(['recipe=llama8b', 'trainer.steps=10k']); help_text()\n"
-        "import sys; print('torch' in sys.modules, time.perf_counter() - start)"
+        "import sys; print('torch' in sys.modules)"
     )
-    # The best of three: a test machine does other things besides.
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", program], cwd=FOLDER.parent, capture_output=True, text=True, check=True
-        ).stdout.split()
-        for _ in range(3)
-    ]
-    assert {imported for imported, _ in runs} == {"False"}
-    assert min(float(seconds) for _, seconds in runs) < 0.8
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=FOLDER.parent, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
 
 
 # Refusing

@@ -211,6 +211,7 @@ def test_many_files_are_split_by_file(tmp_path: Path) -> None:
 @given(sizes=st.lists(st.integers(1, 5000), min_size=20, max_size=60), fraction=st.floats(0.001, 0.999))
 @example(sizes=[1] * 19 + [5000], fraction=0.9)
 @example(sizes=[1] * 20, fraction=0.999)
+@example(sizes=[1, 1, 36, 30, 190, *[1] * 15], fraction=0.125)
 def test_whole_files_make_about_the_share_and_never_all(sizes: list[int], fraction: float) -> None:
     documents = [Document(f"{i}.txt", Path(f"{i}.txt"), size, i.to_bytes(2)) for i, size in enumerate(sizes)]
     parts = split_documents(documents, fraction)

@@ -295,9 +295,12 @@ def _choose_groups(groups: dict[bytes, list[Document]], fraction: float) -> set[
         if kept_bytes < wanted_bytes and kept_bytes + size_bytes[content] <= 1.1 * wanted_bytes:
             kept.add(content)
             kept_bytes += size_bytes[content]
-    rest = [content for content in order if content not in kept]
-    if kept_bytes < 0.5 * wanted_bytes and len(rest) > 1:
-        kept.add(min(rest, key=size_bytes.__getitem__))
+    rest = sorted((content for content in order if content not in kept), key=size_bytes.__getitem__)
+    for content in rest[:-1]:
+        if kept_bytes >= 0.5 * wanted_bytes:
+            break
+        kept.add(content)
+        kept_bytes += size_bytes[content]
     return kept
 
 

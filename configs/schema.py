@@ -266,6 +266,11 @@ class TrainerSection(Section):
     sample_tokens: CountOrZero = 0
     """Tokens of text to generate from the trained model at the end; 0: none."""
 
+    @property
+    def last_step(self) -> int:
+        """The step after which this start of the run ends."""
+        return min(self.steps, self.stop_at or self.steps)
+
 
 class CheckpointSection(Section):
     """Saving and resuming. Checkpoints lie in ``run.dir/checkpoints`` and are Hugging Face models."""

@@ -24,7 +24,7 @@ import torch
 from parallel.plan import LossTerms
 from tests.cluster import ROOT, Cluster
 from tests.runs import Ended, metrics, run_here, steps_saved, tiny_overrides, train_reported, weights
-from trainer.checkpoint import save
+from trainer.checkpoint import save, writer
 from trainer.checkpoint.manifest import check_file, read_manifest
 from trainer.checkpoint.retention import committed
 
@@ -372,7 +372,7 @@ def slow_disk(argv: list[str], seconds: float) -> int:
         time.sleep(seconds)
         return write(descriptor, contents)
 
-    with patch("trainer.checkpoint.save.os.writev", slowly):
+    with patch("trainer.checkpoint.writer.os.writev", slowly):
         return train_reported(argv)
 
 
@@ -397,14 +397,14 @@ def poisoned(argv: list[str], rank: int, at_step: int) -> int:
 
 def killed_while_writing(argv: list[str], rank: int, at_step: int) -> int:
     """Train; ``rank`` dies inside of its own file of ``at_step``."""
-    append = save._Writer._append
+    append = writer.Writer._append
 
-    def die(self: save._Writer, contents: list[memoryview]) -> None:
+    def die(self: writer.Writer, contents: list[memoryview]) -> None:
         append(self, contents)
         if f"{at_step:08d}" in str(self._folder) and os.environ.get("RANK") == str(rank) and contents:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with patch.object(save._Writer, "_append", die):
+    with patch.object(writer.Writer, "_append", die):
         return train_reported(argv)
 
 

@@ -8,6 +8,13 @@ from torch import Tensor
 
 from configs.schema import OptimSection, ScheduleSection
 
+_STATE_BYTES = 3 * 4  # a weight and its two moments, fp32
+
+
+def state_bytes(parameters: int) -> int:
+    """Bytes of so many parameters with their optimizer state: what a checkpoint takes, over all ranks."""
+    return _STATE_BYTES * parameters
+
 
 def build_optimizer(parameters: Iterable[Tensor], section: OptimSection) -> torch.optim.AdamW:
     """Fused AdamW (https://arxiv.org/abs/1711.05101), weight decay on matrices and not on vectors (norms)."""

@@ -9,6 +9,7 @@ from configs.schema import RunConfig
 from parallel.mesh import Layout
 from parallel.plan import ParallelPlan
 from trainer.checkpoint.resume import Start
+from trainer.optim import state_bytes
 from trainer.recipe import Recipe
 from trainer.track import short, size
 
@@ -73,7 +74,7 @@ def _saving(config: RunConfig, layout: Layout, parameters: int) -> str:
     rest += [f"every {checkpoint.keep_every} steps one for good"] if checkpoint.keep_every else []
     rest += ["the best stays"] if checkpoint.keep_best else []
     when = f"every {checkpoint.every} steps and at the end" if checkpoint.every else "at the end"
-    whole = 3 * _FP32_BYTES * parameters
+    whole = state_bytes(parameters)
     copy = f" (a copy of {size(whole / layout.data_ranks)} a rank in host memory)" if checkpoint.mode == "async" else ""
     return f"{when}, {checkpoint.mode}{copy}, {size(whole)} each; {', '.join(rest)}"
 

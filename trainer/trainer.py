@@ -24,7 +24,7 @@ from trainer.checkpoint.save import Checkpointer, Saved, lack_of_space
 from trainer.checkpoint.state import check_names, load_state, load_weights, state_parts
 from trainer.loader import PADDING_ID, BatchLoader, evaluation_batches
 from trainer.metrics import RATES, Meter
-from trainer.optim import build_optimizer, learning_rate
+from trainer.optim import build_optimizer, learning_rate, state_bytes
 from trainer.overview import overview
 from trainer.precision import LOW_DTYPES, GradScaler
 from trainer.recipe import Recipe, to_device
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 _READ_AT_LEAST_EVERY = 50
 _COLLECT_GARBAGE_EVERY = 50
-_FP32_BYTES = 4
 _DONE = "all steps done"
 
 
@@ -61,8 +60,7 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         start = find_start(config, session)
         for note in start.notes:
             console.say(note)
-        last_step = min(config.trainer.steps, config.trainer.stop_at or config.trainer.steps)
-        if start.checkpoint is not None and start.step >= last_step:
+        if start.checkpoint is not None and start.step >= config.trainer.last_step:
             recipe.open_data(session.once_per_node(recipe.prepare))
             check_data(start, recipe.dataset("train").fingerprint, config)
             check_names(start.checkpoint, recipe.build_model(), recipe.export_name)
@@ -202,14 +200,13 @@ class Trainer:
         )
         self._progress = Progress(**start.state["progress"]) if start.checkpoint is not None else Progress()
         self._saved_step = start.step if start.continues(config.run.dir) else 0
-        self._last_step = min(trainer.steps, trainer.stop_at or trainer.steps)
         self.step = start.step
         self._first_sample, self._first_step = start.state.get("samples", 0), start.step
         self._loader = BatchLoader(
             training,
             recipe.collate,
             SampleOrder(len(training), trainer.seed),
-            steps=range(start.step, self._last_step),
+            steps=range(start.step, trainer.last_step),
             accumulation=accumulation,
             data_ranks=layout.data_ranks,
             data_rank=session.rank,
@@ -252,7 +249,7 @@ class Trainer:
         return learning_rate(step, config.trainer.steps, config.optim.lr, config.schedule)
 
     def _is_due(self, every: int) -> bool:
-        return every > 0 and (self.step % every == 0 or self.step == self._last_step)
+        return every > 0 and (self.step % every == 0 or self.step == self._config.trainer.last_step)
 
     def _report(self) -> None:
         """Read results where that is due, log them, and stop the run where they say so."""
@@ -333,8 +330,8 @@ class Trainer:
     def _save(self) -> None:
         """Begin a checkpoint where that is due, and tell of one that has ended."""
         self._tell_of(self.checkpointer.poll())
-        every = self._config.checkpoint.every
-        if self.step != self._last_step and not (every and self.step % every == 0):
+        every, is_last = self._config.checkpoint.every, self.step == self._config.trainer.last_step
+        if not is_last and not (every and self.step % every == 0):
             return
         started = time.perf_counter()
         self._tell_of(self.checkpointer.wait())
@@ -342,7 +339,7 @@ class Trainer:
         self._read_results(log=False)
         started = time.perf_counter()
         self.checkpointer.save(self.step, self._state())
-        self._tell_of(self.checkpointer.wait() if self.step == self._last_step else self.checkpointer.poll())
+        self._tell_of(self.checkpointer.wait() if is_last else self.checkpointer.poll())
         self._meter.pause(time.perf_counter() - started)
 
     def end_save(self) -> None:
@@ -378,7 +375,7 @@ class Trainer:
             return
         last = f"the newest is that of step {self._saved_step}" if self._saved_step else "there is none yet"
         if saved.problem is not None:
-            if saved.step == self._last_step:
+            if saved.step == self._config.trainer.last_step:
                 raise TrainingFailed(
                     f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}. Of the "
                     f"checkpoints, {last}: mend that and give the same command again"
@@ -463,7 +460,7 @@ def _begin(folder: RunFolder | None, start: Start, config_yaml: str, parameters:
     assert folder is not None
     try:
         notes = sweep(folder.path / CHECKPOINTS)
-        if problem := lack_of_space(folder.path, 3 * _FP32_BYTES * parameters):
+        if problem := lack_of_space(folder.path, state_bytes(parameters)):
             raise UserError(f"{problem}; use run.dir=FOLDER on another disk, or free some")
         notes += make_room(folder, start)
         folder.begin(config_yaml, environment(), start.step)

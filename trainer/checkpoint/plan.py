@@ -17,8 +17,7 @@ from trainer.checkpoint.tensors import TensorSpec
 
 BUCKET_BYTES = 16 * 2**20
 """What an owner receives at a time."""
-ALIGNMENT = 16
-"""Bytes. A multiple of every element's size: no bucket cuts a number in two."""
+_ALIGNMENT = 16  # bytes: a multiple of every element's size
 
 _FILE_BYTES = 5 * 10**9
 
@@ -121,13 +120,18 @@ def _pieces(index: int, file: PlannedFile, sharded: set[str], shards: int, owner
                 yield Piece(index, spec.name, source, 0, rows * row_bytes)
 
 
+def aligned(nbytes: int) -> int:
+    """Room for ``nbytes``: of numbers of several sizes, one after the other, each begins where such a number may."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 def _buckets(pieces: Iterator[Piece], limit: int) -> Iterator[list[Piece]]:
     bucket: list[Piece] = []
     room = limit
     for piece in pieces:
         rest = piece
         while rest.nbytes > room:
-            now = room // ALIGNMENT * ALIGNMENT
+            now = room // _ALIGNMENT * _ALIGNMENT
             if now:
                 bucket.append(rest._replace(nbytes=now))
                 rest = rest._replace(start=rest.start + now, nbytes=rest.nbytes - now)

@@ -5,16 +5,13 @@ checkpoint committed before stays.
 """
 
 import json
-import math
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,20 +22,18 @@ from torch import Tensor
 from configs.errors import UserError
 from configs.schema import CheckpointSection
 from parallel.mesh import Layout
+from trainer.checkpoint.exchange import Exchange
 from trainer.checkpoint.manifest import FileRecord, fsync_folder, record_of, write_manifest
-from trainer.checkpoint.plan import ALIGNMENT, BUCKET_BYTES, Part, Piece, Plan, deal_files, make_plan
+from trainer.checkpoint.plan import BUCKET_BYTES, Part, Plan, aligned, deal_files, make_plan
 from trainer.checkpoint.retention import MODEL, OPTIMIZER, STATE, folder_name, partial_name, prune
-from trainer.checkpoint.tensors import header, index_json, tensor_bytes
+from trainer.checkpoint.tensors import index_json, tensor_bytes
+from trainer.checkpoint.writer import NOT_SHARED, Writer
 from trainer.track import size
 
 if TYPE_CHECKING:
     from launch.session import Session
 
 _SPARE_BYTES = 64 * 2**20
-_PIECE_BYTES = 4 * 2**20  # in one call: fits into a cache for all that is done to it, and other threads wait for less
-_MOST_VIEWS = 512  # in one call; POSIX systems take at least 1024
-_PUSH_BYTES = 16 * 2**20
-_REMEMBERED_BYTES = 8 * _PUSH_BYTES
 _CHUNK_BYTES = 2**29
 _LOOKS = 10
 _ABANDONED_AFTER_SECONDS = 20.0  # torchrun kills 30 s after it asked to end
@@ -176,10 +171,10 @@ class Checkpointer:
             return {}
         staged: dict[str, Tensor] = {}
         chunk, used = torch.empty(0, dtype=torch.uint8), 0
-        left = total = sum(_aligned(part.local.nbytes) for part in parts)
+        left = total = sum(aligned(part.local.nbytes) for part in parts)
         try:
             for part in parts:
-                room = _aligned(part.local.nbytes)
+                room = aligned(part.local.nbytes)
                 if room > len(chunk) - used:
                     chunk = torch.empty(max(room, min(left, _CHUNK_BYTES)), dtype=torch.uint8, pin_memory=on_device)
                     used = 0
@@ -245,8 +240,8 @@ class Checkpointer:
     def _write(self, partial: Path, staged: dict[str, Tensor]) -> tuple[dict[str, FileRecord], str | None]:
         """Send this rank's pieces to their owners, and write what it owns. A collective of the ranks of one copy, to
         the end even where this rank cannot write any more."""
-        plan, exchange = self._plan, _Exchange(self._plan, staged, self._shard, self._layout.shard, self._copy)
-        writer = _Writer(partial, plan)
+        plan, exchange = self._plan, Exchange(self._plan, staged, self._shard, self._layout.shard, self._copy)
+        writer = Writer(partial, plan)
         exchange.begin(0)
         for number, writes in enumerate(plan.writes):
             contents = exchange.end(number)
@@ -265,7 +260,7 @@ class Checkpointer:
             (partial / STATE).write_text(json.dumps(state, indent=2, allow_nan=False) + "\n")
             for name in files:
                 if not _appears(partial / name):
-                    return f"{partial / name} was written by another node and is not here; " + _NOT_SHARED
+                    return f"{partial / name} was written by another node and is not here; " + NOT_SHARED
             for name in sorted({path.name for path in partial.iterdir()} - files.keys()):
                 with (partial / name).open("rb") as file:
                     os.fsync(file.fileno())
@@ -300,9 +295,6 @@ class Checkpointer:
         ]
 
 
-_NOT_SHARED = "run.dir must be on a disk that all nodes share"
-
-
 def _appears(path: Path) -> bool:
     """Whether a file of another node is there; a network disk may show it late."""
     for _ in range(_LOOKS):
@@ -322,172 +314,3 @@ def lack_of_space(folder: Path, nbytes: int) -> str | None:
 
 def _plain(records: dict[str, FileRecord]) -> list[tuple[str, tuple[int, int]]]:
     return [(name, (record.size, record.crc32)) for name, record in records.items()]
-
-
-class _Exchange:
-    """The rounds of a plan: each brings one bucket from the ranks of this copy. One is under way at a time."""
-
-    def __init__(
-        self, plan: Plan, staged: dict[str, Tensor], shard: int, shards: int, group: "dist.ProcessGroup | None"
-    ) -> None:
-        self._group = group
-        self._staged = {name: tensor.view(-1).view(torch.uint8) for name, tensor in staged.items()}
-        self._under_way: dist.Work | None = None
-        # [round][rank of the copy]: what goes there, and what comes from there.
-        self._sends = [[[] if to == shard else send for to, send in enumerate(sends)] for sends in plan.sends]
-        self._writes, self._is_alone = plan.writes, shards == 1
-        self._receives: list[list[list[Piece]]] = [[[] for _ in range(shards)] for _ in plan.writes]
-        for pieces, receives in zip(plan.writes, self._receives, strict=True):
-            for piece in pieces:
-                if piece.source != shard and not self._is_alone:
-                    receives[piece.source].append(piece)
-        self._outgoing = _buffer(self._sends)
-        # Two: what has come is written while the next bucket comes.
-        self._incoming = [_buffer(self._receives), _buffer(self._receives)]
-
-    def begin(self, number: int) -> None:
-        """Start to send and receive round ``number``, if there is one."""
-        if self._is_alone or number >= len(self._sends):
-            return
-        position = 0
-        for piece in chain(*self._sends[number]):
-            self._outgoing[position : position + piece.nbytes].copy_(self._own(piece))
-            position += _room(piece)
-        out, into = ([sum(map(_room, pieces)) for pieces in side[number]] for side in (self._sends, self._receives))
-        self._under_way = dist.all_to_all_single(
-            self._incoming[number % 2][: sum(into)], self._outgoing[: sum(out)], into, out,
-            group=self._group, async_op=True,
-        )  # fmt: skip
-
-    def end(self, number: int) -> list[Tensor]:
-        """Bytes of what this rank writes in round ``number``, in order; they stay until the round after the next."""
-        if self._under_way is not None:
-            self._under_way.wait()
-        position, received = 0, {}
-        for piece in chain(*self._receives[number]):
-            received[piece] = self._incoming[number % 2][position : position + piece.nbytes]
-            position += _room(piece)
-        return [received[piece] if piece in received else self._own(piece) for piece in self._writes[number]]
-
-    def _own(self, piece: Piece) -> Tensor:
-        return self._staged[piece.name][piece.start : piece.start + piece.nbytes]
-
-
-def _room(piece: Piece) -> int:
-    """Bytes that a piece takes on its way."""
-    return _aligned(piece.nbytes)
-
-
-def _aligned(nbytes: int) -> int:
-    """With numbers of several sizes one after the other, each begins where such a number may."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _buffer(rounds: list[list[list[Piece]]]) -> Tensor:
-    return torch.empty(max((sum(map(_room, chain(*pieces))) for pieces in rounds), default=0), dtype=torch.uint8)
-
-
-class _Writer:
-    """This rank's files, one after the other. The first thing that goes wrong ends the writing, not the calls."""
-
-    def __init__(self, folder: Path, plan: Plan) -> None:
-        self._folder, self._plan = folder, plan
-        self._dtypes = {spec.name: spec.dtype for file in plan.files for spec in file.specs}
-        self._records: dict[str, FileRecord] = {}
-        self._problem: str | None = None
-        self._file = -1
-        self._open_files: dict[int, int] = {}
-        self._pushed = 0
-
-    def write(self, pieces: list[Piece], contents: list[Tensor]) -> None:
-        """Append ``contents`` to the files their ``pieces`` belong to."""
-        ready: list[memoryview] = []
-        try:
-            for piece, content in zip(pieces, contents, strict=True):
-                if self._problem is not None:
-                    return
-                if piece.file != self._file:
-                    self._append(ready)
-                    ready = [self._open(piece.file)]
-                for part in content.split(_PIECE_BYTES):
-                    if not _is_finite(part, self._dtypes[piece.name]):
-                        self._problem = f"{piece.name} is not finite: such a state is not worth resuming from"
-                        return
-                    self._count(tensor_bytes(part))
-                ready.append(tensor_bytes(content))
-            self._append(ready)
-        except (OSError, MemoryError) as error:
-            self._fail(error)
-
-    def finish(self) -> tuple[dict[str, FileRecord], str | None]:
-        """The files written, and what went wrong. They are on the disk."""
-        for index, descriptor in self._open_files.items():
-            self._file = index
-            try:
-                if self._problem is None:
-                    os.fsync(descriptor)
-            except OSError as error:
-                self._fail(error)
-            finally:
-                os.close(descriptor)
-        return self._records, self._problem
-
-    def _fail(self, error: OSError | MemoryError) -> None:
-        path = self._folder / self._plan.files[max(self._file, 0)].name
-        reason = f"cannot write {path}: {getattr(error, 'strerror', None) or 'no memory'}"
-        self._problem = reason if self._folder.is_dir() else f"{reason}; {_NOT_SHARED}"
-
-    def _open(self, index: int) -> memoryview:
-        """Begin a file. Returns what stands first in it."""
-        file = self._plan.files[index]
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        # Open to the end: the disk writes the first file while the next is filled, and all are waited for at once.
-        self._open_files[index] = os.open(self._folder / file.name, flags, 0o644)
-        self._file, self._pushed = index, 0
-        self._records[file.name] = FileRecord(0, 0)
-        start = memoryview(header(file.specs))
-        self._count(start)
-        return start
-
-    def _count(self, content: memoryview) -> None:
-        name = self._plan.files[self._file].name
-        record = self._records[name]
-        self._records[name] = FileRecord(record.size + len(content), zlib.crc32(content, record.crc32))
-
-    def _append(self, contents: list[memoryview]) -> None:
-        """Write to the file that is open. Large calls: systems take a file's pages in larger units then."""
-        if not contents:
-            return
-        descriptor = self._open_files[self._file]
-        for first in range(0, len(contents), _MOST_VIEWS):
-            rest = contents[first : first + _MOST_VIEWS]
-            while rest:
-                written = os.writev(descriptor, rest)
-                while rest and written >= len(rest[0]):
-                    written -= len(rest.pop(0))
-                if rest:
-                    rest[0] = rest[0][written:]
-        size = self._records[self._plan.files[self._file].name].size
-        if size - self._pushed >= _PUSH_BYTES:
-            self._push(descriptor, size)
-
-    def _push(self, descriptor: int, size: int) -> None:
-        """Have the disk begin with what it was given, instead of all at once at the end.
-
-        What this call asks for is that the system forget the pages. It begins to write those that are not on the disk
-        yet, and forgets those that are, the ones of earlier calls: so a checkpoint fills the same pages again instead
-        of pushing out of memory what training reads.
-        """
-        if hasattr(os, "posix_fadvise"):
-            first = max(0, self._pushed - _REMEMBERED_BYTES)
-            with suppress(OSError):
-                os.posix_fadvise(descriptor, first, size - first, os.POSIX_FADV_DONTNEED)
-        self._pushed = size
-
-
-def _is_finite(content: Tensor, dtype: torch.dtype) -> bool:
-    if not dtype.is_floating_point or not content.numel():
-        return True
-    # One pass and no copies, where isfinite().all() takes several; either end is NaN when any number is.
-    low, high = content.view(dtype).aminmax()
-    return math.isfinite(low.item()) and math.isfinite(high.item())

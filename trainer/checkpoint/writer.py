@@ -1,0 +1,127 @@
+"""A rank's own files of a checkpoint: written from front to back, checked and counted on the way."""
+
+import math
+import os
+import zlib
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.manifest import FileRecord
+from trainer.checkpoint.plan import Piece, Plan
+from trainer.checkpoint.tensors import header, tensor_bytes
+
+NOT_SHARED = "run.dir must be on a disk that all nodes share"
+
+_PIECE_BYTES = 4 * 2**20  # in one call: fits into a cache for all that is done to it, and other threads wait for less
+_MOST_VIEWS = 512  # in one call; POSIX systems take at least 1024
+_PUSH_BYTES = 16 * 2**20
+_REMEMBERED_BYTES = 8 * _PUSH_BYTES
+
+
+class Writer:
+    """This rank's files, one after the other. The first thing that goes wrong ends the writing, not the calls."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self._folder, self._plan = folder, plan
+        self._dtypes = {spec.name: spec.dtype for file in plan.files for spec in file.specs}
+        self._records: dict[str, FileRecord] = {}
+        self._problem: str | None = None
+        self._file = -1
+        self._open_files: dict[int, int] = {}
+        self._pushed = 0
+
+    def write(self, pieces: list[Piece], contents: list[Tensor]) -> None:
+        """Append ``contents`` to the files their ``pieces`` belong to."""
+        ready: list[memoryview] = []
+        try:
+            for piece, content in zip(pieces, contents, strict=True):
+                if self._problem is not None:
+                    return
+                if piece.file != self._file:
+                    self._append(ready)
+                    ready = [self._open(piece.file)]
+                for part in content.split(_PIECE_BYTES):
+                    if not _is_finite(part, self._dtypes[piece.name]):
+                        self._problem = f"{piece.name} is not finite: such a state is not worth resuming from"
+                        return
+                    self._count(tensor_bytes(part))
+                ready.append(tensor_bytes(content))
+            self._append(ready)
+        except (OSError, MemoryError) as error:
+            self._fail(error)
+
+    def finish(self) -> tuple[dict[str, FileRecord], str | None]:
+        """The files written, and what went wrong. They are on the disk."""
+        for index, descriptor in self._open_files.items():
+            self._file = index
+            try:
+                if self._problem is None:
+                    os.fsync(descriptor)
+            except OSError as error:
+                self._fail(error)
+            finally:
+                os.close(descriptor)
+        return self._records, self._problem
+
+    def _fail(self, error: OSError | MemoryError) -> None:
+        path = self._folder / self._plan.files[max(self._file, 0)].name
+        reason = f"cannot write {path}: {getattr(error, 'strerror', None) or 'no memory'}"
+        self._problem = reason if self._folder.is_dir() else f"{reason}; {NOT_SHARED}"
+
+    def _open(self, index: int) -> memoryview:
+        """Begin a file. Returns what stands first in it."""
+        file = self._plan.files[index]
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        # Open to the end: the disk writes the first file while the next is filled, and all are waited for at once.
+        self._open_files[index] = os.open(self._folder / file.name, flags, 0o644)
+        self._file, self._pushed = index, 0
+        self._records[file.name] = FileRecord(0, 0)
+        start = memoryview(header(file.specs))
+        self._count(start)
+        return start
+
+    def _count(self, content: memoryview) -> None:
+        name = self._plan.files[self._file].name
+        record = self._records[name]
+        self._records[name] = FileRecord(record.size + len(content), zlib.crc32(content, record.crc32))
+
+    def _append(self, contents: list[memoryview]) -> None:
+        """Write to the file that is open. Large calls: systems take a file's pages in larger units then."""
+        if not contents:
+            return
+        descriptor = self._open_files[self._file]
+        for first in range(0, len(contents), _MOST_VIEWS):
+            rest = contents[first : first + _MOST_VIEWS]
+            while rest:
+                written = os.writev(descriptor, rest)
+                while rest and written >= len(rest[0]):
+                    written -= len(rest.pop(0))
+                if rest:
+                    rest[0] = rest[0][written:]
+        size = self._records[self._plan.files[self._file].name].size
+        if size - self._pushed >= _PUSH_BYTES:
+            self._push(descriptor, size)
+
+    def _push(self, descriptor: int, size: int) -> None:
+        """Have the disk begin with what it was given, instead of all at once at the end.
+
+        What this call asks for is that the system forget the pages. It begins to write those that are not on the disk
+        yet, and forgets those that are, the ones of earlier calls: so a checkpoint fills the same pages again instead
+        of pushing out of memory what training reads.
+        """
+        if hasattr(os, "posix_fadvise"):
+            first = max(0, self._pushed - _REMEMBERED_BYTES)
+            with suppress(OSError):
+                os.posix_fadvise(descriptor, first, size - first, os.POSIX_FADV_DONTNEED)
+        self._pushed = size
+
+
+def _is_finite(content: Tensor, dtype: torch.dtype) -> bool:
+    if not dtype.is_floating_point or not content.numel():
+        return True
+    # One pass and no copies, where isfinite().all() takes several; either end is NaN when any number is.
+    low, high = content.view(dtype).aminmax()
+    return math.isfinite(low.item()) and math.isfinite(high.item())

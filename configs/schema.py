@@ -15,6 +15,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from configs.divisors import nearest_divisors
 
+NAME_PATTERN = r"[A-Za-z][A-Za-z0-9_-]*"
+"""What sources and validation sets may be called."""
+
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
@@ -173,6 +176,12 @@ class SourceSection(Section):
     """Column that holds a conversation (``data.format=chat``)."""
 
 
+_PATHS = {"text": "FILE_OR_FOLDER_OR_GLOB", "hf": "OWNER/DATASET", "tokens": "FOLDER"}
+
+DEFAULT_VALIDATION = "validation"
+"""Name of the validation set that is made of the training data's own documents."""
+
+
 class MixedSource(SourceSection):
     """One source of a mixture."""
 
@@ -225,6 +234,35 @@ class DataSection(SourceSection):
             raise ValueError("data=text needs data.path=FILE_OR_FOLDER_OR_GLOB")
         if self.name == "stdlib" and self.path:
             raise ValueError(f"data.path={self.path} is only read by data=text; add data=text")
+        return self
+
+    @model_validator(mode="after")
+    def _sources_given(self) -> "DataSection":
+        if self.sources and self.name != "mixture":
+            raise ValueError(f"data.sources is only read by data=mixture, and data is {self.name}; add data=mixture")
+        if self.name == "mixture" and not self.sources:
+            raise ValueError(
+                "data=mixture needs sources: data.sources.NAME.name=text data.sources.NAME.path=FILE_OR_FOLDER "
+                "data.sources.NAME.weight=0.7, for each a NAME of yours"
+            )
+        if self.name == "mixture" and self.streaming:
+            raise ValueError("data.streaming=true reads one source, and data=mixture has several; leave it out")
+        if self.name == "mixture" and self.path:
+            raise ValueError(f"data.path={self.path} is not read by data=mixture; use data.sources.NAME.path")
+        named = {f"data.sources.{name}": source for name, source in self.sources.items()}
+        named |= {f"data.validation.{name}": source for name, source in self.validation.items()}
+        for key, source in named.items():
+            if not re.fullmatch(NAME_PATTERN, key.split(".", 2)[2]):
+                raise ValueError(f"{key}: a name has letters, digits, _ and -, and begins with a letter; e.g. web-2024")
+            if source.name == "stdlib" and source.path:
+                raise ValueError(f"{key}.path={source.path} is not read by {key}.name=stdlib; use {key}.name=text")
+            if source.name != "stdlib" and not source.path:
+                raise ValueError(f"{key}.name={source.name} needs {key}.path=" + _PATHS[source.name])
+        if DEFAULT_VALIDATION in self.validation:
+            raise ValueError(
+                f"data.validation.{DEFAULT_VALIDATION}: {DEFAULT_VALIDATION} is what is kept back of the training data; "
+                "give this set another name"
+            )
         return self
 
     @model_validator(mode="after")

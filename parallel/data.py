@@ -37,23 +37,23 @@ class Single:
         """Backward through ``scale`` x the summed loss of all ``batches`` of all ranks.
 
         ``.grad`` is that sum's gradient over ``gradient_divisor``. Returns the totals over all
-        ranks, fp64 scalars. Ranks exchange gradients once, after the last micro-batch, unless asked to do so after
+        ranks, in fp64. Ranks exchange gradients once, after the last micro-batch, unless asked to do so after
         each; the totals travel while the last backward runs.
         """
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        totals = torch.zeros((), dtype=torch.float64, device=self.device)
         travelling = None
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             with self._gradient_exchange(is_last):
                 with self.autocast():
                     terms = loss(self.model, batch)
-                totals += torch.stack((terms.loss_sum.detach().double(), terms.weight.double()))
+                totals = totals + terms.totals()
                 if is_last and dist.is_initialized():
                     travelling = dist.all_reduce(totals, async_op=True)
                 (terms.loss_sum * scale).backward()
         if travelling is not None:
             travelling.wait()
-        return LossTerms(totals[0], totals[1])
+        return LossTerms(totals[0], totals[1], totals[2:] if len(totals) > 2 else None)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any], loss: LossFunction) -> LossTerms:

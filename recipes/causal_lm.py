@@ -12,8 +12,10 @@ from configs.errors import UserError
 from configs.schema import RunConfig
 from parallel.plan import LossTerms, ParallelPlan
 from recipes.data.dataset import Batch, Sample, TokenDataset, collate
+from recipes.data.mixture import MixtureDataset, describe_sources, source_sections, validation_sections
 from recipes.data.prepare import Prepared, open_prepared, prepare
 from recipes.data.tokenizer import BytesTokenizer, hugging_face_files
+from recipes.data.whole import whole
 from recipes.models import transformer
 from recipes.models.head import IGNORE
 
@@ -26,23 +28,51 @@ class CausalLM:
     def __init__(self, config: RunConfig) -> None:
         self._model, self._data = config.model, config.data
         self._prepared: Prepared | None = None
+        """Of the first source, whose tokenizer all have."""
+        self._sources: dict[str, Prepared] = {}
+        self._validation: dict[str, Prepared] = {}
+        self._mixture: MixtureDataset | None = None
 
     # data -----------------------------------------------------------------------------------------------------------
 
     def prepare(self) -> str:
-        return str(prepare(self._data).folder)
+        sections = source_sections(self._data), validation_sections(self._data)
+        return json.dumps([{name: str(prepare(part).folder) for name, part in each.items()} for each in sections])
 
-    def open_data(self, folder: str) -> None:
-        self._prepared = open_prepared(Path(folder))
+    def open_data(self, place: str) -> None:
+        sources, validation = json.loads(place)
+        self._sources = {name: open_prepared(Path(folder)) for name, folder in sources.items()}
+        self._validation = {name: whole(open_prepared(Path(folder))) for name, folder in validation.items()}
+        self._prepared = next(iter(self._sources.values()))
+        spec = self._prepared.tokenizer.spec()
+        if any(part.tokenizer.spec() != spec for part in (*self._sources.values(), *self._validation.values())):
+            raise UserError(
+                f"data.tokenizer={self._data.tokenizer} is learned from a source, and the sources here would each have "
+                "their own; use data.tokenizer=bytes, or the files of a tokenizer that is there already"
+            )
 
     def describe_data(self) -> str:
-        source = f"{self._data.name} {self._data.path}" if self._data.path else self._data.name
-        line = f"{source}, {self._data.tokenizer} as tokens, {self._data.sequence_length} a sequence"
-        return line if self._prepared is None else f"{line}; {self._prepared.describe()}"
+        sources = describe_sources(self._data)
+        line = f"{sources}, {self._data.tokenizer} as tokens, {self._data.sequence_length} a sequence"
+        sizes = [f"{name} {prepared.describe()}".strip() for name, prepared in self._sources.items()]
+        return "; ".join([line, *sizes])
 
-    def dataset(self, split: str) -> TokenDataset:
+    def dataset(self, split: str) -> TokenDataset | MixtureDataset:
         assert self._prepared is not None, "open_data comes first"
-        return TokenDataset(self._prepared, split, self._data.sequence_length)
+        length = self._data.sequence_length
+        if split in self._validation:
+            return TokenDataset(self._validation[split], "validation", length)
+        datasets = {name: TokenDataset(prepared, split, length) for name, prepared in self._sources.items()}
+        if self._data.name != "mixture":
+            return datasets[""]
+        weights = {name: source.weight for name, source in self._data.sources.items()}
+        mixture = MixtureDataset(datasets, weights, self._data.weigh_by)
+        if split == "train":
+            self._mixture = mixture
+        return mixture
+
+    def further_validation(self) -> Sequence[str]:
+        return list(self._data.validation)
 
     def collate(self, samples: Sequence[Sample], ids: np.ndarray) -> Batch:
         return collate(samples, ids)
@@ -90,7 +120,8 @@ class CausalLM:
 
     def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
         loss_sum = model(batch.tokens, batch.targets)
-        return LossTerms(loss_sum, (batch.targets != IGNORE).sum())
+        by_source = self._mixture.targets_by_source(batch) if self._mixture else None
+        return LossTerms(loss_sum, (batch.targets != IGNORE).sum(), by_source)
 
     def flops_per_token(self, parameters: int) -> float:
         return transformer.flops_per_token(self._model, parameters, self.vocab_size(), self._data.sequence_length)

@@ -145,13 +145,13 @@ class ObservedRecipe(CausalLM):
         return batch
 
     def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
-        loss_sum, weight = super().loss(model, batch)
+        terms = super().loss(model, batch)
         if torch.is_grad_enabled() and batch.sample_ids.max() >= 0:  # no evaluation, no rehearsal
             self.sample_ids.append(batch.sample_ids.tolist())
             self._forwards += 1
             if self.rank == self._fault.get("rank") and self._forwards in self._fault["forwards"]:
-                loss_sum = _Poison.apply(loss_sum, float(self._fault["value"]))
-        return LossTerms(loss_sum, weight)
+                terms = terms._replace(loss_sum=_Poison.apply(terms.loss_sum, float(self._fault["value"])))
+        return terms
 
 
 class _Poison(torch.autograd.Function):

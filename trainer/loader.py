@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from configs.errors import UserError
-from trainer.sampler import SampleOrder, micro_batch_indices
+from trainer.sampler import Order, micro_batch_indices
 
 PADDING_ID = -1
 """Stands for a sample in a row that only fills a micro-batch; ``collate`` leaves such a row without targets."""
@@ -53,7 +53,7 @@ class BatchLoader:
         self,
         dataset: MapDataset,
         collate: Collate,
-        order: SampleOrder,
+        order: Order,
         *,
         steps: range,
         accumulation: int,
@@ -160,37 +160,30 @@ class BatchLoader:
         self.close()
 
 
-def evaluation_ids(
-    dataset_length: int, *, sequences: int, micro_batch: int, data_ranks: int, data_rank: int
-) -> list[np.ndarray]:
+def evaluation_ids(samples: np.ndarray, *, micro_batch: int, data_ranks: int, data_rank: int) -> list[np.ndarray]:
     """Sample numbers of one rank's evaluation micro-batches: arrays [micro_batch], int64.
 
-    The first ``sequences`` samples (all, where there are fewer) are dealt out in order. Every rank gets as many
-    micro-batches as any other, since ranks that end apart wait for each other for ever; what is missing is
-    ``PADDING_ID``.
+    ``samples`` [samples] are dealt out in order. Every rank gets as many micro-batches as any other, since ranks that
+    end apart wait for each other for ever; what is missing is ``PADDING_ID``.
     """
-    samples = min(dataset_length, sequences)
     across_ranks = data_ranks * micro_batch
-    rounds = -(-samples // across_ranks)
-    dealt = np.arange(rounds * across_ranks, dtype=np.int64)
-    dealt[samples:] = PADDING_ID
+    rounds = -(-len(samples) // across_ranks)
+    dealt = np.full(rounds * across_ranks, PADDING_ID, np.int64)
+    dealt[: len(samples)] = samples
     return list(dealt.reshape(rounds, data_ranks, micro_batch)[:, data_rank])
 
 
 def evaluation_batches(
     dataset: MapDataset,
     collate: Collate,
+    samples: np.ndarray,
     *,
-    sequences: int,
     micro_batch: int,
     data_ranks: int,
     data_rank: int,
 ) -> Iterator[Any]:
-    """One rank's batches of an evaluation on the first ``sequences`` samples; see ``evaluation_ids``."""
-    dealt = evaluation_ids(
-        len(dataset), sequences=sequences, micro_batch=micro_batch, data_ranks=data_ranks, data_rank=data_rank
-    )
-    for ids in dealt:
+    """One rank's batches of an evaluation on ``samples``, numbers [samples]; see ``evaluation_ids``."""
+    for ids in evaluation_ids(samples, micro_batch=micro_batch, data_ranks=data_ranks, data_rank=data_rank):
         yield _read_batch(dataset, collate, ids, "of the evaluation")
 
 

@@ -56,7 +56,7 @@ class Meter:
         table = torch.stack([result for _, result in self._results]).tolist()
         steps = [step for step, _ in self._results]
         self._results.clear()
-        return [(step, StepResult(*row)) for step, row in zip(steps, table, strict=True)]
+        return [(step, StepResult.read(row)) for step, row in zip(steps, table, strict=True)]
 
     def rates(self, step: int, tokens: int, data_seconds: float) -> dict[str, float | int | None]:
         """Rates since the last call, now that ``step`` is done and ``tokens`` are trained. A collective.

@@ -1,11 +1,12 @@
 """What a run says and records of itself: console lines, ``metrics.jsonl``, ``status.json``."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed
-from configs.schema import RunConfig
+from configs.schema import DEFAULT_VALIDATION, RunConfig
 from parallel.mesh import Layout
 from trainer.checkpoint.resume import CHECKPOINTS, Start
 from trainer.checkpoint.retention import folder_name
@@ -28,10 +29,14 @@ class Progress:
     last_loss: float | None = None
     validation_loss: float | None = None
     validated_step: int = 0
+    source_tokens: dict[str, int] = field(default_factory=dict)
+    """Of a mixture's sources, by name."""
 
-    def add(self, result: StepResult) -> None:
-        """Count a step."""
+    def add(self, result: StepResult, sources: Sequence[str]) -> None:
+        """Count a step; ``sources`` names those of a mixture, in the order of the result."""
         self.tokens += int(result.tokens)
+        for name, tokens in zip(sources, result.by_source, strict=True):
+            self.source_tokens[name] = self.source_tokens.get(name, 0) + int(tokens)
         if math.isfinite(result.loss):
             self.last_loss = result.loss
             self.first_loss = result.loss if self.first_loss is None else self.first_loss
@@ -68,6 +73,7 @@ class Report:
             "lr": lr,
             "samples": samples,
             "tokens": self.progress.tokens,
+            **({"source_tokens": dict(self.progress.source_tokens)} if result.by_source else {}),
             **rates,
             "skipped": bool(result.skipped),
             "scale": result.scale if self._config.precision.name == "fp16" else None,
@@ -80,14 +86,20 @@ class Report:
         if self._folder is not None:
             self._folder.status("running", step=step)
 
-    def evaluated(self, step: int, loss: float, tokens: int, seconds: float) -> None:
-        """Tell of an evaluation."""
-        self.progress.validation_loss = loss if math.isfinite(loss) else None  # JSON has no name for others
-        self.progress.validated_step = step
-        self._record("eval", step=step, loss=loss, tokens=tokens)
+    def evaluated(
+        self, step: int, name: str, loss: float, tokens: int, seconds: float, by_source: Mapping[str, float]
+    ) -> None:
+        """Tell of an evaluation on the set ``name``; ``by_source`` are the losses of a mixture's sources."""
+        finite = {source: _finite(each) for source, each in by_source.items()}
+        if name == DEFAULT_VALIDATION:
+            self.progress.validation_loss = _finite(loss)
+            self.progress.validated_step = step
+        more: dict[str, Any] = {"source_losses": finite} if finite else {}
+        self._record("eval", step=step, set=name, loss=loss, tokens=tokens, **more)
+        parts = ", ".join(f"{source} {each:.4f}" for source, each in by_source.items())
         self._console.say(
-            f"eval {step:>{len(str(self._config.trainer.steps))}}/{self._config.trainer.steps}  validation loss "
-            f"{loss:.4f}  over {short(tokens)} tokens in {duration(seconds)}"
+            f"eval {step:>{len(str(self._config.trainer.steps))}}/{self._config.trainer.steps}  {name} loss "
+            f"{loss:.4f}{f' ({parts})' if parts else ''}  over {short(tokens)} tokens in {duration(seconds)}"
         )
 
     def saved(self, saved: Saved | None) -> None:
@@ -171,6 +183,11 @@ class Report:
     def _record(self, event: str, **values: Any) -> None:
         if self._folder is not None:
             self._folder.record(event, **values)
+
+
+def _finite(loss: float) -> float | None:
+    """JSON has no name for other numbers."""
+    return loss if math.isfinite(loss) else None
 
 
 def _loss(loss: float | None) -> str:

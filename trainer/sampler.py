@@ -8,9 +8,9 @@ order, and a position in the data is one integer.
 import hashlib
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from fractions import Fraction
-from typing import NamedTuple, Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -83,12 +83,22 @@ class SampleOrder:
         return numbers
 
 
-class Part(NamedTuple):
+class Part(Protocol):
     """One source of a mixture."""
 
-    samples: int
-    weight: float
-    """Share of the samples, relative to the other sources' weights."""
+    @property
+    def samples(self) -> int: ...
+    @property
+    def weight(self) -> float:
+        """Share of the samples, relative to the other sources' weights."""
+
+
+@runtime_checkable
+class Mixture(Protocol):
+    """A data set made of several sources, whose samples are numbered one after the other."""
+
+    parts: Mapping[str, Part]
+    """By name, two or more, in the order of their numbers."""
 
 
 class MixtureOrder:
@@ -128,6 +138,34 @@ class MixtureOrder:
         sources, places = self.places(np.arange(count))
         sizes = np.diff(self._first)
         return [self._first[source] + places[sources == source] % size for source, size in enumerate(sizes)]
+
+
+def sample_order(dataset: Sized, seed: int) -> Order:
+    """The order a data set is trained on in."""
+    if isinstance(dataset, Mixture):
+        return MixtureOrder(dataset.parts, seed)
+    return SampleOrder(len(dataset), seed)
+
+
+def evaluation_samples(dataset: Sized, count: int) -> dict[str, np.ndarray]:
+    """Which samples an evaluation on ``count`` samples (all, where there are fewer) takes: the first ones, of a mixture
+    in proportion; by source, and under the name "" where there is one."""
+    count = min(count, len(dataset))
+    if isinstance(dataset, Mixture):
+        samples = MixtureOrder(dataset.parts, 0).in_turn(count)
+        return {name: each for name, each in zip(dataset.parts, samples, strict=True) if len(each)}
+    return {"": np.arange(count)}
+
+
+def passes(dataset: Sized, samples: int) -> dict[str, float]:
+    """How often ``samples`` samples of training go through each source; under the name "" where there is one."""
+    if not isinstance(dataset, Mixture):
+        return {"": samples / len(dataset)}
+    counts = block_counts([part.weight for part in dataset.parts.values()])
+    return {
+        name: samples * count / (sum(counts) * part.samples)
+        for (name, part), count in zip(dataset.parts.items(), counts, strict=True)
+    }
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:

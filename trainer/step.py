@@ -29,6 +29,14 @@ class StepResult(NamedTuple):
     """Loss scale the step ran with; 1 unless fp16."""
     failed_in_row: float
     """Rejected steps in a row, this one included, less those that a smaller loss scale may cure."""
+    by_source: tuple[float, ...] = ()
+    """Valid targets of each source of a mixture; empty: there is one source."""
+
+    @classmethod
+    def read(cls, row: Sequence[float]) -> "StepResult":
+        """From what ``TrainStep`` returned."""
+        single = len(cls._fields) - 1
+        return cls(*row[:single], tuple(row[single:]))
 
 
 class TrainStep:
@@ -55,9 +63,10 @@ class TrainStep:
         self._failed_in_row = torch.zeros((), dtype=torch.float64, device=parallel.device)
 
     def __call__(self, batches: Sequence[Any], lr: float) -> Tensor:
-        """Train on ``batches``, this rank's micro-batches of one global batch. Returns a StepResult as fp64 [6]."""
+        """Train on ``batches``, this rank's micro-batches of one global batch. Returns a StepResult as fp64 [6 +
+        sources of a mixture], for ``StepResult.read``."""
         scale = self.scaler.scale
-        loss_sum, weight = self._parallel.forward_backward(batches, self._loss, scale / self._nominal_weight)
+        loss_sum, weight, by_source = self._parallel.forward_backward(batches, self._loss, scale / self._nominal_weight)
         with torch.no_grad():
             squares = self._parallel.sum_squares(sum_of_squares(self._gradients()))
             # What .grad has to be divided by to be the gradient of the mean loss.
@@ -77,9 +86,10 @@ class TrainStep:
             self._optimizer.step()
             self._optimizer.zero_grad()
             self.scaler.update(rejected)
-            return torch.stack(
+            result = torch.stack(
                 (loss_sum / weight, weight, norm, rejected.double(), scale.double(), self._failed_in_row)
             )
+            return result if by_source is None else torch.cat((result, by_source))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside weights and optimizer state. Waits for the device."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed, UserError
-from configs.schema import RunConfig
+from configs.schema import DEFAULT_VALIDATION, RunConfig
 from parallel.apply import parallelize
 from parallel.mesh import gradient_accumulation, resolve_layout
 from trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, find_start, make_room, plain
@@ -26,9 +26,9 @@ from trainer.metrics import RATES, Meter
 from trainer.optim import build_optimizer, learning_rate, state_bytes
 from trainer.overview import overview
 from trainer.precision import LOW_DTYPES, GradScaler
-from trainer.recipe import Recipe, to_device
+from trainer.recipe import Dataset, Recipe, to_device
 from trainer.report import DONE, Report
-from trainer.sampler import SampleOrder
+from trainer.sampler import Mixture, evaluation_samples, sample_order
 from trainer.step import FAILURES_THAT_STOP, TrainStep
 from trainer.track import Console, RunFolder, environment, write_status
 
@@ -137,7 +137,8 @@ class Trainer:
         set_determinism(trainer.deterministic)
 
         recipe.open_data(session.once_per_node(recipe.prepare))
-        training, self._validation = recipe.dataset("train"), recipe.dataset("validation")
+        training = recipe.dataset("train")
+        self._validation = {name: recipe.dataset(name) for name in (DEFAULT_VALIDATION, *recipe.further_validation())}
         session.same_everywhere("the prepared training data", training.fingerprint)
         self._fingerprint = training.fingerprint
         check_data(start, training.fingerprint, config)
@@ -149,7 +150,7 @@ class Trainer:
             check_names(start.source, model, recipe.export_name)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         plan = recipe.parallel_plan(model)
-        for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start):
+        for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start, training):
             console.say(line)
         for note in session.once(partial(_begin, folder, start, config_yaml, parameters)):
             console.say(note)
@@ -183,7 +184,8 @@ class Trainer:
         elif start.weights is not None:
             load_weights(start.weights, module, recipe.export_name)
         if trainer.deterministic and layout.strategy == "ddp":
-            padding = recipe.collate([training[0]] * trainer.micro_batch, np.full(trainer.micro_batch, PADDING_ID))
+            any_sample = self._validation[DEFAULT_VALIDATION][0]
+            padding = recipe.collate([any_sample] * trainer.micro_batch, np.full(trainer.micro_batch, PADDING_ID))
             self._train_step.rehearse(to_device(padding, device))
         self.checkpointer = Checkpointer(
             config.run.dir / CHECKPOINTS,
@@ -198,7 +200,7 @@ class Trainer:
         self._loader = BatchLoader(
             training,
             recipe.collate,
-            SampleOrder(len(training), trainer.seed),
+            sample_order(training, trainer.seed),
             steps=range(start.step, trainer.last_step),
             accumulation=accumulation,
             data_ranks=layout.data_ranks,
@@ -208,6 +210,7 @@ class Trainer:
             pin_memory=device.type == "cuda",
             first_index=self._first_sample,
         )
+        self._sources = list(training.parts) if isinstance(training, Mixture) else []
         self._meter = Meter(device, session.world_size, recipe.flops_per_token(parameters))
         self._meter.start_at(start.step, self._report.progress.tokens)
         self._started = time.perf_counter()
@@ -256,7 +259,7 @@ class Trainer:
     def _read_results(self, *, log: bool) -> None:
         for step, result in self._meter.read():
             progress = self._report.progress
-            progress.add(result)
+            progress.add(result, self._sources)
             is_logged = log and step == self.step
             if is_logged or result.skipped:
                 rates = dict.fromkeys(RATES)
@@ -272,28 +275,35 @@ class Trainer:
                 )
 
     def _evaluate(self) -> None:
-        """Mean loss over the first ``eval_batches`` batches of the validation split, where that is due."""
-        trainer = self._config.trainer
-        if not self._is_due(trainer.eval_every):
+        """Mean loss over ``eval_batches`` batches of each validation set, where that is due."""
+        if not self._is_due(self._config.trainer.eval_every):
             return
+        for name, dataset in self._validation.items():
+            self._evaluate_on(name, dataset)
+
+    def _evaluate_on(self, name: str, dataset: Dataset) -> None:
+        trainer = self._config.trainer
         if self._session.device.type == "cuda":
             torch.cuda.synchronize(self._session.device)  # steps still under way are not the evaluation's time
         started = time.perf_counter()
-        batches = evaluation_batches(
-            self._validation,
-            self._recipe.collate,
-            sequences=trainer.eval_batches * trainer.global_batch,
-            micro_batch=trainer.micro_batch,
-            data_ranks=self._session.world_size,
-            data_rank=self._session.rank,
-        )
-        on_device = (to_device(batch, self._session.device) for batch in batches)
-        terms = self._parallel.evaluate(on_device, self._recipe.loss)
-        tokens = int(terms.weight.item())
-        loss = terms.loss_sum.item() / tokens
+        losses, tokens = {}, {}
+        for source, samples in evaluation_samples(dataset, trainer.eval_batches * trainer.global_batch).items():
+            batches = evaluation_batches(
+                dataset,
+                self._recipe.collate,
+                samples,
+                micro_batch=trainer.micro_batch,
+                data_ranks=self._session.world_size,
+                data_rank=self._session.rank,
+            )
+            on_device = (to_device(batch, self._session.device) for batch in batches)
+            terms = self._parallel.evaluate(on_device, self._recipe.loss)
+            losses[source], tokens[source] = terms.loss_sum.item(), int(terms.weight.item())
         seconds = time.perf_counter() - started
         self._meter.pause(seconds)
-        self._report.evaluated(self.step, loss, tokens, seconds)
+        total = sum(tokens.values())
+        by_source = {source: losses[source] / tokens[source] for source in losses if source}
+        self._report.evaluated(self.step, name, sum(losses.values()) / total, total, seconds, by_source)
 
     def _samples(self, step: int) -> int:
         """Samples trained on when ``step`` is done: where the data order stands."""

@@ -11,7 +11,7 @@ from torch import nn
 from configs.errors import UserError
 from configs.schema import RunConfig
 from parallel.plan import LossTerms, ParallelPlan
-from recipes.data.dataset import Batch, Sample, TokenDataset, collate
+from recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
 from recipes.data.prepare import Prepared, open_prepared, prepare
 from recipes.data.tokenizer import BytesTokenizer, hugging_face_files
 from recipes.models import transformer
@@ -26,6 +26,7 @@ class CausalLM:
     def __init__(self, config: RunConfig) -> None:
         self._model, self._data = config.model, config.data
         self._prepared: Prepared | None = None
+        self._datasets: dict[str, TokenDataset | PackedDataset] = {}
 
     # data -----------------------------------------------------------------------------------------------------------
 
@@ -38,11 +39,16 @@ class CausalLM:
     def describe_data(self) -> str:
         source = f"{self._data.name} {self._data.path}" if self._data.path else self._data.name
         line = f"{source}, {self._data.tokenizer} as tokens, {self._data.sequence_length} a sequence"
-        return line if self._prepared is None else f"{line}; {self._prepared.describe()}"
+        if self._prepared is None:
+            return line
+        how = self.dataset("train").describe()
+        return f"{line}; {self._prepared.describe()}" + (f"; {how}" if how else "")
 
-    def dataset(self, split: str) -> TokenDataset:
+    def dataset(self, split: str) -> TokenDataset | PackedDataset:
         assert self._prepared is not None, "open_data comes first"
-        return TokenDataset(self._prepared, split, self._data.sequence_length)
+        if split not in self._datasets:
+            self._datasets[split] = open_dataset(self._prepared, split, self._data)
+        return self._datasets[split]
 
     def collate(self, samples: Sequence[Sample], ids: np.ndarray) -> Batch:
         return collate(samples, ids)
@@ -89,7 +95,7 @@ class CausalLM:
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
-        loss_sum = model(batch.tokens, batch.targets)
+        loss_sum = model(batch.tokens, batch.targets, batch.positions)
         return LossTerms(loss_sum, (batch.targets != IGNORE).sum())
 
     def flops_per_token(self, parameters: int) -> float:

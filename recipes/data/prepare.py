@@ -24,6 +24,7 @@ import numpy as np
 
 from configs.errors import UserError
 from configs.schema import DataSection
+from recipes.data.shards import TokenStream
 from recipes.data.text import Document, Part, SourceFile, assignment, find_files, read_documents, split_documents
 from recipes.data.tokenizer import Tokenizer, build_tokenizer, token_dtype, tokenizer_from_spec
 
@@ -58,6 +59,10 @@ class Prepared:
     def tokens(self, split: str) -> np.ndarray:
         """The stream of ``train`` or ``validation``, [tokens], unsigned, read from the disk where it is touched."""
         return _map_tokens(self.folder / f"{split}.safetensors")
+
+    def stream(self, split: str) -> TokenStream:
+        """Tokens and documents of ``train`` or ``validation``, read from the disk where they are touched."""
+        return TokenStream([self.folder / f"{split}.safetensors"])
 
     def describe(self) -> str:
         """Sizes for people: ``train 11,432,101 tokens of 721 files, validation 601,022 of 38``."""

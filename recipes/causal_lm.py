@@ -11,7 +11,7 @@ from torch import nn
 from configs.errors import UserError
 from configs.schema import RunConfig
 from parallel.plan import LossTerms, ParallelPlan
-from recipes.data.dataset import Batch, Sample, TokenDataset, collate
+from recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
 from recipes.data.mixture import MixtureDataset, describe_sources, source_sections, validation_sections
 from recipes.data.prepare import Prepared, open_prepared, prepare
 from recipes.data.tokenizer import BytesTokenizer, hugging_face_files
@@ -31,7 +31,7 @@ class CausalLM:
         """Of the first source, whose tokenizer all have."""
         self._sources: dict[str, Prepared] = {}
         self._validation: dict[str, Prepared] = {}
-        self._mixture: MixtureDataset | None = None
+        self._datasets: dict[str, TokenDataset | PackedDataset | MixtureDataset] = {}
 
     # data -----------------------------------------------------------------------------------------------------------
 
@@ -54,22 +54,25 @@ class CausalLM:
     def describe_data(self) -> str:
         sources = describe_sources(self._data)
         line = f"{sources}, {self._data.tokenizer} as tokens, {self._data.sequence_length} a sequence"
+        if self._prepared is None:
+            return line
         sizes = [f"{name} {prepared.describe()}".strip() for name, prepared in self._sources.items()]
-        return "; ".join([line, *sizes])
+        return "; ".join(filter(None, [line, *sizes, self.dataset("train").describe()]))
 
-    def dataset(self, split: str) -> TokenDataset | MixtureDataset:
+    def dataset(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset:
         assert self._prepared is not None, "open_data comes first"
-        length = self._data.sequence_length
+        if split not in self._datasets:
+            self._datasets[split] = self._open(split)
+        return self._datasets[split]
+
+    def _open(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset:
         if split in self._validation:
-            return TokenDataset(self._validation[split], "validation", length)
-        datasets = {name: TokenDataset(prepared, split, length) for name, prepared in self._sources.items()}
+            return open_dataset(self._validation[split], "validation", self._data)
+        datasets = {name: open_dataset(prepared, split, self._data) for name, prepared in self._sources.items()}
         if self._data.name != "mixture":
             return datasets[""]
         weights = {name: source.weight for name, source in self._data.sources.items()}
-        mixture = MixtureDataset(datasets, weights, self._data.weigh_by)
-        if split == "train":
-            self._mixture = mixture
-        return mixture
+        return MixtureDataset(datasets, weights, self._data.weigh_by)
 
     def further_validation(self) -> Sequence[str]:
         return list(self._data.validation)
@@ -119,8 +122,9 @@ class CausalLM:
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
-        loss_sum = model(batch.tokens, batch.targets)
-        by_source = self._mixture.targets_by_source(batch) if self._mixture else None
+        loss_sum = model(batch.tokens, batch.targets, batch.positions)
+        training = self._datasets.get("train")
+        by_source = training.targets_by_source(batch) if isinstance(training, MixtureDataset) else None
         return LossTerms(loss_sum, (batch.targets != IGNORE).sum(), by_source)
 
     def flops_per_token(self, parameters: int) -> float:

@@ -162,6 +162,9 @@ class Masked:
     def __len__(self) -> int:
         return 50
 
+    def describe(self) -> str:
+        return ""
+
     def __getitem__(self, index: int) -> Sample:
         return Sample(np.zeros(10, np.int64), np.where(np.arange(10) < self.targets, 1, IGNORE))
 

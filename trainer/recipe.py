@@ -51,7 +51,7 @@ class Recipe(Protocol):
         """Names of validation sets besides ``validation``."""
 
     def collate(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
-        """Samples -> a named tuple of tensors. An id below 0 marks padding, which must weigh nothing."""
+        """Samples -> a named tuple of tensors (or None). An id below 0 marks padding, which must weigh nothing."""
 
     def targets_per_sequence(self) -> int:
         """Targets of one sequence where nothing is masked."""
@@ -76,6 +76,6 @@ class Recipe(Protocol):
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A named tuple of tensors, moved without waiting where they are pinned."""
-    moved: list[Tensor] = [tensor.to(device, non_blocking=True) for tensor in batch]
+    """A named tuple of tensors (or None), moved without waiting where they are pinned."""
+    moved: list[Tensor | None] = [None if t is None else t.to(device, non_blocking=True) for t in batch]
     return type(batch)(*moved)

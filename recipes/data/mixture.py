@@ -27,6 +27,7 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Sample: ...
+    def describe(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class MixtureDataset:
             raise IndexError(f"sample {index} of {len(self)}")
         source = bisect_right(self._first, index) - 1
         return self._sources[source][index - self._first[source]]
+
+    def describe(self) -> str:
+        """How documents become sequences, for the plan; empty where that is as usual."""
+        each = zip(self.parts, (source.describe() for source in self._sources), strict=True)
+        return "; ".join(f"{name} {text}" for name, text in each if text)
 
     def targets_by_source(self, batch: Batch) -> Tensor:
         """Targets of each source in ``batch``, [sources], int64."""

@@ -98,7 +98,7 @@ class Keys(dict[str, Key]):
         raise KeyError(path)
 
     def get(self, path: str, default: Any = None) -> Any:
-        return self[path] if path in self else default
+        return super().get(path) or self._found(path) or default
 
     def _found(self, path: object) -> Key | None:
         above, _, last = str(path).rpartition(".")

@@ -249,7 +249,7 @@ class DataSection(SourceSection):
             raise ValueError("data.streaming=true reads one source, and data=mixture has several; leave it out")
         if self.name == "mixture" and self.path:
             raise ValueError(f"data.path={self.path} is not read by data=mixture; use data.sources.NAME.path")
-        named = {f"data.sources.{name}": source for name, source in self.sources.items()}
+        named: dict[str, SourceSection] = {f"data.sources.{name}": each for name, each in self.sources.items()}
         named |= {f"data.validation.{name}": source for name, source in self.validation.items()}
         for key, source in named.items():
             if not re.fullmatch(NAME_PATTERN, key.split(".", 2)[2]):
@@ -260,7 +260,7 @@ class DataSection(SourceSection):
                 raise ValueError(f"{key}.name={source.name} needs {key}.path=" + _PATHS[source.name])
         if DEFAULT_VALIDATION in self.validation:
             raise ValueError(
-                f"data.validation.{DEFAULT_VALIDATION}: {DEFAULT_VALIDATION} is what is kept back of the training data; "
+                f"data.validation.{DEFAULT_VALIDATION}: that is the name of what is kept back of the training data; "
                 "give this set another name"
             )
         return self

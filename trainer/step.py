@@ -36,7 +36,7 @@ class StepResult(NamedTuple):
     def read(cls, row: Sequence[float]) -> "StepResult":
         """From what ``TrainStep`` returned."""
         single = len(cls._fields) - 1
-        return cls(*row[:single], tuple(row[single:]))
+        return cls._make([*row[:single], tuple(row[single:])])
 
 
 class TrainStep:

@@ -10,6 +10,7 @@ class WholePrepared(Prepared):
     """As prepared, with all documents in its validation split."""
 
     def stream(self, split: str) -> TokenStream:
+        assert split == "validation", "there is no other split"
         return TokenStream([self.folder / f"{name}.safetensors" for name in SPLITS])
 
 

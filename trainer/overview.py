@@ -78,6 +78,8 @@ def dry_run(config: RunConfig, recipe: Recipe, layout: Layout, accumulation: int
 
 def _passes(config: RunConfig, training: Dataset) -> str:
     each = passes(training, config.trainer.steps * config.trainer.global_batch)
+    if not each:
+        return ""
     numbers = ", ".join(f"{name} {number:,.2g}".strip() for name, number in each.items())
     return f"; {numbers} epoch{'s' if numbers != '1' else ''} in {config.trainer.steps:,} steps"
 

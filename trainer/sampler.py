@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence, Sized
 from fractions import Fraction
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -101,6 +101,22 @@ class Mixture(Protocol):
     """By name, two or more, in the order of their numbers."""
 
 
+@runtime_checkable
+class Stream(Protocol):
+    """A data set that is read from front to back, sample i after all samples before it that have the same rest modulo
+    the global batch; each of them once."""
+
+    def state(self, samples: int) -> dict[str, Any]:
+        """This rank's part of where the data stands once ``samples`` samples are trained on, as JSON; the parts of all
+        ranks, merged by key, are what ``load`` takes."""
+
+    def load(self, state: dict[str, Any], samples: int) -> None:
+        """Go on after ``samples`` samples, from what all ranks' ``state`` came to, on whatever ranks."""
+
+    def close(self) -> None:
+        """Nobody waits for samples any more."""
+
+
 class MixtureOrder:
     """An endless order over several sources, numbered one after the other, each with the share of its weight.
 
@@ -142,6 +158,8 @@ class MixtureOrder:
 
 def sample_order(dataset: Sized, seed: int) -> Order:
     """The order a data set is trained on in."""
+    if isinstance(dataset, Stream):
+        return lambda indices: np.asarray(indices, np.int64)
     if isinstance(dataset, Mixture):
         return MixtureOrder(dataset.parts, seed)
     return SampleOrder(len(dataset), seed)
@@ -158,7 +176,10 @@ def evaluation_samples(dataset: Sized, count: int) -> dict[str, np.ndarray]:
 
 
 def passes(dataset: Sized, samples: int) -> dict[str, float]:
-    """How often ``samples`` samples of training go through each source; under the name "" where there is one."""
+    """How often ``samples`` samples of training go through each source; under the name "" where there is one.
+    Of a stream nobody knows."""
+    if isinstance(dataset, Stream):
+        return {}
     if not isinstance(dataset, Mixture):
         return {"": samples / len(dataset)}
     counts = block_counts([part.weight for part in dataset.parts.values()])

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
@@ -28,7 +29,7 @@ from trainer.overview import overview
 from trainer.precision import LOW_DTYPES, GradScaler
 from trainer.recipe import Dataset, Recipe, to_device
 from trainer.report import DONE, Report
-from trainer.sampler import Mixture, evaluation_samples, sample_order
+from trainer.sampler import Mixture, Stream, evaluation_samples, sample_order
 from trainer.step import FAILURES_THAT_STOP, TrainStep
 from trainer.track import Console, RunFolder, environment, write_status
 
@@ -142,6 +143,9 @@ class Trainer:
         session.same_everywhere("the prepared training data", training.fingerprint)
         self._fingerprint = training.fingerprint
         check_data(start, training.fingerprint, config)
+        self._stream = training if isinstance(training, Stream) else None
+        if self._stream is not None and start.checkpoint is not None:
+            self._stream.load(start.state.get("stream", {}), start.state["samples"])
 
         model = recipe.build_model()
         if start.weights is not None:
@@ -209,6 +213,7 @@ class Trainer:
             workers=config.data.workers,
             pin_memory=device.type == "cuda",
             first_index=self._first_sample,
+            on_starved=self._starved,
         )
         self._sources = list(training.parts) if isinstance(training, Mixture) else []
         self._meter = Meter(device, session.world_size, recipe.flops_per_token(parameters))
@@ -248,6 +253,13 @@ class Trainer:
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self._config.trainer.last_step)
+
+    def _starved(self, seconds: float) -> None:
+        rank = self._session.rank
+        text = f"WARNING    rank {rank} has waited {seconds:.0f} s for data, after step {self.step}: a slow source?"
+        self._console.say(text)
+        if not self._session.is_main:  # whose console speaks for it alone
+            print(text, file=sys.stderr, flush=True)
 
     def _log(self) -> None:
         """Read results where that is due, log them, and stop the run where they say so."""
@@ -350,11 +362,19 @@ class Trainer:
             "progress": asdict(progress),
             "step_state": self._train_step.state(),
             "data_fingerprint": self._fingerprint,
+            **self._stream_state(),
             "origin": self._origin,
             "world_size": self._session.world_size,
             "torch": torch.__version__,
             "config": plain(self._config),
         }
+
+    def _stream_state(self) -> dict[str, Any]:
+        """Where a stream stands. A collective."""
+        if self._stream is None:
+            return {}
+        parts = self._session.gather(self._stream.state(self._samples(self.step)))
+        return {"stream": {key: value for part in parts for key, value in part.items()}}
 
 
 def _begin(folder: RunFolder | None, start: Start, config_yaml: str, parameters: int) -> list[str]:

@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,7 @@ def numbered(sizes: Sequence[Sequence[int]]) -> list[Rows]:
 def tokens_of(dataset: StreamDataset, lane: int, lanes: int, samples: int, first: int = 0) -> list[int]:
     """What a lane gives, without the token that a sample shares with the next one."""
     taken = [dataset[number * lanes + lane] for number in range(first, first + samples)]
-    for one, other in zip(taken, taken[1:], strict=False):
+    for one, other in pairwise(taken):
         assert one.targets[-1] in (IGNORE, other.tokens[0])
         assert all(target in (IGNORE, token) for target, token in zip(one.targets[:-1], one.tokens[1:], strict=True))
     return [int(token) for sample in taken for token in sample.tokens]

@@ -192,7 +192,7 @@ class _Lane:
         isolate: bool,
     ) -> None:
         self._documents = documents.read(cursor)
-        self._sequence_length, self._isolate = sequence_length, isolate
+        self._sequence_length, self._isolate, self._remembered = sequence_length, isolate, remembered
         self._next = first
         self._cursors = deque([cursor], maxlen=remembered + 1)
         """Before the next sample, and before those taken last."""
@@ -203,8 +203,8 @@ class _Lane:
 
     def take(self, number: int) -> Sample:
         with self._turn:
-            if number < self._next:
-                raise RuntimeError(f"sample {number} of a lane is asked for again, after {self._next - 1}")
+            if not 0 <= number - self._next <= self._remembered:
+                raise RuntimeError(f"sample {number} of a lane is asked for where {self._next} is next")
             self._turn.wait_for(lambda: self._next == number or self._failure is not None)
             if self._failure is not None:
                 raise self._failure

@@ -11,8 +11,10 @@ from torch import nn
 from configs.errors import UserError
 from configs.schema import RunConfig
 from parallel.plan import LossTerms, ParallelPlan
+from recipes.data.chat import chat_template
 from recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
 from recipes.data.prepare import Prepared, open_prepared, prepare
+from recipes.data.show import for_terminal, marked_lines
 from recipes.data.tokenizer import BytesTokenizer, hugging_face_files
 from recipes.models import transformer
 from recipes.models.head import IGNORE
@@ -39,10 +41,21 @@ class CausalLM:
     def describe_data(self) -> str:
         source = f"{self._data.name} {self._data.path}" if self._data.path else self._data.name
         line = f"{source}, {self._data.tokenizer} as tokens, {self._data.sequence_length} a sequence"
+        if self._data.format == "chat":
+            line += ", of conversations what the assistant says"
         if self._prepared is None:
             return line
         how = self.dataset("train").describe()
         return f"{line}; {self._prepared.describe()}" + (f"; {how}" if how else "")
+
+    def describe_sample(self) -> list[str]:
+        if self._data.format != "chat":
+            return []  # all of it is learned
+        assert self._prepared is not None, "open_data comes first"
+        sample = self.dataset("train")[0]
+        is_learned = np.concatenate(([False], sample.targets[:-1] != IGNORE))
+        lines = marked_lines(self._prepared.tokenizer, sample.tokens, is_learned)
+        return ["sample     the first sequence; what is learned of it stands behind >", *lines]
 
     def dataset(self, split: str) -> TokenDataset | PackedDataset:
         assert self._prepared is not None, "open_data comes first"
@@ -113,9 +126,7 @@ class CausalLM:
             # Never the end mark: under sharding all ranks must take the same number of forwards.
             logits[tokenizer.end_id] = float("-inf")
             ids.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
-        text = tokenizer.decode(ids[1:])
-        # It goes to a terminal, which obeys control characters.
-        return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+        return for_terminal(tokenizer.decode(ids[1:]))
 
     # export ---------------------------------------------------------------------------------------------------------
 
@@ -144,3 +155,5 @@ class CausalLM:
         files = {"config.json": config, **hugging_face_files(tokenizer)}
         for name, content in files.items():
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        if self._data.format == "chat":
+            (folder / "chat_template.jinja").write_text(chat_template(self._data, tokenizer)[0])

@@ -32,6 +32,9 @@ class Recipe(Protocol):
     def describe_data(self) -> str:
         """One line for the plan, before or after ``open_data``."""
 
+    def describe_sample(self) -> Sequence[str]:
+        """Lines that show a sample and what is learned of it; none where that is all."""
+
     def build_model(self) -> nn.Module:
         """The model, on the meta device. Deterministic: every rank gets the same."""
 

@@ -151,6 +151,8 @@ class Trainer:
         plan = recipe.parallel_plan(model)
         for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start):
             console.say(line)
+        for line in recipe.describe_sample():
+            console.say(line)
         for note in session.once(partial(_begin, folder, start, config_yaml, parameters)):
             console.say(note)
         console.open(config.run.dir)

@@ -45,12 +45,11 @@ class TokenDataset:
 
     def __init__(self, prepared: Prepared, split: str, sequence_length: int) -> None:
         """``split`` is ``train`` or ``validation``; raises ``UserError`` where it has not one whole window."""
-        stream_tokens = prepared.splits[split].tokens
-        if stream_tokens <= sequence_length:
+        self._stream = prepared.stream(split)
+        if self._stream.tokens <= sequence_length:
             raise _too_short(prepared, split, sequence_length)
-        self._length = (stream_tokens - 1) // sequence_length
+        self._length = (self._stream.tokens - 1) // sequence_length
         self._sequence_length = sequence_length
-        self._tokens = prepared.tokens(split)
         self.fingerprint = f"{prepared.key}-{split}-{sequence_length}"
         """Equal for equal samples, on any machine."""
 
@@ -61,7 +60,7 @@ class TokenDataset:
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of {self._length}")
         start = index * self._sequence_length
-        window = self._tokens[start : start + self._sequence_length + 1].astype(np.int64)
+        window = self._stream.read(start, start + self._sequence_length + 1).astype(np.int64)
         return Sample(window[:-1], window[1:])
 
 
@@ -79,7 +78,7 @@ def _too_short(prepared: Prepared, split: str, sequence_length: int) -> UserErro
     what = "training" if split == "train" else "validation"
     message = (
         f"data.sequence_length={sequence_length} needs {sequence_length + 1} tokens, and the {what} text has "
-        f"{has.tokens} ({_count(has.text_bytes, 'byte')} of {_count(has.files, 'file')})"
+        f"{has.tokens} ({_count(has.text_bytes, 'byte')} of {_count(has.documents, prepared.noun)})"
     )
     longest = min(each.tokens for each in prepared.splits.values()) - 1
     if longest < _SHORTEST_USEFUL:

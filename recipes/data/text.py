@@ -162,7 +162,9 @@ def _find_text(typed: str) -> list[SourceFile]:
         kind = path.stat().st_mode
     except FileNotFoundError:
         # Only now a glob: a file may well be called "notes [old].txt".
-        return _find_glob(typed, path) if glob.has_magic(typed) else _refuse_missing(typed, path)
+        if glob.has_magic(typed):
+            return _find_glob(typed, path)
+        raise no_such_path(typed, path) from None
     if stat.S_ISDIR(kind):
         return _find_in_folder(typed, path)
     if stat.S_ISREG(kind):
@@ -211,7 +213,7 @@ def _find_glob(typed: str, pattern: Path) -> list[SourceFile]:
     files = {match.relative_to(root).as_posix(): match for match in matches if match.is_file()}
     if not files:
         if not root.exists():
-            _refuse_missing(typed, root)
+            raise no_such_path(typed, root)
         inside = sorted(entry.name for entry in root.iterdir())[:5] if root.is_dir() else []
         holds = f"{root.absolute()} holds {', '.join(inside)}, ..." if inside else f"{root.absolute()} is empty"
         raise UserError(
@@ -247,7 +249,7 @@ def _walk(root: Path, leave_out: Iterable[str] = ()) -> Iterator[SourceFile]:
             yield SourceFile(name, root / name)
 
 
-def _refuse_missing(typed: str, path: Path) -> list[SourceFile]:
+def no_such_path(typed: str, path: Path) -> UserError:
     """Say which part of the path is missing and what is there instead."""
     missing = path
     while not missing.parent.exists():
@@ -262,8 +264,8 @@ def _refuse_missing(typed: str, path: Path) -> list[SourceFile]:
     message = f"{assignment('data.path', typed)} {what} (looked in {parent.absolute()})"
     if near:
         nearest = parent / near[0] / path.relative_to(missing)
-        raise UserError(f"{message}; did you mean {assignment('data.path', nearest)}?")
-    raise UserError(f"{message}; name a file, a folder or a glob, as in data.path='corpus/**/*.txt'")
+        return UserError(f"{message}; did you mean {assignment('data.path', nearest)}?")
+    return UserError(f"{message}; name a file, a folder or a glob, as in data.path='corpus/**/*.txt'")
 
 
 # reading --------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Causal language modelling: predict the next token."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +32,8 @@ class CausalLM:
 
     # data -----------------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> str:
-        return str(prepare(self._data).folder)
+    def prepare(self, show: Callable[[str], None] | None = None) -> str:
+        return str(prepare(self._data, show).folder)
 
     def open_data(self, folder: str) -> None:
         self._prepared = open_prepared(Path(folder))
@@ -152,8 +152,8 @@ class CausalLM:
         assert self._prepared is not None, "open_data comes first"
         tokenizer = self._prepared.tokenizer
         config = transformer.hugging_face_config(self._model, self.vocab_size(), tokenizer.end_id)
-        files = {"config.json": config, **hugging_face_files(tokenizer)}
+        files = {"config.json": json.dumps(config, indent=2) + "\n", **hugging_face_files(tokenizer)}
         for name, content in files.items():
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+            (folder / name).write_text(content, "utf-8")
         if self._data.format == "chat":
-            (folder / "chat_template.jinja").write_text(chat_template(self._data, tokenizer)[0])
+            (folder / "chat_template.jinja").write_text(chat_template(self._data, tokenizer)[0], "utf-8")

@@ -1,7 +1,6 @@
 """Conversations: rendered as transformers renders them, and only what the assistant says is learned."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from configs.errors import UserError
 from recipes.data.chat import CHATML, ChatEncoder, chat_encoder, chat_template
 from recipes.data.encode import Encoded
+from recipes.data.hugging_face import HuggingFaceTokenizer
 from recipes.data.source import Row
 from recipes.data.tokenizer import BytesTokenizer
 from tests.texts import section
@@ -94,29 +94,8 @@ PLAIN = [
 WITH_SYSTEM = [{"role": "system", "content": "You count."}, *PLAIN]
 
 
-class FileTokenizer:
-    """A Hugging Face tokenizer by its files."""
-
-    def __init__(self, files: dict[str, str]) -> None:
-        from tokenizers import Tokenizer
-
-        self.files = files
-        self.library = Tokenizer.from_str(files["tokenizer.json"])
-        self.vocab_size = self.library.get_vocab_size()
-        self.end_id = self.library.token_to_id("</s>")
-
-    def encode(self, _text: bytes | str) -> np.ndarray:
-        raise AssertionError("it may read the names of special tokens as text")
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return str(self.library.decode(list(ids), skip_special_tokens=False))
-
-    def spec(self) -> dict[str, Any]:
-        return {"kind": "hugging_face", "files": self.files}
-
-
 @pytest.fixture(scope="module")
-def tokenizer() -> FileTokenizer:
+def tokenizer() -> HuggingFaceTokenizer:
     """A small byte-level BPE, with the special tokens of all templates here."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -128,7 +107,7 @@ def tokenizer() -> FileTokenizer:
     )
     library.train_from_iterator([message["content"] for message in WITH_SYSTEM] * 9, trainer)
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}, "model_max_length": 4}
-    return FileTokenizer({"tokenizer.json": library.to_str(), "tokenizer_config.json": json.dumps(config)})
+    return HuggingFaceTokenizer({"tokenizer.json": library.to_str(), "tokenizer_config.json": json.dumps(config)})
 
 
 def encode(tokenizer: Any, template: str, messages: Any) -> Encoded:
@@ -143,7 +122,7 @@ def learned(tokenizer: Any, encoded: Encoded) -> list[str]:
     assert encoded.supervised is not None
     runs = np.split(encoded.tokens, np.flatnonzero(np.diff(encoded.supervised)) + 1)
     first = int(encoded.supervised[0])
-    return [tokenizer.decode(run.tolist()) for run in runs[1 - first :: 2]]
+    return [tokenizer.decode_marked(run.tolist()) for run in runs[1 - first :: 2]]
 
 
 TEMPLATES = {
@@ -161,14 +140,14 @@ TEMPLATES = {
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("messages", [PLAIN, WITH_SYSTEM], ids=["plain", "with system"])
 def test_tokens_are_those_of_transformers_and_replies_are_learned(
-    name: str, messages: list[dict[str, str]], tokenizer: FileTokenizer
+    name: str, messages: list[dict[str, str]], tokenizer: HuggingFaceTokenizer
 ) -> None:
     from transformers import PreTrainedTokenizerFast
 
     if name == "llama 2" and messages is WITH_SYSTEM:
         pytest.skip("it takes no system message so")
     template, expected = TEMPLATES[name]
-    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer.library, bos_token="<s>", eos_token="</s>")
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer._with_marks, bos_token="<s>", eos_token="</s>")
     text = theirs.apply_chat_template(messages, chat_template=template, tokenize=False)
     ids = theirs.apply_chat_template(messages, chat_template=template)["input_ids"]
     encoded = encode(tokenizer, template, messages)
@@ -181,14 +160,14 @@ def test_tokens_are_those_of_transformers_and_replies_are_learned(
     assert [run.lstrip(" ") for run in learned(BytesTokenizer(), ours)] == [run.lstrip(" ") for run in expected]
 
 
-def test_the_reasoning_of_the_last_reply_is_learned(tokenizer: FileTokenizer) -> None:
+def test_the_reasoning_of_the_last_reply_is_learned(tokenizer: HuggingFaceTokenizer) -> None:
     thought = {"role": "assistant", "content": "<think>\n3 x 4\n</think>\n\nTwelve"}
     encoded = encode(tokenizer, QWEN3, [*PLAIN[:3], thought])
     assert learned(tokenizer, encoded) == ["Four, señor.<|im_end|>", "<think>\n3 x 4\n</think>\n\nTwelve<|im_end|>"]
 
 
 @pytest.mark.parametrize("template", [QWEN3, DEEPSEEK], ids=["qwen 3", "deepseek"])
-def test_reasoning_that_a_template_drops_is_refused(template: str, tokenizer: FileTokenizer) -> None:
+def test_reasoning_that_a_template_drops_is_refused(template: str, tokenizer: HuggingFaceTokenizer) -> None:
     thought = {"role": "assistant", "content": "<think>\n2 + 2\n</think>\n\nFour"}
     with pytest.raises(
         UserError, match=r"^chats\.jsonl row 4: the template renders message 2 \(assistant\) in another"
@@ -196,7 +175,7 @@ def test_reasoning_that_a_template_drops_is_refused(template: str, tokenizer: Fi
         encode(tokenizer, template, [PLAIN[0], thought, *PLAIN[2:]])
 
 
-def test_calls_of_tools_are_learned_and_their_answers_are_not(tokenizer: FileTokenizer) -> None:
+def test_calls_of_tools_are_learned_and_their_answers_are_not(tokenizer: HuggingFaceTokenizer) -> None:
     call = {"function": {"name": "add", "arguments": {"a": 2, "b": "<2>"}}}
     messages = [
         PLAIN[0],
@@ -211,7 +190,7 @@ def test_calls_of_tools_are_learned_and_their_answers_are_not(tokenizer: FileTok
     ]
 
 
-def test_conversations_of_sharegpt_are_the_same(tokenizer: FileTokenizer) -> None:
+def test_conversations_of_sharegpt_are_the_same(tokenizer: HuggingFaceTokenizer) -> None:
     names = {"system": "system", "user": "human", "assistant": "gpt"}
     shared = [{"from": names[message["role"]], "value": message["content"]} for message in WITH_SYSTEM]
     ours, theirs = (encode(tokenizer, CHATML, messages) for messages in (WITH_SYSTEM, shared))
@@ -263,13 +242,16 @@ def test_a_template_that_fails_or_breaks_out_is_one_line(template: str, said: st
     assert "\n" not in str(caught.value)
 
 
-def test_the_template_is_the_given_one_or_the_tokenizers_or_chatml(tokenizer: FileTokenizer, tmp_path: Path) -> None:
+def test_the_template_is_the_given_one_or_the_tokenizers_or_chatml(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(UNASKED)
+    files = tokenizer.spec()["files"]
     named = [{"name": "tool_use", "template": TOOLS}, {"name": "default", "template": LLAMA3}]
-    in_config = FileTokenizer({**tokenizer.files, "tokenizer_config.json": json.dumps({"chat_template": LLAMA2})})
-    by_name = FileTokenizer({**tokenizer.files, "tokenizer_config.json": json.dumps({"chat_template": named})})
-    beside = FileTokenizer({**in_config.files, "chat_template.jinja": QWEN3})
+    in_config = HuggingFaceTokenizer({**files, "tokenizer_config.json": json.dumps({"chat_template": LLAMA2})})
+    by_name = HuggingFaceTokenizer({**files, "tokenizer_config.json": json.dumps({"chat_template": named})})
+    beside = HuggingFaceTokenizer({**in_config.spec()["files"], "chat_template.jinja": QWEN3})
     given = section("x", format="chat", chat_template=str(file)), section("x", format="chat", chat_template=MARKED)
     neither: list[Any] = [tokenizer, BytesTokenizer()]
     assert [chat_template(section("x"), each)[0] for each in neither] == [CHATML, CHATML]

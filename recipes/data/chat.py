@@ -6,7 +6,6 @@ a model is given; with the reply, it ends where the reply does. So no template h
 does.
 """
 
-import functools
 import json
 from collections.abc import Sequence
 from datetime import datetime
@@ -18,6 +17,8 @@ import numpy as np
 from configs.errors import UserError
 from configs.schema import DataSection
 from recipes.data.encode import Encoded
+from recipes.data.files import library
+from recipes.data.hugging_face import HuggingFaceTokenizer
 from recipes.data.source import Row
 from recipes.data.tokenizer import Tokenizer, token_dtype
 
@@ -59,8 +60,7 @@ class ChatEncoder:
             UserError: it is no Jinja template, or jinja2 is not there.
         """
         self._tokenizer = tokenizer
-        self._files: dict[str, str] = tokenizer.spec().get("files", {})
-        self._template = Template(template, name, _special_tokens(self._files))
+        self._template = Template(template, name, _special_tokens(tokenizer.spec().get("files", {})))
         self._dtype = token_dtype(tokenizer.vocab_size)
 
     def spec(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class ChatEncoder:
         messages = _messages(row.content, where)
         try:
             text, replies = _replies(self._template, messages)
-            ids, places = self._tokens(text)
+            ids, places = self._tokenizer.encode_marked(text)
         except UnicodeEncodeError as error:
             raise UserError(f"{where} holds half a character, which no text has; mend or remove the row") from error
         except (UserError, _Unlearnable) as error:
@@ -91,28 +91,6 @@ class ChatEncoder:
         if ids[-1] != self._tokenizer.end_id:  # a template may end with it
             ids, supervised = np.append(ids, self._tokenizer.end_id), np.append(supervised, np.uint8(0))
         return Encoded(ids.astype(self._dtype), supervised)
-
-    def _tokens(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of ``text``, in which names of special tokens stand for them, and the character each begins with."""
-        if self._marked is not None:
-            found = self._marked.encode(text, add_special_tokens=False)
-            return np.array(found.ids, np.int64), np.array([start for start, _ in found.offsets], np.int64)
-        ids = self._tokenizer.encode(text)
-        if len(ids) == len(text):
-            return ids, np.arange(len(text))
-        return ids, np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
-
-    @functools.cached_property
-    def _marked(self) -> Any:
-        """A Hugging Face tokenizer that reads the names of special tokens as these; None for one of our own."""
-        if not self._files:
-            return None
-        from tokenizers import Tokenizer as HuggingFaceTokenizer
-
-        marked = HuggingFaceTokenizer.from_str(self._files["tokenizer.json"])
-        marked.no_truncation()
-        marked.no_padding()
-        return marked
 
 
 def chat_encoder(section: DataSection, tokenizer: Tokenizer) -> ChatEncoder:
@@ -138,13 +116,8 @@ def chat_template(section: DataSection, tokenizer: Tokenizer) -> tuple[str, str]
                 f"cannot read data.chat_template={given}: {reason}; give a file with a Jinja template, the template "
                 "itself, or data.chat_template=null for the tokenizer's own"
             ) from error
-    files = tokenizer.spec().get("files", {})
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"], "the tokenizer's template"
-    own = json.loads(files.get("tokenizer_config.json", "{}")).get("chat_template")
-    if isinstance(own, list):  # several, by name
-        own = next((entry["template"] for entry in own if entry.get("name") == "default"), None)
-    return (own, "the tokenizer's template") if isinstance(own, str) else (CHATML, "ChatML")
+    own = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    return (CHATML, "ChatML") if own is None else (own, "the tokenizer's template")
 
 
 class Template:
@@ -187,12 +160,10 @@ def _one_line(error: Exception) -> str:
 
 def _compile(text: str, name: str) -> Any:
     """As ``transformers`` compiles it; its tests hold templates to the same functions and options."""
-    try:
-        import jinja2
-        import jinja2.ext
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise UserError("data.format=chat needs jinja2, which is not installed; use pip install jinja2") from error
+    library("jinja2", "data.format=chat")
+    import jinja2
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
         """``{% generation %}`` marks replies in a few templates. We find them in all."""

@@ -6,7 +6,6 @@ from recipes.data.tokenizer import Tokenizer
 
 _SHOWN_LINES = 24
 _SHOWN_CHARACTERS = 110
-_END = "<end>"
 
 
 def marked_lines(tokenizer: Tokenizer, tokens: np.ndarray, is_learned: np.ndarray) -> list[str]:
@@ -17,7 +16,8 @@ def marked_lines(tokenizer: Tokenizer, tokens: np.ndarray, is_learned: np.ndarra
     lines: list[str] = []
     for run in np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(is_learned)) + 1):
         mark = "  > " if is_learned[run[0]] else "  | "
-        lines += [mark + _shortened(line) for line in _text(tokenizer, tokens[run]).split("\n") if line]
+        text = for_terminal(tokenizer.decode_marked(tokens[run].tolist()))
+        lines += [mark + _shortened(line) for line in text.split("\n") if line]
     more = len(lines) - _SHOWN_LINES
     return lines if more <= 1 else [*lines[:_SHOWN_LINES], f"  ... and {more} lines more"]
 
@@ -25,13 +25,6 @@ def marked_lines(tokenizer: Tokenizer, tokens: np.ndarray, is_learned: np.ndarra
 def for_terminal(text: str) -> str:
     """``text`` without what a terminal would obey."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
-def _text(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
-    """With end marks, which ``decode`` leaves out."""
-    runs = np.split(tokens, np.flatnonzero(tokens == tokenizer.end_id))
-    texts = [tokenizer.decode(run[run != tokenizer.end_id].tolist()) for run in runs]
-    return for_terminal(_END.join(texts))
 
 
 def _shortened(line: str) -> str:

@@ -266,6 +266,21 @@ class DataSection(SourceSection):
         return self
 
     @model_validator(mode="after")
+    def _format_fits(self) -> "DataSection":
+        if self.format != "chat" and self.chat_template is not None:
+            raise ValueError("data.chat_template is only read with data.format=chat; add data.format=chat")
+        if self.format == "chat" and self.tokenizer in ("chars", "train"):
+            raise ValueError(
+                f"data.format=chat needs a tokenizer that is there already, and data.tokenizer={self.tokenizer} is "
+                "made from text; use data.tokenizer=bytes, or the tokenizer of the model: data.tokenizer=MODEL_FOLDER"
+            )
+        if self.format == "chat" and self.name == "stdlib":
+            raise ValueError(
+                "data=stdlib has no conversations; use data=text data.path=CHATS.jsonl, or data.format=text"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _tokenizer_named(self) -> "DataSection":
         named = ("bytes", "chars", "train")
         if self.tokenizer not in named and "/" not in self.tokenizer and not Path(self.tokenizer).exists():

@@ -1,7 +1,7 @@
 """Causal language modelling: predict the next token."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +11,11 @@ from torch import nn
 from configs.errors import UserError
 from configs.schema import RunConfig
 from parallel.plan import LossTerms, ParallelPlan
+from recipes.data.chat import chat_template
 from recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
 from recipes.data.mixture import MixtureDataset, describe_sources, source_sections, validation_sections
 from recipes.data.prepare import Prepared, open_prepared, prepare
+from recipes.data.show import for_terminal, marked_lines
 from recipes.data.tokenizer import BytesTokenizer, hugging_face_files
 from recipes.data.whole import whole
 from recipes.models import transformer
@@ -35,14 +37,20 @@ class CausalLM:
 
     # data -----------------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> str:
-        sections = source_sections(self._data), validation_sections(self._data)
-        return json.dumps([{name: str(prepare(part).folder) for name, part in each.items()} for each in sections])
+    def prepare(self, show: Callable[[str], None] | None = None) -> str:
+        return json.dumps(
+            {
+                "sources": {name: str(prepare(each, show).folder) for name, each in source_sections(self._data).items()},
+                "validation": {
+                    name: str(prepare(each, show).folder) for name, each in validation_sections(self._data).items()
+                },
+            }
+        )
 
     def open_data(self, place: str) -> None:
-        sources, validation = json.loads(place)
-        self._sources = {name: open_prepared(Path(folder)) for name, folder in sources.items()}
-        self._validation = {name: whole(open_prepared(Path(folder))) for name, folder in validation.items()}
+        folders = json.loads(place)
+        self._sources = {name: open_prepared(Path(folder)) for name, folder in folders["sources"].items()}
+        self._validation = {name: whole(open_prepared(Path(folder))) for name, folder in folders["validation"].items()}
         self._prepared = next(iter(self._sources.values()))
         spec = self._prepared.tokenizer.spec()
         if any(part.tokenizer.spec() != spec for part in (*self._sources.values(), *self._validation.values())):
@@ -54,10 +62,21 @@ class CausalLM:
     def describe_data(self) -> str:
         sources = describe_sources(self._data)
         line = f"{sources}, {self._data.tokenizer} as tokens, {self._data.sequence_length} a sequence"
+        if self._data.format == "chat":
+            line += ", conversations, learned is what the assistant says"
         if self._prepared is None:
             return line
         sizes = [f"{name} {prepared.describe()}".strip() for name, prepared in self._sources.items()]
         return "; ".join(filter(None, [line, *sizes, self.dataset("train").describe()]))
+
+    def describe_sample(self) -> list[str]:
+        if self._data.format != "chat":
+            return []  # all of it is learned
+        assert self._prepared is not None, "open_data comes first"
+        sample = self.dataset("train")[0]
+        is_learned = np.concatenate(([False], sample.targets[:-1] != IGNORE))
+        lines = marked_lines(self._prepared.tokenizer, sample.tokens, is_learned)
+        return ["sample     the first sequence; what is learned of it stands behind >", *lines]
 
     def dataset(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset:
         assert self._prepared is not None, "open_data comes first"
@@ -142,9 +161,7 @@ class CausalLM:
             # Never the end mark: under sharding all ranks must take the same number of forwards.
             logits[tokenizer.end_id] = float("-inf")
             ids.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
-        text = tokenizer.decode(ids[1:])
-        # It goes to a terminal, which obeys control characters.
-        return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+        return for_terminal(tokenizer.decode(ids[1:]))
 
     # export ---------------------------------------------------------------------------------------------------------
 
@@ -170,6 +187,8 @@ class CausalLM:
         assert self._prepared is not None, "open_data comes first"
         tokenizer = self._prepared.tokenizer
         config = transformer.hugging_face_config(self._model, self.vocab_size(), tokenizer.end_id)
-        files = {"config.json": config, **hugging_face_files(tokenizer)}
+        files = {"config.json": json.dumps(config, indent=2) + "\n", **hugging_face_files(tokenizer)}
         for name, content in files.items():
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+            (folder / name).write_text(content, "utf-8")
+        if self._data.format == "chat":
+            (folder / "chat_template.jinja").write_text(chat_template(self._data, tokenizer)[0], "utf-8")

@@ -1,6 +1,6 @@
 """Small texts to find, split and prepare, and tokens that were prepared."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,36 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from configs.schema import DataSection
+from recipes.data.prepare import Prepared
 from recipes.data.shards import TokenStream
 from recipes.data.tokenizer import BytesTokenizer
 
 
 def section(path: Path | str, cache: Path | None = None, **changes: Any) -> DataSection:
     return DataSection(**{"name": "text", "path": str(path), "sequence_length": 16, "cache_dir": cache, **changes})
+
+
+class Reading:
+    """Reads a source in one thread and tells nobody."""
+
+    def total(self, size_bytes: int) -> None: ...
+
+    def done(self, size_bytes: int) -> None: ...
+
+    def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+        return map(function, items)
+
+
+def everything(prepared: Prepared, split: str) -> np.ndarray:
+    """All tokens of a split."""
+    return prepared.stream(split).read(0, prepared.splits[split].tokens)
+
+
+def documents(prepared: Prepared, split: str) -> list[str]:
+    """The documents of a split as text."""
+    pieces = np.split(everything(prepared, split), prepared.stream(split).all_document_starts()[1:])
+    assert all(piece[-1] == prepared.tokenizer.end_id for piece in pieces)
+    return [prepared.tokenizer.decode(piece) for piece in pieces]
 
 
 def write(folder: Path, files: dict[str, bytes | str]) -> Path:

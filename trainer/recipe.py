@@ -1,6 +1,6 @@
 """What the trainer asks of a recipe. Recipes fit by shape and import nothing from here."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,14 +23,20 @@ class Dataset(Protocol):
 class Recipe(Protocol):
     """What is trained: model, data, loss. Knows no rank and no device."""
 
-    def prepare(self) -> str:
-        """Make the data ready and say where it is. Called by one process per node."""
+    def prepare(self, show: Callable[[str], None]) -> str:
+        """Make the data ready and say where it is. Called by one process per node.
+
+        ``show`` takes lines that say how far it is, each in place of the one before; an empty one ends them.
+        """
 
     def open_data(self, place: str) -> None:
         """Open what ``prepare`` made. Called by every process."""
 
     def describe_data(self) -> str:
         """One line for the plan, before or after ``open_data``."""
+
+    def describe_sample(self) -> Sequence[str]:
+        """Lines that show a sample and what is learned of it; none where that is all."""
 
     def build_model(self) -> nn.Module:
         """The model, on the meta device. Deterministic: every rank gets the same."""

@@ -61,7 +61,7 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         for note in start.notes:
             console.say(note)
         if start.checkpoint is not None and start.step >= config.trainer.last_step:
-            recipe.open_data(session.once_per_node(recipe.prepare))
+            recipe.open_data(session.once_per_node(partial(recipe.prepare, console.progress)))
             check_data(start, recipe.dataset("train").fingerprint, config)
             check_names(start.checkpoint, recipe.build_model(), recipe.export_name)
             return _nothing_to_do(config, start, console, folder)
@@ -137,7 +137,7 @@ class Trainer:
         accumulation = gradient_accumulation(trainer, layout)
         set_determinism(trainer.deterministic)
 
-        recipe.open_data(session.once_per_node(recipe.prepare))
+        recipe.open_data(session.once_per_node(partial(recipe.prepare, console.progress)))
         training = recipe.dataset("train")
         self._validation = {name: recipe.dataset(name) for name in (DEFAULT_VALIDATION, *recipe.further_validation())}
         session.same_everywhere("the prepared training data", training.fingerprint)
@@ -155,6 +155,8 @@ class Trainer:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         plan = recipe.parallel_plan(model)
         for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start, training):
+            console.say(line)
+        for line in recipe.describe_sample():
             console.say(line)
         for note in session.once(partial(_begin, folder, start, config_yaml, parameters)):
             console.say(note)

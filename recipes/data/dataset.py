@@ -208,7 +208,7 @@ def _too_short(prepared: Prepared, split: str, sequence_length: int) -> UserErro
     what = "training" if split == "train" else "validation"
     message = (
         f"data.sequence_length={sequence_length} needs {sequence_length + 1} tokens, and the {what} text has "
-        f"{has.tokens} ({_count(has.text_bytes, 'byte')} of {_count(has.files, 'file')})"
+        f"{has.tokens} ({_count(has.text_bytes, 'byte')} of {_count(has.documents, prepared.noun)})"
     )
     longest = min(each.tokens for each in prepared.splits.values()) - 1
     if longest < _SHORTEST_USEFUL:

@@ -3,16 +3,45 @@
 A shard holds ``tokens`` [tokens], unsigned; ``document_starts`` [documents], int64, counted from the shard's first
 token; and, where only some tokens are learned, ``supervised`` [tokens], uint8, 1 for those. Every document is followed
 by the end mark. The shards of a split, in order, are one stream: where one ends says nothing about the samples.
+
+Flat files of other tools take part where they lie: a ``FlatTokens`` says where the tokens are, and has the rest in a
+shard without tokens.
 """
 
+import contextlib
 import json
+import os
+import socket
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any
 
 import numpy as np
 
+from recipes.data.encode import Encoded
+
 _DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "I64": np.int64}
+
+
+_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+
+_HEADER_BYTES = 512
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class FlatTokens:
+    """Tokens in a file of another tool: ``tokens`` numbers of type ``dtype`` from byte ``offset_bytes`` on."""
+
+    path: Path
+    dtype: str
+    offset_bytes: int
+    tokens: int
+    starts: Path
+    """A shard with ``document_starts`` alone."""
 
 
 class TokenStream:
@@ -21,9 +50,9 @@ class TokenStream:
     Positions and documents are counted over all shards. May be used from any number of threads.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path | FlatTokens]) -> None:
         """Raises ``ValueError``, ``KeyError`` or ``OSError`` for a file that is no shard, or shorter than it says."""
-        shards = [_map(path) for path in paths]
+        shards = [_map_flat(file) if isinstance(file, FlatTokens) else _map(file) for file in files]
         self._tokens = [shard["tokens"] for shard in shards]
         self._supervised = [shard["supervised"] for shard in shards if "supervised" in shard]
         self._starts = [shard["document_starts"] for shard in shards]
@@ -78,6 +107,11 @@ class TokenStream:
         return range(int(first), int(last) + 1)
 
 
+def _map_flat(file: FlatTokens) -> dict[str, np.ndarray]:
+    tokens = np.memmap(file.path, np.dtype(file.dtype), mode="r", offset=file.offset_bytes, shape=(file.tokens,))
+    return _map(file.starts) | {"tokens": np.asarray(tokens)}
+
+
 def _map(path: Path) -> dict[str, np.ndarray]:
     """The tensors of a safetensors file, mapped.
 
@@ -101,3 +135,99 @@ def _map(path: Path) -> dict[str, np.ndarray]:
         # As a plain array: np.memmap's own slices cost more.
         tensors[name] = np.asarray(np.memmap(path, dtype, mode="r", offset=offset, shape=(length,)))
     return tensors
+
+
+class ShardWriter:
+    """Writes one shard: under another name, and under its own when it is whole. A shard without documents is not made.
+
+    Tokens go to the disk as they come; in memory are 8 bytes a document. ``safetensors.save_file`` wants whole tensors:
+    here the header, whose size is fixed by padding it with spaces as the format allows, is written last.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._path, self._dtype = path, dtype
+        self._unfinished = unfinished_beside(path)
+        self._supervised_path = unfinished_beside(path.with_suffix(".supervised"))
+        self._stream: IO[bytes] | None = None
+        self._supervised: IO[bytes] | None = None
+        self._starts = array("q")
+        self.tokens = 0
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def add(self, encoded: Encoded, *, begins: bool) -> None:
+        """Append the tokens of a document, or of a piece of one: ``begins`` where it has the document's start."""
+        if self._stream is None:
+            self._stream = self._unfinished.open("w+b")
+            self._stream.seek(_HEADER_BYTES)
+            if encoded.supervised is not None:
+                self._supervised = self._supervised_path.open("w+b")
+        if begins:
+            self._starts.append(self.tokens)
+        self._stream.write(encoded.tokens.astype(self._dtype, copy=False).data)
+        if self._supervised is not None:
+            assert encoded.supervised is not None, "all documents of a shard are supervised, or none is"
+            self._supervised.write(encoded.supervised.astype(np.uint8, copy=False).data)
+        self.tokens += len(encoded.tokens)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._stream is not None and kind is None:
+                self._finish(self._stream)
+        finally:
+            for stream in (self._stream, self._supervised):
+                if stream is not None:
+                    with contextlib.suppress(OSError):  # a full disk has been told of
+                        stream.close()
+            self._supervised_path.unlink(missing_ok=True)
+            self._unfinished.unlink(missing_ok=True)
+
+    def _finish(self, stream: IO[bytes]) -> None:
+        sizes = [("tokens", self._dtype, self.tokens)]
+        if self._supervised is not None:
+            sizes.append(("supervised", np.dtype(np.uint8), self.tokens))
+            self._supervised.seek(0)
+            while block := self._supervised.read(_COPY_BYTES):
+                stream.write(block)
+        # The format wants no holes, and memory maps want their elements aligned.
+        padding = -(stream.tell() - _HEADER_BYTES) % 8
+        stream.write(bytes(padding))
+        sizes += [("padding", np.dtype(np.uint8), padding), ("document_starts", np.dtype(np.int64), len(self._starts))]
+        stream.write(np.array(self._starts, "<i8").data)
+        write_header(stream, sizes)
+        to_disk(stream)
+        self._unfinished.replace(self._path)
+
+
+def write_starts(path: Path, starts: np.ndarray) -> None:
+    """Write the shard without tokens that ``FlatTokens`` needs."""
+    with path.open("wb") as stream:
+        write_header(stream, [("document_starts", np.dtype(np.int64), len(starts))])
+        stream.write(starts.astype("<i8").tobytes())
+        to_disk(stream)
+
+
+def write_header(stream: IO[bytes], sizes: Sequence[tuple[str, np.dtype[Any], int]]) -> None:
+    """The first ``_HEADER_BYTES`` of a shard: name, type and length of its tensors, in the order they lie in."""
+    header, at = {}, 0
+    for name, dtype, length in sizes:
+        stop = at + length * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": [length], "data_offsets": [at, stop]}
+        at = stop
+    stream.seek(0)
+    stream.write((_HEADER_BYTES - 8).to_bytes(8, "little"))
+    stream.write(json.dumps(header).encode().ljust(_HEADER_BYTES - 8))
+
+
+def to_disk(stream: IO[bytes]) -> None:
+    """Without this, a power cut after a rename could leave the name and lose the content."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def unfinished_beside(path: Path) -> Path:
+    """A name nobody else has, which says whose it is. Not ``tempfile``: what that makes, only its maker may read."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.urandom(6).hex()}.tmp")

@@ -97,13 +97,15 @@ def source_sections(section: DataSection) -> dict[str, DataSection]:
 
 
 def validation_sections(section: DataSection) -> dict[str, DataSection]:
-    """Of each further validation set by name the section of it alone."""
-    return {name: _alone(section, source) for name, source in section.validation.items()}
+    """Of each further validation set by name the section of it alone: nothing of it is kept back."""
+    nothing = {"validation_fraction": 0.0, "validation_split": None}
+    return {name: _alone(section, source).model_copy(update=nothing) for name, source in section.validation.items()}
 
 
 def _alone(section: DataSection, source: SourceSection) -> DataSection:
     own = {name: getattr(source, name) for name in SourceSection.model_fields}
-    return section.model_copy(update={**own, "sources": {}, "validation": {}})
+    split = section.validation_split if source.name == "hf" else None
+    return section.model_copy(update={**own, "sources": {}, "validation": {}, "validation_split": split})
 
 
 def describe_sources(section: DataSection) -> str:

@@ -15,7 +15,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,19 @@ class Prepared:
         """The tokens of ``train`` or ``validation``, read from the disk where they are touched."""
         return TokenStream(self.shards[split])
 
+    def whole(self) -> "Prepared":
+        """The same with all documents in its validation split: what a validation set of its own is."""
+        documents = TokenCounts()
+        for split in self.splits.values():
+            documents.add(split)
+        shards = [shard for split in SPLITS for shard in self.shards[split]]
+        return replace(
+            self,
+            key=f"{self.key}-whole",
+            splits={"train": documents, "validation": documents},
+            shards={"train": [], "validation": shards},
+        )
+
     def describe(self) -> str:
         """Sizes for people: ``train 11,432,101 tokens of 721 files, validation 601,022 of 38``."""
         train, validation = (self.splits[name] for name in SPLITS)
@@ -81,7 +94,10 @@ class Prepared:
     def sample(self) -> str:
         """The beginning of the first training document, as the tokenizer gives it back."""
         stream = self.stream("train")
-        return self.tokenizer.decode(stream.read(0, min(_SAMPLE_TOKENS, stream.tokens)).tolist())
+        stop = min(_SAMPLE_TOKENS, stream.tokens)
+        following = stream.document_starts(1, stop)
+        ids = stream.read(0, int(following[0]) if len(following) else stop).tolist()
+        return self.tokenizer.decode(token for token in ids if token != self.tokenizer.end_id)
 
 
 def prepare(section: DataSection, show: Show | None = None, threads: int | None = None) -> Prepared:
@@ -143,7 +159,7 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
     source = open_source(
         section,
         format=section.format,
-        validation_fraction=section.validation_fraction,
+        validation_fraction=section.validation_fraction or None,
         validation_split=section.validation_split,
     )
     settings = _settings(section, tokenizer)
@@ -242,6 +258,8 @@ def _fill(
     tokenizer = tokenizer or _tokenizer_of_text(partial / "tokenizer.json", section, units, splitter, progress)
     _write_json(partial / "tokenizer.json", tokenizer.spec())
     encoder = _encoder(section, tokenizer)
+    # The threads are ours; those of the library would be one for each core, whatever was asked for.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     jobs = jobs_of(units)
     progress.phase("tokenising").total(sum(unit.size_bytes for unit in units))
     counts = Counts()
@@ -283,9 +301,11 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
     train, validation = counts.train.documents, counts.validation.documents
     documents = train + validation
     where = f"data.path={section.path}" if section.path else f"data={section.name}"
+    if not documents and not counts.empty:
+        raise UserError(f"{where} has no documents: nothing to train on; name another source: data.path=...")
     if not documents:
         raise UserError(f"all {counts.empty:,} documents of {where} are empty: nothing to train on")
-    if source.noun == "file" or (train and validation):
+    if source.noun == "file" or (train and validation) or not section.validation_fraction:
         return  # a text too small for validation is refused by the sequences it lacks
     if section.validation_split:
         what = "training" if not train else "validation"

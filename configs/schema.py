@@ -264,6 +264,20 @@ class DataSection(SourceSection):
         return self
 
     @model_validator(mode="after")
+    def _streaming_fits(self) -> "DataSection":
+        whole = {  # what a stream does not have: all of the text, before the first step
+            "packing=best_fit": self.packing == "best_fit",
+            "format=chat": self.format == "chat",
+            f"tokenizer={self.tokenizer}": self.tokenizer in ("chars", "train"),
+        }
+        for setting in (key for key, is_given in whole.items() if is_given and self.streaming):
+            raise ValueError(
+                f"data.{setting} has to read all of the data first, and data.streaming=true reads it while it trains; "
+                "leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sources_given(self) -> "DataSection":
         if self.sources and self.name != "mixture":
             raise ValueError(f"data.sources is only read by data=mixture, and data is {self.name}; add data=mixture")
@@ -272,8 +286,6 @@ class DataSection(SourceSection):
                 "data=mixture needs sources: data.sources.NAME.name=text data.sources.NAME.path=FILE_OR_FOLDER "
                 "data.sources.NAME.weight=0.7, for each a NAME of yours"
             )
-        if self.name == "mixture" and self.streaming:
-            raise ValueError("data.streaming=true reads one source, and data=mixture has several; leave it out")
         if self.name == "mixture" and self.path:
             raise ValueError(f"data.path={self.path} is not read by data=mixture; use data.sources.NAME.path")
         named: dict[str, SourceSection] = {f"data.sources.{name}": each for name, each in self.sources.items()}

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from configs.errors import UserError
-from configs.schema import RunConfig
+from configs.schema import DataSection, RunConfig
 from parallel.plan import LossTerms, ParallelPlan
 from recipes.data.chat import chat_template
 from recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
+from recipes.data.lanes import StreamDataset
 from recipes.data.mixture import MixtureDataset, describe_sources, source_sections, validation_sections
 from recipes.data.prepare import Prepared, named_tokenizer, open_prepared, prepare
 from recipes.data.show import for_terminal, marked_lines
+from recipes.data.stream import open_training, prepare_stream
 from recipes.data.summary import summary_of
 from recipes.data.tokenizer import hugging_face_files
 from recipes.models import transformer
@@ -28,23 +30,25 @@ class CausalLM:
     """A Transformer on packed text. ``trainer.recipe.Recipe`` says what each method promises."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._model, self._data = config.model, config.data
+        self._model, self._data, self._trainer = config.model, config.data, config.trainer
         self._prepared: Prepared | None = None
         """Of the first source, whose tokenizer all have."""
         self._sources: dict[str, Prepared] = {}
         self._validation: dict[str, Prepared] = {}
-        self._datasets: dict[str, TokenDataset | PackedDataset | MixtureDataset] = {}
+        self._datasets: dict[str, TokenDataset | PackedDataset | MixtureDataset | StreamDataset] = {}
 
     # data -----------------------------------------------------------------------------------------------------------
 
     def prepare(self, show: Callable[[str], None] | None = None, threads: int | None = None) -> str:
-        sections = {"sources": source_sections(self._data), "validation": validation_sections(self._data)}
-        return json.dumps(
-            {
-                kind: {name: str(prepare(section, show, threads).folder) for name, section in each.items()}
-                for kind, each in sections.items()
-            }
-        )
+        def folders(sections: dict[str, DataSection]) -> dict[str, str]:
+            return {name: str(prepare(section, show, threads).folder) for name, section in sections.items()}
+
+        if self._data.streaming:
+            sequences = self._trainer.eval_batches * self._trainer.global_batch
+            sources = {"": str(prepare_stream(self._data, sequences, show).folder)}
+        else:
+            sources = folders(source_sections(self._data))
+        return json.dumps({"sources": sources, "validation": folders(validation_sections(self._data))})
 
     def open_data(self, place: str) -> None:
         folders = json.loads(place)
@@ -66,6 +70,9 @@ class CausalLM:
         if self._prepared is None:
             return line
         sizes = [f"{name} {prepared.describe()}".strip() for name, prepared in self._sources.items()]
+        if self._data.streaming:
+            held_out = self._prepared.splits["validation"]
+            sizes = [f"validation {held_out.tokens:,} tokens of {held_out.documents:,} documents"]
         return "; ".join(filter(None, [line, *sizes, self.dataset("train").describe()]))
 
     def summary(self) -> str:
@@ -84,15 +91,18 @@ class CausalLM:
         lines = marked_lines(self._prepared.tokenizer, sample.tokens, is_learned)
         return ["sample     the first sequence; what is learned of it stands behind >", *lines]
 
-    def dataset(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset:
+    def dataset(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset | StreamDataset:
         assert self._prepared is not None, "open_data comes first"
         if split not in self._datasets:
             self._datasets[split] = self._open(split)
         return self._datasets[split]
 
-    def _open(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset:
+    def _open(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset | StreamDataset:
         if split in self._validation:
             return open_dataset(self._validation[split], "validation", self._data)
+        if self._data.streaming and split == "train":
+            lanes, seed = self._trainer.global_batch, self._trainer.seed
+            return open_training(self._data, self._sources[""], lanes=lanes, seed=seed)
         datasets = {name: open_dataset(prepared, split, self._data) for name, prepared in self._sources.items()}
         if self._data.name != "mixture":
             return datasets[""]

@@ -1,6 +1,8 @@
 """The promise: whatever stops and resumes on whatever ranks, each sample is trained on where one process would."""
 
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,12 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.data.dataset import Sample, collate
+from configs.compose import compose, config_yaml
+from launch.session import open_session
+from parallel.plan import LossTerms
+from recipes.data.dataset import Batch, Sample, collate
 from recipes.data.lanes import StreamDataset
 from recipes.data.mixture import MixtureDataset
+from tests.cluster import Cluster
+from tests.runs import ObservedRecipe, metrics, tiny_overrides
 from tests.test_lanes import encode, numbered
 from trainer.loader import BatchLoader
 from trainer.sampler import Stream, sample_order
+from trainer.trainer import train
 
 GLOBAL_BATCH, SEQUENCE = 12, 8
 KINDS = ("memory-mapped", "mixture", "stream")
@@ -48,7 +56,7 @@ def open_dataset(kind: str, workers: int) -> Any:
     random = np.random.default_rng(5)
     units = numbered([random.integers(1, 3, 20).tolist() for _ in range(7)])
     return StreamDataset(
-        units, encode, lambda row: row.number != 3, lanes=GLOBAL_BATCH, sequence_length=SEQUENCE, seed=3,
+        units, encode, lambda row, _: row.number != 3, lanes=GLOBAL_BATCH, sequence_length=SEQUENCE, seed=3,
         isolate_documents=False, remembered=workers + 3, identity="",
     )  # fmt: skip
 
@@ -124,3 +132,80 @@ def test_an_epoch_of_a_stream_has_each_token_once() -> None:
     assert expected <= set(seen), "each token of training, and ..."
     assert set(seen) - expected == {9999}, "... none of validation, beside the end mark"
     assert len(seen) > 2.5 * (len(expected) + sum(len(unit.documents) - 1 for unit in units))
+
+
+# whole runs -----------------------------------------------------------------------------------------------------------
+
+
+class Witness(ObservedRecipe):
+    """Writes down the samples it trains on, number and tokens."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, ragged=False, fault=None)
+        self.trained_on: list[list[tuple[int, list[int]]]] = []
+
+    def loss(self, model: torch.nn.Module, batch: Batch) -> LossTerms:
+        if torch.is_grad_enabled() and batch.sample_ids.max() >= 0:
+            self.trained_on.append(list(zip(batch.sample_ids.tolist(), batch.tokens.tolist(), strict=True)))
+        return super().loss(model, batch)
+
+
+def train_witnessed(argv: list[str]) -> list[list[tuple[int, list[int]]]]:
+    """Train as ``argv`` says on this rank. Returns the samples of each micro-batch."""
+    config = compose(argv)
+    recipe = Witness(config)
+    with open_session(config.launch) as session:
+        train(config, recipe, session, config_yaml(config))
+    return recipe.trained_on
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Each kind of data, so little that 96 sequences of 32 tokens are more than 2.5 epochs of each part of it."""
+    folder = tmp_path_factory.mktemp("sources")
+    random = np.random.default_rng(1)
+    for name, files, words in (("web", 6, 30), ("code", 3, 40)):
+        (folder / name).mkdir()
+        for number in range(files):
+            (folder / name / f"{number}.txt").write_text(" ".join(map(str, random.integers(100, 1000, words))))
+    (folder / "rows").mkdir()
+    for number in range(5):
+        rows = [{"text": " ".join(map(str, random.integers(100, 1000, random.integers(1, 9))))} for _ in range(36)]
+        (folder / "rows" / f"{number}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    mixture = ["data=mixture", "data.path=null", "data.sources.web.weight=0.75", "data.sources.code.weight=0.25"]
+    for name in ("web", "code"):
+        mixture += [f"data.sources.{name}.name=text", f"data.sources.{name}.path={folder / name}"]
+    return {
+        "memory-mapped": [f"data.path={folder / 'web'}"],
+        "mixture": mixture,
+        "stream": ["data=hf", f"data.path={folder / 'rows'}", "data.streaming=true", "data.validation_fraction=0.2"],
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_stops_and_changes_its_layout_trains_on_what_a_straight_one_does(
+    kind: str, sources: dict[str, list[str]], cluster: Cluster, tmp_path: Path
+) -> None:
+    """Numbers and tokens, in the order of training, where each start has other ranks, threads and micro-batches."""
+
+    def trained(run_dir: Path, ranks: int, *how: str) -> list[tuple[int, list[int]]]:
+        argv = tiny_overrides(tmp_path, run_dir, "trainer.steps=8", f"trainer.global_batch={GLOBAL_BATCH}")
+        changes = dict(argument.split("=", 1) for argument in [*argv, *sources[kind], *how])
+        answers = cluster.run(
+            ranks, "tests.test_exactly_once:train_witnessed", argv=[f"{key}={value}" for key, value in changes.items()]
+        )
+        of_ranks = zip(*(answer.value for answer in answers), strict=True)
+        return [(number, tokens) for each in of_ranks for batch in each for number, tokens in batch]
+
+    straight = trained(tmp_path / "straight", 1, "trainer.micro_batch=12", "data.workers=0")
+    pieces = trained(tmp_path / "pieces", 2, "trainer.micro_batch=3", "data.workers=2", "trainer.stop_at=2")
+    pieces += trained(tmp_path / "pieces", 3, "trainer.micro_batch=2", "data.workers=0", "trainer.stop_at=5")
+    pieces += trained(
+        tmp_path / "pieces", 4, "trainer.micro_batch=1", "data.workers=2", "parallel=fsdp", "trainer.stop_at=6"
+    )
+    pieces += trained(tmp_path / "pieces", 1, "trainer.micro_batch=4", "data.workers=2")
+    assert pieces == straight
+    assert len(straight) == 96
+    assert [line["samples"] for line in metrics(tmp_path / "pieces")] == [12 * step for step in range(1, 9)]
+    if kind == "memory-mapped":
+        assert max(number for number, _ in straight) < 96 / 2.5, "more than 2.5 epochs"

@@ -57,7 +57,7 @@ def stream(units: Sequence[Rows], **changes: Any) -> StreamDataset:
         "lanes": 4, "sequence_length": 8, "seed": 1, "isolate_documents": False, "remembered": 8, "identity": "test",
         **changes,
     }  # fmt: skip
-    return StreamDataset(units, encode, lambda row: "7777" not in str(row.content), **settings_)
+    return StreamDataset(units, encode, lambda row, _: "7777" not in str(row.content), **settings_)
 
 
 def numbered(sizes: Sequence[Sequence[int]]) -> list[Rows]:

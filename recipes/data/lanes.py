@@ -98,7 +98,7 @@ class StreamDataset:
         self,
         units: Sequence[Unit],
         encoder: Encoder,
-        is_training: Callable[[Row], bool],
+        is_training: Callable[[Row, str], bool],
         *,
         lanes: int,
         sequence_length: int,
@@ -107,8 +107,9 @@ class StreamDataset:
         remembered: int,
         identity: str,
     ) -> None:
-        """``is_training`` says of a row whether it is trained on. ``state`` may be asked up to ``remembered`` samples
-        of a lane behind what was read last. ``identity`` stands for the encoder and the rule of the split."""
+        """``is_training`` says of a row, and the name of its unit, whether it is trained on. ``state`` may be asked up
+        to ``remembered`` samples of a lane behind what was read last. ``identity`` stands for the encoder and the rule
+        of the split."""
         self._units, self._encoder, self._is_training = units, encoder, is_training
         self._deal = Deal(len(units), lanes, seed)
         self._sequence_length, self._isolate, self._remembered = sequence_length, isolate_documents, remembered
@@ -286,7 +287,7 @@ class _Documents:
 
     units: Sequence[Unit]
     encoder: Encoder
-    is_training: Callable[[Row], bool]
+    is_training: Callable[[Row, str], bool]
     deal: Deal
     lane: int
     pause: Callable[[float], bool]
@@ -315,7 +316,7 @@ class _Documents:
         unit, mine, token, takes = self.units[number], list[Row](), 0, False
         for row in _patiently(unit, first, self.pause):
             if row.begins:  # which decides for all pieces of a document
-                takes = row.number % self.deal.cut == remainder and self.is_training(row)
+                takes = row.number % self.deal.cut == remainder and self.is_training(row, unit.name)
             if takes:
                 mine.append(row)
             if len(mine) == _ROWS_AT_ONCE or sum(len(row.content) for row in mine) > _CHARACTERS_AT_ONCE:

@@ -256,7 +256,7 @@ def _fill(
 ) -> None:
     splitter = Splitter(section.validation_fraction, held_out_of(units) if section.validation_split else frozenset())
     tokenizer = tokenizer or _tokenizer_of_text(partial / "tokenizer.json", section, units, splitter, progress)
-    _write_json(partial / "tokenizer.json", tokenizer.spec())
+    write_json(partial / "tokenizer.json", tokenizer.spec())
     encoder = _encoder(section, tokenizer)
     # The threads are ours; those of the library would be one for each core, whatever was asked for.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -270,7 +270,7 @@ def _fill(
             counts.add(Counts.from_json(json.loads(done.read_bytes())))
             continue
         of_job = write_shards(partial, number, job, splitter, encoder, token_dtype(tokenizer.vocab_size), progress)
-        _write_json(done, of_job.as_json())
+        write_json(done, of_job.as_json())
         counts.add(of_job)
     _check(section, source, counts)
     shards = {
@@ -335,10 +335,11 @@ def write_summary(folder: Path, counts: Counts, shards: dict[str, list[Any]], no
         "held_out": counts.held_out, "splits": {split: asdict(getattr(counts, split)) for split in SPLITS},
         "shards": shards,
     }  # fmt: skip
-    _write_json(folder / "summary.json", summary)
+    write_json(folder / "summary.json", summary)
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write ``path`` whole or not at all."""
     unfinished = path.with_name(f"{path.name}.{socket.gethostname()}.{os.urandom(6).hex()}.tmp")
     try:
         with unfinished.open("wb") as stream:
@@ -398,7 +399,7 @@ def _prepare_tokens(section: DataSection, progress: Progress) -> Prepared:
     try:
         with claimed(folder, lambda: _open_if_intact(folder) is not None, progress) as partial:
             if partial is not None:
-                _write_json(partial / "tokenizer.json", tokenizer.spec())
+                write_json(partial / "tokenizer.json", tokenizer.spec())
                 write_summary(partial, found.counts, found.write(partial), "document")
                 publish(partial, folder, lambda: _open_if_intact(folder) is not None)
     except OSError as error:

@@ -68,7 +68,7 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         for note in start.notes:
             console.say(note)
         if start.checkpoint is not None and start.step >= config.trainer.last_step:
-            recipe.open_data(session.once_per_node(recipe.prepare))
+            recipe.open_data(session.once_per_node(partial(recipe.prepare, console.progress)))
             check_data(start, recipe.dataset("train").fingerprint, config)
             check_names(start.checkpoint, recipe.build_model(), recipe.export_name)
             return _nothing_to_do(config, start, console, folder)
@@ -154,7 +154,7 @@ class Trainer:
         accumulation = gradient_accumulation(trainer, layout)
         set_determinism(trainer.deterministic)
 
-        recipe.open_data(session.once_per_node(recipe.prepare))
+        recipe.open_data(session.once_per_node(partial(recipe.prepare, console.progress)))
         training, self._validation = recipe.dataset("train"), recipe.dataset("validation")
         session.same_everywhere("the prepared training data", training.fingerprint)
         self._fingerprint = training.fingerprint
@@ -168,6 +168,8 @@ class Trainer:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         plan = recipe.parallel_plan(model)
         for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start):
+            console.say(line)
+        for line in recipe.describe_sample():
             console.say(line)
         for note in session.once(partial(_begin, folder, start, config_yaml, parameters)):
             console.say(note)

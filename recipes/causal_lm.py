@@ -42,7 +42,7 @@ class CausalLM:
         source = f"{self._data.name} {self._data.path}" if self._data.path else self._data.name
         line = f"{source}, {self._data.tokenizer} as tokens, {self._data.sequence_length} a sequence"
         if self._data.format == "chat":
-            line += ", of conversations what the assistant says"
+            line += ", conversations, learned is what the assistant says"
         if self._prepared is None:
             return line
         how = self.dataset("train").describe()

@@ -14,7 +14,8 @@ def marked_lines(tokenizer: Tokenizer, tokens: np.ndarray, is_learned: np.ndarra
     So much of it as is needed to see how it goes on: long lines and long texts are cut off.
     """
     lines: list[str] = []
-    for run in np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(is_learned)) + 1):
+    begins = np.flatnonzero(np.diff(is_learned) | (tokens[:-1] == tokenizer.end_id)) + 1
+    for run in np.split(np.arange(len(tokens)), begins):
         mark = "  > " if is_learned[run[0]] else "  | "
         text = for_terminal(tokenizer.decode_marked(tokens[run].tolist()))
         lines += [mark + _shortened(line) for line in text.split("\n") if line]

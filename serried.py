@@ -10,7 +10,11 @@ from configs.schema import parse_count
 from configs.suggest import nearest
 
 USAGE = """\
-usage: serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]
+usage: serried submit [key=value ...] [-m]       submit train.py's run to Slurm: python train.py launch=slurm
+       serried status [key=value ...]            how a run stands (all in runs/ when none is named), and its job
+       serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]
+
+submit and status take the overrides of train.py. export:
 
   run.dir     run folder (or run.name=NAME for runs/NAME)
   out         folder to write, which transformers opens: config, generation config, tokenizer, weights
@@ -20,7 +24,8 @@ usage: serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|
 
 Training is train.py's: python train.py --help"""
 
-_LATER = ("plan", "prepare", "preflight", "submit", "status", "evaluate", "generate", "report", "recipes")
+_COMMANDS = ("export", "submit", "status")
+_LATER = ("plan", "prepare", "preflight", "evaluate", "generate", "report", "recipes")
 _EXPORT_KEYS = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
 
 
@@ -33,14 +38,46 @@ def main(arguments: list[str] | None = None) -> int:
             print(USAGE)
         elif command == "export":
             print(export(_pairs(rest)))
+        elif command == "submit":
+            return submit(rest)
+        elif command == "status":
+            print(status(rest))
         elif command in _LATER:
-            raise UserError(f"serried {command} is not in this version yet; there is: serried export")
+            raise UserError(f"serried {command} is not in this version yet; there are: {', '.join(_COMMANDS)}")
         else:
-            raise UserError(f"there is no command {command!r}; did you mean: serried export")
+            close = nearest(command, _COMMANDS) or _COMMANDS
+            raise UserError(f"there is no command {command!r}; did you mean: serried {' or '.join(close)}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_MISTAKE
     return EXIT_FINISHED
+
+
+def submit(words: list[str]) -> int:
+    """``train.py launch=slurm`` under another name. Returns the exit code."""
+    import train
+
+    return train.main([*words, *([] if "launch=slurm" in words else ["launch=slurm"])])
+
+
+def status(words: list[str]) -> str:
+    """How the run that ``words`` (overrides of train.py) name stands; without any, every run in ``runs``.
+
+    Raises:
+        UserError: an override is mistaken, or there is no such run.
+    """
+    from configs.compose import compose
+    from launch.progress import describe_run, runs_in
+
+    if words:
+        run_dir = compose(words).run.dir
+        if not run_dir.is_dir():
+            raise UserError(f"there is no run in {run_dir}; use run.dir=FOLDER, or run.name=NAME for runs/NAME")
+        return describe_run(run_dir)
+    folders = runs_in(Path("runs"))
+    if not folders:
+        raise UserError("there is no run in runs; use run.dir=FOLDER")
+    return "\n\n".join(describe_run(folder) for folder in folders)
 
 
 def export(given: dict[str, str]) -> str:

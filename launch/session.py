@@ -13,9 +13,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from configs.errors import EXIT_FAILED, EXIT_MISTAKE, TrainingFailed, UserError
+from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, TrainingFailed, UserError
 from configs.schema import LaunchSection
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
 _GLOO_SETTLES_SECONDS = 0.2
+LAUNCHER = "SERRIED_LAUNCHER"
+"""Environment variable: process id of the launcher that started this rank, without which it must not go on."""
+_PR_SET_PDEATHSIG = 1  # prctl.h
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
@@ -30,6 +34,28 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 def speaks() -> bool:
     """Whether this process is the one that talks to the user."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> int:
+    """Print ``text`` from rank 0 alone, for a command that was only asked for words. Returns the exit code."""
+    if speaks():
+        with suppress(BrokenPipeError):  # into a pager or head that has read enough
+            print(text.rstrip("\n"), flush=True)
+    return EXIT_FINISHED
+
+
+def end_with_launcher() -> None:
+    """Have the system send SIGTERM to this process when the one that started it dies, however that dies.
+
+    For a rank of ``launch=local``, whose launcher says who it is: nothing is asked of a process started otherwise.
+    """
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None or not is_started():
+        return
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if str(os.getppid()) != launcher:  # it died before the system was asked
+        os._exit(EXIT_FAILED)
 
 
 def usable_cores() -> int:
@@ -59,16 +85,42 @@ def _started() -> tuple[int, int, int, int]:
     return rank, local_rank, world, local_world
 
 
+def is_started() -> bool:
+    """Whether torchrun, or a launcher of ours, made this process one of several: then it trains, and starts nobody."""
+    return bool(os.environ.get("TORCHELASTIC_RUN_ID")) or "RANK" in os.environ
+
+
+def processes_per_node(section: LaunchSection) -> int:
+    """How many processes ``launch=local`` and ``launch=slurm`` start on a node. Needs no torch."""
+    if section.processes is not None:
+        return section.processes
+    return max(1, _gpus_of_the_system()) if section.name == "local" and section.device != "cpu" else 1
+
+
+def _gpus_of_the_system() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    with suppress(OSError):
+        return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
+    return 0
+
+
 def planned_processes(section: LaunchSection, dry_run: bool) -> int:
-    """Number of processes the run has, or would have in a dry run.
+    """Number of processes the run has, will have once they are started, or would have in a dry run.
 
     Raises:
         UserError: ``launch.processes`` or ``launch.nodes`` contradicts what torchrun started, or torchrun's variables
             are there in part only.
     """
     _, _, started, per_node = _started()
-    if dry_run and started == 1:
-        return (section.processes or 1) * (section.nodes or 1)
+    if section.name == "local" and (section.nodes or 1) > 1:
+        raise UserError(
+            f"launch.nodes={section.nodes} with launch=local, which starts processes on this machine alone; use "
+            "launch=slurm, or torchrun on each node"
+        )
+    if started == 1 and (dry_run or (section.name != "torchrun" and not is_started())):
+        return processes_per_node(section) * (section.nodes or 1)
     for key, asked, actual in (
         ("processes", section.processes, per_node),
         ("nodes", section.nodes, started // per_node),
@@ -77,7 +129,8 @@ def planned_processes(section: LaunchSection, dry_run: bool) -> int:
             nodes = f"--nnodes={section.nodes} " if (section.nodes or 1) > 1 else "--standalone "
             raise UserError(
                 f"launch.{key}={asked} but {actual} {'was' if actual == 1 else 'were'} started; start them with: "
-                f"torchrun {nodes}--nproc_per_node={section.processes or per_node} train.py ..., or plan: dry_run=true"
+                f"torchrun {nodes}--nproc_per_node={section.processes or per_node} train.py ..., or launch=local, or "
+                "plan: dry_run=true"
             )
     return started
 
@@ -132,6 +185,8 @@ class Session:
         """How to start as many processes again, here."""
         if self.world_size == 1:
             return "python train.py"
+        if self.section.name == "local":
+            return f"python train.py launch=local launch.processes={self.world_size}"
         nodes = self.world_size // self.local_world_size
         where = "--standalone" if nodes == 1 else f"--nnodes={nodes} ..."
         return f"torchrun {where} --nproc_per_node={self.local_world_size} train.py"

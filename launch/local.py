@@ -189,8 +189,11 @@ def _tell(ranks: _Ranks, config: RunConfig, output: Path, *, since: float, was_a
     if killed:
         with suppress(OSError):
             tell_of_a_kill(config.run.dir, killed, since=since)
-    code = _exit_code(codes, read_status(config.run.dir), since=since, was_asked_to_stop=was_asked_to_stop)
-    if code == EXIT_STOPPED and codes != {EXIT_STOPPED}:
+    status = read_status(config.run.dir)
+    if status is not None and status.time < since:
+        status = None  # an earlier run's
+    code = _exit_code(codes, status, was_asked_to_stop=was_asked_to_stop)
+    if code == EXIT_STOPPED and codes != {EXIT_STOPPED} and status is None:
         print(_NOT_BEGUN, flush=True)
     if code in (EXIT_FAILED, EXIT_MISTAKE):
         report = "" if killed else _report_of_another_rank(output)
@@ -199,9 +202,9 @@ def _tell(ranks: _Ranks, config: RunConfig, output: Path, *, since: float, was_a
     return code
 
 
-def _exit_code(codes: set[int], status: Status | None, *, since: float, was_asked_to_stop: bool) -> int:
-    """What ``status.json`` says, if this run wrote it; else the most telling of the ranks' ``codes``."""
-    if status is not None and status.time >= since and status.exit_code is not None:
+def _exit_code(codes: set[int], status: Status | None, *, was_asked_to_stop: bool) -> int:
+    """What ``status.json`` says, if this run wrote one; else the most telling of the ranks' ``codes``."""
+    if status is not None and status.exit_code is not None:
         return status.exit_code
     if EXIT_MISTAKE in codes:
         return EXIT_MISTAKE

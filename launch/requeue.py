@@ -30,13 +30,14 @@ def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
         return EXIT_FAILED, f"failed before training began: see the logs of the nodes beside {start}"
     reason = status.reason if status.state != "running" else "killed without a word"
     # Numbers aside: ranks, seconds and hours differ from one time to the next.
-    known = {"state": status.state, "step": status.step, "reason": re.sub(r"\d+", "N", reason or "")}
+    alike = re.sub(r"\d+", "N", reason or "")
+    known = {"state": status.state, "step": status.step, "reason": alike}
     before = _last_end(run_dir)
     with (run_dir / "slurm" / ENDS).open("a") as file:
         file.write(json.dumps(known) + "\n")
     if status.state in ("finished", "failed"):
         return status.exit_code or 0, f"{status.state} at step {status.step}: {reason}"
-    if before == known and not known["reason"].startswith(_ASKED_FOR):
+    if before == known and not alike.startswith(_ASKED_FOR):
         return (
             EXIT_FAILED,
             f"crash loop: two starts in a row have ended at step {status.step} ({reason}). Not queued again; mend "

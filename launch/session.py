@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, TrainingFailed, UserError
+from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, TrainingFailed, UserError
 from configs.schema import LaunchSection
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
 _GLOO_SETTLES_SECONDS = 0.2
+_MEETING_LOOK_SECONDS = 0.01
 LAUNCHER = "SERRIED_LAUNCHER"
 """Environment variable: process id of the launcher that started this rank, without which it must not go on."""
 _PR_SET_PDEATHSIG = 1  # prctl.h
@@ -422,9 +424,9 @@ def _start_group(session: Session) -> "Store":
         is_master=session.rank == 0 and not agent_hosts,
         timeout=timeout,
     )
-    # A restart under the same agent meets the store of the attempt before, with addresses of dead processes in it.
-    attempt = f"{env.get('TORCHELASTIC_RUN_ID')}_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    store = dist.PrefixStore(f"attempt_{attempt}_world_{session.world_size}", tcp)
+    # A restart under the same agents meets the store of the attempt before, with addresses of dead processes in it.
+    attempt = _agree_on_attempt(tcp, session, timeout) if agent_hosts else "only"
+    store = dist.PrefixStore(f"attempt_{attempt}", tcp)
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if session.device.type == "cuda" else "gloo",
         store=store,
@@ -434,6 +436,41 @@ def _start_group(session: Session) -> "Store":
         device_id=session.device if session.device.type == "cuda" else None,
     )
     return dist.PrefixStore("control", store)
+
+
+def _agree_on_attempt(tcp: "Store", session: Session, timeout: timedelta) -> str:
+    """A name for this attempt that its ranks have in common, and no process of an earlier one knows.
+
+    No variable of torchrun's will do: agents count restarts each for itself, and a node that joins begins at 0. So rank
+    0 makes a name up and answers everybody who asks for it, the dead too, until all of its own ranks have checked in.
+    """
+    import torch.distributed as dist
+
+    store = dist.PrefixStore(f"meeting_{os.environ.get('TORCHELASTIC_RUN_ID')}", tcp)
+    mine = uuid.uuid4().hex
+    if session.rank != 0:
+        store.set(f"asks/{store.add('asked', 1)}", mine)
+        store.wait([f"answer/{mine}"], timeout)
+        name = store.get(f"answer/{mine}").decode()
+        store.set(f"{name}/is_here/{session.rank}", "")
+        return name
+    deadline = time.monotonic() + timeout.total_seconds()
+    everybody = [f"{mine}/is_here/{rank}" for rank in range(1, session.world_size)]
+    unanswered: set[int] = set()
+    seen = 0
+    while not store.check(everybody):
+        asked = store.add("asked", 0)
+        unanswered |= set(range(seen + 1, asked + 1))
+        seen = asked
+        for number in sorted(unanswered):
+            if store.check([f"asks/{number}"]):  # who died in between will never have written it
+                store.set(f"answer/{store.get(f'asks/{number}').decode()}", mine)
+                unanswered.discard(number)
+        if time.monotonic() > deadline:
+            came = sum(store.check([key]) for key in everybody)
+            raise dist.DistStoreError(f"{came + 1} of {session.world_size} processes came")
+        time.sleep(_MEETING_LOOK_SECONDS)
+    return mine
 
 
 def report_mistake(error: UserError) -> int:
@@ -484,7 +521,12 @@ def leave(code: int) -> NoReturn:
 
     Past the point where work is done, Gloo's threads can abort an interpreter that is shutting down
     (https://github.com/pytorch/pytorch/issues/179291), which would turn success into exit code -6.
+
+    An agent of torchrun with restarts left takes every code but 0 for a failure, and would start a run again that was
+    stopped on request: for it, stopped is 0. ``status.json`` has the code.
     """
+    if code == EXIT_STOPPED and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        code = EXIT_FINISHED
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

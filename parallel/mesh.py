@@ -104,7 +104,7 @@ def gradient_accumulation(trainer: TrainerSection, layout: Layout) -> int:
         fixes.append(f"trainer.micro_batch={nearest_divisors(per_rank, trainer.micro_batch)[0]}")
     fitting = nearest_divisors(trainer.global_batch // trainer.micro_batch, layout.data_ranks)
     if fitting and trainer.global_batch % trainer.micro_batch == 0:
-        fixes.append(f"{' or '.join(str(ranks) for ranks in sorted(fitting[:4]))} data ranks")
+        fixes.append(f"as many data ranks as divide it: {', '.join(str(ranks) for ranks in sorted(fitting[:5]))}")
     raise UserError(
         f"trainer.global_batch={trainer.global_batch} is not a multiple of {per_pass} = trainer.micro_batch "
         f"{trainer.micro_batch} x {layout.data_ranks} data ranks; use {' or '.join(fixes)}"

@@ -5,7 +5,8 @@ import sys
 from configs.compose import compose, config_yaml, help_text, parse_arguments, sweep
 from configs.errors import UserError
 from configs.schema import RunConfig
-from launch.session import Session, end_with_launcher, leave, planned_processes, report_mistake, run_in_session, say
+from launch.session import Session, leave, planned_processes, report_mistake, run_in_session, say
+from launch.signals import end_with_torchrun
 from launch.start import start_elsewhere
 from parallel.mesh import Layout, gradient_accumulation, resolve_layout
 
@@ -18,11 +19,9 @@ def main(arguments: list[str]) -> int:
             return say(help_text())
         points = sweep(overrides) if action == "sweep" else {tuple(overrides): compose(overrides)}
         plans = [_plan(config) for config in points.values()]
-        config, *others = points.values()
-        if action == "config":
-            return say(config_yaml(config))
-        if config.dry_run and not others:
-            return say(_overview(config, *plans[0]))
+        config = next(iter(points.values()))
+        if action == "config" or config.dry_run:
+            return say(config_yaml(config) if action == "config" else _overview(config, *plans[0]))
         if (code := start_elsewhere(points, is_sweep=action == "sweep")) is not None:
             return code
     except UserError as error:
@@ -43,12 +42,12 @@ def _overview(config: RunConfig, layout: Layout, accumulation: int) -> str:
 
 
 def _run(config: RunConfig) -> int:
-    from recipes.causal_lm import CausalLM
-    from trainer.trainer import train
-
     text = config_yaml(config)
 
     def work(session: Session) -> int:
+        from recipes.causal_lm import CausalLM
+        from trainer.trainer import train
+
         session.same_everywhere("the config", text)
         return train(config, CausalLM(config), session, text)
 
@@ -56,5 +55,5 @@ def _run(config: RunConfig) -> int:
 
 
 if __name__ == "__main__":
-    end_with_launcher()
+    end_with_torchrun()
     leave(main(sys.argv[1:]))

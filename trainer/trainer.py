@@ -1,26 +1,25 @@
 """A run: built in order, trained step by step, ended in words."""
 
 import gc
-import math
 import os
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed, UserError
+from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, TrainingFailed, UserError
 from configs.schema import RunConfig
 from parallel.apply import parallelize
 from parallel.mesh import gradient_accumulation, resolve_layout
 from trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, find_start, make_room, plain
-from trainer.checkpoint.retention import folder_name, sweep
-from trainer.checkpoint.save import Checkpointer, Saved, lack_of_space
+from trainer.checkpoint.retention import sweep
+from trainer.checkpoint.save import Checkpointer, lack_of_space
 from trainer.checkpoint.state import check_names, load_state, load_weights, state_parts
 from trainer.loader import PADDING_ID, BatchLoader, evaluation_batches
 from trainer.metrics import RATES, Meter
@@ -28,16 +27,17 @@ from trainer.optim import build_optimizer, learning_rate, state_bytes
 from trainer.overview import overview
 from trainer.precision import LOW_DTYPES, GradScaler
 from trainer.recipe import Recipe, to_device
+from trainer.report import DONE, Report
 from trainer.sampler import SampleOrder
-from trainer.step import FAILURES_THAT_STOP, StepResult, TrainStep
-from trainer.track import Console, RunFolder, duration, environment, short, size, step_line, write_status
+from trainer.shutdown import Action, Shutdown
+from trainer.step import FAILURES_THAT_STOP, TrainStep
+from trainer.track import Console, RunFolder, environment, tell_failure
 
 if TYPE_CHECKING:
     from launch.session import Session
 
 _READ_AT_LEAST_EVERY = 50
 _COLLECT_GARBAGE_EVERY = 50
-_DONE = "all steps done"
 
 
 def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: str) -> int:
@@ -66,6 +66,8 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
             check_names(start.checkpoint, recipe.build_model(), recipe.export_name)
             return _nothing_to_do(config, start, console, folder)
         trainer = Trainer(config, recipe, session, folder, console, config_yaml, start)
+        if folder is not None:
+            session.signals.last_words = lambda: folder.fail(trainer.step, "interrupted twice", EXIT_FAILED)
         return trainer.run()
     except BaseException as error:
         session.shield()
@@ -74,12 +76,13 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         if trainer is not None:
             trainer.end_save()
         step = trainer.step if trainer else start.step
-        if folder is not None:
+        if folder is not None and failure.exit_code == EXIT_STOPPED:
+            folder.stop_early(start.step, failure.reason, failure.exit_code)
+        elif folder is not None:
             folder.fail(step, failure.reason, failure.exit_code)
-        elif trainer is not None and failure.rank == session.rank:
-            # Rank 0 may be killed, inside a collective, before it can say why.
+        elif trainer is not None and failure.rank == session.rank and failure.exit_code != EXIT_STOPPED:
             with suppress(OSError):
-                write_status(config.run.dir, "failed", step=step, reason=failure.reason, exit_code=failure.exit_code)
+                tell_failure(config.run.dir, step, failure.reason, failure.exit_code)
         raise
     finally:
         if trainer is not None:
@@ -107,7 +110,7 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
         )
         return EXIT_STOPPED
     if folder is not None:  # of a run that was killed after its last checkpoint
-        folder.status("finished", step=start.step, reason=_DONE, exit_code=EXIT_FINISHED)
+        folder.status("finished", step=start.step, reason=DONE, exit_code=EXIT_FINISHED)
     console.say(
         f"{config.run.dir} is finished: {start.step} steps, the model is in {start.checkpoint}. Nothing to do."
         f"\nstart anew: checkpoint.resume=never (keeps these files in {config.run.dir}/earlier-N) "
@@ -131,7 +134,7 @@ class Trainer:
     ) -> None:
         """Build everything, in the only order that works. ``folder`` is there on rank 0 alone."""
         self._config, self._recipe, self._session = config, recipe, session
-        self._folder, self._console, self._origin = folder, console, start.origin
+        self._console, self._origin = console, start.origin
         device, trainer = session.device, config.trainer
         layout = resolve_layout(config.parallel, session.world_size)
         accumulation = gradient_accumulation(trainer, layout)
@@ -155,12 +158,9 @@ class Trainer:
         for note in session.once(partial(_begin, folder, start, config_yaml, parameters)):
             console.say(note)
         console.open(config.run.dir)
-        if folder is not None:
-            mesh = {"replicate": layout.replicate, "shard": layout.shard}
-            resumed_from = start.step if start.checkpoint is not None else None
-            folder.record(
-                "start", world_size=session.world_size, mesh=mesh, parameters=parameters, resumed_from=resumed_from
-            )
+        self._report = Report(config, session, folder, console, start)
+        self._report.begun(layout, parameters, start)
+        self._shutdown = Shutdown(config, session, console, lambda: self._report.last_save_seconds)
 
         self._parallel = parallelize(
             model,
@@ -198,8 +198,6 @@ class Trainer:
             lambda: state_parts(module, optimizer, recipe.export_name),
             recipe.export_files,
         )
-        self._progress = Progress(**start.state["progress"]) if start.checkpoint is not None else Progress()
-        self._saved_step = start.step if start.continues(config.run.dir) else 0
         self.step = start.step
         self._first_sample, self._first_step = start.state.get("samples", 0), start.step
         self._loader = BatchLoader(
@@ -216,7 +214,7 @@ class Trainer:
             first_index=self._first_sample,
         )
         self._meter = Meter(device, session.world_size, recipe.flops_per_token(parameters))
-        self._meter.start_at(start.step, self._progress.tokens)
+        self._meter.start_at(start.step, self._report.progress.tokens)
         self._started = time.perf_counter()
 
     def run(self) -> int:
@@ -224,23 +222,30 @@ class Trainer:
         code."""
         for _ in self.steps():
             pass
-        return self._finish()
+        seconds = time.perf_counter() - self._started
+        self._parallel.reshard()
+        return self._report.ended(self.step, seconds, self._sample(), self._shutdown.reason)
 
     def steps(self) -> Generator[int, None, None]:
-        """Train, report and evaluate; yields the number of each step as it is done."""
-        with self._loader, _scheduled_garbage_collection() as collect_garbage:
+        """Train, report, evaluate and save, until the last step or a request to stop; yields the number of each step as
+        it is done."""
+        with self._loader, self._shutdown, _scheduled_garbage_collection() as collect_garbage:
             for step, batches in enumerate(self._loader, start=self.step + 1):
                 self._train(step, batches)
-                self._report()
+                self._log()
                 self._evaluate()
                 self._save()
                 collect_garbage(step)
                 yield step
+                if self._shutdown.stops:
+                    return
 
     def _train(self, step: int, batches: list[Any]) -> None:
         self.step = step
         on_device = [to_device(batch, self._session.device) for batch in batches]
-        self._meter.add(step, self._train_step(on_device, self._learning_rate(step)))
+        result = self._train_step(on_device, self._learning_rate(step), self._shutdown.vote)
+        self._meter.add(step, result)
+        self._shutdown.count(result[-1])
         if step == self._first_step + 1:
             self._session.first_step_done()
 
@@ -251,7 +256,7 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self._config.trainer.last_step)
 
-    def _report(self) -> None:
+    def _log(self) -> None:
         """Read results where that is due, log them, and stop the run where they say so."""
         log = self._is_due(self._config.trainer.log_every) or (self.step == 1 and self._config.trainer.log_every > 0)
         # Reading waits for the device. A CPU has nothing to wait for; a GPU is read now and then even without a log.
@@ -260,14 +265,15 @@ class Trainer:
 
     def _read_results(self, *, log: bool) -> None:
         for step, result in self._meter.read():
-            self._progress.add(result)
-            if log and step == self.step:
-                rates = self._meter.rates(self.step, self._progress.tokens, self._loader.take_waited_seconds())
-                self._log_step(step, result, rates)
-                if self._folder is not None:
-                    self._folder.status("running", step=step)
-            elif result.skipped:
-                self._log_step(step, result, dict.fromkeys(RATES))
+            progress = self._report.progress
+            progress.add(result)
+            is_logged = log and step == self.step
+            if is_logged or result.skipped:
+                rates = dict.fromkeys(RATES)
+                if is_logged:
+                    rates = self._meter.rates(step, progress.tokens, self._loader.take_waited_seconds())
+                    self._report.running(step)
+                self._report.step(step, result, self._learning_rate(step), self._samples(step), rates)
             if result.failed_in_row >= FAILURES_THAT_STOP:
                 raise TrainingFailed(
                     f"loss or gradient was not finite in {FAILURES_THAT_STOP} steps in a row, to step {step}; "
@@ -275,27 +281,10 @@ class Trainer:
                     f"schedule.warmup_steps={self._config.schedule.warmup_steps}, or look at the data of those steps"
                 )
 
-    def _log_step(self, step: int, result: StepResult, rates: dict[str, Any]) -> None:
-        trainer = self._config.trainer
-        values = {
-            "step": step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "lr": self._learning_rate(step),
-            "samples": self._samples(step),
-            "tokens": self._progress.tokens,
-            **rates,
-            "skipped": bool(result.skipped),
-            "scale": result.scale if self._config.precision.name == "fp16" else None,
-        }
-        if self._folder is not None:
-            self._folder.record("step", **values)
-        self._console.say(step_line(values, trainer.steps, self._session.world_size))
-
     def _evaluate(self) -> None:
         """Mean loss over the first ``eval_batches`` batches of the validation split, where that is due."""
         trainer = self._config.trainer
-        if not self._is_due(trainer.eval_every):
+        if not self._is_due(trainer.eval_every) or self._shutdown.stops:
             return
         if self._session.device.type == "cuda":
             torch.cuda.synchronize(self._session.device)  # steps still under way are not the evaluation's time
@@ -309,19 +298,14 @@ class Trainer:
             data_rank=self._session.rank,
         )
         on_device = (to_device(batch, self._session.device) for batch in batches)
-        terms = self._parallel.evaluate(on_device, self._recipe.loss)
+        terms = self._parallel.evaluate(self._shutdown.unless_stopped(on_device), self._recipe.loss)
+        if self._shutdown.stops:
+            return
         tokens = int(terms.weight.item())
         loss = terms.loss_sum.item() / tokens
-        self._progress.validation_loss = loss if math.isfinite(loss) else None  # JSON has no name for others
-        self._progress.validated_step = self.step
         seconds = time.perf_counter() - started
         self._meter.pause(seconds)
-        if self._folder is not None:
-            self._folder.record("eval", step=self.step, loss=loss, tokens=tokens)
-        self._console.say(
-            f"eval {self.step:>{len(str(trainer.steps))}}/{trainer.steps}  validation loss "
-            f"{loss:.4f}  over {short(tokens)} tokens in {duration(seconds)}"
-        )
+        self._report.evaluated(self.step, loss, tokens, seconds)
 
     def _samples(self, step: int) -> int:
         """Samples trained on when ``step`` is done: where the data order stands."""
@@ -329,33 +313,39 @@ class Trainer:
 
     def _save(self) -> None:
         """Begin a checkpoint where that is due, and tell of one that has ended."""
-        self._tell_of(self.checkpointer.poll())
-        every, is_last = self._config.checkpoint.every, self.step == self._config.trainer.last_step
-        if not is_last and not (every and self.step % every == 0):
+        self._report.saved(self.checkpointer.poll())
+        every, is_asked_for = self._config.checkpoint.every, self._shutdown.action is not Action.GO_ON
+        is_last = self.step == self._config.trainer.last_step or self._shutdown.stops
+        if not (is_last or is_asked_for or (every and self.step % every == 0)):
             return
         started = time.perf_counter()
-        self._tell_of(self.checkpointer.wait())
+        self._report.saved(self.checkpointer.wait())
         self._meter.pause(time.perf_counter() - started)
         self._read_results(log=False)
         started = time.perf_counter()
         self.checkpointer.save(self.step, self._state())
-        self._tell_of(self.checkpointer.wait() if is_last else self.checkpointer.poll())
+        saved = self.checkpointer.wait() if is_last else self.checkpointer.poll()
+        self._report.saved(saved, is_last=is_last)
         self._meter.pause(time.perf_counter() - started)
 
     def end_save(self) -> None:
         """Whatever ended the run: let a save under way end, if it does so soon, and say what there is to go on from."""
         try:
-            self._tell_of(self.checkpointer.close())
+            self._report.saved(self.checkpointer.close())
         except Exception:  # of the same cause, most likely: that one is told
             self._console.log(traceback.format_exc())
-        if self._saved_step:
-            self._console.say(
-                f"ended      at step {self.step}; the newest checkpoint is that of step {self._saved_step}: the same "
-                "command goes on from there"
-            )
+        self._report.broken_off(self.step)
+
+    def _sample(self) -> str | None:
+        """Text of the trained model, where the run asks for some and is finished. A collective."""
+        trainer = self._config.trainer
+        if not trainer.sample_tokens or self.step < trainer.steps:
+            return None
+        with self._parallel.autocast():
+            return self._recipe.sample(self._parallel.model, trainer.sample_tokens, trainer.seed, self._session.device)
 
     def _state(self) -> dict[str, Any]:
-        progress = self._progress
+        progress = self._report.progress
         return {
             "version": 1,
             "step": self.step,
@@ -369,90 +359,6 @@ class Trainer:
             "torch": torch.__version__,
             "config": plain(self._config),
         }
-
-    def _tell_of(self, saved: Saved | None) -> None:
-        if saved is None:
-            return
-        last = f"the newest is that of step {self._saved_step}" if self._saved_step else "there is none yet"
-        if saved.problem is not None:
-            if saved.step == self._config.trainer.last_step:
-                raise TrainingFailed(
-                    f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}. Of the "
-                    f"checkpoints, {last}: mend that and give the same command again"
-                )
-            self._console.say(
-                f"WARNING    no checkpoint of step {saved.step}: {saved.problem}. Training goes on; {last}"
-            )
-            return
-        self._saved_step = saved.step
-        for note in saved.notes:
-            self._console.say(f"WARNING    {note}")
-        self._console.say(
-            f"saved      {saved.path}: {size(saved.nbytes)} in {saved.seconds:.1f} s, "
-            f"training waited {saved.stall_seconds:.2f} s"
-        )
-        if self._folder is not None:
-            self._folder.record(
-                "checkpoint", step=saved.step, path=str(saved.path), seconds=saved.seconds,
-                stall_seconds=saved.stall_seconds, bytes=saved.nbytes,
-            )  # fmt: skip
-
-    def _finish(self) -> int:
-        config, session, progress = self._config, self._session, self._progress
-        seconds = time.perf_counter() - self._started
-        self._parallel.reshard()
-        is_finished = self.step == config.trainer.steps
-        checkpoint = config.run.dir / CHECKPOINTS / folder_name(self.step)
-        validation = "" if progress.validation_loss is None else f", validation {progress.validation_loss:.4f}"
-        since = f" since step {self._first_step}" if self._first_step else ""
-        self._console.say(
-            f"{'finished' if is_finished else 'stopped':<10} {self.step} steps, {short(progress.tokens)} tokens, "
-            f"{duration(seconds)}{since}; loss {_loss(progress.first_loss)} -> {_loss(progress.last_loss)}{validation}"
-        )
-        if is_finished and config.trainer.sample_tokens:
-            with self._parallel.autocast():
-                text = self._recipe.sample(
-                    self._parallel.model, config.trainer.sample_tokens, config.trainer.seed, session.device
-                )
-            self._console.say("sample     what the model writes by itself:")
-            self._console.say("\n".join(f"  | {line}" for line in text.splitlines()))
-        self._console.say(
-            f"files      {config.run.dir}: metrics.jsonl, config.yaml, status.json; the model, opens in "
-            f"transformers: {checkpoint.relative_to(config.run.dir)}"
-        )
-        command = f"{session.command()} recipe={config.recipe}"
-        own_text = f"your own text: {command} data=text data.path=FILE_OR_FOLDER run.name=mine"
-        export = f"a plain model folder: serried export run.dir={config.run.dir} out=FOLDER dtype=bf16"
-        self._console.say(
-            f"next       {own_text if config.data.name == 'stdlib' else export}"
-            if is_finished
-            else f"next       go on: the same command without trainer.stop_at, or with a higher one; up to step "
-            f"{config.trainer.steps}"
-        )
-        state, code = ("finished", EXIT_FINISHED) if is_finished else ("stopped", EXIT_STOPPED)
-        reason = _DONE if is_finished else f"trainer.stop_at={config.trainer.stop_at}"
-        if self._folder is not None:
-            self._folder.record("stop", step=self.step, state=state, reason=reason)
-            self._folder.status(state, step=self.step, reason=reason, exit_code=code)
-        return code
-
-
-@dataclass
-class Progress:
-    """What a run tells of itself, carried from one start to the next."""
-
-    tokens: int = 0
-    first_loss: float | None = None
-    last_loss: float | None = None
-    validation_loss: float | None = None
-    validated_step: int = 0
-
-    def add(self, result: StepResult) -> None:
-        """Count a step."""
-        self.tokens += int(result.tokens)
-        if math.isfinite(result.loss):
-            self.last_loss = result.loss
-            self.first_loss = result.loss if self.first_loss is None else self.first_loss
 
 
 def _begin(folder: RunFolder | None, start: Start, config_yaml: str, parameters: int) -> list[str]:
@@ -468,10 +374,6 @@ def _begin(folder: RunFolder | None, start: Start, config_yaml: str, parameters:
         where = error.filename or folder.path
         raise UserError(f"cannot write {where}: {error.strerror}; use run.dir=FOLDER") from None
     return notes
-
-
-def _loss(loss: float | None) -> str:
-    return "not finite" if loss is None else f"{loss:.4f}"
 
 
 @contextmanager

@@ -1,0 +1,184 @@
+"""What a run says and records of itself: console lines, ``metrics.jsonl``, ``status.json``."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed
+from configs.schema import RunConfig
+from parallel.mesh import Layout
+from trainer.checkpoint.resume import CHECKPOINTS, Start
+from trainer.checkpoint.retention import folder_name
+from trainer.checkpoint.save import Saved
+from trainer.step import StepResult
+from trainer.track import Console, RunFolder, duration, short, size, step_line
+
+if TYPE_CHECKING:
+    from launch.session import Session
+
+DONE = "all steps done"
+
+
+@dataclass
+class Progress:
+    """What a run tells of itself, carried from one start to the next."""
+
+    tokens: int = 0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    validation_loss: float | None = None
+    validated_step: int = 0
+
+    def add(self, result: StepResult) -> None:
+        """Count a step."""
+        self.tokens += int(result.tokens)
+        if math.isfinite(result.loss):
+            self.last_loss = result.loss
+            self.first_loss = result.loss if self.first_loss is None else self.first_loss
+
+
+class Report:
+    """The voice of one run. Every rank has one; rank 0's speaks and, with ``folder``, records."""
+
+    def __init__(
+        self, config: RunConfig, session: "Session", folder: RunFolder | None, console: Console, start: Start
+    ) -> None:
+        self._config, self._session, self._folder, self._console = config, session, folder, console
+        self._first_step = start.step
+        self.progress = Progress(**start.state["progress"]) if start.checkpoint is not None else Progress()
+        self.saved_step = start.step if start.continues(config.run.dir) else 0
+        """Step of the newest checkpoint of this run; 0: none."""
+        self.last_save_seconds = 0.0
+        """How long the latest save took; 0: there was none."""
+
+    def begun(self, layout: Layout, parameters: int, start: Start) -> None:
+        """Record how the run began."""
+        self._record(
+            "start",
+            world_size=self._session.world_size,
+            mesh={"replicate": layout.replicate, "shard": layout.shard},
+            parameters=parameters,
+            resumed_from=start.step if start.checkpoint is not None else None,
+        )
+
+    def step(self, step: int, result: StepResult, lr: float, samples: int, rates: dict[str, Any]) -> None:
+        """Tell of a step; ``rates`` are those of ``Meter.rates``, None each for a step between two log lines."""
+        values = {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "samples": samples,
+            "tokens": self.progress.tokens,
+            **rates,
+            "skipped": bool(result.skipped),
+            "scale": result.scale if self._config.precision.name == "fp16" else None,
+        }
+        self._record("step", **values)
+        self._console.say(step_line(values, self._config.trainer.steps, self._session.world_size))
+
+    def running(self, step: int) -> None:
+        """Have ``status.json`` say where the run is."""
+        if self._folder is not None:
+            self._folder.status("running", step=step)
+
+    def evaluated(self, step: int, loss: float, tokens: int, seconds: float) -> None:
+        """Tell of an evaluation."""
+        self.progress.validation_loss = loss if math.isfinite(loss) else None  # JSON has no name for others
+        self.progress.validated_step = step
+        self._record("eval", step=step, loss=loss, tokens=tokens)
+        self._console.say(
+            f"eval {step:>{len(str(self._config.trainer.steps))}}/{self._config.trainer.steps}  validation loss "
+            f"{loss:.4f}  over {short(tokens)} tokens in {duration(seconds)}"
+        )
+
+    def saved(self, saved: Saved | None, *, is_last: bool = False) -> None:
+        """Tell of a save that has ended, if one has.
+
+        Raises:
+            TrainingFailed: it was that of the last step, and failed: there is nothing to show for the steps since.
+        """
+        if saved is None:
+            return
+        last = f"the newest is that of step {self.saved_step}" if self.saved_step else "there is none yet"
+        if saved.problem is not None:
+            if is_last:
+                raise TrainingFailed(
+                    f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}. Of the "
+                    f"checkpoints, {last}: mend that and give the same command again"
+                )
+            self._console.say(
+                f"WARNING    no checkpoint of step {saved.step}: {saved.problem}. Training goes on; {last}"
+            )
+            return
+        self.saved_step, self.last_save_seconds = saved.step, saved.seconds
+        for note in saved.notes:
+            self._console.say(f"WARNING    {note}")
+        self._console.say(
+            f"saved      {saved.path}: {size(saved.nbytes)} in {saved.seconds:.1f} s, "
+            f"training waited {saved.stall_seconds:.2f} s"
+        )
+        self._record(
+            "checkpoint", step=saved.step, path=str(saved.path), seconds=saved.seconds,
+            stall_seconds=saved.stall_seconds, bytes=saved.nbytes,
+        )  # fmt: skip
+
+    def broken_off(self, step: int) -> None:
+        """Say what there is to go on from, where something ended the run at ``step``."""
+        if self.saved_step:
+            self._console.say(
+                f"ended      at step {step}; the newest checkpoint is that of step {self.saved_step}: the same "
+                "command goes on from there"
+            )
+
+    def ended(self, step: int, seconds: float, sample: str | None, request: str | None) -> int:
+        """Tell of the end at ``step`` after ``seconds``. Returns the exit code.
+
+        ``sample`` is text of the model's; ``request`` says who asked to stop, None: nobody.
+        """
+        config, progress = self._config, self.progress
+        is_finished = step == config.trainer.steps
+        validation = "" if progress.validation_loss is None else f", validation {progress.validation_loss:.4f}"
+        since = f" since step {self._first_step}" if self._first_step else ""
+        self._console.say(
+            f"{'finished' if is_finished else 'stopped':<10} {step} steps, {short(progress.tokens)} tokens, "
+            f"{duration(seconds)}{since}; loss {_loss(progress.first_loss)} -> {_loss(progress.last_loss)}{validation}"
+        )
+        if sample is not None:
+            self._console.say("sample     what the model writes by itself:")
+            self._console.say("\n".join(f"  | {line}" for line in sample.splitlines()))
+        checkpoint = f"{CHECKPOINTS}/{folder_name(step)}"
+        self._console.say(
+            f"files      {config.run.dir}: metrics.jsonl, config.yaml, status.json; the model, opens in "
+            f"transformers: {checkpoint}"
+        )
+        self._console.say(f"next       {self._next(step, request)}")
+        state, code = ("finished", EXIT_FINISHED) if is_finished else ("stopped", EXIT_STOPPED)
+        reason = DONE if is_finished else request or f"trainer.stop_at={config.trainer.stop_at}"
+        if self._folder is not None:
+            self._folder.record("stop", step=step, state=state, reason=reason)
+            self._folder.status(state, step=step, reason=reason, exit_code=code)
+        return code
+
+    def _next(self, step: int, request: str | None) -> str:
+        """The next thing to type."""
+        config = self._config
+        if step < config.trainer.steps and request is not None:
+            return f"go on: the same command; up to step {config.trainer.steps}"
+        if step < config.trainer.steps:
+            return (
+                "go on: the same command without trainer.stop_at, or with a higher one; up to step "
+                f"{config.trainer.steps}"
+            )
+        if config.data.name == "stdlib":
+            command = f"{self._session.command()} recipe={config.recipe}"
+            return f"your own text: {command} data=text data.path=FILE_OR_FOLDER run.name=mine"
+        return f"a plain model folder: serried export run.dir={config.run.dir} out=FOLDER dtype=bf16"
+
+    def _record(self, event: str, **values: Any) -> None:
+        if self._folder is not None:
+            self._folder.record(event, **values)
+
+
+def _loss(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"

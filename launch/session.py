@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _GLOO_SETTLES_SECONDS = 0.2
 _MEETING_LOOK_SECONDS = 0.01
 _LONGEST_NAP_SECONDS = 0.5
+STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
+"""Environment variable: whoever waits for the ranks reads ``status.json``, not exit codes."""
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
@@ -571,10 +573,11 @@ def leave(code: int) -> NoReturn:
     Past the point where work is done, Gloo's threads can abort an interpreter that is shutting down
     (https://github.com/pytorch/pytorch/issues/179291), which would turn success into exit code -6.
 
-    An agent of torchrun with restarts left takes every code but 0 for a failure, and would start a run again that was
-    stopped on request: for it, stopped is 0. ``status.json`` has the code.
+    An agent of torchrun takes every code but 0 for a failure. With restarts left it would start a run again that was
+    stopped on request, and a Slurm job of ours asks ``status.json`` anyway: for these, stopped is 0.
     """
-    if code == EXIT_STOPPED and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if code == EXIT_STOPPED and (restarts or STATUS_DECIDES in os.environ):
         code = EXIT_FINISHED
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # whoever listened is gone

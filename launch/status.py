@@ -44,7 +44,8 @@ def tell_of_a_kill(run_dir: Path, reason: str, *, since: float) -> None:
     status = read_status(run_dir)
     if status is None or status.time < since or status.state not in ("running", "failed"):
         return
-    ended = {"state": "failed", "step": status.step, "reason": reason, "exit_code": EXIT_FAILED}
+    values = json.loads((run_dir / "status.json").read_text())
+    ended = {**values, "state": "failed", "reason": reason, "exit_code": EXIT_FAILED}
     temporary = run_dir / f".status.json.{os.getpid()}.tmp"
     temporary.write_text(json.dumps(ended) + "\n")
     temporary.replace(run_dir / "status.json")

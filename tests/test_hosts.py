@@ -74,7 +74,7 @@ class Run:
             if len(self.worlds()) < starts or self.worlds()[-1] != size:
                 return False
             began = metrics(self.run_dir, "start")[-1]["resumed_from"] or 0
-            return metrics(self.run_dir)[-1]["step"] >= began + 10
+            return max((line["step"] for line in metrics(self.run_dir)), default=0) >= began + 10
 
         wait_for(is_so, f"start {starts} with {size} processes (so far {self.worlds()})", 150, self.printed)
 

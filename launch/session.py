@@ -529,7 +529,7 @@ def report_mistake(error: UserError) -> int:
 def _report_alone(error: UserError | TrainingFailed | StopRequested, *, speaks: bool) -> int:
     if isinstance(error, StopRequested):
         if speaks:
-            _say(f"stopped: {error} while the processes were joining; the same command begins again")
+            _say(f"stopped: {error} while the processes were joining; go on: the same command")
     elif speaks:
         _say(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}")
     else:
@@ -542,7 +542,7 @@ def _report(error: BaseException, session: Session) -> int:
     failure = session.first_failure(error)
     if failure.exit_code == EXIT_STOPPED:
         if failure.rank == session.rank:
-            _say(f"stopped: {failure.reason}; the same command begins again, or goes on from the newest checkpoint")
+            _say(f"stopped: {failure.reason}; go on: the same command")
         return EXIT_STOPPED
     if failure.rank != session.rank:
         if isinstance(error, UserError):

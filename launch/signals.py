@@ -41,11 +41,10 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.received: str | None = None
-        """What asked first."""
         self.last_words: Callable[[], None] | None = None
         """Called before the process is ended at once."""
         self._phase = _Phase.RAISE
+        self._received: int | None = None
         self._interrupted_at: float | None = None
         self._parent = os.getppid()
         self._earlier: dict[int, Any] = {}
@@ -61,6 +60,13 @@ class Signals:
     ) -> None:
         for number, handler in self._earlier.items():
             signal.signal(number, handler)
+
+    @property
+    def received(self) -> str | None:
+        """What asked first, in words; None: nothing."""
+        if self._received == signal.SIGTERM and os.getppid() != self._parent:
+            return f"the end of torchrun (process {self._parent})"
+        return None if self._received is None else signal.Signals(self._received).name
 
     def hold(self) -> None:
         """From here on a signal only leaves its name."""
@@ -79,9 +85,8 @@ class Signals:
     def _handle(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self._phase is not _Phase.LEAVE:
             self._interrupted()
-        if self.received is None:
-            lost = os.getppid() != self._parent and number == signal.SIGTERM
-            self.received = f"the end of torchrun (process {self._parent})" if lost else signal.Signals(number).name
+        if self._received is None:
+            self._received = number
         if self._phase is _Phase.RAISE:
             self._phase = _Phase.CLEAN_UP
             raise StopRequested(self.received)

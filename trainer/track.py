@@ -198,11 +198,11 @@ def write_status(run_dir: Path, status: dict[str, Any]) -> None:
     _replace(run_dir / "status.json", json.dumps(status) + "\n")
 
 
-def tell_failure(run_dir: Path, step: int, reason: str, exit_code: int) -> None:
-    """Have ``status.json`` say why this rank failed: rank 0 may be killed, inside a collective, before it can."""
+def tell_end(run_dir: Path, state: str, *, step: int, reason: str, exit_code: int) -> None:
+    """Have ``status.json`` say why this rank ended the run: rank 0 may be killed in a collective before it can."""
     now = read_status(run_dir)
     if now.get("state") == "running":
-        write_status(run_dir, next_status(now, "failed", step=step, reason=reason, exit_code=exit_code))
+        write_status(run_dir, next_status(now, state, step=step, reason=reason, exit_code=exit_code))
 
 
 def _replace(path: Path, text: str) -> None:

@@ -31,7 +31,7 @@ from trainer.report import DONE, Report
 from trainer.sampler import SampleOrder
 from trainer.shutdown import Action, Shutdown
 from trainer.step import FAILURES_THAT_STOP, TrainStep
-from trainer.track import Console, RunFolder, environment, tell_failure
+from trainer.track import Console, RunFolder, environment, tell_end
 
 if TYPE_CHECKING:
     from launch.session import Session
@@ -75,14 +75,17 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         console.log(traceback.format_exc())
         if trainer is not None:
             trainer.end_save()
-        step = trainer.step if trainer else start.step
-        if folder is not None and failure.exit_code == EXIT_STOPPED:
-            folder.stop_early(start.step, failure.reason, failure.exit_code)
-        elif folder is not None:
+        is_request = failure.exit_code == EXIT_STOPPED
+        step = trainer.step if trainer and not is_request else start.step
+        if folder is None:
+            if failure.rank == session.rank:
+                state = "stopped" if is_request else "failed"
+                with suppress(OSError):
+                    tell_end(config.run.dir, state, step=step, reason=failure.reason, exit_code=failure.exit_code)
+        elif is_request:
+            folder.stop_early(step, failure.reason, failure.exit_code)
+        else:
             folder.fail(step, failure.reason, failure.exit_code)
-        elif trainer is not None and failure.rank == session.rank and failure.exit_code != EXIT_STOPPED:
-            with suppress(OSError):
-                tell_failure(config.run.dir, step, failure.reason, failure.exit_code)
         raise
     finally:
         if trainer is not None:

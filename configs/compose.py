@@ -235,7 +235,7 @@ class _Command:
         name, has_value, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
         if name in ("m", "multirun"):
-            self.mistakes.append(f"{word}: {explanation('multirun', '')}, and start one run at a time")
+            self.mistakes.append(f"{word}: {explanation('multirun', '')}")
             return
         if not has_value and words and _is_bare(words[0]):
             value = words.pop(0)

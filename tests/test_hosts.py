@@ -36,7 +36,7 @@ class Run:
         self.run_dir = run_dir
         self._hosts = hosts
         self._argv = tiny_overrides(
-            text, run_dir, "trainer.steps=1000000", "schedule=constant", "checkpoint.every=20", "launch.device=cpu",
+            text, run_dir, "trainer.steps=1000000", "schedule=constant", "checkpoint.every=10", "launch.device=cpu",
             f"launch.step_timeout_seconds={_NOTICED_SECONDS}", "launch.start_timeout_seconds=60",
         )  # fmt: skip
         self._started: list[subprocess.Popen[bytes]] = []
@@ -68,13 +68,13 @@ class Run:
             return []
 
     def wait_for_world(self, size: int, starts: int) -> None:
-        """Wait until at least the start number ``starts`` is of ``size`` processes and has trained ten steps."""
+        """Wait until the start number ``starts``, or a later one, is of ``size`` processes and has saved."""
 
         def is_so() -> bool:
             if len(self.worlds()) < starts or self.worlds()[-1] != size:
                 return False
             began = metrics(self.run_dir, "start")[-1]["resumed_from"] or 0
-            return max((line["step"] for line in metrics(self.run_dir)), default=0) >= began + 10
+            return any(line["step"] > began for line in metrics(self.run_dir, "checkpoint"))
 
         wait_for(is_so, f"start {starts} with {size} processes (so far {self.worlds()})", 150, self.printed)
 

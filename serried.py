@@ -10,17 +10,19 @@ from configs.schema import parse_count
 from configs.suggest import nearest
 
 USAGE = """\
-usage: serried submit [key=value ...] [-m]       submit train.py's run to Slurm: python train.py launch=slurm
-       serried status [key=value ...]            how a run stands (all in runs/ when none is named), and its job
-       serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]
+usage: serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]
+       serried submit [key=value ...] [-m]
+       serried status [key=value ...]
 
-submit and status take the overrides of train.py. export:
-
+export, a checkpoint as a plain model:
   run.dir     run folder (or run.name=NAME for runs/NAME)
   out         folder to write, which transformers opens: config, generation config, tokenizer, weights
   checkpoint  step of the checkpoint; the newest when not given
   dtype       of the weights; as saved (fp32) when not given
   shard_size  largest file, in bytes: 500MB, 5GB (the default); a tensor that is larger has its own
+
+submit, a run to Slurm: the same as python train.py launch=slurm, with the same overrides
+status, how a run stands, and its job: the overrides name the run; without any, all in runs/
 
 Training is train.py's: python train.py --help"""
 

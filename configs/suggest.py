@@ -58,7 +58,7 @@ _ALIASES = {  # names other frameworks use, for keys or groups whose value means
     "slurm.partition": "queue slurm_partition",
     "slurm.account": "slurm_account",
     "slurm.qos": "slurm_qos",
-    "slurm.time_minutes": "timeout_min time_limit walltime time",
+    "slurm.time_minutes": "timeout_min walltime time",
     "slurm.cpus_per_node": "cpus_per_task",
     "slurm.memory": "mem mem_gb slurm_mem",
     "slurm.array_concurrency": "array_parallelism slurm_array_parallelism",

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _GLOO_SETTLES_SECONDS = 0.2
 _MEETING_LOOK_SECONDS = 0.01
 _LONGEST_NAP_SECONDS = 0.5
+_NO_ANSWER = ("Timed out waiting", "Application timeout")  # Gloo's words
+_BROKEN_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
 """Environment variable: whoever waits for the ranks reads ``status.json``, not exit codes."""
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -322,7 +324,13 @@ class Session:
         if isinstance(error, StopRequested):
             where = f" on rank {self.rank}" if self.world_size > 1 else ""
             return f"{error}{where} before the first step"
-        return _in_one_line(error)
+        text = _in_one_line(error)
+        if isinstance(error, RuntimeError) and any(words in text for words in _NO_ANSWER):
+            patience = f"launch.step_timeout_seconds={self.section.step_timeout_seconds:g}"
+            return f"no answer from another process in time ({patience}): {text}"
+        if isinstance(error, RuntimeError) and any(words in text for words in _BROKEN_OFF):
+            return f"another process ended, or the network between them broke: {text}"
+        return text
 
     def _dead_peer(self) -> int | None:
         """A rank of this node that has begun and is gone."""
@@ -492,14 +500,16 @@ def _agree_on_attempt(tcp: "Store", session: Session, timeout: timedelta) -> str
     import torch.distributed as dist
 
     store = dist.PrefixStore(f"meeting_{os.environ.get('TORCHELASTIC_RUN_ID')}", tcp)
-    mine = uuid.uuid4().hex
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if session.rank != 0:
         store.set(f"asks/{store.add('asked', 1)}", mine)
-        store.wait([f"answer/{mine}"], timeout)
+        while not store.check([f"answer/{mine}"]):  # no signal is heard inside Store.wait
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError("rank 0 has not come")
+            time.sleep(_MEETING_LOOK_SECONDS)
         name = store.get(f"answer/{mine}").decode()
         store.set(f"{name}/is_here/{session.rank}", "")
         return name
-    deadline = time.monotonic() + timeout.total_seconds()
     everybody = [f"{mine}/is_here/{rank}" for rank in range(1, session.world_size)]
     unanswered: set[int] = set()
     seen = 0

@@ -18,6 +18,9 @@ from configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Preemption and torchrun, Ctrl-C, Slurm before a time limit, a terminal that is gone."""
 
+LAUNCHER = "SERRIED_LAUNCHER"
+"""Environment variable: the process that started this one, where that is ``launch=local``."""
+
 _UNHEARD_SECONDS = 5.0
 _TWICE_SECONDS = 1.0  # a terminal and torchrun may both pass on one Ctrl-C
 _SET_DEATH_SIGNAL, _GET_DEATH_SIGNAL = 1, 2  # prctl.h
@@ -161,7 +164,8 @@ def end_with_torchrun() -> None:
     if prctl(_GET_DEATH_SIGNAL, ctypes.byref(chosen)) != 0 or chosen.value:
         return
     prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
-    if os.getppid() != parent or _is_orphan(parent):  # it died before the kernel was asked
+    is_another = os.environ.get(LAUNCHER, str(parent)) != str(parent)
+    if os.getppid() != parent or is_another or _is_orphan(parent):  # it died before the kernel was asked
         os.kill(os.getpid(), signal.SIGTERM)
 
 

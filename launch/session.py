@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
 _GLOO_SETTLES_SECONDS = 0.2
+_PATIENCE_BEYOND_LIMIT = 1.25
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
@@ -105,9 +106,12 @@ class Session:
     failed: bool = False
     must_not_wait: bool = False
     """Set where a thread of this process still uses a group: leave without destroying it, which could hang."""
+    waits_for: str | None = None
+    """Whom this rank waits for at present in an exchange of verdicts, for the watchdog to tell."""
     _store: "Store | None" = None
     _exchanges: int = field(default=0)
     _failure: "Failure | None" = None
+    _is_told: bool = False
     _patient: "list[ProcessGroup]" = field(default_factory=list)
 
     @property
@@ -169,7 +173,7 @@ class Session:
                 if self._store is not None:
                     self._store.set(key, json.dumps(verdict))
         elif self._store is not None:
-            self._store.wait([key], timedelta(seconds=self.section.start_timeout_seconds))
+            self._wait([key], f"the first process of the {group}")
             verdict = json.loads(self._store.get(key))
         if "error" in verdict:
             raise UserError(verdict["error"])
@@ -194,8 +198,9 @@ class Session:
                         f"{what} differs between rank 0 ({expected}) and rank {rank} ({found}); start them alike"
                     )
 
-    def first_step_done(self) -> None:
-        """From here on a silent peer is waited for only ``launch.step_timeout_seconds``."""
+    def first_step_done(self, seconds: float = 0.0) -> None:
+        """From here on a silent peer is waited for only a little longer than ``launch.step_timeout_seconds``, or twice
+        the ``seconds`` that the first step took: by then the watchdog should have named it."""
         if self._store is None:
             return
         import torch.distributed as dist
@@ -203,7 +208,7 @@ class Session:
         # Private, and the only way to shorten a live group's patience; tests/test_session.py guards it.
         from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
 
-        timeout = timedelta(seconds=self.section.step_timeout_seconds)
+        timeout = timedelta(seconds=_PATIENCE_BEYOND_LIMIT * max(self.section.step_timeout_seconds, 2 * seconds))
         groups = {id(group): group for group in [_get_default_group(), *dist.distributed_c10d._world.pg_map]}
         for group in groups.values():
             if not any(group is patient for patient in self._patient):
@@ -232,8 +237,31 @@ class Session:
         self._exchanges += 1
         keys = [f"gather/{self._exchanges}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], json.dumps(value))
-        self._store.wait(keys, timedelta(seconds=self.section.start_timeout_seconds))
+        self._wait(keys, "every rank")
         return [json.loads(self._store.get(key)) for key in keys]
+
+    def _wait(self, keys: list[str], whom: str) -> None:
+        assert self._store is not None
+        self.waits_for = whom
+        self._store.wait(keys, timedelta(seconds=self.section.start_timeout_seconds))
+        self.waits_for = None
+
+    def background_names(self) -> list[str]:
+        """Names of the groups that ``background_group`` made."""
+        return [group.group_name for group in self._patient]
+
+    def own_connection(self, name: str) -> "Store":
+        """A store that all ranks share under ``name``, for another thread than the session's: with a connection of its
+        own, since whoever waits on one blocks all its users."""
+        import torch.distributed as dist
+
+        if self._store is None:
+            return dist.HashStore()
+        return dist.PrefixStore(name, _shared_store(self, is_master=False))
+
+    def end_with(self, rank: int, reason: str, exit_code: int) -> None:
+        """Have whatever fails from here on counted as an echo of this, which the user has been told."""
+        self._failure, self._is_told = Failure(rank, reason, exit_code), True
 
     def shield(self) -> None:
         """From here on a signal does not interrupt: what is left is to clean up. Ctrl-C still ends it, at once.
@@ -357,19 +385,9 @@ def _keep_freed_memory() -> None:
 def _start_group(session: Session) -> "Store":
     import torch.distributed as dist
 
-    env = os.environ
     timeout = timedelta(seconds=session.section.start_timeout_seconds)
-    agent_hosts = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    tcp = dist.TCPStore(
-        env["MASTER_ADDR"],
-        int(env["MASTER_PORT"]),
-        session.world_size,
-        is_master=session.rank == 0 and not agent_hosts,
-        timeout=timeout,
-    )
-    # A restart under the same agent meets the store of the attempt before, with addresses of dead processes in it.
-    attempt = f"{env.get('TORCHELASTIC_RUN_ID')}_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    store = dist.PrefixStore(f"attempt_{attempt}_world_{session.world_size}", tcp)
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = _shared_store(session, is_master=session.rank == 0 and not agent_hosts)
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if session.device.type == "cuda" else "gloo",
         store=store,
@@ -379,6 +397,23 @@ def _start_group(session: Session) -> "Store":
         device_id=session.device if session.device.type == "cuda" else None,
     )
     return dist.PrefixStore("control", store)
+
+
+def _shared_store(session: Session, *, is_master: bool) -> "Store":
+    """A new connection to the store in which the processes meet."""
+    import torch.distributed as dist
+
+    env = os.environ
+    tcp = dist.TCPStore(
+        env["MASTER_ADDR"],
+        int(env["MASTER_PORT"]),
+        session.world_size,
+        is_master=is_master,
+        timeout=timedelta(seconds=session.section.start_timeout_seconds),
+    )
+    # A restart under the same agent meets the store of the attempt before, with addresses of dead processes in it.
+    attempt = f"{env.get('TORCHELASTIC_RUN_ID')}_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return dist.PrefixStore(f"attempt_{attempt}_world_{session.world_size}", tcp)
 
 
 def report_mistake(error: UserError) -> int:
@@ -399,7 +434,10 @@ def _report_alone(error: UserError | TrainingFailed, *, speaks: bool) -> int:
 
 def _report(error: BaseException, session: Session) -> int:
     session.failed = True
-    if session.first_failure(error).rank != session.rank:
+    failure = session.first_failure(error)
+    if session._is_told:
+        return failure.exit_code
+    if failure.rank != session.rank:
         if isinstance(error, UserError):
             _let_another_end_first()
     elif isinstance(error, UserError | TrainingFailed):

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from configs.errors import UserError
+from configs.errors import EXIT_STOPPED, UserError
 
 RECORDS = ("config.yaml", "environment.json", "metrics.jsonl", "lost.jsonl", "status.json", "log", "checkpoints")
 """What a run leaves in its folder, and what is kept aside when another starts there."""
@@ -137,10 +137,11 @@ class RunFolder:
             self._failing.discard(name)
 
     def fail(self, step: int, reason: str, exit_code: int) -> None:
-        """Record that the run ended at ``step``, if it had begun."""
+        """Record that the run was broken off at ``step``, if it had begun; the exit code says whether it failed."""
         if self._metrics is not None:
-            self.record("stop", step=step, state="failed", reason=reason)
-            self.status("failed", step=step, reason=reason, exit_code=exit_code)
+            state = "stopped" if exit_code == EXIT_STOPPED else "failed"
+            self.record("stop", step=step, state=state, reason=reason)
+            self.status(state, step=step, reason=reason, exit_code=exit_code)
 
     def close(self) -> None:
         """Let go of the folder."""

@@ -31,6 +31,7 @@ from trainer.report import DONE, Report
 from trainer.sampler import SampleOrder
 from trainer.step import FAILURES_THAT_STOP, TrainStep
 from trainer.track import Console, RunFolder, environment, write_status
+from trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, TRAIN, Pulse, Watchdog
 
 if TYPE_CHECKING:
     from launch.session import Session
@@ -55,6 +56,7 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
     session.once(claim)
     console = Console(session.is_main, session.rank)
     start, trainer = Start(), None
+    watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
     try:
         start = find_start(config, session)
         for note in start.notes:
@@ -64,9 +66,10 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
             check_data(start, recipe.dataset("train").fingerprint, config)
             check_names(start.checkpoint, recipe.build_model(), recipe.export_name)
             return _nothing_to_do(config, start, console, folder)
-        trainer = Trainer(config, recipe, session, folder, console, config_yaml, start)
+        trainer = Trainer(config, recipe, session, folder, console, config_yaml, start, watchdog.pulse)
         return trainer.run()
     except BaseException as error:
+        watchdog.pulse.enter(END, trainer.step if trainer else start.step)
         session.shield()
         failure = session.first_failure(error)
         console.log(traceback.format_exc())
@@ -83,6 +86,7 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
     finally:
         if trainer is not None:
             trainer.checkpointer.close()
+        watchdog.close()
         if folder is not None:
             folder.close()
         console.close()
@@ -127,10 +131,11 @@ class Trainer:
         console: Console,
         config_yaml: str,
         start: Start,
+        pulse: Pulse,
     ) -> None:
         """Build everything, in the only order that works. ``folder`` is there on rank 0 alone."""
         self._config, self._recipe, self._session = config, recipe, session
-        self._console, self._origin = console, start.origin
+        self._console, self._origin, self._pulse = console, start.origin, pulse
         device, trainer = session.device, config.trainer
         layout = resolve_layout(config.parallel, session.world_size)
         accumulation = gradient_accumulation(trainer, layout)
@@ -217,6 +222,7 @@ class Trainer:
         code."""
         for _ in self.steps():
             pass
+        self._pulse.enter(END, self.step)
         seconds = time.perf_counter() - self._started
         self._parallel.reshard()
         return self._report.ended(self.step, seconds, self._sample())
@@ -224,6 +230,7 @@ class Trainer:
     def steps(self) -> Generator[int, None, None]:
         """Train, report and evaluate; yields the number of each step as it is done."""
         with self._loader, _scheduled_garbage_collection() as collect_garbage:
+            self._pulse.enter(DATA, self.step + 1)
             for step, batches in enumerate(self._loader, start=self.step + 1):
                 self._train(step, batches)
                 self._log()
@@ -231,13 +238,15 @@ class Trainer:
                 self._save()
                 collect_garbage(step)
                 yield step
+                self._pulse.enter(DATA, step + 1)
 
     def _train(self, step: int, batches: list[Any]) -> None:
         self.step = step
+        self._pulse.enter(TRAIN, step)
         on_device = [to_device(batch, self._session.device) for batch in batches]
         self._meter.add(step, self._train_step(on_device, self._learning_rate(step)))
         if step == self._first_step + 1:
-            self._session.first_step_done()
+            self._session.first_step_done(time.perf_counter() - self._started)
 
     def _learning_rate(self, step: int) -> float:
         config = self._config
@@ -248,6 +257,7 @@ class Trainer:
 
     def _log(self) -> None:
         """Read results where that is due, log them, and stop the run where they say so."""
+        self._pulse.enter(LOG, self.step)
         log = self._is_due(self._config.trainer.log_every) or (self.step == 1 and self._config.trainer.log_every > 0)
         # Reading waits for the device. A CPU has nothing to wait for; a GPU is read now and then even without a log.
         if log or self._session.device.type == "cpu" or self._is_due(_READ_AT_LEAST_EVERY):
@@ -287,13 +297,17 @@ class Trainer:
             data_ranks=self._session.world_size,
             data_rank=self._session.rank,
         )
-        on_device = (to_device(batch, self._session.device) for batch in batches)
+        on_device = (self._to_evaluate(batch) for batch in batches)
         terms = self._parallel.evaluate(on_device, self._recipe.loss)
         tokens = int(terms.weight.item())
         loss = terms.loss_sum.item() / tokens
         seconds = time.perf_counter() - started
         self._meter.pause(seconds)
         self._report.evaluated(self.step, loss, tokens, seconds)
+
+    def _to_evaluate(self, batch: Any) -> Any:
+        self._pulse.enter(EVALUATE, self.step)
+        return to_device(batch, self._session.device)
 
     def _samples(self, step: int) -> int:
         """Samples trained on when ``step`` is done: where the data order stands."""
@@ -305,6 +319,7 @@ class Trainer:
         every, is_last = self._config.checkpoint.every, self.step == self._config.trainer.last_step
         if not is_last and not (every and self.step % every == 0):
             return
+        self._pulse.enter(SAVE, self.step)
         started = time.perf_counter()
         self._report.saved(self.checkpointer.wait())
         self._meter.pause(time.perf_counter() - started)

@@ -36,12 +36,12 @@ def _plan(config: RunConfig, layout: Layout, accumulation: int) -> str:
 
 
 def _run(config: RunConfig) -> int:
-    from recipes.causal_lm import CausalLM
-    from trainer.trainer import train
-
     text = config_yaml(config)
 
     def work(session: Session) -> int:
+        from recipes.causal_lm import CausalLM
+        from trainer.trainer import train
+
         session.same_everywhere("the config", text)
         return train(config, CausalLM(config), session, text)
 

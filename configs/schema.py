@@ -263,6 +263,8 @@ class TrainerSection(Section):
     """Validation batches of ``global_batch`` sequences per evaluation (all of them where there are fewer)."""
     stop_at: PositiveCount | None = None
     """Stop after this step with a checkpoint to resume from; the schedule is still meant for ``steps``."""
+    max_minutes: Annotated[Number, Field(gt=0)] | None = None
+    """Stop so many minutes after the start with a checkpoint to resume from; the same command goes on."""
     sample_tokens: CountOrZero = 0
     """Tokens of text to generate from the trained model at the end; 0: none."""
 

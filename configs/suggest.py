@@ -62,6 +62,7 @@ _ALIASES = {  # names other frameworks use, for keys or groups whose value means
     "checkpoint.resume": "resume resume_from resume_from_checkpoint ckpt_path load_checkpoint auto_resume init_from "
     "pretrained pretrained_model_name_or_path initial_load_path",
     "trainer.stop_at": "stop_step stop_after exit_interval",
+    "trainer.max_minutes": "max_time exit_duration_in_mins exit_duration_minutes time_limit max_duration",
     "dry_run": "dryrun plan fast_dev_run",
     "recipe": "config config_name config_file preset experiment",
 }

@@ -3,9 +3,7 @@
 import ctypes
 import json
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +13,9 @@ from datetime import timedelta
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from configs.errors import EXIT_FAILED, EXIT_MISTAKE, TrainingFailed, UserError
+from configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
 from configs.schema import LaunchSection
+from launch.signals import Signals, end_with_torchrun
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 _GLOO_SETTLES_SECONDS = 0.2
 _PATIENCE_BEYOND_LIMIT = 1.25
+_LONGEST_NAP_SECONDS = 0.5
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
@@ -103,6 +103,9 @@ class Session:
     local_world_size: int
     device: "torch.device"
     section: LaunchSection
+    signals: Signals = field(default_factory=Signals)
+    started: float = field(default_factory=time.monotonic)
+    """When this process began to join, by ``time.monotonic``."""
     failed: bool = False
     must_not_wait: bool = False
     """Set where a thread of this process still uses a group: leave without destroying it, which could hang."""
@@ -167,13 +170,14 @@ class Session:
             except UserError as error:
                 verdict = {"error": str(error)}
             except BaseException as error:
+                self.first_failure(error)  # before the others hear of it, and fail by it
                 verdict = {"failure": repr(error)}
                 raise
             finally:
                 if self._store is not None:
                     self._store.set(key, json.dumps(verdict))
         elif self._store is not None:
-            self._wait([key], f"the first process of the {group}")
+            self._await([key], f"the first process of the {group}")
             verdict = json.loads(self._store.get(key))
         if "error" in verdict:
             raise UserError(verdict["error"])
@@ -237,13 +241,19 @@ class Session:
         self._exchanges += 1
         keys = [f"gather/{self._exchanges}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], json.dumps(value))
-        self._wait(keys, "every rank")
+        self._await(keys, "every rank")
         return [json.loads(self._store.get(key)) for key in keys]
 
-    def _wait(self, keys: list[str], whom: str) -> None:
+    def _await(self, keys: list[str], whom: str) -> None:
+        """Wait until the store has ``keys``. By looking again and again: no signal is heard inside ``Store.wait``."""
         assert self._store is not None
         self.waits_for = whom
-        self._store.wait(keys, timedelta(seconds=self.section.start_timeout_seconds))
+        deadline, nap = time.monotonic() + self.section.start_timeout_seconds, 0.001
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                self._store.wait(keys, timedelta(milliseconds=1))  # raises what it raises
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
         self.waits_for = None
 
     def background_names(self) -> list[str]:
@@ -268,30 +278,58 @@ class Session:
 
         torchrun sends SIGTERM to all as soon as one process has failed, which must not cut short the words why.
         """
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_FAILED))
+        self.signals.clean_up()
 
     def first_failure(self, error: BaseException) -> Failure:
         """The failure that ended the run: ``error`` of this rank, unless another rank's came before."""
         if self._failure is None:
-            mine = Failure(self.rank, _in_one_line(error), _exit_code(error))
-            self._failure = mine
+            mine = self._failure = Failure(self.rank, self._reason(error), _exit_code(error))
             if self._store is not None:
                 with suppress(RuntimeError):  # the store died with its host: nobody is left to ask
+                    if isinstance(error, StopRequested) and (peer := self._dead_peer()) is not None:
+                        # torchrun sends SIGTERM to all when one has died: that is no request to stop.
+                        mine = Failure(self.rank, f"rank {peer} died without a word before the first step", EXIT_FAILED)
                     self._failure = Failure(*json.loads(self._store.compare_set("failure", "", json.dumps(mine))))
         return self._failure
 
+    def _reason(self, error: BaseException) -> str:
+        if isinstance(error, StopRequested):
+            where = f" on rank {self.rank}" if self.world_size > 1 else ""
+            return f"{error}{where} before the first step"
+        return _in_one_line(error)
+
+    def _dead_peer(self) -> int | None:
+        """A rank of this node that has begun and is gone."""
+        assert self._store is not None
+        first = self.rank - self.local_rank
+        for rank in range(first, first + self.local_world_size):
+            key = _process_key(rank)
+            if self._store.check([key]) and not _is_running(int(self._store.get(key))):
+                return rank
+        return None
+
+
+def _process_key(rank: int) -> str:
+    return f"process/{rank}"
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
 
 def _in_one_line(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
     text = str(error).strip().splitlines()
     named = "" if isinstance(error, UserError | TrainingFailed) else f"{type(error).__name__}: "
     return f"{named}{text[0]}" if text else type(error).__name__
 
 
 def _exit_code(error: BaseException) -> int:
+    if isinstance(error, StopRequested):
+        return EXIT_STOPPED
     return EXIT_MISTAKE if isinstance(error, UserError) else EXIT_FAILED
 
 
@@ -300,6 +338,7 @@ def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> in
 
     Returns the exit code.
     """
+    end_with_torchrun()
     try:
         with open_session(section) as session:
             try:
@@ -307,7 +346,8 @@ def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> in
             except BaseException as error:
                 session.shield()
                 return _report(error, session)
-    except (UserError, TrainingFailed) as error:  # while joining: each machine speaks for itself, as others may be fine
+    except (UserError, TrainingFailed, StopRequested) as error:
+        # While joining: each machine speaks for itself, as others may be fine.
         return _report_alone(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
 
 
@@ -319,7 +359,15 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
 
     Raises:
         UserError: a GPU is asked for and there is none, or more processes than GPUs.
+        StopRequested: a signal came, now or later, and nobody has taken charge of ``Session.signals``.
     """
+    with Signals() as signals, _joined(section, signals) as session:
+        yield session
+
+
+@contextmanager
+def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
+    started = time.monotonic()
     import torch
 
     env = os.environ
@@ -331,7 +379,7 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
     torch.set_num_threads(max(1, usable_cores() // local_world))
     if device.type == "cpu":
         _keep_freed_memory()
-    session = Session(rank, local_rank, world, local_world, device, section)
+    session = Session(rank, local_rank, world, local_world, device, section, signals, started)
     if world > 1:
         try:
             session._store = _start_group(session)
@@ -341,10 +389,12 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
                 f"rank {rank} of {world} could not join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')} "
                 f"within launch.start_timeout_seconds={section.start_timeout_seconds:g}: {reason}"
             ) from error
-    handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+        session._store.set(_process_key(rank), str(os.getpid()))
     try:
         yield session
     finally:
+        if not session.failed:
+            signals.leave()
         session.shield()
         if world > 1:
             import torch.distributed as dist
@@ -356,8 +406,6 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
             # After a failure a GPU may still wait for a peer that is gone, and NCCL would wait with it.
             if not (session.must_not_wait or (session.failed and device.type == "cuda")):
                 dist.destroy_process_group()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def _choose_device(section: LaunchSection, local_rank: int, local_world: int) -> "torch.device":
@@ -424,9 +472,12 @@ def report_mistake(error: UserError) -> int:
     return _report_alone(error, speaks=speaks())
 
 
-def _report_alone(error: UserError | TrainingFailed, *, speaks: bool) -> int:
-    if speaks:
-        print(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}", file=sys.stderr, flush=True)
+def _report_alone(error: UserError | TrainingFailed | StopRequested, *, speaks: bool) -> int:
+    if isinstance(error, StopRequested):
+        if speaks:
+            _say(f"stopped: {error} while the processes were joining; the same command begins again")
+    elif speaks:
+        _say(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}")
     else:
         _let_another_end_first()
     return _exit_code(error)
@@ -437,16 +488,25 @@ def _report(error: BaseException, session: Session) -> int:
     failure = session.first_failure(error)
     if session._is_told:
         return failure.exit_code
+    if failure.exit_code == EXIT_STOPPED:
+        if failure.rank == session.rank:
+            _say(f"stopped: {failure.reason}; the same command begins again, or goes on from the newest checkpoint")
+        return EXIT_STOPPED
     if failure.rank != session.rank:
         if isinstance(error, UserError):
             _let_another_end_first()
+    elif isinstance(error, StopRequested):
+        _say(f"failed: {failure.reason}")
     elif isinstance(error, UserError | TrainingFailed):
-        print(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}", file=sys.stderr, flush=True)
-    elif isinstance(error, KeyboardInterrupt):
-        print("interrupted", file=sys.stderr, flush=True)
+        _say(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}")
     else:
         traceback.print_exception(error)
-    return _exit_code(error)
+    return EXIT_FAILED if isinstance(error, StopRequested) else _exit_code(error)
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # whoever listened is gone
+        print(line, file=sys.stderr, flush=True)
 
 
 def _let_another_end_first() -> None:
@@ -455,19 +515,13 @@ def _let_another_end_first() -> None:
         time.sleep(10)
 
 
-def _interrupt(number: int, _: object) -> NoReturn:
-    """The first signal ends the run through its clean-up, which no later one interrupts; Ctrl-C again: at once."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN if number == signal.SIGTERM else lambda *_: os._exit(EXIT_FAILED))
-    raise KeyboardInterrupt
-
-
 def leave(code: int) -> NoReturn:
     """End the process at once.
 
     Past the point where work is done, Gloo's threads can abort an interpreter that is shutting down
     (https://github.com/pytorch/pytorch/issues/179291), which would turn success into exit code -6.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # whoever listened is gone
+            stream.flush()
     os._exit(code)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from configs.errors import EXIT_STOPPED
 from configs.schema import LaunchSection
-from trainer.track import Console, RunFolder, write_status
+from trainer.track import Console, RunFolder, next_status, read_status, write_status
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -393,10 +393,12 @@ class Watchdog:
             text = "\n".join([reason, *_told_at_length(beats)])
             (self._run_dir / "log" / "hang.txt").write_text(f"{text}\n")
         if self._folder is not None:
-            self._folder.fail(step, reason, EXIT_STOPPED)
+            self._folder.stop_early(step, reason, EXIT_STOPPED)
         else:
             with suppress(OSError):
-                write_status(self._run_dir, "stopped", step=step, reason=reason, exit_code=EXIT_STOPPED)
+                now = read_status(self._run_dir)
+                status = next_status(now, "stopped", step=step, reason=reason, exit_code=EXIT_STOPPED)
+                write_status(self._run_dir, status)
         with suppress(RuntimeError):  # not all are, in that time
             ready = [f"ready/{beat.rank}" for beat in awake if beat.rank != self._session.rank]
             self._store.wait(ready, timedelta(seconds=_OTHERS_READY_WITHIN_SECONDS))

@@ -220,7 +220,7 @@ _NOT_PART_OF_THE_NUMBERS = (
     "recipe", "dry_run", "run.", "launch.", "checkpoint.", "parallel.", "model.name", "model.max_sequence_length",
     "model.vocab_size", "model.head_dim", "model.initializer_std", "data.name", "data.path", "data.workers",
     "data.cache_dir", "trainer.micro_batch", "trainer.log_every", "trainer.eval_", "trainer.sample_tokens",
-    "trainer.stop_at", "trainer.deterministic",
+    "trainer.stop_at", "trainer.max_minutes", "trainer.deterministic",
 )  # fmt: skip
 """Beginnings of keys that shape where, how fast and how visibly a run goes, not its numbers. What ``data.path`` leads
 to is compared by its content, and sizes of the model by the shapes of its tensors."""
@@ -277,7 +277,7 @@ def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> N
 
 def _changed(state: dict[str, Any], config: RunConfig, world_size: int) -> list[str]:
     changed = differences(state["config"], plain(config))
-    silent = ("run.", "checkpoint.", "dry_run", "trainer.stop_at")
+    silent = ("run.", "checkpoint.", "dry_run", "trainer.stop_at", "trainer.max_minutes")
     told = [text for key, text in changed.items() if not key.startswith(silent)]
     for name, now in (("torch", torch.__version__), ("world_size", world_size)):
         if state.get(name) != now:

@@ -274,6 +274,26 @@ class TrainerSection(Section):
         return min(self.steps, self.stop_at or self.steps)
 
 
+class HealthSection(Section):
+    """What is done about steps that went wrong, and about replicas that differ."""
+
+    spike: Literal["off", "warn", "skip", "stop", "rollback"] = "warn"
+    """When loss or gradient norm jumps: ``warn``; ``skip`` the step, which then changes nothing; ``stop``, resumably;
+    ``rollback`` to the newest checkpoint and leave the samples since out."""
+    spike_deviations: Number = Field(default=6.0, gt=0)
+    """A spike is more than so many standard deviations above the mean of the last accepted steps."""
+    spike_window: Annotated[PositiveCount, Field(ge=4)] = 128
+    """How many accepted steps that mean is taken over; until half of them are there nothing is a spike."""
+    non_finite: Literal["skip", "stop", "rollback"] = "skip"
+    """When loss or gradient is not finite: the step changes nothing, and after three in a row the run fails (``skip``)
+    or goes back to the newest checkpoint (``rollback``); ``stop`` at the first one, resumably."""
+    max_rollbacks: PositiveCount = 3
+    """How many times a run may go back; the next time it stops."""
+    replica_check_every: CountOrZero = 100
+    """Steps between comparisons of the bits that replicas hold (``ddp``, ``hsdp``), which also precede each save; 0: no
+    comparison at all."""
+
+
 class CheckpointSection(Section):
     """Saving and resuming. Checkpoints lie in ``run.dir/checkpoints`` and are Hugging Face models."""
 
@@ -330,6 +350,7 @@ class RunConfig(Section):
     optim: OptimSection
     schedule: ScheduleSection
     trainer: TrainerSection
+    health: HealthSection
     checkpoint: CheckpointSection
     launch: LaunchSection
 

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import socket
 import sys
 import time
 import traceback
@@ -13,7 +14,15 @@ from datetime import timedelta
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
+from configs.errors import (
+    EXIT_FAILED,
+    EXIT_MISTAKE,
+    EXIT_STOPPED,
+    StopRequested,
+    TrainingFailed,
+    TrainingStopped,
+    UserError,
+)
 from configs.schema import LaunchSection
 from launch.signals import Signals, end_with_torchrun
 
@@ -256,6 +265,10 @@ class Session:
             nap = min(2 * nap, _LONGEST_NAP_SECONDS)
         self.waits_for = None
 
+    def host(self) -> str:
+        """Name of this machine."""
+        return socket.gethostname()
+
     def background_names(self) -> list[str]:
         """Names of the groups that ``background_group`` made."""
         return [group.group_name for group in self._patient]
@@ -328,7 +341,7 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _exit_code(error: BaseException) -> int:
-    if isinstance(error, StopRequested):
+    if isinstance(error, StopRequested | TrainingStopped):
         return EXIT_STOPPED
     return EXIT_MISTAKE if isinstance(error, UserError) else EXIT_FAILED
 
@@ -490,7 +503,8 @@ def _report(error: BaseException, session: Session) -> int:
         return failure.exit_code
     if failure.exit_code == EXIT_STOPPED:
         if failure.rank == session.rank:
-            _say(f"stopped: {failure.reason}; the same command begins again, or goes on from the newest checkpoint")
+            begins = "; the same command begins again, or goes on from the newest checkpoint"
+            _say(f"stopped: {failure.reason}{'' if isinstance(error, TrainingStopped) else begins}")
         return EXIT_STOPPED
     if failure.rank != session.rank:
         if isinstance(error, UserError):

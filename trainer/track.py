@@ -86,6 +86,18 @@ class RunFolder:
         self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
         self.status("running", step=step)
 
+    def go_back(self, step: int) -> None:
+        """Put the lines of steps after ``step`` aside: these steps are trained again."""
+        self._unless_it_fails("metrics.jsonl", lambda: self._reopen_after(step))
+
+    def _reopen_after(self, step: int) -> None:
+        assert self._metrics is not None
+        self._write()
+        self._forget_after(step)
+        reopened = (self.path / "metrics.jsonl").open("ab", buffering=0)
+        self._metrics.close()
+        self._metrics = reopened
+
     def _forget_after(self, step: int) -> None:
         try:
             text = (self.path / "metrics.jsonl").read_text(errors="replace")
@@ -319,7 +331,8 @@ def step_line(values: dict[str, Any], steps: int, ranks: int) -> str:
             f"eta {duration((steps - values['step']) * values['step_seconds'])}",
         ]
     if values["skipped"]:
-        parts.append("SKIPPED: not finite, nothing changed")
+        is_finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        parts.append(f"SKIPPED: {'a spike' if is_finite else 'not finite'}, nothing changed")
     return "  ".join(parts)
 
 

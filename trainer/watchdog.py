@@ -10,7 +10,6 @@ which all end, resumably.
 import json
 import math
 import os
-import socket
 import sys
 import threading
 import time
@@ -310,7 +309,7 @@ class Watchdog:
         age = self._patience.measure(self.pulse.now, elapsed)
         self._told += 1
         beat = Beat(
-            self._session.rank, socket.gethostname(), self._told, self.pulse.now.phase, self.pulse.now.step,
+            self._session.rank, self._session.host(), self._told, self.pulse.now.phase, self.pulse.now.step,
             *age, waits_for=self._session.waits_for,
         )  # fmt: skip
         if beat.age_seconds > _TELL_STACK_AT * self._section.step_timeout_seconds:

@@ -85,6 +85,13 @@ class Report:
         )  # fmt: skip
         self._console.say(f"WARNING    {text}")
 
+    def slow(self, rank: int, host: str, share: float) -> None:
+        """Tell of a rank whose device is slower than the others', for which all wait."""
+        self._console.say(
+            f"WARNING    rank {rank} on {host} is slow: the same arithmetic takes {share:.2f}x the median of the ranks "
+            "there, and all wait for it. Is its device hot, or shared?"
+        )
+
     def went_back(self, start: Start, from_step: int, samples: int, reason: str) -> None:
         """Tell that the run goes on from the checkpoint ``start``, at the sample ``samples`` of the order."""
         self.progress = Progress(**start.state["progress"])

@@ -337,6 +337,9 @@ class Trainer:
                 if is_logged:
                     rates = self._meter.rates(step, progress.tokens, self._loader.take_waited_seconds())
                     self._report.running(step)
+                    if (slow := self._meter.slow.named()) is not None:
+                        rank, share = slow
+                        self._report.slow(rank, self._session.gather(self._session.host())[rank], share)
                 self._report.step(step, result, self._learning_rate(step), self._samples(step), rates)
             self._respond(step, result)
 

@@ -5,12 +5,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not installed: their names are too plain
 
-from configs.errors import EXIT_FINISHED, EXIT_MISTAKE, UserError
+from configs.errors import EXIT_FINISHED, UserError
 from configs.schema import parse_count
 from configs.suggest import nearest
+from launch.session import leave, report_mistake
 
 USAGE = """\
-usage: serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]
+usage: serried preflight [key=value ...]          are these nodes fit: alone, or by torchrun on all of them
+       serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]
+
+preflight takes the overrides of train.py; on 2 nodes of 8, on each of them, with torchrun's usual words:
+torchrun --nnodes=2 --nproc_per_node=8 ... serried.py preflight run.dir=RUN. export:
 
   run.dir     run folder (or run.name=NAME for runs/NAME)
   out         folder to write, which transformers opens: config, generation config, tokenizer, weights
@@ -20,7 +25,7 @@ usage: serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|
 
 Training is train.py's: python train.py --help"""
 
-_LATER = ("plan", "prepare", "preflight", "submit", "status", "evaluate", "generate", "report", "recipes")
+_LATER = ("plan", "prepare", "submit", "status", "evaluate", "generate", "report", "recipes")
 _EXPORT_KEYS = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
 
 
@@ -33,14 +38,32 @@ def main(arguments: list[str] | None = None) -> int:
             print(USAGE)
         elif command == "export":
             print(export(_pairs(rest)))
+        elif command == "preflight":
+            leave(preflight(rest))
         elif command in _LATER:
             raise UserError(f"serried {command} is not in this version yet; there is: serried export")
         else:
             raise UserError(f"there is no command {command!r}; did you mean: serried export")
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_MISTAKE
+        return report_mistake(error)
     return EXIT_FINISHED
+
+
+def preflight(words: list[str]) -> int:
+    """Examine the nodes that a run as ``words`` (overrides of train.py) says would use. Returns the exit code.
+
+    Raises:
+        UserError: an override is mistaken.
+    """
+    from configs.compose import compose
+    from launch.preflight import preflight as examine
+    from recipes.causal_lm import CausalLM
+    from trainer.metrics import PEAK_FLOPS
+    from trainer.optim import state_bytes
+
+    config = compose(words)
+    parameters = sum(parameter.numel() for parameter in CausalLM(config).build_model().parameters())
+    return examine(config.launch, config.run.dir, (config.checkpoint.keep + 1) * state_bytes(parameters), PEAK_FLOPS)
 
 
 def export(given: dict[str, str]) -> str:

@@ -332,7 +332,8 @@ class LaunchSection(Section):
     start_timeout_seconds: Number = Field(default=1800.0, gt=0)
     """How long a process waits for another until the first step is done (data preparation, model set-up)."""
     step_timeout_seconds: Number = Field(default=300.0, gt=0)
-    """How long a process waits for another after the first step."""
+    """How long the run may stand still after the first step; then the rank that holds it up is named, and the run ends,
+    resumably. At a fifth of it there is a warning. A step that took longer from the start has twice its time."""
 
 
 class RunConfig(Section):

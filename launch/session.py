@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _GLOO_SETTLES_SECONDS = 0.2
 _PATIENCE_BEYOND_LIMIT = 1.25
+_RECORDED_COLLECTIVES = "2000"
 _LONGEST_NAP_SECONDS = 0.5
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
@@ -270,8 +271,8 @@ class Session:
         return socket.gethostname()
 
     def background_names(self) -> list[str]:
-        """Names of the groups that ``background_group`` made."""
-        return [group.group_name for group in self._patient]
+        """Names of the groups that ``background_group`` made and this rank is in."""
+        return [str(group.group_name) for group in self._patient if hasattr(group, "group_name")]
 
     def own_connection(self, name: str) -> "Store":
         """A store that all ranks share under ``name``, for another thread than the session's: with a connection of its
@@ -388,6 +389,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
     device = _choose_device(section, local_rank, local_world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)  # for the watchdog to name who is missing
     # torchrun sets OMP_NUM_THREADS=1; ranks that share this machine's cores should use all of them between them.
     torch.set_num_threads(max(1, usable_cores() // local_world))
     if device.type == "cpu":

@@ -30,6 +30,9 @@ BARRIER = ("gloo/0", 8, "barrier", False)
 BEFORE = ("gloo/0", 7, "all_reduce of 9 numbers", True)
 
 
+HSDP = ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=2", "trainer.global_batch=8"]
+
+
 def beat(rank: int, phase: str = TRAIN, step: int = 812, age: float = 61, **more: Any) -> Beat:
     return Beat(rank, f"n{rank // 4}", 1, phase, step, age, 300.0, 60.0, **more)
 
@@ -195,23 +198,24 @@ def check_ended(run_dir: Path) -> str:
 def test_a_hanging_rank_is_named_and_the_run_ends_and_goes_on(
     how: str, says: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    argv = short(text, tmp_path)
+    ranks, layout = (4, HSDP) if how == "sleep" else (3, [])
+    argv = short(text, tmp_path, *layout)
     with pytest.raises(AssertionError) as ended:
-        cluster.run(3, "tests.test_watchdog:train_hanging", argv=argv, how=how, rank=1, step=5)
+        cluster.run(ranks, "tests.test_watchdog:train_hanging", argv=argv, how=how, rank=1, step=5)
     printed = str(ended.value)
-    assert printed.count("the process ended with 75") == 3
+    assert printed.count("the process ended with 75") == ranks
     assert "Traceback" not in printed
     assert "WARNING    no progress: rank 1 on " in printed
     reason = check_ended(tmp_path)
     assert says in reason
     assert f"rank 1 on {os.uname().nodename} " in reason
     told = (tmp_path / "log" / "hang.txt").read_text()
-    assert all(f"  rank {rank} on " in told for rank in range(3))
+    assert all(f"  rank {rank} on " in told for rank in range(ranks))
     assert "trainer/loader.py" in told if how == "sleep" else "parallel/data.py" in told
     assert json.loads((tmp_path / "log" / "collectives-2.json").read_text())
-    answers = cluster.run(3, "tests.runs:train_small", argv=argv)
+    answers = cluster.run(ranks, "tests.runs:train_small", argv=argv)
     assert metrics(tmp_path, "start")[-1]["resumed_from"] >= 2
-    assert [answer.value["code"] for answer in answers] == [0, 0, 0]
+    assert [answer.value["code"] for answer in answers] == [0] * ranks
     assert steps_saved(tmp_path)[-1] == 6
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ from trainer.step import FAILURES_THAT_STOP, StepResult
 if TYPE_CHECKING:
     from launch.session import Session
 
-_CHUNK_ELEMENTS = 2**20
+_CHUNK_WORDS = 2**20
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as a signed number
 _FOLD = 0xD1342543DE82EF95 - 2**64
 
@@ -116,16 +116,25 @@ def differing(digests: list[int], shard: int) -> tuple[list[int], bool]:
 def digest(tensors: Iterable[Tensor]) -> Tensor:
     """A hash of the bits of ``tensors``, int64 scalar on their device, computed there without a wait.
 
-    Sums of bit patterns times odd numbers that depend on the position, modulo 2^64: one changed bit, wherever, always
-    changes it.
+    Sums of words of 64 bits times odd numbers that depend on the position, modulo 2^64: one changed bit, wherever,
+    always changes it.
     """
-    total: Tensor | None = None
-    for tensor in tensors:
-        flat = tensor.contiguous().view(-1)
-        words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-        for chunk in words.split(_CHUNK_ELEMENTS):
-            factors = torch.arange(1, 2 * len(chunk), 2, dtype=torch.int64, device=chunk.device) * _ODD
-            part = (factors * chunk).sum()
-            total = part if total is None else total * _FOLD + part
-    assert total is not None, "no tensors"
+    total = factors = torch.empty(0, dtype=torch.int64)
+    for number, tensor in enumerate(tensors):
+        if number == 0:
+            total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+            factors = torch.arange(1, 2 * _CHUNK_WORDS, 2, dtype=torch.int64, device=tensor.device) * _ODD
+        for words in _words(tensor.contiguous().view(-1)):
+            for chunk in words.split(_CHUNK_WORDS):
+                total = total * _FOLD + (factors[: len(chunk)] * chunk).sum()
     return total
+
+
+def _words(flat: Tensor) -> Iterator[Tensor]:
+    """The bits of ``flat`` as 64-bit words, and the few numbers at the end that fill none."""
+    per_word = 8 // flat.element_size()
+    whole = len(flat) // per_word * per_word
+    if flat.storage_offset() % per_word:  # a view that begins inside a word
+        flat = flat.clone()
+    yield flat[:whole].view(torch.int64)
+    yield flat[whole:].view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])

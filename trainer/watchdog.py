@@ -268,6 +268,7 @@ class Watchdog:
         self._seen: dict[int, tuple[int, float]] = {}
         self._warned: Verdict | None = None
         self._starved: set[int] = set()
+        self._failed_by: set[type[Exception]] = set()
         self._store: Store | None = None
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -289,9 +290,11 @@ class Watchdog:
                 self._beat(elapsed)
             except RuntimeError:  # the store is out of reach: try again over a new connection
                 self._store = None
-            except Exception:  # whatever is wrong with the watchdog, it is no reason to end a run
-                self._console.log(f"the watchdog has ended:\n{traceback.format_exc()}")
-                return
+            except Exception as error:  # whatever is wrong with the watchdog, it is no reason to end a run
+                if type(error) not in self._failed_by:
+                    self._failed_by.add(type(error))
+                    self._console.say(f"WARNING    the watchdog of rank {self._session.rank} fails: {error!r}")
+                    self._console.log(traceback.format_exc())
 
     def _beat(self, elapsed: float) -> None:
         if self._store is None:
@@ -429,9 +432,13 @@ def _told_at_length(beats: Iterable[Beat]) -> list[str]:
         lines += [f"    {entry}" for entry in beat.stack]
         lines += [
             f"    {'done' if done else 'waits'}: {operation}, number {number} of group {group}"
-            for group, number, operation, done in beat.collectives[-3:]
+            for group, number, operation, done in _told_collectives(beat)
         ]
     return lines
+
+
+def _told_collectives(beat: Beat) -> list[tuple[str, int, str, bool]]:
+    return [entry for entry in beat.collectives if not entry[-1]] or beat.collectives[-3:]
 
 
 def _seconds(seconds: float) -> str:

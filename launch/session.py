@@ -125,6 +125,8 @@ class Session:
     _exchanges: int = field(default=0)
     _failure: "Failure | None" = None
     _is_told: bool = False
+    _attempt: str = ""
+    """What the keys of this attempt begin with, in the store."""
     _patient: "list[ProcessGroup]" = field(default_factory=list)
 
     @property
@@ -450,6 +452,9 @@ def _start_group(session: Session) -> "Store":
 
     timeout = timedelta(seconds=session.section.start_timeout_seconds)
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # A restart under the same agent meets the store of the attempt before, with addresses of dead processes in it.
+    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID')}_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    session._attempt = f"attempt_{attempt}_world_{session.world_size}"
     store = _shared_store(session, is_master=session.rank == 0 and not agent_hosts)
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if session.device.type == "cuda" else "gloo",
@@ -474,9 +479,7 @@ def _shared_store(session: Session, *, is_master: bool) -> "Store":
         is_master=is_master,
         timeout=timedelta(seconds=session.section.start_timeout_seconds),
     )
-    # A restart under the same agent meets the store of the attempt before, with addresses of dead processes in it.
-    attempt = f"{env.get('TORCHELASTIC_RUN_ID')}_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return dist.PrefixStore(f"attempt_{attempt}_world_{session.world_size}", tcp)
+    return dist.PrefixStore(session._attempt, tcp)
 
 
 def report_mistake(error: UserError) -> int:

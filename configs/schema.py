@@ -375,6 +375,26 @@ class TrainerSection(Section):
         return min(self.steps, self.stop_at or self.steps)
 
 
+class HealthSection(Section):
+    """What is done about steps that went wrong, and about replicas that differ."""
+
+    spike: Literal["off", "warn", "skip", "stop", "rollback"] = "warn"
+    """When loss or gradient norm jumps: ``warn``; ``skip`` the step, which then changes nothing; ``stop``, resumably;
+    ``rollback`` to the newest checkpoint and leave the samples since out."""
+    spike_deviations: Number = Field(default=6.0, gt=0)
+    """A spike is more than so many standard deviations above the mean of the last accepted steps."""
+    spike_window: Annotated[PositiveCount, Field(ge=4)] = 128
+    """How many accepted steps that mean is taken over; until half of them are there nothing is a spike."""
+    non_finite: Literal["skip", "stop", "rollback"] = "skip"
+    """When loss or gradient is not finite: the step changes nothing, and after three in a row the run fails (``skip``)
+    or goes back to the newest checkpoint (``rollback``); ``stop`` at the first one, resumably."""
+    max_rollbacks: PositiveCount = 3
+    """How many times a run may go back; the next time it stops."""
+    replica_check_every: CountOrZero = 100
+    """Steps between comparisons of the bits that replicas hold (``ddp``, ``hsdp``), which also precede each save; 0: no
+    comparison at all."""
+
+
 class CheckpointSection(Section):
     """Saving and resuming. Checkpoints lie in ``run.dir/checkpoints`` and are Hugging Face models."""
 
@@ -415,7 +435,8 @@ class LaunchSection(Section):
     start_timeout_seconds: Number = Field(default=1800.0, gt=0)
     """How long a process waits for another until the first step is done (data preparation, model set-up)."""
     step_timeout_seconds: Number = Field(default=300.0, gt=0)
-    """How long a process waits for another after the first step."""
+    """How long the run may stand still after the first step; then the rank that holds it up is named, and the run ends,
+    resumably. At a fifth of it there is a warning. A step that took longer from the start has twice its time."""
     stop_timeout_seconds: Number = Field(default=600.0, gt=0)
     """``launch=local``: how long stopping may take, with its checkpoint, before what is left is killed."""
 
@@ -493,6 +514,7 @@ class RunConfig(Section):
     optim: OptimSection
     schedule: ScheduleSection
     trainer: TrainerSection
+    health: HealthSection
     checkpoint: CheckpointSection
     launch: LaunchSection
     slurm: SlurmSection = Field(default_factory=SlurmSection)

@@ -67,6 +67,12 @@ _ALIASES = {  # names other frameworks use, for keys or groups whose value means
     "slurm.setup": "slurm_setup setup_commands",
     "slurm.interface": "gloo_socket_ifname nccl_socket_ifname socket_ifname",
     "slurm.signal_seconds": "signal_delay_s",
+    "launch.step_timeout_seconds": "ddp_timeout comm_timeout nccl_timeout train_timeout_seconds hang_timeout",
+    "health.spike": "loss_spike spike_detection spike_policy skip_spikes",
+    "health.spike_deviations": "sigma_factor spike_threshold loss_spike_factor",
+    "health.spike_window": "rolling_interval_length",
+    "health.non_finite": "nan_policy terminate_on_nan check_for_nan_in_loss_and_grad on_nan",
+    "health.replica_check_every": "check_weight_hash_across_dp_replicas_interval replica_check",
     "run.name": "run_name experiment_name exp_name name job_name",
     "run.dir": "output_dir save_dir out_dir log_dir logdir work_dir results_dir default_root_dir checkpoint_dir",
     "checkpoint.every": "save_every save_steps save_interval checkpoint_every save_freq every_n_train_steps "

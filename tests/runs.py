@@ -30,6 +30,7 @@ from trainer.checkpoint.retention import committed
 from trainer.step import TrainStep
 from trainer.track import Console, RunFolder
 from trainer.trainer import Trainer, train
+from trainer.watchdog import Pulse
 
 
 def write_text(folder: Path) -> None:
@@ -103,7 +104,7 @@ def save_again(argv: list[str], run_dir: str) -> None:
         folder = RunFolder(Path(run_dir)) if session.is_main else None
         console = Console(False, session.rank)
         copied = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(run_dir)})})
-        trainer = Trainer(copied, recipe, session, folder, console, config_yaml(config), start)
+        trainer = Trainer(copied, recipe, session, folder, console, config_yaml(config), start, Pulse())
         trainer.checkpointer.save(start.step, start.state)
         saved = trainer.checkpointer.wait()
         assert saved is not None

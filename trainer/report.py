@@ -77,6 +77,34 @@ class Report:
         self._record("step", **values)
         self._console.say(step_line(values, self._config.trainer.steps, self._session.world_size))
 
+    def spiked(self, step: int, result: StepResult, text: str) -> None:
+        """Tell of a step whose loss or gradient jumped."""
+        self._record(
+            "spike", step=step, loss=result.loss, grad_norm=result.grad_norm, loss_limit=result.loss_limit,
+            norm_limit=result.norm_limit, skipped=bool(result.skipped),
+        )  # fmt: skip
+        self._console.say(f"WARNING    {text}")
+
+    def slow(self, rank: int, host: str, share: float) -> None:
+        """Tell of a rank whose device is slower than the others', for which all wait."""
+        self._console.say(
+            f"WARNING    rank {rank} on {host} is slow: the same arithmetic takes {share:.2f}x the median of the ranks "
+            "there, and all wait for it. Is its device hot, or shared?"
+        )
+
+    def went_back(self, start: Start, from_step: int, samples: int, reason: str) -> None:
+        """Tell that the run goes on from the checkpoint ``start``, at the sample ``samples`` of the order."""
+        self.progress = Progress(**start.state["progress"])
+        if self._folder is not None:
+            self._folder.go_back(start.step)
+        left_out = samples - int(start.state["samples"])
+        self._record(
+            "rollback", step=start.step, from_step=from_step, samples=samples, left_out=left_out, reason=reason
+        )
+        self._console.say(
+            f"WARNING    {reason}. Gone back to {start.checkpoint}; the {left_out} samples since are left out"
+        )
+
     def running(self, step: int) -> None:
         """Have ``status.json`` say where the run is."""
         if self._folder is not None:

@@ -7,6 +7,7 @@ files live with whoever opens them.
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -153,19 +154,66 @@ class ModelSection(Section):
         return self
 
 
-class DataSection(Section):
+class SourceSection(Section):
+    """Where documents come from."""
+
+    name: Literal["stdlib", "text", "hf", "tokens"]
+    """``stdlib``, ``text`` (your files), ``hf`` (a Hugging Face dataset) or ``tokens`` (made before)."""
+    path: str | None = None
+    """File, folder or glob (``text``, ``tokens``), or dataset (``hf``)."""
+    subset: str | None = None
+    """``hf``: name of the configuration within the dataset, such as ``sample-10BT``."""
+    split: str = "train"
+    """``hf``: split that is trained on."""
+    revision: str | None = None
+    """``hf``: branch, tag or commit of the dataset."""
+    text_column: str = "text"
+    """Column that holds the text, in Hugging Face datasets and in .jsonl and .parquet files."""
+    messages_column: str = "messages"
+    """Column that holds a conversation (``data.format=chat``)."""
+
+
+class MixedSource(SourceSection):
+    """One source of a mixture."""
+
+    weight: Number = Field(default=1.0, gt=0)
+    """Share of the training data, relative to the other sources' weights."""
+
+
+class DataSection(SourceSection):
     """What is trained on."""
 
-    name: Literal["stdlib", "text"]
-    """``stdlib``: the Python standard library's own sources; ``text``: your files, given by ``data.path``."""
-    path: str | None = None
-    """File, folder or glob of UTF-8 text (``data=text`` only)."""
-    tokenizer: Literal["bytes", "chars"] = "bytes"
-    """``bytes`` (all 256) or ``chars`` (the characters that occur), and an end mark."""
+    name: Literal["stdlib", "text", "hf", "tokens", "mixture"]  # type: ignore[assignment]
+    """``stdlib`` (Python's own sources), ``text`` (your files), ``hf`` (a Hugging Face dataset), ``tokens`` (made
+    before), ``mixture`` (several of these)."""
+    sources: dict[str, MixedSource] = Field(default_factory=dict)
+    """``mixture``: what is mixed, by names of yours."""
+    weigh_by: Literal["tokens", "samples"] = "tokens"
+    """``mixture``: what the weights are shares of."""
+    validation: dict[str, SourceSection] = Field(default_factory=dict)
+    """Further validation sets, by names of yours; each is evaluated whole or to ``trainer.eval_batches``."""
+    validation_fraction: Number = Field(default=0.05, gt=0, lt=1)
+    """Share of the text kept for validation: whole documents, or the tail of each file where there are few files."""
+    validation_split: str | None = None
+    """``hf``: split used for validation, instead of a share of the one trained on."""
+    format: Literal["text", "chat"] = "text"
+    """``chat``: each row is a conversation; only what the assistant says is learned."""
+    chat_template: str | None = None
+    """Jinja template of a conversation, or the path of one; the tokenizer's own, else ChatML, when null."""
+    tokenizer: str = Field(default="bytes", min_length=1)
+    """``bytes``, ``chars``, ``train``, a ``tokenizer.json`` or a Hugging Face name."""
+    vocab_size: PositiveCount = 8192
+    """``data.tokenizer=train``: ids to learn."""
+    token_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
+    """``tokens``: type of the numbers in flat binary files."""
     sequence_length: PositiveCount
     """Tokens per sequence."""
-    validation_fraction: Number = Field(default=0.05, gt=0, lt=1)
-    """Share of the text kept for validation: whole files where there are at least 20, else the tail of each file."""
+    packing: Literal["split", "best_fit"] = "split"
+    """``split``: documents one after the other, cut into sequences; ``best_fit``: whole documents, as many as fit."""
+    isolate_documents: bool = False
+    """Documents in one sequence do not attend to each other, and positions restart with each."""
+    streaming: bool = False
+    """``hf``: read shard by shard while training, for data that does not fit on the disk."""
     workers: CountOrZero = 2
     """Threads per process that read batches ahead; 0 reads in the training thread."""
     cache_dir: Path | None = None
@@ -177,6 +225,32 @@ class DataSection(Section):
             raise ValueError("data=text needs data.path=FILE_OR_FOLDER_OR_GLOB")
         if self.name == "stdlib" and self.path:
             raise ValueError(f"data.path={self.path} is only read by data=text; add data=text")
+        return self
+
+    @model_validator(mode="after")
+    def _format_fits(self) -> "DataSection":
+        if self.format != "chat" and self.chat_template is not None:
+            raise ValueError("data.chat_template is only read with data.format=chat; add data.format=chat")
+        if self.format == "chat" and self.tokenizer in ("chars", "train"):
+            raise ValueError(
+                f"data.format=chat needs a tokenizer that is there already, and data.tokenizer={self.tokenizer} is "
+                "made from text; use data.tokenizer=bytes, or the tokenizer of the model: data.tokenizer=MODEL_FOLDER"
+            )
+        if self.format == "chat" and self.name == "stdlib":
+            raise ValueError(
+                "data=stdlib has no conversations; use data=text data.path=CHATS.jsonl, or data.format=text"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tokenizer_named(self) -> "DataSection":
+        named = ("bytes", "chars", "train")
+        if self.tokenizer not in named and "/" not in self.tokenizer and not Path(self.tokenizer).exists():
+            close = (get_close_matches(self.tokenizer, named, 1, 0.5) or named)[0]
+            raise ValueError(
+                f"data.tokenizer={self.tokenizer} is none of {', '.join(named)}, and no such file or folder is here; "
+                f"use data.tokenizer={close}, or a Hugging Face name with its owner, as in openai-community/gpt2"
+            )
         return self
 
 

@@ -162,6 +162,8 @@ class Session:
     _exchanges: int = field(default=0)
     _failure: "Failure | None" = None
     _patient: "list[ProcessGroup]" = field(default_factory=list)
+    _processes: list[int] = field(default_factory=list)
+    """The ranks' process numbers, each of its own machine."""
 
     @property
     def is_main(self) -> bool:
@@ -311,19 +313,24 @@ class Session:
     def first_failure(self, error: BaseException) -> Failure:
         """The failure that ended the run: ``error`` of this rank, unless another rank's came before."""
         if self._failure is None:
-            mine = self._failure = Failure(self.rank, self._reason(error), _exit_code(error))
+            mine = self._failure = self.failure(error)
             if self._store is not None:
                 with suppress(RuntimeError):  # the store died with its host: nobody is left to ask
-                    if isinstance(error, StopRequested) and (peer := self._dead_peer()) is not None:
-                        # torchrun sends SIGTERM to all when one has died: that is no request to stop.
-                        mine = Failure(self.rank, f"rank {peer} died without a word before the first step", EXIT_FAILED)
                     self._failure = Failure(*json.loads(self._store.compare_set("failure", "", json.dumps(mine))))
         return self._failure
 
+    def failure(self, error: BaseException) -> Failure:
+        """``error`` of this rank, as far as it knows by itself."""
+        if not isinstance(error, StopRequested):
+            return Failure(self.rank, self._reason(error), _exit_code(error))
+        first = self.rank - self.local_rank
+        for peer, process in enumerate(self._processes[first : first + self.local_world_size], start=first):
+            if not _is_running(process):  # torchrun sends SIGTERM to all when one has died: that is no request to stop
+                return Failure(self.rank, f"rank {peer} died without a word before the first step", EXIT_FAILED)
+        where = f" on rank {self.rank}" if self.world_size > 1 else ""
+        return Failure(self.rank, f"{error}{where} before the first step", EXIT_STOPPED)
+
     def _reason(self, error: BaseException) -> str:
-        if isinstance(error, StopRequested):
-            where = f" on rank {self.rank}" if self.world_size > 1 else ""
-            return f"{error}{where} before the first step"
         text = _in_one_line(error)
         if isinstance(error, RuntimeError) and any(words in text for words in _NO_ANSWER):
             patience = f"launch.step_timeout_seconds={self.section.step_timeout_seconds:g}"
@@ -331,20 +338,6 @@ class Session:
         if isinstance(error, RuntimeError) and any(words in text for words in _BROKEN_OFF):
             return f"another process ended, or the network between them broke: {text}"
         return text
-
-    def _dead_peer(self) -> int | None:
-        """A rank of this node that has begun and is gone."""
-        assert self._store is not None
-        first = self.rank - self.local_rank
-        for rank in range(first, first + self.local_world_size):
-            key = _process_key(rank)
-            if self._store.check([key]) and not _is_running(int(self._store.get(key))):
-                return rank
-        return None
-
-
-def _process_key(rank: int) -> str:
-    return f"process/{rank}"
 
 
 def _is_running(process: int) -> bool:
@@ -423,7 +416,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
                 f"rank {rank} of {world} could not join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')} "
                 f"within launch.start_timeout_seconds={section.start_timeout_seconds:g}: {reason}"
             ) from error
-        session._store.set(_process_key(rank), str(os.getpid()))
+        session._processes = session.gather(os.getpid())
     try:
         yield session
     finally:
@@ -500,13 +493,14 @@ def _agree_on_attempt(tcp: "Store", session: Session, timeout: timedelta) -> str
     import torch.distributed as dist
 
     store = dist.PrefixStore(f"meeting_{os.environ.get('TORCHELASTIC_RUN_ID')}", tcp)
-    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    mine, nap, deadline = uuid.uuid4().hex, 0.005, time.monotonic() + timeout.total_seconds()
     if session.rank != 0:
         store.set(f"asks/{store.add('asked', 1)}", mine)
         while not store.check([f"answer/{mine}"]):  # no signal is heard inside Store.wait
             if time.monotonic() > deadline:
                 raise dist.DistStoreError("rank 0 has not come")
-            time.sleep(_MEETING_LOOK_SECONDS)
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
         name = store.get(f"answer/{mine}").decode()
         store.set(f"{name}/is_here/{session.rank}", "")
         return name

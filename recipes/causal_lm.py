@@ -1,7 +1,7 @@
 """Causal language modelling: predict the next token."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,10 @@ from torch import nn
 from configs.errors import UserError
 from configs.schema import RunConfig
 from parallel.plan import LossTerms, ParallelPlan
-from recipes.data.dataset import Batch, Sample, TokenDataset, collate
+from recipes.data.chat import chat_template
+from recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
 from recipes.data.prepare import Prepared, open_prepared, prepare
+from recipes.data.show import for_terminal, marked_lines
 from recipes.data.tokenizer import BytesTokenizer, hugging_face_files
 from recipes.models import transformer
 from recipes.models.head import IGNORE
@@ -26,11 +28,12 @@ class CausalLM:
     def __init__(self, config: RunConfig) -> None:
         self._model, self._data = config.model, config.data
         self._prepared: Prepared | None = None
+        self._datasets: dict[str, TokenDataset | PackedDataset] = {}
 
     # data -----------------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> str:
-        return str(prepare(self._data).folder)
+    def prepare(self, show: Callable[[str], None] | None = None) -> str:
+        return str(prepare(self._data, show).folder)
 
     def open_data(self, folder: str) -> None:
         self._prepared = open_prepared(Path(folder))
@@ -38,11 +41,27 @@ class CausalLM:
     def describe_data(self) -> str:
         source = f"{self._data.name} {self._data.path}" if self._data.path else self._data.name
         line = f"{source}, {self._data.tokenizer} as tokens, {self._data.sequence_length} a sequence"
-        return line if self._prepared is None else f"{line}; {self._prepared.describe()}"
+        if self._data.format == "chat":
+            line += ", of conversations what the assistant says"
+        if self._prepared is None:
+            return line
+        how = self.dataset("train").describe()
+        return f"{line}; {self._prepared.describe()}" + (f"; {how}" if how else "")
 
-    def dataset(self, split: str) -> TokenDataset:
+    def describe_sample(self) -> list[str]:
+        if self._data.format != "chat":
+            return []  # all of it is learned
         assert self._prepared is not None, "open_data comes first"
-        return TokenDataset(self._prepared, split, self._data.sequence_length)
+        sample = self.dataset("train")[0]
+        is_learned = np.concatenate(([False], sample.targets[:-1] != IGNORE))
+        lines = marked_lines(self._prepared.tokenizer, sample.tokens, is_learned)
+        return ["sample     the first sequence; what is learned of it stands behind >", *lines]
+
+    def dataset(self, split: str) -> TokenDataset | PackedDataset:
+        assert self._prepared is not None, "open_data comes first"
+        if split not in self._datasets:
+            self._datasets[split] = open_dataset(self._prepared, split, self._data)
+        return self._datasets[split]
 
     def collate(self, samples: Sequence[Sample], ids: np.ndarray) -> Batch:
         return collate(samples, ids)
@@ -89,7 +108,7 @@ class CausalLM:
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
-        loss_sum = model(batch.tokens, batch.targets)
+        loss_sum = model(batch.tokens, batch.targets, batch.positions)
         return LossTerms(loss_sum, (batch.targets != IGNORE).sum())
 
     def flops_per_token(self, parameters: int) -> float:
@@ -107,9 +126,7 @@ class CausalLM:
             # Never the end mark: under sharding all ranks must take the same number of forwards.
             logits[tokenizer.end_id] = float("-inf")
             ids.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
-        text = tokenizer.decode(ids[1:])
-        # It goes to a terminal, which obeys control characters.
-        return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+        return for_terminal(tokenizer.decode(ids[1:]))
 
     # export ---------------------------------------------------------------------------------------------------------
 
@@ -135,6 +152,8 @@ class CausalLM:
         assert self._prepared is not None, "open_data comes first"
         tokenizer = self._prepared.tokenizer
         config = transformer.hugging_face_config(self._model, self.vocab_size(), tokenizer.end_id)
-        files = {"config.json": config, **hugging_face_files(tokenizer)}
+        files = {"config.json": json.dumps(config, indent=2) + "\n", **hugging_face_files(tokenizer)}
         for name, content in files.items():
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+            (folder / name).write_text(content, "utf-8")
+        if self._data.format == "chat":
+            (folder / "chat_template.jinja").write_text(chat_template(self._data, tokenizer)[0], "utf-8")

@@ -223,12 +223,9 @@ def test_the_echo_of_a_failure_is_no_request_to_stop(cluster: Cluster, text: Pat
 
 def stop_beside_the_dead() -> list[object]:
     with open_session(LaunchSection()) as session:
-        if session.rank == 1:
-            child = subprocess.Popen([sys.executable, "-c", ""])
-            child.wait()
-            assert session._store is not None
-            session._store.set("process/1", str(child.pid))
-        session.gather("ready")
+        child = subprocess.Popen([sys.executable, "-c", ""])
+        child.wait()
+        session._processes[1] = child.pid
         answer = list(session.first_failure(StopRequested("SIGTERM"))) if session.rank == 0 else []
         session.gather("done")
         return answer
@@ -238,6 +235,28 @@ def test_a_peer_that_died_without_a_word_is_no_request_to_stop(cluster: Cluster)
     """torchrun sends SIGTERM to the others then, as it does when it is asked to end."""
     answer = cluster.run(2, "tests.test_shutdown:stop_beside_the_dead")[0].value
     assert answer == [0, "rank 1 died without a word before the first step", 70]
+
+
+def test_a_rank_that_waits_for_another_in_vain_still_hears(text: Path, tmp_path: Path) -> None:
+    """Python's handlers do not run inside a call that waits."""
+    argv = tiny_overrides(text, tmp_path / "run")
+    script = (
+        "import os, signal, threading, sys, torch.distributed as dist\n"
+        "from datetime import timedelta\n"
+        "from unittest.mock import patch\n"
+        "from train import main\n"
+        "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "def wait(*_, **__):\n"
+        "    threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()\n"
+        "    store.wait(['never'], timedelta(seconds=100))\n"
+        f"with patch('trainer.trainer.parallelize', wait): main({argv})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=90
+    )
+    assert (done.returncode, done.stderr) == (75, "")
+    now = status(tmp_path / "run")
+    assert (now["state"], now["step"], now["reason"]) == ("stopped", 0, "SIGTERM before the first step")
 
 
 def test_where_the_last_checkpoint_cannot_be_saved_the_run_has_failed(text: Path, tmp_path: Path) -> None:

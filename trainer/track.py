@@ -280,6 +280,16 @@ class Console:
                 print(text, file=sys.stdout, flush=True)
         self.log(text)
 
+    def progress(self, text: str) -> None:
+        """Say how far something is: on a terminal over what was said before, which an empty ``text`` takes away."""
+        if not self._speaks:
+            return
+        with suppress(OSError):
+            if sys.stdout.isatty():
+                print(f"\r\033[K{text}", end="", flush=True)
+            elif text:
+                print(text, flush=True)
+
     def log(self, text: str) -> None:
         """Write ``text`` to this rank's log alone."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")

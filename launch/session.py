@@ -523,13 +523,14 @@ def _agree_on_attempt(tcp: "Store", session: Session, timeout: timedelta) -> str
     import torch.distributed as dist
 
     store = dist.PrefixStore(f"meeting_{os.environ.get('TORCHELASTIC_RUN_ID')}", tcp)
-    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    mine, nap, deadline = uuid.uuid4().hex, 0.005, time.monotonic() + timeout.total_seconds()
     if session.rank != 0:
         store.set(f"asks/{store.add('asked', 1)}", mine)
         while not store.check([f"answer/{mine}"]):  # no signal is heard inside Store.wait
             if time.monotonic() > deadline:
                 raise dist.DistStoreError("rank 0 has not come")
-            time.sleep(_MEETING_LOOK_SECONDS)
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
         name = store.get(f"answer/{mine}").decode()
         store.set(f"{name}/is_here/{session.rank}", "")
         return name

@@ -13,3 +13,10 @@ class UserError(Exception):
 
 class TrainingFailed(Exception):
     """Training cannot go on, for a reason that a traceback would not explain. One line, exit code 70."""
+
+
+class StopRequested(BaseException):
+    """A signal asked to stop before there was anything to save. Its name; exit code 75.
+
+    Like KeyboardInterrupt no ``Exception``: nothing that mends errors may take it for one.
+    """

@@ -255,6 +255,21 @@ class DataSection(SourceSection):
         return self
 
     @model_validator(mode="after")
+    def _format_fits(self) -> "DataSection":
+        if self.format != "chat" and self.chat_template is not None:
+            raise ValueError("data.chat_template is only read with data.format=chat; add data.format=chat")
+        if self.format == "chat" and self.tokenizer in ("chars", "train"):
+            raise ValueError(
+                f"data.format=chat needs a tokenizer that is there already, and data.tokenizer={self.tokenizer} is "
+                "made from text; use data.tokenizer=bytes, or the tokenizer of the model: data.tokenizer=MODEL_FOLDER"
+            )
+        if self.format == "chat" and self.name == "stdlib":
+            raise ValueError(
+                "data=stdlib has no conversations; use data=text data.path=CHATS.jsonl, or data.format=text"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _tokenizer_named(self) -> "DataSection":
         named = ("bytes", "chars", "train")
         if self.tokenizer not in named and "/" not in self.tokenizer and not Path(self.tokenizer).exists():
@@ -349,6 +364,8 @@ class TrainerSection(Section):
     """Validation batches of ``global_batch`` sequences per evaluation (all of them where there are fewer)."""
     stop_at: PositiveCount | None = None
     """Stop after this step with a checkpoint to resume from; the schedule is still meant for ``steps``."""
+    max_minutes: Annotated[Number, Field(gt=0)] | None = None
+    """Stop so many minutes after the start with a checkpoint to resume from; the same command goes on."""
     sample_tokens: CountOrZero = 0
     """Tokens of text to generate from the trained model at the end; 0: none."""
 
@@ -385,18 +402,80 @@ class CheckpointSection(Section):
 
 
 class LaunchSection(Section):
-    """Processes and their patience."""
+    """Processes, who starts them, and their patience."""
 
+    name: Literal["torchrun", "local", "slurm"] = "torchrun"
+    """``torchrun`` (you start the processes), ``local`` (this command does, here) or ``slurm`` (it submits a job)."""
     processes: PositiveCount | None = None
-    """Processes per node, as torchrun says; give it to plan for a machine you are not on (``dry_run=true``)."""
+    """Processes per node. With ``launch=torchrun`` torchrun decides; ``local``: one a GPU, or one, when null."""
     nodes: PositiveCount | None = None
-    """Nodes, as torchrun says; give it to plan for a machine you are not on (``dry_run=true``)."""
+    """Nodes. With ``launch=torchrun`` torchrun decides; one when null."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` (the GPU when there is one), ``cpu`` or ``cuda``."""
     start_timeout_seconds: Number = Field(default=1800.0, gt=0)
     """How long a process waits for another until the first step is done (data preparation, model set-up)."""
     step_timeout_seconds: Number = Field(default=300.0, gt=0)
     """How long a process waits for another after the first step."""
+    stop_timeout_seconds: Number = Field(default=600.0, gt=0)
+    """``launch=local``: how long stopping may take, with its checkpoint, before what is left is killed."""
+
+
+_Word = Annotated[str, Field(pattern=r"""^[^\s'"\\]+$""")]
+
+
+class SlurmSection(Section):
+    """The job that ``launch=slurm`` and ``serried submit`` hand to Slurm. Null leaves a choice to the cluster."""
+
+    partition: _Word | None = None
+    """Partition, or several with commas between them, quoted."""
+    account: _Word | None = None
+    """Account that pays."""
+    qos: _Word | None = None
+    """Quality of service."""
+    reservation: _Word | None = None
+    """Reservation to run in."""
+    time_minutes: PositiveCount | None = None
+    """Time limit of one start, in minutes; with ``requeue`` a run may take many."""
+    gpus_per_node: PositiveCount | None = None
+    """GPUs on each node; ``launch.processes`` follows it."""
+    cpus_per_node: PositiveCount | None = None
+    """CPU cores on each node."""
+    memory: _Word | None = None
+    """Memory on each node, as sbatch writes it: ``64G``."""
+    constraint: _Word | None = None
+    """Features that the nodes must have."""
+    exclude: _Word | None = None
+    """Nodes to leave out, as ``serried preflight`` names them."""
+    dependency: _Word | None = None
+    """Jobs to wait for: ``afterok:123``."""
+    array_concurrency: PositiveCount | None = None
+    """Of a sweep (``-m``), how many runs at a time; all when null."""
+    modules: str | None = None
+    """Environment modules to load, with blanks between them."""
+    setup: str | None = None
+    """Shell commands to run on each node before training: ``source /opt/env.sh; export NCCL_DEBUG=INFO``."""
+    container: str | None = None
+    """Command that runs what follows it in a container: ``apptainer exec --nv image.sif``."""
+    python: str | None = None
+    """Interpreter on the nodes; the one that submits when null."""
+    interface: _Word | None = None
+    """Network interface between the nodes, for Gloo and NCCL: ``ib0``; theirs to choose when null."""
+    requeue: bool = True
+    """A run that was stopped (time limit, preemption) is queued again and goes on. Not one that failed."""
+    signal_seconds: PositiveCount = 120
+    """How long before the time limit the processes are told to save and stop."""
+    dry_run: bool = False
+    """Print the script and stop."""
+
+    @model_validator(mode="after")
+    def _time_to_stop(self) -> "SlurmSection":
+        limit = self.time_minutes and self.time_minutes * 60
+        if limit and self.signal_seconds >= limit:
+            raise ValueError(
+                f"slurm.signal_seconds={self.signal_seconds} is not below slurm.time_minutes={self.time_minutes} "
+                f"(= {limit} s): the run would be stopped as it starts; use slurm.signal_seconds={max(1, limit // 4)}"
+            )
+        return self
 
 
 class RunConfig(Section):
@@ -416,6 +495,7 @@ class RunConfig(Section):
     trainer: TrainerSection
     checkpoint: CheckpointSection
     launch: LaunchSection
+    slurm: SlurmSection = Field(default_factory=SlurmSection)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "RunConfig":

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,14 @@ from parallel.mesh import Layout, build_mesh
 from parallel.plan import LossTerms, ParallelPlan
 
 LossFunction = Callable[[nn.Module, Any], LossTerms]
+
+
+class Totals(NamedTuple):
+    """Sums over the global batch and all ranks, fp64 scalars on the device."""
+
+    loss_sum: Tensor
+    weight: Tensor
+    votes: Tensor
 
 
 class Single:
@@ -33,27 +41,31 @@ class Single:
         self.device = device
         self._autocast_dtype = autocast_dtype
 
-    def forward_backward(self, batches: Sequence[Any], loss: LossFunction, scale: float | Tensor) -> LossTerms:
+    def forward_backward(
+        self, batches: Sequence[Any], loss: LossFunction, scale: float | Tensor, vote: Callable[[], float]
+    ) -> Totals:
         """Backward through ``scale`` x the summed loss of all ``batches`` of all ranks.
 
-        ``.grad`` is that sum's gradient over ``gradient_divisor``. Returns the totals over all
-        ranks, fp64 scalars. Ranks exchange gradients once, after the last micro-batch, unless asked to do so after
-        each; the totals travel while the last backward runs.
+        ``.grad`` is that sum's gradient over ``gradient_divisor``. Ranks exchange gradients once, after the last
+        micro-batch, unless asked to do so after each; the totals travel while the last backward runs. This rank's
+        ``vote`` travels with them: asked for at the last moment, it costs no exchange of its own.
         """
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         travelling = None
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             with self._gradient_exchange(is_last):
                 with self.autocast():
                     terms = loss(self.model, batch)
-                totals += torch.stack((terms.loss_sum.detach().double(), terms.weight.double()))
+                totals[:2] += torch.stack((terms.loss_sum.detach().double(), terms.weight.double()))
+                if is_last and (mine := vote()):
+                    totals[2] = mine
                 if is_last and dist.is_initialized():
                     travelling = dist.all_reduce(totals, async_op=True)
                 (terms.loss_sum * scale).backward()
         if travelling is not None:
             travelling.wait()
-        return LossTerms(totals[0], totals[1])
+        return Totals(*totals.unbind())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any], loss: LossFunction) -> LossTerms:

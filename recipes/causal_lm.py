@@ -11,8 +11,10 @@ from torch import nn
 from configs.errors import UserError
 from configs.schema import RunConfig
 from parallel.plan import LossTerms, ParallelPlan
-from recipes.data.dataset import Batch, Sample, TokenDataset, collate
+from recipes.data.chat import chat_template
+from recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
 from recipes.data.prepare import Prepared, named_tokenizer, open_prepared, prepare
+from recipes.data.show import for_terminal, marked_lines
 from recipes.data.summary import summary_of
 from recipes.data.tokenizer import hugging_face_files
 from recipes.models import transformer
@@ -27,6 +29,7 @@ class CausalLM:
     def __init__(self, config: RunConfig) -> None:
         self._model, self._data = config.model, config.data
         self._prepared: Prepared | None = None
+        self._datasets: dict[str, TokenDataset | PackedDataset] = {}
 
     # data -----------------------------------------------------------------------------------------------------------
 
@@ -39,16 +42,32 @@ class CausalLM:
     def describe_data(self) -> str:
         source = " ".join(filter(None, (self._data.name, self._data.path, self._data.subset)))
         line = f"{source}, {self._data.tokenizer} as tokens, {self._data.sequence_length} a sequence"
-        return line if self._prepared is None else f"{line}; {self._prepared.describe()}"
+        if self._data.format == "chat":
+            line += ", conversations, learned is what the assistant says"
+        if self._prepared is None:
+            return line
+        how = self.dataset("train").describe()
+        return f"{line}; {self._prepared.describe()}" + (f"; {how}" if how else "")
 
     def summary(self) -> str:
         """What was prepared, at length: documents, tokens, lengths, a sample."""
         assert self._prepared is not None, "open_data comes first"
         return summary_of(self._prepared, self._data.tokenizer)
 
-    def dataset(self, split: str) -> TokenDataset:
+    def describe_sample(self) -> list[str]:
+        if self._data.format != "chat":
+            return []  # all of it is learned
         assert self._prepared is not None, "open_data comes first"
-        return TokenDataset(self._prepared, split, self._data.sequence_length)
+        sample = self.dataset("train")[0]
+        is_learned = np.concatenate(([False], sample.targets[:-1] != IGNORE))
+        lines = marked_lines(self._prepared.tokenizer, sample.tokens, is_learned)
+        return ["sample     the first sequence; what is learned of it stands behind >", *lines]
+
+    def dataset(self, split: str) -> TokenDataset | PackedDataset:
+        assert self._prepared is not None, "open_data comes first"
+        if split not in self._datasets:
+            self._datasets[split] = open_dataset(self._prepared, split, self._data)
+        return self._datasets[split]
 
     def collate(self, samples: Sequence[Sample], ids: np.ndarray) -> Batch:
         return collate(samples, ids)
@@ -112,7 +131,7 @@ class CausalLM:
         return f"{ids:,} padded to {rows:,}" if self._model.vocab_size is None and ids != rows else f"{rows:,}"
 
     def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
-        loss_sum = model(batch.tokens, batch.targets)
+        loss_sum = model(batch.tokens, batch.targets, batch.positions)
         return LossTerms(loss_sum, (batch.targets != IGNORE).sum())
 
     def flops_per_token(self, parameters: int) -> float:
@@ -132,9 +151,7 @@ class CausalLM:
             # Never the end mark: under sharding all ranks must take the same number of forwards.
             logits[tokenizer.end_id] = float("-inf")
             ids.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
-        text = tokenizer.decode(ids[prompt:])
-        # It goes to a terminal, which obeys control characters.
-        return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+        return for_terminal(tokenizer.decode(ids[prompt:]))
 
     # export ---------------------------------------------------------------------------------------------------------
 
@@ -163,3 +180,5 @@ class CausalLM:
         files = {"config.json": json.dumps(config, indent=2) + "\n", **hugging_face_files(tokenizer)}
         for name, content in files.items():
             (folder / name).write_text(content, "utf-8")
+        if self._data.format == "chat":
+            (folder / "chat_template.jinja").write_text(chat_template(self._data, tokenizer)[0], "utf-8")

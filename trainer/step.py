@@ -1,6 +1,6 @@
 """One optimizer step: a transaction that all ranks commit or none does, without waiting for the device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ class StepResult(NamedTuple):
     """Loss scale the step ran with; 1 unless fp16."""
     failed_in_row: float
     """Rejected steps in a row, this one included, less those that a smaller loss scale may cure."""
+    votes: float
+    """Sum of what the ranks voted; see ``trainer.shutdown``."""
 
 
 class TrainStep:
@@ -54,10 +56,12 @@ class TrainStep:
         self._nominal_weight = nominal_weight
         self._failed_in_row = torch.zeros((), dtype=torch.float64, device=parallel.device)
 
-    def __call__(self, batches: Sequence[Any], lr: float) -> Tensor:
-        """Train on ``batches``, this rank's micro-batches of one global batch. Returns a StepResult as fp64 [6]."""
+    def __call__(self, batches: Sequence[Any], lr: float, vote: Callable[[], float]) -> Tensor:
+        """Train on ``batches``, this rank's micro-batches of one global batch. Returns a StepResult as fp64 [7]."""
         scale = self.scaler.scale
-        loss_sum, weight = self._parallel.forward_backward(batches, self._loss, scale / self._nominal_weight)
+        loss_sum, weight, votes = self._parallel.forward_backward(
+            batches, self._loss, scale / self._nominal_weight, vote
+        )
         with torch.no_grad():
             squares = self._parallel.sum_squares(sum_of_squares(self._gradients()))
             # What .grad has to be divided by to be the gradient of the mean loss.
@@ -78,7 +82,7 @@ class TrainStep:
             self._optimizer.zero_grad()
             self.scaler.update(rejected)
             return torch.stack(
-                (loss_sum / weight, weight, norm, rejected.double(), scale.double(), self._failed_in_row)
+                (loss_sum / weight, weight, norm, rejected.double(), scale.double(), self._failed_in_row, votes)
             )
 
     def state(self) -> dict[str, Any]:
@@ -96,7 +100,7 @@ class TrainStep:
         DDP deals gradients into other buckets after its first backward, which changes the order of sums on 3 or more
         ranks: after a rehearsal the first step, of a new run and of a resumed one, is as any other.
         """
-        self._parallel.forward_backward([batch], self._loss, 0.0)
+        self._parallel.forward_backward([batch], self._loss, 0.0, lambda: 0.0)
         self._optimizer.zero_grad()
 
     def _gradients(self) -> list[Tensor]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed, UserError
+from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
 from configs.schema import RunConfig
 from parallel.apply import parallelize
 from parallel.mesh import gradient_accumulation, resolve_layout
@@ -29,11 +29,12 @@ from trainer.precision import LOW_DTYPES, GradScaler
 from trainer.recipe import Recipe, to_device
 from trainer.report import DONE, Report
 from trainer.sampler import SampleOrder
+from trainer.shutdown import Action, Shutdown
 from trainer.step import FAILURES_THAT_STOP, TrainStep
-from trainer.track import Console, RunFolder, environment, write_status
+from trainer.track import Console, RunFolder, environment, tell_end
 
 if TYPE_CHECKING:
-    from launch.session import Session
+    from launch.session import Failure, Session
 
 _READ_AT_LEAST_EVERY = 50
 _COLLECT_GARBAGE_EVERY = 50
@@ -55,6 +56,13 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
     session.once(claim)
     console = Console(session.is_main, session.rank)
     start, trainer = Start(), None
+
+    def stop_unheard() -> int:
+        failure = session.failure(StopRequested(session.signals.received))
+        _tell_end(config, start.step, failure)
+        return failure.exit_code
+
+    session.signals.last_words_unheard = stop_unheard
     try:
         start = find_start(config, session)
         for note in start.notes:
@@ -65,6 +73,8 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
             check_names(start.checkpoint, recipe.build_model(), recipe.export_name)
             return _nothing_to_do(config, start, console, folder)
         trainer = Trainer(config, recipe, session, folder, console, config_yaml, start)
+        if folder is not None:
+            session.signals.last_words = lambda: folder.fail(trainer.step, "interrupted twice", EXIT_FAILED)
         return trainer.run()
     except BaseException as error:
         session.shield()
@@ -72,13 +82,15 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         console.log(traceback.format_exc())
         if trainer is not None:
             trainer.end_save()
-        step = trainer.step if trainer else start.step
-        if folder is not None:
+        is_request = failure.exit_code == EXIT_STOPPED
+        step = trainer.step if trainer and not is_request else start.step
+        if folder is None:
+            if failure.rank == session.rank:
+                _tell_end(config, step, failure)
+        elif is_request:
+            folder.stop_early(step, failure.reason, failure.exit_code)
+        else:
             folder.fail(step, failure.reason, failure.exit_code)
-        elif trainer is not None and failure.rank == session.rank:
-            # Rank 0 may be killed, inside a collective, before it can say why.
-            with suppress(OSError):
-                write_status(config.run.dir, "failed", step=step, reason=failure.reason, exit_code=failure.exit_code)
         raise
     finally:
         if trainer is not None:
@@ -86,6 +98,12 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         if folder is not None:
             folder.close()
         console.close()
+
+
+def _tell_end(config: RunConfig, step: int, failure: "Failure") -> None:
+    state = "stopped" if failure.exit_code == EXIT_STOPPED else "failed"
+    with suppress(OSError):
+        tell_end(config.run.dir, state, step=step, reason=failure.reason, exit_code=failure.exit_code)
 
 
 def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: RunFolder | None) -> int:
@@ -151,11 +169,14 @@ class Trainer:
         plan = recipe.parallel_plan(model)
         for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start):
             console.say(line)
+        for line in recipe.describe_sample():
+            console.say(line)
         for note in session.once(partial(_begin, folder, start, config_yaml, parameters)):
             console.say(note)
         console.open(config.run.dir)
         self._report = Report(config, session, folder, console, start)
         self._report.begun(layout, parameters, start)
+        self._shutdown = Shutdown(config, session, console, lambda: self._report.last_save_seconds)
 
         self._parallel = parallelize(
             model,
@@ -219,11 +240,12 @@ class Trainer:
             pass
         seconds = time.perf_counter() - self._started
         self._parallel.reshard()
-        return self._report.ended(self.step, seconds, self._sample())
+        return self._report.ended(self.step, seconds, self._sample(), self._shutdown.reason)
 
     def steps(self) -> Generator[int, None, None]:
-        """Train, report and evaluate; yields the number of each step as it is done."""
-        with self._loader, _scheduled_garbage_collection() as collect_garbage:
+        """Train, report, evaluate and save, until the last step or a request to stop; yields the number of each step as
+        it is done."""
+        with self._loader, self._shutdown, _scheduled_garbage_collection() as collect_garbage:
             for step, batches in enumerate(self._loader, start=self.step + 1):
                 self._train(step, batches)
                 self._log()
@@ -231,11 +253,15 @@ class Trainer:
                 self._save()
                 collect_garbage(step)
                 yield step
+                if self._shutdown.stops:
+                    return
 
     def _train(self, step: int, batches: list[Any]) -> None:
         self.step = step
         on_device = [to_device(batch, self._session.device) for batch in batches]
-        self._meter.add(step, self._train_step(on_device, self._learning_rate(step)))
+        result = self._train_step(on_device, self._learning_rate(step), self._shutdown.vote)
+        self._meter.add(step, result)
+        self._shutdown.count(result[-1])
         if step == self._first_step + 1:
             self._session.first_step_done()
 
@@ -274,7 +300,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Mean loss over the first ``eval_batches`` batches of the validation split, where that is due."""
         trainer = self._config.trainer
-        if not self._is_due(trainer.eval_every):
+        if not self._is_due(trainer.eval_every) or self._shutdown.stops:
             return
         if self._session.device.type == "cuda":
             torch.cuda.synchronize(self._session.device)  # steps still under way are not the evaluation's time
@@ -288,7 +314,9 @@ class Trainer:
             data_rank=self._session.rank,
         )
         on_device = (to_device(batch, self._session.device) for batch in batches)
-        terms = self._parallel.evaluate(on_device, self._recipe.loss)
+        terms = self._parallel.evaluate(self._shutdown.unless_stopped(on_device), self._recipe.loss)
+        if self._shutdown.stops:
+            return
         tokens = int(terms.weight.item())
         loss = terms.loss_sum.item() / tokens
         seconds = time.perf_counter() - started
@@ -302,8 +330,9 @@ class Trainer:
     def _save(self) -> None:
         """Begin a checkpoint where that is due, and tell of one that has ended."""
         self._report.saved(self.checkpointer.poll())
-        every, is_last = self._config.checkpoint.every, self.step == self._config.trainer.last_step
-        if not is_last and not (every and self.step % every == 0):
+        every, is_asked_for = self._config.checkpoint.every, self._shutdown.action is not Action.GO_ON
+        is_last = self.step == self._config.trainer.last_step or self._shutdown.stops
+        if not (is_last or is_asked_for or (every and self.step % every == 0)):
             return
         started = time.perf_counter()
         self._report.saved(self.checkpointer.wait())
@@ -311,7 +340,8 @@ class Trainer:
         self._read_results(log=False)
         started = time.perf_counter()
         self.checkpointer.save(self.step, self._state())
-        self._report.saved(self.checkpointer.wait() if is_last else self.checkpointer.poll())
+        saved = self.checkpointer.wait() if is_last else self.checkpointer.poll()
+        self._report.saved(saved, is_last=is_last)
         self._meter.pause(time.perf_counter() - started)
 
     def end_save(self) -> None:

@@ -76,9 +76,9 @@ class HuggingFaceTokenizer:
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, self._dtype) for each in found]
 
-    def encode_with_marks(self, text: str) -> np.ndarray:
-        """Ids of ``text``, in which the names of special tokens stand for them: of a chat template's output."""
-        return np.array(self._with_marks.encode(text, add_special_tokens=False).ids, self._dtype)
+    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        found = self._with_marks.encode(text, add_special_tokens=False)
+        return np.array(found.ids, self._dtype), np.array([start for start, _ in found.offsets], np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         pieces, run = [], list[int]()
@@ -89,6 +89,9 @@ class HuggingFaceTokenizer:
                 pieces += [self._tokenizer.decode(run), _REPLACEMENT]
                 run = []
         return "".join([*pieces, self._tokenizer.decode(run)])
+
+    def decode_marked(self, ids: Iterable[int]) -> str:
+        return str(self._with_marks.decode(list(map(int, ids)), skip_special_tokens=False))
 
     def spec(self) -> dict[str, Any]:
         return {"kind": "hugging_face", "files": self._files}

@@ -21,6 +21,7 @@ from typing import Any
 
 from configs.errors import UserError
 from configs.schema import DataSection
+from recipes.data.chat import chat_encoder
 from recipes.data.encode import Encoder, TextEncoder
 from recipes.data.files import assignment
 from recipes.data.flat import FlatFiles
@@ -170,8 +171,8 @@ def _settings(section: DataSection, tokenizer: Tokenizer | None) -> str:
     else:
         settings["tokenizer"] = [section.tokenizer, section.vocab_size if section.tokenizer == "train" else None]
     settings["validation"] = "split" if section.validation_split else section.validation_fraction
-    if section.format == "chat":
-        settings["template"] = section.chat_template
+    if section.format == "chat" and tokenizer is not None:
+        settings["chat"] = chat_encoder(section, tokenizer).spec()
     return json.dumps(settings, sort_keys=True)
 
 
@@ -279,9 +280,7 @@ def _tokenizer_of_text(
 
 
 def _encoder(section: DataSection, tokenizer: Tokenizer) -> Encoder:
-    if section.format == "chat":
-        raise UserError("data.format=chat is not in this version yet; leave it out")
-    return TextEncoder(tokenizer, section.tokenizer)
+    return chat_encoder(section, tokenizer) if section.format == "chat" else TextEncoder(tokenizer, section.tokenizer)
 
 
 def _check(section: DataSection, source: Source, counts: Counts) -> None:

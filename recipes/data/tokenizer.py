@@ -40,6 +40,12 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ``ids``. End marks are left out; what is no text becomes U+FFFD: it never fails."""
 
+    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of ``text``, in which the names of marks stand for them, and the character that each begins with."""
+
+    def decode_marked(self, ids: Iterable[int]) -> str:
+        """As ``decode``, with the names of all marks."""
+
     def spec(self) -> dict[str, Any]:
         """Plain JSON from which ``tokenizer_from_spec`` makes the same tokenizer."""
 
@@ -72,6 +78,14 @@ class BytesTokenizer:
             elif token != self.end_id:
                 content += _REPLACEMENT.encode()
         return content.decode("utf-8", errors="replace")
+
+    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        # The end mark has no name that a text could hold.
+        lengths = [len(character.encode()) for character in text]
+        return self.encode(text), np.repeat(np.arange(len(text)), lengths)
+
+    def decode_marked(self, ids: Iterable[int]) -> str:
+        return _END.join(self.decode(run) for run in _runs(ids, self.end_id))
 
     def spec(self) -> dict[str, Any]:
         return {"kind": "bytes"}
@@ -115,8 +129,25 @@ class CharsTokenizer:
         known = range(len(self.characters))
         return "".join(self.characters[i] if i in known else _REPLACEMENT for i in ids if i != self.end_id)
 
+    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        return self.encode(text), np.arange(len(text))
+
+    def decode_marked(self, ids: Iterable[int]) -> str:
+        return _END.join(self.decode(run) for run in _runs(ids, self.end_id))
+
     def spec(self) -> dict[str, Any]:
         return {"kind": "chars", "characters": self.characters}
+
+
+def _runs(ids: Iterable[int], end_id: int) -> list[list[int]]:
+    """What stands before, between and after end marks."""
+    runs: list[list[int]] = [[]]
+    for token in ids:
+        if token == end_id:
+            runs.append([])
+        else:
+            runs[-1].append(token)
+    return runs
 
 
 def _code_points(text: str) -> np.ndarray:

@@ -5,12 +5,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not installed: their names are too plain
 
-from configs.errors import EXIT_FINISHED, EXIT_MISTAKE, UserError
+from configs.errors import EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
 from configs.schema import parse_count
 from configs.suggest import nearest
 
 USAGE = """\
-usage: serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]
+usage: serried prepare [recipe=RECIPE] [key=value ...]
+       serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]
+
+prepare: tokenise the data of a recipe once, before training or on another machine; overrides as for train.py
+
+  data.workers    threads; one for each core when not given
+  data.cache_dir  where to; give the same to train.py
+
+export: a checkpoint as a model that transformers opens
 
   run.dir     run folder (or run.name=NAME for runs/NAME)
   out         folder to write, which transformers opens: config, generation config, tokenizer, weights
@@ -20,7 +28,8 @@ usage: serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|
 
 Training is train.py's: python train.py --help"""
 
-_LATER = ("plan", "prepare", "preflight", "submit", "status", "evaluate", "generate", "report", "recipes")
+_LATER = ("plan", "preflight", "submit", "status", "evaluate", "generate", "report", "recipes")
+_COMMANDS = ("prepare", "export")
 _EXPORT_KEYS = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
 
 
@@ -33,14 +42,42 @@ def main(arguments: list[str] | None = None) -> int:
             print(USAGE)
         elif command == "export":
             print(export(_pairs(rest)))
+        elif command == "prepare":
+            print(prepare(rest))
         elif command in _LATER:
-            raise UserError(f"serried {command} is not in this version yet; there is: serried export")
+            raise UserError(f"serried {command} is not in this version yet; there are: {' '.join(_COMMANDS)}")
         else:
-            raise UserError(f"there is no command {command!r}; did you mean: serried export")
+            close = nearest(command, _COMMANDS)
+            raise UserError(
+                f"there is no command {command!r}; there are: serried {' or serried '.join(close or _COMMANDS)}"
+            )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_MISTAKE
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where this one was", file=sys.stderr)
+        return EXIT_STOPPED
     return EXIT_FINISHED
+
+
+def prepare(overrides: list[str]) -> str:
+    """Tokenise what ``overrides`` name. Returns what to tell the user.
+
+    Raises:
+        UserError: an override is wrong, or the data cannot be had.
+    """
+    from configs.compose import compose
+    from recipes.causal_lm import CausalLM
+    from trainer.track import Console
+
+    config = compose(overrides)
+    threads = config.data.workers if "workers" in config.data.model_fields_set else None
+    if threads == 0:
+        raise UserError("data.workers=0 leaves no thread to prepare with; use data.workers=1, or leave it out")
+    recipe = CausalLM(config)
+    recipe.open_data(recipe.prepare(Console(speaks=True, rank=0).progress, threads))
+    recipe.vocab_size()  # refuses a model that is too small for the tokenizer, while nothing else waits for it
+    return recipe.summary()
 
 
 def export(given: dict[str, str]) -> str:

@@ -110,6 +110,8 @@ class ModelSection(Section):
     """Inner width of the SwiGLU feed-forward."""
     vocab_size: PositiveCount | None = None
     """Rows of the embedding table, in tokens; the tokenizer's size when null."""
+    vocab_multiple: PositiveCount = 1
+    """The tokenizer's size is rounded up to a multiple of this: 128 suits GPUs. ``vocab_size`` is taken as it is."""
     tie_embeddings: bool = False
     """Use the embedding table as the output projection too."""
     norm_eps: Number = Field(default=1e-5, gt=0)
@@ -180,6 +182,14 @@ class MixedSource(SourceSection):
     """Share of the training data, relative to the other sources' weights."""
 
 
+_READ_BY = {
+    "path": ("text", "hf", "tokens"), "subset": ("hf",), "split": ("hf",), "revision": ("hf",),
+    "validation_split": ("hf",), "streaming": ("hf",), "text_column": ("text", "hf"),
+    "messages_column": ("text", "hf"), "token_dtype": ("tokens",),
+}  # fmt: skip
+"""Keys of ``data`` that only some of its choices read."""
+
+
 class DataSection(SourceSection):
     """What is trained on."""
 
@@ -221,10 +231,27 @@ class DataSection(SourceSection):
 
     @model_validator(mode="after")
     def _path_given(self) -> "DataSection":
-        if self.name == "text" and not self.path:
-            raise ValueError("data=text needs data.path=FILE_OR_FOLDER_OR_GLOB")
-        if self.name == "stdlib" and self.path:
-            raise ValueError(f"data.path={self.path} is only read by data=text; add data=text")
+        needed = {"text": "FILE_OR_FOLDER_OR_GLOB", "hf": "OWNER/NAME_OR_FOLDER", "tokens": "FILE_OR_FOLDER_OR_GLOB"}
+        if self.name in needed and not self.path:
+            raise ValueError(f"data={self.name} needs data.path={needed[self.name]}")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_are_read(self) -> "DataSection":
+        for key, readers in _READ_BY.items():
+            value = getattr(self, key)
+            if self.name not in readers and value != type(self).model_fields[key].default:
+                others = " and ".join(f"data={reader}" for reader in readers)
+                raise ValueError(
+                    f"data.{key}={str(value).lower() if isinstance(value, bool) else value} is only read by {others}, "
+                    f"and this is data={self.name}; add data={readers[0]}, or leave it out"
+                )
+        if self.vocab_size != type(self).model_fields["vocab_size"].default and self.tokenizer != "train":
+            raise ValueError(
+                f"data.vocab_size={self.vocab_size} is only read where a tokenizer is trained, and this is "
+                f"data.tokenizer={self.tokenizer}; add data.tokenizer=train, or give the model as many rows: "
+                f"model.vocab_size={self.vocab_size}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -13,9 +13,10 @@ from configs.schema import RunConfig
 from parallel.plan import LossTerms, ParallelPlan
 from recipes.data.chat import chat_template
 from recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
-from recipes.data.prepare import Prepared, open_prepared, prepare
+from recipes.data.prepare import Prepared, named_tokenizer, open_prepared, prepare
 from recipes.data.show import for_terminal, marked_lines
-from recipes.data.tokenizer import BytesTokenizer, hugging_face_files
+from recipes.data.summary import summary_of
+from recipes.data.tokenizer import hugging_face_files
 from recipes.models import transformer
 from recipes.models.head import IGNORE
 
@@ -32,14 +33,14 @@ class CausalLM:
 
     # data -----------------------------------------------------------------------------------------------------------
 
-    def prepare(self, show: Callable[[str], None] | None = None) -> str:
-        return str(prepare(self._data, show).folder)
+    def prepare(self, show: Callable[[str], None] | None = None, threads: int | None = None) -> str:
+        return str(prepare(self._data, show, threads).folder)
 
     def open_data(self, folder: str) -> None:
         self._prepared = open_prepared(Path(folder))
 
     def describe_data(self) -> str:
-        source = f"{self._data.name} {self._data.path}" if self._data.path else self._data.name
+        source = " ".join(filter(None, (self._data.name, self._data.path, self._data.subset)))
         line = f"{source}, {self._data.tokenizer} as tokens, {self._data.sequence_length} a sequence"
         if self._data.format == "chat":
             line += ", conversations, learned is what the assistant says"
@@ -47,6 +48,11 @@ class CausalLM:
             return line
         how = self.dataset("train").describe()
         return f"{line}; {self._prepared.describe()}" + (f"; {how}" if how else "")
+
+    def summary(self) -> str:
+        """What was prepared, at length: documents, tokens, lengths, a sample."""
+        assert self._prepared is not None, "open_data comes first"
+        return summary_of(self._prepared, self._data.tokenizer)
 
     def describe_sample(self) -> list[str]:
         if self._data.format != "chat":
@@ -72,21 +78,34 @@ class CausalLM:
     # model ----------------------------------------------------------------------------------------------------------
 
     def vocab_size(self) -> int:
-        """Rows of the embedding: as configured, else the tokenizer's.
+        """Rows of the embedding: as configured, else the tokenizer's, rounded up to ``model.vocab_multiple``.
 
         Raises:
             UserError: the tokenizer has more ids than the model has rows.
         """
-        if self._prepared is None and self._data.tokenizer != "bytes" and not self._model.vocab_size:
-            self.open_data(self.prepare())  # a dry run: only the text knows how many characters there are
-        tokenizer = BytesTokenizer() if self._prepared is None else self._prepared.tokenizer
-        rows = self._model.vocab_size or tokenizer.vocab_size
-        if tokenizer.vocab_size > rows and (self._prepared is not None or self._data.tokenizer == "bytes"):
+        ids, rows = self._tokenizer_size(), self._model.vocab_size
+        if rows is None:
+            assert ids is not None
+            return -(-ids // self._model.vocab_multiple) * self._model.vocab_multiple
+        if ids is not None and ids > rows:
             raise UserError(
-                f"model.vocab_size={rows} but data.tokenizer={self._data.tokenizer} has {tokenizer.vocab_size} ids; "
-                f"use model.vocab_size={tokenizer.vocab_size}, or model.vocab_size=null for the tokenizer's own size"
+                f"model.vocab_size={rows} but data.tokenizer={self._data.tokenizer} has {ids} ids; "
+                f"use model.vocab_size={ids}, or model.vocab_size=null for the tokenizer's own size"
             )
         return rows
+
+    def _tokenizer_size(self) -> int | None:
+        """Number of ids; None in a dry run that need not know it, and can do without files and libraries."""
+        if self._prepared is None and self._data.tokenizer != "bytes" and self._model.vocab_size:
+            return None
+        if self._prepared is None and self._data.tokenizer == "train":
+            return self._data.vocab_size
+        named = named_tokenizer(self._data) if self._prepared is None and self._data.name != "tokens" else None
+        if named is None and self._prepared is None:
+            self.open_data(self.prepare())  # only the text knows how many characters there are
+        tokenizer = named if self._prepared is None else self._prepared.tokenizer
+        assert tokenizer is not None
+        return tokenizer.vocab_size
 
     def build_model(self) -> transformer.Transformer:
         with torch.device("meta"):
@@ -104,8 +123,12 @@ class CausalLM:
         tied = ", embeddings tied" if model.tie_embeddings else ""
         return (
             f"{model.name}: {model.layers} layers, dim {model.dim}, heads {model.heads} (key/value {model.kv_heads}), "
-            f"vocabulary {self.vocab_size():,}{tied}"
+            f"vocabulary {self._vocabulary()}{tied}"
         )
+
+    def _vocabulary(self) -> str:
+        rows, ids = self.vocab_size(), self._tokenizer_size()
+        return f"{ids:,} padded to {rows:,}" if self._model.vocab_size is None and ids != rows else f"{rows:,}"
 
     def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
         loss_sum = model(batch.tokens, batch.targets, batch.positions)
@@ -119,14 +142,16 @@ class CausalLM:
         assert self._prepared is not None, "open_data comes first"
         tokenizer = self._prepared.tokenizer
         generator = torch.Generator().manual_seed(seed)
-        ids = [tokenizer.end_id]  # what stands before the first token of every document
+        ids = [tokenizer.end_id, *tokenizer.start_ids]  # what stands before the first token of every document
+        prompt = len(ids)
         for _ in range(tokens):
             window = torch.tensor([ids[-self._data.sequence_length :]], device=device)
+            # Not the rows that only pad the vocabulary.
             logits = model(window)[0, -1, : tokenizer.vocab_size].float().cpu() / _TEMPERATURE
             # Never the end mark: under sharding all ranks must take the same number of forwards.
             logits[tokenizer.end_id] = float("-inf")
             ids.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
-        return for_terminal(tokenizer.decode(ids[1:]))
+        return for_terminal(tokenizer.decode(ids[prompt:]))
 
     # export ---------------------------------------------------------------------------------------------------------
 

@@ -83,8 +83,7 @@ def as_bytes(row: Row, unit: str) -> bytes:
     except UnicodeEncodeError as error:
         half = ord(row.content[error.start])
         raise UserError(
-            f"{unit} row {row.number:,} holds half a character (U+{half:04X} at place {error.start}), which no text "
-            "has; mend or remove the row"
+            f"{unit} row {row.number:,} holds half a character (U+{half:04X}), which no text has; mend the row"
         ) from error
 
 

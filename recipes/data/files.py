@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import importlib
 import io
+import logging
 import lzma
 import os
 import re
@@ -59,6 +60,20 @@ def library(name: str, purpose: str) -> Any:
             f"{purpose} needs the library {missing}, which is not installed here; use: pip install 'serried[data]', or "
             "pip install datasets pyarrow tokenizers jinja2"
         ) from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings of Hugging Face's libraries, whose matter the one line of an error is."""
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub", "fsspec")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def kind_of(path: Path | str) -> str:

@@ -1,9 +1,7 @@
 """Hugging Face datasets, of the Hub or of a local folder, through the library ``datasets``."""
 
-import contextlib
 import hashlib
 import json
-import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ import numpy as np
 
 from configs.errors import UserError
 from configs.schema import SourceSection
-from recipes.data.files import SourceFile, assignment, files_state, kind_of, library
+from recipes.data.files import SourceFile, assignment, files_state, kind_of, library, quiet
 from recipes.data.rows import Column, JsonLines, ParquetRows, rows_of, units_of_file
 from recipes.data.source import Format, Reading, Row, Unit, WithoutEmpty
 
@@ -242,29 +240,15 @@ def _path(section: SourceSection) -> str:
 def _guarded(section: SourceSection, split: str, action: Any) -> Any:
     """What ``action`` returns; what it raises, as one sentence with what to do."""
     datasets = _library()
-    with _quiet(datasets):
+    if not sys.stderr.isatty():  # bars are for whoever looks on
+        datasets.disable_progress_bars()
+    with quiet():
         try:
             return action(section) if action is _builder else action()
         except UserError:
             raise
         except Exception as error:
             raise _explained(section, split, error, datasets) from error
-
-
-@contextlib.contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    """Without the library's warnings, whose matter the one line of an error is; bars only where somebody looks on."""
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub", "fsspec")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _explained(section: SourceSection, split: str, error: Exception, datasets: Any) -> UserError:

@@ -1,5 +1,6 @@
 """Hugging Face tokenizers: found in a file, a folder or on the Hub, or trained here."""
 
+import contextlib
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from configs.errors import UserError
-from recipes.data.files import assignment, library
+from recipes.data.files import assignment, library, quiet
 from recipes.data.tokenizer import token_dtype
 
 _FILES = (
@@ -164,22 +165,22 @@ def _files_beside(path: Path) -> dict[str, str]:
 
 
 def _files_of_hub(name: str) -> dict[str, str]:
-    hub = library("huggingface_hub", f"data.tokenizer={name}")
-    errors = hub.errors
-    files = {}
+    errors = library("huggingface_hub.errors", f"data.tokenizer={name}")
+    library("huggingface_hub.file_download", f"data.tokenizer={name}")  # sets up the log that is to be quiet
     try:
-        for file in _FILES:
+        with quiet():
             try:
-                files[file] = Path(hub.hf_hub_download(name, file)).read_text("utf-8")
+                # What is here is taken as it is: a start needs no network.
+                files = {"tokenizer.json": _downloaded(name, "tokenizer.json", local_files_only=True)}
             except errors.LocalEntryNotFoundError:
-                if "tokenizer.json" not in files:
-                    raise
-            except errors.EntryNotFoundError:
-                if file == "tokenizer.json":
-                    raise UserError(
-                        f"data.tokenizer={name} has no tokenizer.json on the Hugging Face Hub; transformers writes "
-                        "one: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER), then data.tokenizer=FOLDER"
-                    ) from None
+                files = {"tokenizer.json": _downloaded(name, "tokenizer.json")}
+                for file in _FILES[1:]:
+                    with contextlib.suppress(errors.EntryNotFoundError):
+                        _downloaded(name, file)
+            for file in _FILES[1:]:
+                with contextlib.suppress(errors.EntryNotFoundError):
+                    files[file] = _downloaded(name, file, local_files_only=True)
+        return files
     except errors.GatedRepoError as error:
         raise UserError(
             f"data.tokenizer={name} is gated: ask for access at https://huggingface.co/{name}, then run "
@@ -190,6 +191,11 @@ def _files_of_hub(name: str) -> dict[str, str]:
         raise UserError(
             f"data.tokenizer={name} is no file or folder here, and not on the Hugging Face Hub, or private there; "
             "check the name, or run `hf auth login`"
+        ) from error
+    except errors.RemoteEntryNotFoundError as error:
+        raise UserError(
+            f"data.tokenizer={name} has no tokenizer.json on the Hugging Face Hub; transformers writes one: "
+            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER), then data.tokenizer=FOLDER"
         ) from error
     except errors.HFValidationError as error:
         raise UserError(
@@ -203,7 +209,11 @@ def _files_of_hub(name: str) -> dict[str, str]:
             "share data.cache_dir and HF_HOME with this one, or give a folder with a tokenizer.json: "
             "data.tokenizer=FOLDER"
         ) from error
-    return files
+
+
+def _downloaded(name: str, file: str, *, local_files_only: bool = False) -> str:
+    hub = library("huggingface_hub", f"data.tokenizer={name}")
+    return Path(hub.hf_hub_download(name, file, local_files_only=local_files_only)).read_text("utf-8")
 
 
 # training -------------------------------------------------------------------------------------------------------------

@@ -81,7 +81,10 @@ class Prepared:
     def sample(self) -> str:
         """The beginning of the first training document, as the tokenizer gives it back."""
         stream = self.stream("train")
-        return self.tokenizer.decode(stream.read(0, min(_SAMPLE_TOKENS, stream.tokens)).tolist())
+        stop = min(_SAMPLE_TOKENS, stream.tokens)
+        following = stream.document_starts(1, stop)
+        ids = stream.read(0, int(following[0]) if len(following) else stop).tolist()
+        return self.tokenizer.decode(token for token in ids if token != self.tokenizer.end_id)
 
 
 def prepare(section: DataSection, show: Show | None = None, threads: int | None = None) -> Prepared:
@@ -242,6 +245,8 @@ def _fill(
     tokenizer = tokenizer or _tokenizer_of_text(partial / "tokenizer.json", section, units, splitter, progress)
     _write_json(partial / "tokenizer.json", tokenizer.spec())
     encoder = _encoder(section, tokenizer)
+    # The threads are ours; those of the library would be one for each core, whatever was asked for.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     jobs = jobs_of(units)
     progress.phase("tokenising").total(sum(unit.size_bytes for unit in units))
     counts = Counts()
@@ -283,6 +288,8 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
     train, validation = counts.train.documents, counts.validation.documents
     documents = train + validation
     where = f"data.path={section.path}" if section.path else f"data={section.name}"
+    if not documents and not counts.empty:
+        raise UserError(f"{where} has no documents: nothing to train on; name another source: data.path=...")
     if not documents:
         raise UserError(f"all {counts.empty:,} documents of {where} are empty: nothing to train on")
     if source.noun == "file" or (train and validation):

@@ -71,6 +71,15 @@ class Column:
         )
 
 
+def _refuse_half_characters(content: Any, where: str) -> None:
+    """JSON can write a half of a pair that stands for one character; no text has such."""
+    try:
+        json.dumps(content, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        raise UserError(f"{where} holds half a character (U+{half:04X}), which no text has; mend the line") from error
+
+
 def _described(value: Any) -> str:
     shown = repr(value)
     shown = shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[: _SHOWN_CHARACTERS - 1]}…"
@@ -124,8 +133,13 @@ class JsonLines(WithoutEmpty):
             ) from error
         if not isinstance(row, dict):
             raise UserError(f"{self._place(number)} is {_described(row)}, not an object with a column per name")
-        self.column.check(list(row), self._place(number))
-        return self.column.content(row[self.column.name], self._place(number))
+        if self.column.name not in row:
+            self.column.check(list(row), self._place(number))
+        content = row[self.column.name]
+        if not isinstance(content, str | None) or b"\\ud" in line.lower():  # else a place need not be found
+            content = self.column.content(content, self._place(number))
+            _refuse_half_characters(content, self._place(number))
+        return content or ""
 
     def _place(self, number: int) -> str:
         """``file.jsonl line 12``: lines are counted here, where somebody is going to look for one."""

@@ -218,7 +218,8 @@ def check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
 
 _NOT_PART_OF_THE_NUMBERS = (
     "recipe", "dry_run", "run.", "launch.", "checkpoint.", "parallel.", "model.name", "model.max_sequence_length",
-    "model.vocab_size", "model.head_dim", "model.initializer_std", "data.name", "data.path", "data.workers",
+    "model.vocab_", "model.head_dim", "model.initializer_std", "data.name", "data.path", "data.subset",
+    "data.split", "data.revision", "data.text_column", "data.messages_column", "data.token_dtype", "data.workers",
     "data.cache_dir", "trainer.micro_batch", "trainer.log_every", "trainer.eval_", "trainer.sample_tokens",
     "trainer.stop_at", "trainer.deterministic",
 )  # fmt: skip

@@ -5,31 +5,40 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not installed: their names are too plain
 
-from configs.errors import EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
+from configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from configs.schema import parse_count
 from configs.suggest import nearest
+from launch.session import leave, report_mistake
 
 USAGE = """\
 usage: serried prepare [recipe=RECIPE] [key=value ...]
+       serried preflight [key=value ...]
+       serried submit [key=value ...] [-m]
+       serried status [key=value ...]
        serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]
 
-prepare: tokenise the data of a recipe once, before training or on another machine; overrides as for train.py
+All but export take the overrides of train.py, which name the run.
 
+prepare, tokenise the data once, before training or on another machine:
   data.workers    threads; one for each core when not given
   data.cache_dir  where to; give the same to train.py
 
-export: a checkpoint as a model that transformers opens
-
+export, a checkpoint as a plain model:
   run.dir     run folder (or run.name=NAME for runs/NAME)
   out         folder to write, which transformers opens: config, generation config, tokenizer, weights
   checkpoint  step of the checkpoint; the newest when not given
   dtype       of the weights; as saved (fp32) when not given
   shard_size  largest file, in bytes: 500MB, 5GB (the default); a tensor that is larger has its own
 
+preflight, are these nodes fit: alone, or on all nodes of a run, on each of them with torchrun's usual words:
+  torchrun --nnodes=2 --nproc_per_node=8 ... serried.py preflight run.dir=RUN
+submit, a run to Slurm: as python train.py launch=slurm
+status, how a run stands, and its job; without overrides, all in runs/
+
 Training is train.py's: python train.py --help"""
 
-_LATER = ("plan", "preflight", "submit", "status", "evaluate", "generate", "report", "recipes")
-_COMMANDS = ("prepare", "export")
+_COMMANDS = ("prepare", "preflight", "submit", "status", "export")
+_LATER = ("plan", "evaluate", "generate", "report", "recipes")
 _EXPORT_KEYS = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
 
 
@@ -44,16 +53,19 @@ def main(arguments: list[str] | None = None) -> int:
             print(export(_pairs(rest)))
         elif command == "prepare":
             print(prepare(rest))
+        elif command == "preflight":
+            leave(preflight(rest))
+        elif command == "submit":
+            return submit(rest)
+        elif command == "status":
+            print(status(rest))
         elif command in _LATER:
-            raise UserError(f"serried {command} is not in this version yet; there are: {' '.join(_COMMANDS)}")
+            raise UserError(f"serried {command} is not in this version yet; there are: {', '.join(_COMMANDS)}")
         else:
-            close = nearest(command, _COMMANDS)
-            raise UserError(
-                f"there is no command {command!r}; there are: serried {' or serried '.join(close or _COMMANDS)}"
-            )
+            close = nearest(command, _COMMANDS) or _COMMANDS
+            raise UserError(f"there is no command {command!r}; did you mean: serried {' or '.join(close)}")
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_MISTAKE
+        return report_mistake(error)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on where this one was", file=sys.stderr)
         return EXIT_STOPPED
@@ -78,6 +90,50 @@ def prepare(overrides: list[str]) -> str:
     recipe.open_data(recipe.prepare(Console(speaks=True, rank=0).progress, threads))
     recipe.vocab_size()  # refuses a model that is too small for the tokenizer, while nothing else waits for it
     return recipe.summary()
+
+
+def submit(words: list[str]) -> int:
+    """``train.py launch=slurm`` under another name. Returns the exit code."""
+    import train
+
+    return train.main([*words, *([] if "launch=slurm" in words else ["launch=slurm"])])
+
+
+def status(words: list[str]) -> str:
+    """How the run that ``words`` (overrides of train.py) name stands; without any, every run in ``runs``.
+
+    Raises:
+        UserError: an override is mistaken, or there is no such run.
+    """
+    from configs.compose import compose
+    from launch.progress import describe_run, runs_in
+
+    if words:
+        run_dir = compose(words).run.dir
+        if not run_dir.is_dir():
+            raise UserError(f"there is no run in {run_dir}; use run.dir=FOLDER, or run.name=NAME for runs/NAME")
+        return describe_run(run_dir)
+    folders = runs_in(Path("runs"))
+    if not folders:
+        raise UserError("there is no run in runs; use run.dir=FOLDER")
+    return "\n\n".join(describe_run(folder) for folder in folders)
+
+
+def preflight(words: list[str]) -> int:
+    """Examine the nodes that a run as ``words`` (overrides of train.py) says would use. Returns the exit code.
+
+    Raises:
+        UserError: an override is mistaken.
+    """
+    from configs.compose import compose
+    from launch.preflight import preflight as examine
+    from recipes.causal_lm import CausalLM
+    from trainer.metrics import PEAK_FLOPS
+    from trainer.optim import state_bytes
+
+    config = compose(words)
+    parameters = sum(parameter.numel() for parameter in CausalLM(config).build_model().parameters())
+    return examine(config.launch, config.run.dir, (config.checkpoint.keep + 1) * state_bytes(parameters), PEAK_FLOPS)
 
 
 def export(given: dict[str, str]) -> str:

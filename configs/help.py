@@ -35,6 +35,7 @@ _COMMON_KEYS = (
     "checkpoint.every",
     "checkpoint.resume",
     "trainer.stop_at",
+    "trainer.max_minutes",
     "launch.processes",
     "launch.device",
     "dry_run",

@@ -414,6 +414,8 @@ class TrainerSection(Section):
     """Validation batches of ``global_batch`` sequences per evaluation (all of them where there are fewer)."""
     stop_at: PositiveCount | None = None
     """Stop after this step with a checkpoint to resume from; the schedule is still meant for ``steps``."""
+    max_minutes: Annotated[Number, Field(gt=0)] | None = None
+    """Stop so many minutes after the start with a checkpoint to resume from; the same command goes on."""
     sample_tokens: CountOrZero = 0
     """Tokens of text to generate from the trained model at the end; 0: none."""
 
@@ -421,6 +423,26 @@ class TrainerSection(Section):
     def last_step(self) -> int:
         """The step after which this start of the run ends."""
         return min(self.steps, self.stop_at or self.steps)
+
+
+class HealthSection(Section):
+    """What is done about steps that went wrong, and about replicas that differ."""
+
+    spike: Literal["off", "warn", "skip", "stop", "rollback"] = "warn"
+    """When loss or gradient norm jumps: ``warn``; ``skip`` the step, which then changes nothing; ``stop``, resumably;
+    ``rollback`` to the newest checkpoint and leave the samples since out."""
+    spike_deviations: Number = Field(default=6.0, gt=0)
+    """A spike is more than so many standard deviations above the mean of the last accepted steps."""
+    spike_window: Annotated[PositiveCount, Field(ge=4)] = 128
+    """How many accepted steps that mean is taken over; until half of them are there nothing is a spike."""
+    non_finite: Literal["skip", "stop", "rollback"] = "skip"
+    """When loss or gradient is not finite: the step changes nothing, and after three in a row the run fails (``skip``)
+    or goes back to the newest checkpoint (``rollback``); ``stop`` at the first one, resumably."""
+    max_rollbacks: PositiveCount = 3
+    """How many times a run may go back; the next time it stops."""
+    replica_check_every: CountOrZero = 100
+    """Steps between comparisons of the bits that replicas hold (``ddp``, ``hsdp``), which also precede each save; 0: no
+    comparison at all."""
 
 
 class CheckpointSection(Section):
@@ -450,18 +472,81 @@ class CheckpointSection(Section):
 
 
 class LaunchSection(Section):
-    """Processes and their patience."""
+    """Processes, who starts them, and their patience."""
 
+    name: Literal["torchrun", "local", "slurm"] = "torchrun"
+    """``torchrun`` (you start the processes), ``local`` (this command does, here) or ``slurm`` (it submits a job)."""
     processes: PositiveCount | None = None
-    """Processes per node, as torchrun says; give it to plan for a machine you are not on (``dry_run=true``)."""
+    """Processes per node. With ``launch=torchrun`` torchrun decides; ``local``: one a GPU, or one, when null."""
     nodes: PositiveCount | None = None
-    """Nodes, as torchrun says; give it to plan for a machine you are not on (``dry_run=true``)."""
+    """Nodes. With ``launch=torchrun`` torchrun decides; one when null."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` (the GPU when there is one), ``cpu`` or ``cuda``."""
     start_timeout_seconds: Number = Field(default=1800.0, gt=0)
     """How long a process waits for another until the first step is done (data preparation, model set-up)."""
     step_timeout_seconds: Number = Field(default=300.0, gt=0)
-    """How long a process waits for another after the first step."""
+    """How long the run may stand still after the first step; then the rank that holds it up is named, and the run ends,
+    resumably. At a fifth of it there is a warning. A step that took longer from the start has twice its time."""
+    stop_timeout_seconds: Number = Field(default=600.0, gt=0)
+    """``launch=local``: how long stopping may take, with its checkpoint, before what is left is killed."""
+
+
+_Word = Annotated[str, Field(pattern=r"""^[^\s'"\\]+$""")]
+
+
+class SlurmSection(Section):
+    """The job that ``launch=slurm`` and ``serried submit`` hand to Slurm. Null leaves a choice to the cluster."""
+
+    partition: _Word | None = None
+    """Partition, or several with commas between them, quoted."""
+    account: _Word | None = None
+    """Account that pays."""
+    qos: _Word | None = None
+    """Quality of service."""
+    reservation: _Word | None = None
+    """Reservation to run in."""
+    time_minutes: PositiveCount | None = None
+    """Time limit of one start, in minutes; with ``requeue`` a run may take many."""
+    gpus_per_node: PositiveCount | None = None
+    """GPUs on each node; ``launch.processes`` follows it."""
+    cpus_per_node: PositiveCount | None = None
+    """CPU cores on each node."""
+    memory: _Word | None = None
+    """Memory on each node, as sbatch writes it: ``64G``."""
+    constraint: _Word | None = None
+    """Features that the nodes must have."""
+    exclude: _Word | None = None
+    """Nodes to leave out, as ``serried preflight`` names them."""
+    dependency: _Word | None = None
+    """Jobs to wait for: ``afterok:123``."""
+    array_concurrency: PositiveCount | None = None
+    """Of a sweep (``-m``), how many runs at a time; all when null."""
+    modules: str | None = None
+    """Environment modules to load, with blanks between them."""
+    setup: str | None = None
+    """Shell commands to run on each node before training: ``source /opt/env.sh; export NCCL_DEBUG=INFO``."""
+    container: str | None = None
+    """Command that runs what follows it in a container: ``apptainer exec --nv image.sif``."""
+    python: str | None = None
+    """Interpreter on the nodes; the one that submits when null."""
+    interface: _Word | None = None
+    """Network interface between the nodes, for Gloo and NCCL: ``ib0``; theirs to choose when null."""
+    requeue: bool = True
+    """A run that was stopped (time limit, preemption) is queued again and goes on. Not one that failed."""
+    signal_seconds: PositiveCount = 120
+    """How long before the time limit the processes are told to save and stop."""
+    dry_run: bool = False
+    """Print the script and stop."""
+
+    @model_validator(mode="after")
+    def _time_to_stop(self) -> "SlurmSection":
+        limit = self.time_minutes and self.time_minutes * 60
+        if limit and self.signal_seconds >= limit:
+            raise ValueError(
+                f"slurm.signal_seconds={self.signal_seconds} is not below slurm.time_minutes={self.time_minutes} "
+                f"(= {limit} s): the run would be stopped as it starts; use slurm.signal_seconds={max(1, limit // 4)}"
+            )
+        return self
 
 
 class RunConfig(Section):
@@ -479,8 +564,10 @@ class RunConfig(Section):
     optim: OptimSection
     schedule: ScheduleSection
     trainer: TrainerSection
+    health: HealthSection
     checkpoint: CheckpointSection
     launch: LaunchSection
+    slurm: SlurmSection = Field(default_factory=SlurmSection)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "RunConfig":

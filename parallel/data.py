@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,16 @@ from parallel.mesh import Layout, build_mesh
 from parallel.plan import LossTerms, ParallelPlan
 
 LossFunction = Callable[[nn.Module, Any], LossTerms]
+
+
+class Totals(NamedTuple):
+    """Sums over the global batch and all ranks, fp64 scalars on the device."""
+
+    loss_sum: Tensor
+    weight: Tensor
+    votes: Tensor
+    by_source: Tensor
+    """Valid targets of each source of a mixture, [sources]; empty: there is one source."""
 
 
 class Single:
@@ -33,27 +43,34 @@ class Single:
         self.device = device
         self._autocast_dtype = autocast_dtype
 
-    def forward_backward(self, batches: Sequence[Any], loss: LossFunction, scale: float | Tensor) -> LossTerms:
+    def forward_backward(
+        self, batches: Sequence[Any], loss: LossFunction, scale: float | Tensor, vote: Callable[[], float]
+    ) -> Totals:
         """Backward through ``scale`` x the summed loss of all ``batches`` of all ranks.
 
-        ``.grad`` is that sum's gradient over ``gradient_divisor``. Returns the totals over all
-        ranks, in fp64. Ranks exchange gradients once, after the last micro-batch, unless asked to do so after
-        each; the totals travel while the last backward runs.
+        ``.grad`` is that sum's gradient over ``gradient_divisor``. Ranks exchange gradients once, after the last
+        micro-batch, unless asked to do so after each; the totals travel while the last backward runs. This rank's
+        ``vote`` travels with them: asked for at the last moment, it costs no exchange of its own.
         """
-        totals = torch.zeros((), dtype=torch.float64, device=self.device)
+        assert batches, "a step has a micro-batch at least"
         travelling = None
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             with self._gradient_exchange(is_last):
                 with self.autocast():
                     terms = loss(self.model, batch)
-                totals = totals + terms.totals()
+                mine = terms.totals()
+                if index == 0:  # the vote comes last
+                    totals = mine.new_zeros(len(mine) + 1)
+                totals[:-1] += mine
+                if is_last and (my_vote := vote()):
+                    totals[-1] = my_vote
                 if is_last and dist.is_initialized():
                     travelling = dist.all_reduce(totals, async_op=True)
                 (terms.loss_sum * scale).backward()
         if travelling is not None:
             travelling.wait()
-        return LossTerms(totals[0], totals[1], totals[2:] if len(totals) > 2 else None)
+        return Totals(totals[0], totals[1], totals[-1], totals[2:-1])
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any], loss: LossFunction) -> LossTerms:

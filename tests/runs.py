@@ -30,6 +30,7 @@ from trainer.checkpoint.retention import committed
 from trainer.step import TrainStep
 from trainer.track import Console, RunFolder
 from trainer.trainer import Trainer, train
+from trainer.watchdog import Pulse
 
 
 def write_text(folder: Path) -> None:
@@ -103,7 +104,7 @@ def save_again(argv: list[str], run_dir: str) -> None:
         folder = RunFolder(Path(run_dir)) if session.is_main else None
         console = Console(False, session.rank)
         copied = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(run_dir)})})
-        trainer = Trainer(copied, recipe, session, folder, console, config_yaml(config), start)
+        trainer = Trainer(copied, recipe, session, folder, console, config_yaml(config), start, Pulse())
         trainer.checkpointer.save(start.step, start.state)
         saved = trainer.checkpointer.wait()
         assert saved is not None
@@ -231,9 +232,9 @@ def changes_by_step(argv: list[str], fault: dict[str, Any]) -> list[str]:
         return [local(tensor).detach().clone() for tensor in tensors]
 
     class Watched(TrainStep):
-        def __call__(self, batches: Any, lr: float) -> Tensor:
+        def __call__(self, batches: Any, lr: float, vote: Callable[[], float]) -> Tensor:
             before = snapshot(self._optimizer)
-            result = super().__call__(batches, lr)
+            result = super().__call__(batches, lr, vote)
             after = snapshot(self._optimizer)
             before += [torch.empty(0)] * (len(after) - len(before))  # the first step makes the state
             same = [old.equal(new) for old, new in zip(before, after, strict=True) if new.numel()]

@@ -144,6 +144,19 @@ def test_a_lane_goes_on_from_its_cursor(sizes: list[list[int]], samples: int, is
         assert sample.positions is None or np.array_equal(sample.positions, expected[i].positions)
 
 
+@settings(max_examples=20)
+@given(samples=st.integers(0, 30), ahead=st.integers(0, 20))
+def test_a_stream_goes_back_a_few_steps_in_the_same_process(samples: int, ahead: int) -> None:
+    units = numbered([[20, 7, 3, 12]] * 5)
+    straight, dataset = stream(units), stream(units)
+    expected = [straight[i].tokens.tolist() for i in range(60)]
+    for i in range(samples + ahead):
+        dataset[i]
+    dataset.close()
+    dataset.rewind(samples)
+    assert [dataset[i].tokens.tolist() for i in range(samples, 60)] == expected[samples:]
+
+
 def test_documents_that_are_isolated_restart_positions_and_are_not_predicted_from_each_other() -> None:
     dataset = stream([Rows("unit", ["1 2", "3 4 5", "6"])], lanes=1, sequence_length=9, isolate_documents=True)
     sample = dataset[0]

@@ -53,6 +53,8 @@ class Report:
         self.progress = Progress(**start.state["progress"]) if start.checkpoint is not None else Progress()
         self.saved_step = start.step if start.continues(config.run.dir) else 0
         """Step of the newest checkpoint of this run; 0: none."""
+        self.last_save_seconds = 0.0
+        """How long the latest save took; 0: there was none."""
 
     def begun(self, layout: Layout, parameters: int, start: Start) -> None:
         """Record how the run began."""
@@ -81,6 +83,34 @@ class Report:
         self._record("step", **values)
         self._console.say(step_line(values, self._config.trainer.steps, self._session.world_size))
 
+    def spiked(self, step: int, result: StepResult, text: str) -> None:
+        """Tell of a step whose loss or gradient jumped."""
+        self._record(
+            "spike", step=step, loss=result.loss, grad_norm=result.grad_norm, loss_limit=result.loss_limit,
+            norm_limit=result.norm_limit, skipped=bool(result.skipped),
+        )  # fmt: skip
+        self._console.say(f"WARNING    {text}")
+
+    def slow(self, rank: int, host: str, share: float) -> None:
+        """Tell of a rank whose device is slower than the others', for which all wait."""
+        self._console.say(
+            f"WARNING    rank {rank} on {host} is slow: the same arithmetic takes {share:.2f}x the median of the ranks "
+            "there, and all wait for it. Is its device hot, or shared?"
+        )
+
+    def went_back(self, start: Start, from_step: int, samples: int, reason: str) -> None:
+        """Tell that the run goes on from the checkpoint ``start``, at the sample ``samples`` of the order."""
+        self.progress = Progress(**start.state["progress"])
+        if self._folder is not None:
+            self._folder.go_back(start.step)
+        left_out = samples - int(start.state["samples"])
+        self._record(
+            "rollback", step=start.step, from_step=from_step, samples=samples, left_out=left_out, reason=reason
+        )
+        self._console.say(
+            f"WARNING    {reason}. Gone back to {start.checkpoint}; the {left_out} samples since are left out"
+        )
+
     def running(self, step: int) -> None:
         """Have ``status.json`` say where the run is."""
         if self._folder is not None:
@@ -102,17 +132,17 @@ class Report:
             f"{loss:.4f}{f' ({parts})' if parts else ''}  over {short(tokens)} tokens in {duration(seconds)}"
         )
 
-    def saved(self, saved: Saved | None) -> None:
+    def saved(self, saved: Saved | None, *, is_last: bool = False) -> None:
         """Tell of a save that has ended, if one has.
 
         Raises:
-            TrainingFailed: it was the last step's, and failed: there is nothing to show for the steps since.
+            TrainingFailed: it was that of the last step, and failed: there is nothing to show for the steps since.
         """
         if saved is None:
             return
         last = f"the newest is that of step {self.saved_step}" if self.saved_step else "there is none yet"
         if saved.problem is not None:
-            if saved.step == self._config.trainer.last_step:
+            if is_last:
                 raise TrainingFailed(
                     f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}. Of the "
                     f"checkpoints, {last}: mend that and give the same command again"
@@ -121,7 +151,7 @@ class Report:
                 f"WARNING    no checkpoint of step {saved.step}: {saved.problem}. Training goes on; {last}"
             )
             return
-        self.saved_step = saved.step
+        self.saved_step, self.last_save_seconds = saved.step, saved.seconds
         for note in saved.notes:
             self._console.say(f"WARNING    {note}")
         self._console.say(
@@ -141,8 +171,11 @@ class Report:
                 "command goes on from there"
             )
 
-    def ended(self, step: int, seconds: float, sample: str | None) -> int:
-        """Tell of the end at ``step`` after ``seconds``; ``sample`` is text of the model's. Returns the exit code."""
+    def ended(self, step: int, seconds: float, sample: str | None, request: str | None) -> int:
+        """Tell of the end at ``step`` after ``seconds``. Returns the exit code.
+
+        ``sample`` is text of the model's; ``request`` says who asked to stop, None: nobody.
+        """
         config, progress = self._config, self.progress
         is_finished = step == config.trainer.steps
         validation = "" if progress.validation_loss is None else f", validation {progress.validation_loss:.4f}"
@@ -159,17 +192,19 @@ class Report:
             f"files      {config.run.dir}: metrics.jsonl, config.yaml, status.json; the model, opens in "
             f"transformers: {checkpoint}"
         )
-        self._console.say(f"next       {self._next(step)}")
+        self._console.say(f"next       {self._next(step, request)}")
         state, code = ("finished", EXIT_FINISHED) if is_finished else ("stopped", EXIT_STOPPED)
-        reason = DONE if is_finished else f"trainer.stop_at={config.trainer.stop_at}"
+        reason = DONE if is_finished else request or f"trainer.stop_at={config.trainer.stop_at}"
         if self._folder is not None:
             self._folder.record("stop", step=step, state=state, reason=reason)
             self._folder.status(state, step=step, reason=reason, exit_code=code)
         return code
 
-    def _next(self, step: int) -> str:
+    def _next(self, step: int, request: str | None) -> str:
         """The next thing to type."""
         config = self._config
+        if step < config.trainer.steps and request is not None:
+            return f"go on: the same command; up to step {config.trainer.steps}"
         if step < config.trainer.steps:
             return (
                 "go on: the same command without trainer.stop_at, or with a higher one; up to step "

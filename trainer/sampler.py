@@ -113,6 +113,9 @@ class Stream(Protocol):
     def load(self, state: dict[str, Any], samples: int) -> None:
         """Go on after ``samples`` samples, from what all ranks' ``state`` came to, on whatever ranks."""
 
+    def rewind(self, samples: int) -> None:
+        """Go on after ``samples`` samples, a few steps before those that were read last, on the same ranks."""
+
     def close(self) -> None:
         """Nobody waits for samples any more."""
 

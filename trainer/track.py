@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -35,6 +36,7 @@ class RunFolder:
         self._metrics: IO[bytes] | None = None
         self._unwritten = b""
         self._failing: set[str] = set()
+        self._earlier = read_status(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("w")
@@ -58,11 +60,8 @@ class RunFolder:
 
     def earlier_end(self) -> str:
         """How the earlier run here ended, in words."""
-        try:
-            status = json.loads((self.path / "status.json").read_text())
-            return f"{status['state']} at step {status['step']}"
-        except (OSError, ValueError, KeyError, TypeError):
-            return "state unknown"
+        status = read_status(self.path)
+        return f"{status['state']} at step {status['step']}" if status else "state unknown"
 
     def set_aside(self, names: Iterable[str]) -> Path:
         """Move ``names``, paths within this folder, into the next free ``earlier-N``. Returns that."""
@@ -86,6 +85,18 @@ class RunFolder:
         _replace(self.path / "environment.json", json.dumps(environment, indent=2) + "\n")
         self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
         self.status("running", step=step)
+
+    def go_back(self, step: int) -> None:
+        """Put the lines of steps after ``step`` aside: these steps are trained again."""
+        self._unless_it_fails("metrics.jsonl", lambda: self._reopen_after(step))
+
+    def _reopen_after(self, step: int) -> None:
+        assert self._metrics is not None
+        self._write()
+        self._forget_after(step)
+        reopened = (self.path / "metrics.jsonl").open("ab", buffering=0)
+        self._metrics.close()
+        self._metrics = reopened
 
     def _forget_after(self, step: int) -> None:
         try:
@@ -121,9 +132,8 @@ class RunFolder:
 
     def status(self, state: str, *, step: int, reason: str | None = None, exit_code: int | None = None) -> None:
         """Replace ``status.json``, unless the disk fails."""
-        self._unless_it_fails(
-            "status.json", lambda: write_status(self.path, state, step=step, reason=reason, exit_code=exit_code)
-        )
+        status = next_status(self._earlier, state, step=step, reason=reason, exit_code=exit_code)
+        self._unless_it_fails("status.json", lambda: write_status(self.path, status))
 
     def _unless_it_fails(self, name: str, write: Callable[[], None]) -> None:
         try:
@@ -142,6 +152,19 @@ class RunFolder:
             self.record("stop", step=step, state="failed", reason=reason)
             self.status("failed", step=step, reason=reason, exit_code=exit_code)
 
+    def stop_early(self, step: int, reason: str, exit_code: int) -> None:
+        """Record that the run ended at ``step`` and can go on from its newest checkpoint, or begin again.
+
+        Also where it had not begun, so that whoever started it knows that it may start it again.
+        """
+        if self._metrics is not None:
+            self.record("stop", step=step, state="stopped", reason=reason)
+        elif self._earlier.get("state") == "finished":
+            return
+        else:
+            step = self._earlier.get("step", step)
+        self.status("stopped", step=step, reason=reason, exit_code=exit_code)
+
     def close(self) -> None:
         """Let go of the folder."""
         if self._metrics is not None:
@@ -151,12 +174,47 @@ class RunFolder:
         self._lock.close()
 
 
-def write_status(run_dir: Path, state: str, *, step: int, reason: str | None, exit_code: int | None) -> None:
-    """Replace ``status.json`` whole, so that a reader never sees half of it. Any rank may: who failed knows why."""
-    _replace(
-        run_dir / "status.json",
-        json.dumps({"state": state, "step": step, "reason": reason, "exit_code": exit_code}) + "\n",
-    )
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """``status.json``; empty where there is none that can be read."""
+    try:
+        status = json.loads((run_dir / "status.json").read_text())
+        return status if isinstance(status["state"], str) and isinstance(status["step"], int) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def next_status(
+    earlier: dict[str, Any], state: str, *, step: int, reason: str | None, exit_code: int | None
+) -> dict[str, Any]:
+    """The status of a run in whose folder ``earlier`` was the status when it started.
+
+    ``failures`` counts failures one after another, at the same step and for the same reason (numbers in it, such as
+    ports, may differ); a step beyond that ends the series.
+    """
+    failures, failure = earlier.get("failures", 0), earlier.get("last_failure") or {}
+    if state == "failed":
+        same = (step, _without_numbers(reason)) == (failure.get("step"), _without_numbers(failure.get("reason")))
+        failures, failure = failures + 1 if same else 1, {"step": step, "reason": reason}
+    elif step > failure.get("step", step):
+        failures, failure = 0, {}
+    status = {"state": state, "step": step, "reason": reason, "exit_code": exit_code, "failures": failures}
+    return {**status, "last_failure": failure} if failure else status
+
+
+def _without_numbers(text: str | None) -> str:
+    return re.sub(r"\d+", "N", text or "")
+
+
+def write_status(run_dir: Path, status: dict[str, Any]) -> None:
+    """Replace ``status.json`` whole, so that a reader never sees half of it."""
+    _replace(run_dir / "status.json", json.dumps(status) + "\n")
+
+
+def tell_end(run_dir: Path, state: str, *, step: int, reason: str, exit_code: int) -> None:
+    """Have ``status.json`` say why this rank ended the run: rank 0 may be killed in a collective before it can."""
+    now = read_status(run_dir)
+    if now.get("state") == "running":
+        write_status(run_dir, next_status(now, state, step=step, reason=reason, exit_code=exit_code))
 
 
 def _replace(path: Path, text: str) -> None:
@@ -283,7 +341,8 @@ def step_line(values: dict[str, Any], steps: int, ranks: int) -> str:
             f"eta {duration((steps - values['step']) * values['step_seconds'])}",
         ]
     if values["skipped"]:
-        parts.append("SKIPPED: not finite, nothing changed")
+        is_finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        parts.append(f"SKIPPED: {'a spike' if is_finite else 'not finite'}, nothing changed")
     return "  ".join(parts)
 
 

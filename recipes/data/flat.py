@@ -129,8 +129,8 @@ class FlatFiles:
         if path.suffix.lower() == ".npy":
             return _npy_layout(path)
         with path.open("rb") as stream:
-            header = np.frombuffer(stream.read(12), "<i4")
-        if len(header) == 3 and header[0] in _LLM_C and size_bytes >= _LLM_C_HEADER_BYTES:
+            header = np.frombuffer(stream.read(12).ljust(12, b"\0"), "<i4")
+        if int(header[0]) in _LLM_C and size_bytes >= _LLM_C_HEADER_BYTES:
             dtype, offset = _LLM_C[int(header[0])], _LLM_C_HEADER_BYTES
             promised = offset + int(header[2]) * np.dtype(dtype).itemsize
             if promised != size_bytes:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,9 +187,13 @@ class StreamedFile(WithoutEmpty):
             rows = datasets.load_dataset(self.loader, data_files=[self.name], split="train", streaming=True)
             for number, row in enumerate(rows.skip(first), first):
                 self.column.check(list(row), self.name)
-                yield Row(number, self.column.content(row[self.column.name], f"{self.name} row {number:,}"))
+                content = self.column.content(row[self.column.name], partial(self._place, number))
+                yield Row(number, content)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.name} cannot be read: {_sentence(error)}") from error
+
+    def _place(self, number: int) -> str:
+        return f"{self.name} row {number:,}"
 
 
 # loading --------------------------------------------------------------------------------------------------------------

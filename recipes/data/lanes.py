@@ -138,7 +138,7 @@ class StreamDataset:
 
     def state(self, samples: int) -> dict[str, Any]:
         """Cursors of the lanes this process has read, once ``samples`` samples of the whole run are trained on."""
-        if samples == self._first_sample:  # some lanes may not have been read by anybody yet
+        if samples == self._first_sample:  # perhaps nobody has read some lanes yet
             return {str(lane): list(cursor) for lane, cursor in self._starts.items()}
         with self._lock:
             lanes = dict(self._lanes)
@@ -153,6 +153,14 @@ class StreamDataset:
         self._is_anew = len(state) != self._deal.lanes
         if not self._is_anew:
             self._starts = {int(lane): Cursor(*cursor) for lane, cursor in state.items()}
+
+    def rewind(self, samples: int) -> None:
+        """Go on after ``samples`` samples, which are not further back than is remembered, in this process."""
+        cursors = self.state(samples)
+        self._first_sample = samples
+        self._starts = {int(lane): Cursor(*cursor) for lane, cursor in cursors.items()}
+        self._lanes.clear()
+        self._closed.clear()
 
     def close(self) -> None:
         """Let nobody wait for a network that fails any longer."""

@@ -1,9 +1,11 @@
 """Files with a document in each row: ``.jsonl``, compressed or not, and ``.parquet``."""
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +54,12 @@ class Column:
             instead = names[0] if names else "NAME"
             raise UserError(f"{where} has no column {self.name!r}; {there}; use {self.key}={instead}, say")
 
-    def content(self, value: Any, where: str) -> str | bytes | list[dict[str, Any]]:
-        """``value`` as the content of a row; nothing is an empty document. Raises ``UserError`` where it is neither."""
+    def content(self, value: Any, where: Callable[[], str]) -> str | bytes | list[dict[str, Any]]:
+        """``value`` as the content of a row; nothing is an empty document.
+
+        Raises:
+            UserError: it is neither; ``where`` finds its place, which may take a while.
+        """
         if value is None:
             return ""
         if self.format == "chat":
@@ -65,18 +71,9 @@ class Column:
                 return value
             wanted = "text"
         raise UserError(
-            f"{where}: column {self.name!r} is {_described(value)}, not {wanted}; mend the row, or name another "
+            f"{where()}: column {self.name!r} is {_described(value)}, not {wanted}; mend the row, or name another "
             f"column: {self.key}=NAME"
         )
-
-
-def _refuse_half_characters(content: Any, where: str) -> None:
-    """JSON can write a half of a pair that stands for one character; no text has such."""
-    try:
-        json.dumps(content, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = ord(error.object[error.start])
-        raise UserError(f"{where} holds half a character (U+{half:04X}), which no text has; mend the line") from error
 
 
 def _described(value: Any) -> str:
@@ -134,11 +131,20 @@ class JsonLines(WithoutEmpty):
             raise UserError(f"{self._place(number)} is {_described(row)}, not an object with a column per name")
         if self.column.name not in row:
             self.column.check(list(row), self._place(number))
-        content = row[self.column.name]
-        if not isinstance(content, str | None) or b"\\ud" in line.lower():  # else a place need not be found
-            content = self.column.content(content, self._place(number))
-            _refuse_half_characters(content, self._place(number))
-        return content or ""
+        content = self.column.content(row[self.column.name], lambda: self._place(number))
+        if b"\\ud" in line or b"\\uD" in line:
+            self._refuse_half_characters(content, number)
+        return content
+
+    def _refuse_half_characters(self, content: Any, number: int) -> None:
+        """JSON can write a half of a pair that stands for one character; no text has such."""
+        try:
+            json.dumps(content, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            half = ord(error.object[error.start])
+            raise UserError(
+                f"{self._place(number)} holds half a character (U+{half:04X}), which no text has; mend the line"
+            ) from error
 
     def _place(self, number: int) -> str:
         """``file.jsonl line 12``: lines are counted here, where somebody is going to look for one."""
@@ -207,7 +213,11 @@ def rows_of(values: Any, column: Column, first: int, name: str) -> Iterator[Row]
     except UnicodeDecodeError:
         contents = [_checked_text(value, f"{name} row {number:,}") for number, value in enumerate(values, first)]
     for number, content in enumerate(contents, first):
-        yield Row(number, column.content(content, f"{name} row {number:,}"))
+        yield Row(number, column.content(content, partial(_row_place, name, number)))
+
+
+def _row_place(name: str, number: int) -> str:
+    return f"{name} row {number:,}"
 
 
 def _checked_text(value: Any, where: str) -> Any:
@@ -271,7 +281,8 @@ class RowFiles:
     def fingerprint(self, reading: Reading) -> bytes:
         hashed = hash_files(self._files, reading)
         self._stamps = [stamp for _, stamp in hashed]
-        return key_of_files(self._files, [digest for digest, _ in hashed])
+        content = key_of_files(self._files, [digest for digest, _ in hashed])
+        return hashlib.sha256(content + self._column.name.encode()).digest()  # another column is another text
 
     def units(self) -> list[Unit]:
         return [

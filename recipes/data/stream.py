@@ -22,6 +22,8 @@ from recipes.data.tokenizer import Tokenizer, token_dtype
 
 _HELD_OUT = "held-out.json"
 _ROWS_AT_ONCE = 64
+_REMEMBERED_STEPS = 64
+"""A run that goes back after a spike goes on behind it; it may have noticed some fifty steps later."""
 
 
 def prepare_stream(section: DataSection, sequences: int, show: Show | None = None) -> Prepared:
@@ -83,8 +85,8 @@ def open_training(section: DataSection, prepared: Prepared, *, lanes: int, seed:
         sequence_length=section.sequence_length,
         seed=seed,
         isolate_documents=section.isolate_documents,
-        # The loader reads two steps ahead, or one for each of its threads; and one may be under way.
-        remembered=max(2, section.workers) + 1,
+        # The loader reads two steps ahead, or one for each of its threads.
+        remembered=_REMEMBERED_STEPS + section.workers,
         identity=json.dumps([_identity(section, tokenizer), prepared.key if section.validation_split else ""]),
     )
 

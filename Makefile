@@ -1,4 +1,5 @@
-# make train: set up .venv and train the recipe `tiny`; make test: set up the same way and run every test.
+# make train: set up .venv and train the recipe `tiny`; make test: set up the same way and run every test that needs
+# no root; make test-slurm: run those on a real Slurm cluster and on two hosts, both made on this machine.
 # Add overrides with ARGS, choose the interpreter with PYTHON: make train PYTHON=python3.12 ARGS="trainer.steps=100"
 
 PYTHON ?= python3
@@ -9,13 +10,22 @@ BIN := .venv/bin
 
 # OMP_NUM_THREADS only quiets torchrun, which would set it to 1 with a warning; train.py divides the cores itself.
 
-.PHONY: train test lint clean
+.PHONY: train test test-slurm lint clean
 
 train: .venv/.ready
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(PROCESSES) train.py $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=loadfile $(ARGS)
+
+# Slurm comes from Debian's packages, and its nodes are network namespaces: both need root. Elsewhere the tests skip.
+test-slurm: .venv/.ready-dev
+	@if command -v slurmctld slurmd munged >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update --quiet=2 && DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes \
+			--no-install-recommends slurm-wlm iproute2 >/dev/null; \
+	else echo "no Slurm here, and no apt-get as root to install it: its tests skip"; fi
+	$(BIN)/python -m pytest -m "slurm or hosts" $(ARGS)
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff check .

@@ -5,27 +5,39 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not installed: their names are too plain
 
-from configs.errors import EXIT_FINISHED, UserError
+from configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from configs.schema import parse_count
 from configs.suggest import nearest
 from launch.session import leave, report_mistake
 
 USAGE = """\
-usage: serried preflight [key=value ...]          are these nodes fit: alone, or by torchrun on all of them
+usage: serried prepare [recipe=RECIPE] [key=value ...]
+       serried preflight [key=value ...]
+       serried submit [key=value ...] [-m]
+       serried status [key=value ...]
        serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]
 
-preflight takes the overrides of train.py; on 2 nodes of 8, on each of them, with torchrun's usual words:
-torchrun --nnodes=2 --nproc_per_node=8 ... serried.py preflight run.dir=RUN. export:
+prepare, tokenise the data of a recipe once, before training or on another machine; overrides as for train.py:
+  data.workers    threads; one for each core when not given
+  data.cache_dir  where to; give the same to train.py
 
+export, a checkpoint as a plain model:
   run.dir     run folder (or run.name=NAME for runs/NAME)
   out         folder to write, which transformers opens: config, generation config, tokenizer, weights
   checkpoint  step of the checkpoint; the newest when not given
   dtype       of the weights; as saved (fp32) when not given
   shard_size  largest file, in bytes: 500MB, 5GB (the default); a tensor that is larger has its own
 
+preflight, whether these nodes are fit for a run: alone, or under torchrun on all of them, with the run's overrides:
+  torchrun --nnodes=2 --nproc_per_node=8 ... serried.py preflight run.dir=RUN
+
+submit, a run to Slurm: the same as python train.py launch=slurm, with the same overrides
+status, how a run stands, and its job: the overrides name the run; without any, all in runs/
+
 Training is train.py's: python train.py --help"""
 
-_LATER = ("plan", "prepare", "submit", "status", "evaluate", "generate", "report", "recipes")
+_COMMANDS = ("prepare", "preflight", "submit", "status", "export")
+_LATER = ("plan", "evaluate", "generate", "report", "recipes")
 _EXPORT_KEYS = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
 
 
@@ -40,13 +52,70 @@ def main(arguments: list[str] | None = None) -> int:
             print(export(_pairs(rest)))
         elif command == "preflight":
             leave(preflight(rest))
+        elif command == "prepare":
+            print(prepare(rest))
+        elif command == "submit":
+            return submit(rest)
+        elif command == "status":
+            print(status(rest))
         elif command in _LATER:
-            raise UserError(f"serried {command} is not in this version yet; there is: serried export")
+            raise UserError(f"serried {command} is not in this version yet; there are: {', '.join(_COMMANDS)}")
         else:
-            raise UserError(f"there is no command {command!r}; did you mean: serried export")
+            close = nearest(command, _COMMANDS) or _COMMANDS
+            raise UserError(f"there is no command {command!r}; did you mean: serried {' or '.join(close)}")
     except UserError as error:
         return report_mistake(error)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where this one was", file=sys.stderr)
+        return EXIT_STOPPED
     return EXIT_FINISHED
+
+
+def prepare(overrides: list[str]) -> str:
+    """Tokenise what ``overrides`` name. Returns what to tell the user.
+
+    Raises:
+        UserError: an override is wrong, or the data cannot be had.
+    """
+    from configs.compose import compose
+    from recipes.causal_lm import CausalLM
+    from trainer.track import Console
+
+    config = compose(overrides)
+    threads = config.data.workers if "workers" in config.data.model_fields_set else None
+    if threads == 0:
+        raise UserError("data.workers=0 leaves no thread to prepare with; use data.workers=1, or leave it out")
+    recipe = CausalLM(config)
+    recipe.open_data(recipe.prepare(Console(speaks=True, rank=0).progress, threads))
+    recipe.vocab_size()  # refuses a model that is too small for the tokenizer, while nothing else waits for it
+    return recipe.summary()
+
+
+def submit(words: list[str]) -> int:
+    """``train.py launch=slurm`` under another name. Returns the exit code."""
+    import train
+
+    return train.main([*words, *([] if "launch=slurm" in words else ["launch=slurm"])])
+
+
+def status(words: list[str]) -> str:
+    """How the run that ``words`` (overrides of train.py) name stands; without any, every run in ``runs``.
+
+    Raises:
+        UserError: an override is mistaken, or there is no such run.
+    """
+    from configs.compose import compose
+    from launch.progress import describe_run, runs_in
+
+    if words:
+        run_dir = compose(words).run.dir
+        if not run_dir.is_dir():
+            raise UserError(f"there is no run in {run_dir}; use run.dir=FOLDER, or run.name=NAME for runs/NAME")
+        return describe_run(run_dir)
+    folders = runs_in(Path("runs"))
+    if not folders:
+        raise UserError("there is no run in runs; use run.dir=FOLDER")
+    return "\n\n".join(describe_run(folder) for folder in folders)
 
 
 def preflight(words: list[str]) -> int:

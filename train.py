@@ -1,12 +1,13 @@
 """Train a recipe: ``python train.py --help``, ``torchrun --nproc_per_node=8 train.py recipe=llama8b``."""
 
 import sys
-from contextlib import suppress
 
-from configs.compose import compose, config_yaml, help_text, parse_arguments
-from configs.errors import EXIT_FINISHED, UserError
+from configs.compose import compose, config_yaml, help_text, parse_arguments, sweep
+from configs.errors import UserError
 from configs.schema import RunConfig
-from launch.session import Session, leave, planned_processes, report_mistake, run_in_session, speaks
+from launch.session import Session, leave, planned_processes, report_mistake, run_in_session, say
+from launch.signals import end_with_torchrun
+from launch.start import start_elsewhere
 from parallel.mesh import Layout, gradient_accumulation, resolve_layout
 
 
@@ -15,20 +16,25 @@ def main(arguments: list[str]) -> int:
     try:
         action, overrides = parse_arguments(arguments)
         if action == "help":
-            return _print(help_text())
-        config = compose(overrides)
-        if action == "config":
-            return _print(config_yaml(config))
-        layout = resolve_layout(config.parallel, planned_processes(config.launch, config.dry_run))
-        accumulation = gradient_accumulation(config.trainer, layout)
-        if config.dry_run:
-            return _print(_plan(config, layout, accumulation))
+            return say(help_text())
+        points = sweep(overrides) if action == "sweep" else {tuple(overrides): compose(overrides)}
+        plans = [_plan(config) for config in points.values()]
+        config = next(iter(points.values()))
+        if action == "config" or config.dry_run:
+            return say(config_yaml(config) if action == "config" else _overview(config, *plans[0]))
+        if (code := start_elsewhere(points, is_sweep=action == "sweep")) is not None:
+            return code
     except UserError as error:
         return report_mistake(error)
     return _run(config)
 
 
-def _plan(config: RunConfig, layout: Layout, accumulation: int) -> str:
+def _plan(config: RunConfig) -> tuple[Layout, int]:
+    layout = resolve_layout(config.parallel, planned_processes(config.launch, config.dry_run))
+    return layout, gradient_accumulation(config.trainer, layout)
+
+
+def _overview(config: RunConfig, layout: Layout, accumulation: int) -> str:
     from recipes.causal_lm import CausalLM
     from trainer.overview import dry_run
 
@@ -48,12 +54,6 @@ def _run(config: RunConfig) -> int:
     return run_in_session(config.launch, work)
 
 
-def _print(text: str) -> int:
-    if speaks():
-        with suppress(BrokenPipeError):  # into a pager or head that has read enough
-            print(text.rstrip("\n"), flush=True)
-    return EXIT_FINISHED
-
-
 if __name__ == "__main__":
+    end_with_torchrun()
     leave(main(sys.argv[1:]))

@@ -11,8 +11,6 @@ run, and so do weights and optimizer state. Exit code 1 where anything does not.
 """
 
 import argparse
-import json
-import os
 import random
 import signal
 import subprocess
@@ -20,23 +18,32 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cluster import ROOT
-from tests.runs import metrics, overrides, weights, write_text
-from trainer.checkpoint.manifest import Damaged, check_file, read_manifest
-from trainer.checkpoint.retention import committed, step_of
+from benchmarks.disturb import (
+    PATIENCE_SECONDS,
+    begun_at,
+    differences,
+    ended,
+    family,
+    last_step,
+    lines,
+    newest_step,
+    parent,
+    send,
+    torchrun,
+    torn_or_lost,
+    under_way,
+)  # fmt: skip
+from tests.runs import overrides, write_text
 
 STEPS_BETWEEN_KILLS = 8
 _SAVE_EVERY = 2
 _GLOBAL_BATCH = 12
-_PATIENCE_SECONDS = 120.0  # for a start to show its first step, and for a torchrun to end after a kill
 _POLL_SECONDS = 0.001
-_SAME_LINE = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "skipped")
 
 
 @dataclass
@@ -93,7 +100,7 @@ def storm(
             f"trainer.global_batch={_GLOBAL_BATCH}", f"trainer.micro_batch={_GLOBAL_BATCH // processes}",
             f"checkpoint.every={_SAVE_EVERY}", f"checkpoint.mode={mode}", "launch.device=cpu",
         )  # fmt: skip
-        return _torchrun(processes, argv, folder / "output.txt")
+        return torchrun(processes, argv, folder / "output.txt")
 
     with start(calm, "async") as undisturbed:
         if undisturbed.wait() != 0:
@@ -112,17 +119,17 @@ def storm(
                 tail = (folder / "output.txt").read_text()[-2000:]
                 result.violations.append(f"start {result.starts} ended or hung before it could be killed: {tail}")
                 break
-            newest, struck_at = _newest(stormy), time.time()
+            newest, struck_at = newest_step(stormy), time.time()
             killed = _kill(agent, target, chance)
-            left, ended_at = _ended(agent, killed), time.time()
+            left, ended_at = ended(agent, killed), time.time()
             if left:
                 result.violations.append(f"kill {result.kills + 1} of the {target} left processes behind: {left}")
         result.kills += 1
         result.moments[struck] += 1
         result.targets[target] += 1
         result.violations += _check_start(stormy, launched, committed_before, result)
-        result.violations += [f"after kill {result.kills}: {problem}" for problem in _check_checkpoints(stormy, newest)]
-        committed_before = _newest(stormy)
+        result.violations += [f"after kill {result.kills}: {problem}" for problem in torn_or_lost(stormy, newest)]
+        committed_before = newest_step(stormy)
         say(
             f"kill {result.kills}/{kills}: {'a rank' if target == 'rank' else 'the group'}, {struck}, "
             f"{struck_at - launched:.1f} s after its start; all ended after {ended_at - struck_at:.1f} s; newest "
@@ -138,10 +145,8 @@ def storm(
     if code != 0:
         result.violations.append(f"the last start ended with {code}: {(folder / 'output.txt').read_text()[-2000:]}")
     else:
-        result.violations += _differences(stormy, calm, result.steps)
-    lost = stormy / "lost.jsonl"
-    lines = [json.loads(line) for line in lost.read_text().splitlines() if _is_json(line)] if lost.exists() else []
-    result.repeated_steps = sum(line["event"] == "step" for line in lines)
+        result.violations += differences(stormy, calm, result.steps)
+    result.repeated_steps = sum(line["event"] == "step" for line in lines(stormy / "lost.jsonl"))
     result.seconds = time.monotonic() - began
     return result
 
@@ -149,82 +154,19 @@ def storm(
 # starting and killing -------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _torchrun(processes: int, argv: list[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # torchrun would set it too, with a warning
-    with output.open("wb") as file:
-        agent = subprocess.Popen(
-            [*command, "train.py", *argv], cwd=ROOT, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
-            env=environment, start_new_session=True,
-        )  # fmt: skip
-    try:
-        yield agent
-    finally:
-        if agent.poll() is None:
-            for pid in _family(agent.pid):
-                _signal(pid, signal.SIGKILL)
-            agent.wait()
-
-
 def _kill(agent: subprocess.Popen[bytes], target: str, chance: random.Random) -> list[int]:
     """Kill one rank, or torchrun and everything below it. Returns all processes that must be gone soon."""
-    family = _family(agent.pid)
-    ranks = [pid for pid in family if _parent(pid) == agent.pid]
+    everyone = family(agent.pid)
+    ranks = [pid for pid in everyone if parent(pid) == agent.pid]
     if target == "rank" and ranks:
-        _signal(chance.choice(sorted(ranks)), signal.SIGKILL)
-        return family
-    _signal(agent.pid, signal.SIGSTOP)  # it must not start or end a rank between the look and the kill
-    family = _family(agent.pid)
-    chance.shuffle(family)
-    for pid in family:
-        _signal(pid, signal.SIGKILL)
-    return family
-
-
-def _ended(agent: subprocess.Popen[bytes], family: list[int]) -> list[int]:
-    """Wait for torchrun to end. Returns the processes that outlived it, after killing them."""
-    with suppress(subprocess.TimeoutExpired):
-        agent.wait(_PATIENCE_SECONDS)
-    deadline = time.monotonic() + 5
-    while (left := [pid for pid in family if _is_alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for pid in left:
-        _signal(pid, signal.SIGKILL)
-    return left
-
-
-def _signal(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _family(pid: int) -> list[int]:
-    """A process and all below it."""
-    parents = {int(path.name): _parent(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
-    family, new = [pid], [pid]
-    while new:
-        new = [child for child, parent in parents.items() if parent in new]
-        family += new
-    return family
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third on (state, parent, ...); none: there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _parent(pid: int) -> int | None:
-    fields = _stat(pid)
-    return int(fields[1]) if fields else None
-
-
-def _is_alive(pid: int) -> bool:
-    fields = _stat(pid)
-    return bool(fields) and fields[0] not in "ZX"
+        send(chance.choice(sorted(ranks)), signal.SIGKILL)
+        return everyone
+    send(agent.pid, signal.SIGSTOP)  # it must not start or end a rank between the look and the kill
+    everyone = family(agent.pid)
+    chance.shuffle(everyone)
+    for pid in everyone:
+        send(pid, signal.SIGKILL)
+    return everyone
 
 
 # aiming ---------------------------------------------------------------------------------------------------------------
@@ -234,73 +176,34 @@ def _await(
     moment: str, run_dir: Path, aim: int, launched: float, agent: subprocess.Popen[bytes], chance: random.Random
 ) -> str | None:
     """Wait for the ``moment`` to kill. Returns what is going on then; None: the run ended by itself, or hangs."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     if moment == "starting":
         until = time.monotonic() + chance.uniform(0.2, 8)
-        while time.monotonic() < until and agent.poll() is None and _begun_at(run_dir, launched) is None:
+        while time.monotonic() < until and agent.poll() is None and begun_at(run_dir, launched) is None:
             time.sleep(0.02)
         return None if agent.poll() is not None else "starting"
     begun: int | None = None
     while time.monotonic() < deadline and agent.poll() is None:
-        begun = _begun_at(run_dir, launched)
+        begun = begun_at(run_dir, launched)
         # Resuming may begin beyond the aim: then some steps from there.
-        if begun is not None and _last_step(run_dir) >= max(aim, begun + 1 + aim % 3):
+        if begun is not None and last_step(run_dir) >= max(aim, begun + 1 + aim % 3):
             break
         time.sleep(0.005)
     checkpoints = run_dir / "checkpoints"
-    while moment == "saving" and time.monotonic() < deadline and agent.poll() is None and not _under_way(checkpoints):
+    while moment == "saving" and time.monotonic() < deadline and agent.poll() is None and not under_way(checkpoints):
         time.sleep(_POLL_SECONDS)
     if agent.poll() is not None or time.monotonic() >= deadline:
         return None
     time.sleep(chance.uniform(0, 0.02 if moment == "saving" else 0.1))
-    return _under_way(checkpoints) or "training"
-
-
-def _under_way(checkpoints: Path) -> str | None:
-    with suppress(FileNotFoundError):
-        for path in checkpoints.iterdir():
-            if path.name.startswith(".step-"):
-                return "saving" if path.name.endswith(".partial") else "deleting"
-    return None
-
-
-def _begun_at(run_dir: Path, launched: float) -> int | None:
-    """The step that the start of time ``launched`` resumed from (0: anew); None: it is not that far yet."""
-    starts = [line for line in _lines(run_dir) if line["event"] == "start" and line["time"] >= launched - 0.01]
-    return starts[-1]["resumed_from"] or 0 if starts else None
-
-
-def _last_step(run_dir: Path) -> int:
-    return max((line["step"] for line in _lines(run_dir) if line["event"] == "step"), default=0)
-
-
-def _lines(run_dir: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl tells at the moment; a line that is being written may be there in part."""
-    try:
-        text = (run_dir / "metrics.jsonl").read_text()
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text.splitlines() if _is_json(line)]
-
-
-def _is_json(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
+    return under_way(checkpoints) or "training"
 
 
 # what must hold -------------------------------------------------------------------------------------------------------
 
 
-def _newest(run_dir: Path) -> int | None:
-    found = committed(run_dir / "checkpoints")
-    return step_of(found[-1]) if found else None
-
-
 def _check_start(run_dir: Path, launched: float, newest: int | None, result: Storm) -> list[str]:
     """Whether the latest start, where it got that far, resumed from the ``newest`` checkpoint there was."""
-    begun = _begun_at(run_dir, launched)
+    begun = begun_at(run_dir, launched)
     if begun is None:
         return []
     if begun:
@@ -308,40 +211,6 @@ def _check_start(run_dir: Path, launched: float, newest: int | None, result: Sto
     if begun != (newest or 0):
         return [f"start {result.starts} resumed from step {begun}, but step {newest} was committed"]
     return []
-
-
-def _check_checkpoints(run_dir: Path, newest: int | None) -> list[str]:
-    """What is wrong with the checkpoints in sight; ``newest`` was committed before the kill."""
-    problems = []
-    folder = run_dir / "checkpoints"
-    visible = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.exists() else []
-    for path in visible:
-        try:
-            for name, record in read_manifest(path).items():
-                check_file(path, name, record)
-        except Damaged as damage:
-            problems.append(f"torn: {damage}")
-    if newest is not None and (_newest(run_dir) or 0) < newest:
-        problems.append(f"the checkpoint of step {newest} is lost; the newest is {_newest(run_dir)}")
-    return problems
-
-
-def _differences(stormy: Path, calm: Path, steps: int) -> list[str]:
-    problems = []
-    told, expected = metrics(stormy), metrics(calm)
-    if [line["step"] for line in told] != list(range(1, steps + 1)):
-        problems.append(f"metrics.jsonl does not tell steps 1 to {steps} once each: {[line['step'] for line in told]}")
-    for line, other in zip(told, expected, strict=False):
-        if different := [key for key in _SAME_LINE if line[key] != other[key]]:
-            values = ", ".join(f"{key} {line[key]} instead of {other[key]}" for key in different)
-            problems.append(f"step {other['step']} differs: {values}")
-            break
-    for stem in ("model", "optimizer"):
-        a, b = weights(stormy, stem), weights(calm, stem)
-        different = [name for name in b if name not in a or not a[name].equal(b[name])]
-        if different or a.keys() != b.keys():
-            problems.append(f"{stem}: {len(different)} of {len(b)} tensors differ in bits: {different[:3]}")
-    return problems
 
 
 def _extent(steps: list[int]) -> str:

@@ -7,6 +7,7 @@ files live with whoever opens them.
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -109,6 +110,8 @@ class ModelSection(Section):
     """Inner width of the SwiGLU feed-forward."""
     vocab_size: PositiveCount | None = None
     """Rows of the embedding table, in tokens; the tokenizer's size when null."""
+    vocab_multiple: PositiveCount = 1
+    """The tokenizer's size is rounded up to a multiple of this: 128 suits GPUs. ``vocab_size`` is taken as it is."""
     tie_embeddings: bool = False
     """Use the embedding table as the output projection too."""
     norm_eps: Number = Field(default=1e-5, gt=0)
@@ -153,19 +156,74 @@ class ModelSection(Section):
         return self
 
 
-class DataSection(Section):
+class SourceSection(Section):
+    """Where documents come from."""
+
+    name: Literal["stdlib", "text", "hf", "tokens"]
+    """``stdlib``, ``text`` (your files), ``hf`` (a Hugging Face dataset) or ``tokens`` (made before)."""
+    path: str | None = None
+    """File, folder or glob (``text``, ``tokens``), or dataset (``hf``)."""
+    subset: str | None = None
+    """``hf``: name of the configuration within the dataset, such as ``sample-10BT``."""
+    split: str = "train"
+    """``hf``: split that is trained on."""
+    revision: str | None = None
+    """``hf``: branch, tag or commit of the dataset."""
+    text_column: str = "text"
+    """Column that holds the text, in Hugging Face datasets and in .jsonl and .parquet files."""
+    messages_column: str = "messages"
+    """Column that holds a conversation (``data.format=chat``)."""
+
+
+class MixedSource(SourceSection):
+    """One source of a mixture."""
+
+    weight: Number = Field(default=1.0, gt=0)
+    """Share of the training data, relative to the other sources' weights."""
+
+
+_READ_BY = {
+    "path": ("text", "hf", "tokens"), "subset": ("hf",), "split": ("hf",), "revision": ("hf",),
+    "validation_split": ("hf",), "streaming": ("hf",), "text_column": ("text", "hf"),
+    "messages_column": ("text", "hf"), "token_dtype": ("tokens",),
+}  # fmt: skip
+"""Keys of ``data`` that only some of its choices read."""
+
+
+class DataSection(SourceSection):
     """What is trained on."""
 
-    name: Literal["stdlib", "text"]
-    """``stdlib``: the Python standard library's own sources; ``text``: your files, given by ``data.path``."""
-    path: str | None = None
-    """File, folder or glob of UTF-8 text (``data=text`` only)."""
-    tokenizer: Literal["bytes", "chars"] = "bytes"
-    """``bytes`` (all 256) or ``chars`` (the characters that occur), and an end mark."""
+    name: Literal["stdlib", "text", "hf", "tokens", "mixture"]  # type: ignore[assignment]
+    """``stdlib`` (Python's own sources), ``text`` (your files), ``hf`` (a Hugging Face dataset), ``tokens`` (made
+    before), ``mixture`` (several of these)."""
+    sources: dict[str, MixedSource] = Field(default_factory=dict)
+    """``mixture``: what is mixed, by names of yours."""
+    weigh_by: Literal["tokens", "samples"] = "tokens"
+    """``mixture``: what the weights are shares of."""
+    validation: dict[str, SourceSection] = Field(default_factory=dict)
+    """Further validation sets, by names of yours; each is evaluated whole or to ``trainer.eval_batches``."""
+    validation_fraction: Number = Field(default=0.05, gt=0, lt=1)
+    """Share of the text kept for validation: whole documents, or the tail of each file where there are few files."""
+    validation_split: str | None = None
+    """``hf``: split used for validation, instead of a share of the one trained on."""
+    format: Literal["text", "chat"] = "text"
+    """``chat``: each row is a conversation; only what the assistant says is learned."""
+    chat_template: str | None = None
+    """Jinja template of a conversation, or the path of one; the tokenizer's own, else ChatML, when null."""
+    tokenizer: str = Field(default="bytes", min_length=1)
+    """``bytes``, ``chars``, ``train``, a ``tokenizer.json`` or a Hugging Face name."""
+    vocab_size: PositiveCount = 8192
+    """``data.tokenizer=train``: ids to learn."""
+    token_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
+    """``tokens``: type of the numbers in flat binary files."""
     sequence_length: PositiveCount
     """Tokens per sequence."""
-    validation_fraction: Number = Field(default=0.05, gt=0, lt=1)
-    """Share of the text kept for validation: whole files where there are at least 20, else the tail of each file."""
+    packing: Literal["split", "best_fit"] = "split"
+    """``split``: documents one after the other, cut into sequences; ``best_fit``: whole documents, as many as fit."""
+    isolate_documents: bool = False
+    """Documents in one sequence do not attend to each other, and positions restart with each."""
+    streaming: bool = False
+    """``hf``: read shard by shard while training, for data that does not fit on the disk."""
     workers: CountOrZero = 2
     """Threads per process that read batches ahead; 0 reads in the training thread."""
     cache_dir: Path | None = None
@@ -173,10 +231,53 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _path_given(self) -> "DataSection":
-        if self.name == "text" and not self.path:
-            raise ValueError("data=text needs data.path=FILE_OR_FOLDER_OR_GLOB")
-        if self.name == "stdlib" and self.path:
-            raise ValueError(f"data.path={self.path} is only read by data=text; add data=text")
+        needed = {"text": "FILE_OR_FOLDER_OR_GLOB", "hf": "OWNER/NAME_OR_FOLDER", "tokens": "FILE_OR_FOLDER_OR_GLOB"}
+        if self.name in needed and not self.path:
+            raise ValueError(f"data={self.name} needs data.path={needed[self.name]}")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_are_read(self) -> "DataSection":
+        for key, readers in _READ_BY.items():
+            value = getattr(self, key)
+            if self.name not in readers and value != type(self).model_fields[key].default:
+                others = " and ".join(f"data={reader}" for reader in readers)
+                raise ValueError(
+                    f"data.{key}={str(value).lower() if isinstance(value, bool) else value} is only read by {others}, "
+                    f"and this is data={self.name}; add data={readers[0]}, or leave it out"
+                )
+        if self.vocab_size != type(self).model_fields["vocab_size"].default and self.tokenizer != "train":
+            raise ValueError(
+                f"data.vocab_size={self.vocab_size} is only read where a tokenizer is trained, and this is "
+                f"data.tokenizer={self.tokenizer}; add data.tokenizer=train, or give the model as many rows: "
+                f"model.vocab_size={self.vocab_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _format_fits(self) -> "DataSection":
+        if self.format != "chat" and self.chat_template is not None:
+            raise ValueError("data.chat_template is only read with data.format=chat; add data.format=chat")
+        if self.format == "chat" and self.tokenizer in ("chars", "train"):
+            raise ValueError(
+                f"data.format=chat needs a tokenizer that is there already, and data.tokenizer={self.tokenizer} is "
+                "made from text; use data.tokenizer=bytes, or the tokenizer of the model: data.tokenizer=MODEL_FOLDER"
+            )
+        if self.format == "chat" and self.name == "stdlib":
+            raise ValueError(
+                "data=stdlib has no conversations; use data=text data.path=CHATS.jsonl, or data.format=text"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tokenizer_named(self) -> "DataSection":
+        named = ("bytes", "chars", "train")
+        if self.tokenizer not in named and "/" not in self.tokenizer and not Path(self.tokenizer).exists():
+            close = (get_close_matches(self.tokenizer, named, 1, 0.5) or named)[0]
+            raise ValueError(
+                f"data.tokenizer={self.tokenizer} is none of {', '.join(named)}, and no such file or folder is here; "
+                f"use data.tokenizer={close}, or a Hugging Face name with its owner, as in openai-community/gpt2"
+            )
         return self
 
 
@@ -321,12 +422,14 @@ class CheckpointSection(Section):
 
 
 class LaunchSection(Section):
-    """Processes and their patience."""
+    """Processes, who starts them, and their patience."""
 
+    name: Literal["torchrun", "local", "slurm"] = "torchrun"
+    """``torchrun`` (you start the processes), ``local`` (this command does, here) or ``slurm`` (it submits a job)."""
     processes: PositiveCount | None = None
-    """Processes per node, as torchrun says; give it to plan for a machine you are not on (``dry_run=true``)."""
+    """Processes per node. With ``launch=torchrun`` torchrun decides; ``local``: one a GPU, or one, when null."""
     nodes: PositiveCount | None = None
-    """Nodes, as torchrun says; give it to plan for a machine you are not on (``dry_run=true``)."""
+    """Nodes. With ``launch=torchrun`` torchrun decides; one when null."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` (the GPU when there is one), ``cpu`` or ``cuda``."""
     start_timeout_seconds: Number = Field(default=1800.0, gt=0)
@@ -334,6 +437,66 @@ class LaunchSection(Section):
     step_timeout_seconds: Number = Field(default=300.0, gt=0)
     """How long the run may stand still after the first step; then the rank that holds it up is named, and the run ends,
     resumably. At a fifth of it there is a warning. A step that took longer from the start has twice its time."""
+    stop_timeout_seconds: Number = Field(default=600.0, gt=0)
+    """``launch=local``: how long stopping may take, with its checkpoint, before what is left is killed."""
+
+
+_Word = Annotated[str, Field(pattern=r"""^[^\s'"\\]+$""")]
+
+
+class SlurmSection(Section):
+    """The job that ``launch=slurm`` and ``serried submit`` hand to Slurm. Null leaves a choice to the cluster."""
+
+    partition: _Word | None = None
+    """Partition, or several with commas between them, quoted."""
+    account: _Word | None = None
+    """Account that pays."""
+    qos: _Word | None = None
+    """Quality of service."""
+    reservation: _Word | None = None
+    """Reservation to run in."""
+    time_minutes: PositiveCount | None = None
+    """Time limit of one start, in minutes; with ``requeue`` a run may take many."""
+    gpus_per_node: PositiveCount | None = None
+    """GPUs on each node; ``launch.processes`` follows it."""
+    cpus_per_node: PositiveCount | None = None
+    """CPU cores on each node."""
+    memory: _Word | None = None
+    """Memory on each node, as sbatch writes it: ``64G``."""
+    constraint: _Word | None = None
+    """Features that the nodes must have."""
+    exclude: _Word | None = None
+    """Nodes to leave out, as ``serried preflight`` names them."""
+    dependency: _Word | None = None
+    """Jobs to wait for: ``afterok:123``."""
+    array_concurrency: PositiveCount | None = None
+    """Of a sweep (``-m``), how many runs at a time; all when null."""
+    modules: str | None = None
+    """Environment modules to load, with blanks between them."""
+    setup: str | None = None
+    """Shell commands to run on each node before training: ``source /opt/env.sh; export NCCL_DEBUG=INFO``."""
+    container: str | None = None
+    """Command that runs what follows it in a container: ``apptainer exec --nv image.sif``."""
+    python: str | None = None
+    """Interpreter on the nodes; the one that submits when null."""
+    interface: _Word | None = None
+    """Network interface between the nodes, for Gloo and NCCL: ``ib0``; theirs to choose when null."""
+    requeue: bool = True
+    """A run that was stopped (time limit, preemption) is queued again and goes on. Not one that failed."""
+    signal_seconds: PositiveCount = 120
+    """How long before the time limit the processes are told to save and stop."""
+    dry_run: bool = False
+    """Print the script and stop."""
+
+    @model_validator(mode="after")
+    def _time_to_stop(self) -> "SlurmSection":
+        limit = self.time_minutes and self.time_minutes * 60
+        if limit and self.signal_seconds >= limit:
+            raise ValueError(
+                f"slurm.signal_seconds={self.signal_seconds} is not below slurm.time_minutes={self.time_minutes} "
+                f"(= {limit} s): the run would be stopped as it starts; use slurm.signal_seconds={max(1, limit // 4)}"
+            )
+        return self
 
 
 class RunConfig(Section):
@@ -354,6 +517,7 @@ class RunConfig(Section):
     health: HealthSection
     checkpoint: CheckpointSection
     launch: LaunchSection
+    slurm: SlurmSection = Field(default_factory=SlurmSection)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "RunConfig":

@@ -37,6 +37,8 @@ _ALIASES = {  # names other frameworks use, for keys or groups whose value means
     "data": "dataset dataset_name",
     "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_type tokenizer_name_or_path",
     "data.validation_fraction": "val_fraction validation_split val_split val_split_fraction test_size",
+    "data.chat_template": "chat_template_path chat_template_jinja",
+    "data.messages_column": "messages_key messages_field conversation_column field_messages",
     "model": "model_name model_name_or_path model_type arch architecture",
     "model.dim": "hidden_size d_model n_embd embed_dim embedding_dim dim_model",
     "model.layers": "num_layers n_layer n_layers num_hidden_layers depth",
@@ -53,6 +55,7 @@ _ALIASES = {  # names other frameworks use, for keys or groups whose value means
     "parallel": "strategy distributed_strategy accelerator_strategy parallelism distributed",
     "parallel.replicate": "dp dp_size data_parallel data_parallel_size dp_replicate data_parallel_replicate_degree",
     "parallel.shard": "dp_shard fsdp_size sharding data_parallel_shard_degree num_shards",
+    "launch": "launcher",
     "launch.device": "accelerator platform device_type",
     "launch.step_timeout_seconds": "ddp_timeout comm_timeout nccl_timeout train_timeout_seconds hang_timeout",
     "health.spike": "loss_spike spike_detection spike_policy skip_spikes",
@@ -60,6 +63,16 @@ _ALIASES = {  # names other frameworks use, for keys or groups whose value means
     "health.spike_window": "rolling_interval_length",
     "health.non_finite": "nan_policy terminate_on_nan check_for_nan_in_loss_and_grad on_nan",
     "health.replica_check_every": "check_weight_hash_across_dp_replicas_interval replica_check",
+    "slurm.partition": "queue slurm_partition",
+    "slurm.account": "slurm_account",
+    "slurm.qos": "slurm_qos",
+    "slurm.time_minutes": "timeout_min walltime time",
+    "slurm.cpus_per_node": "cpus_per_task",
+    "slurm.memory": "mem mem_gb slurm_mem",
+    "slurm.array_concurrency": "array_parallelism slurm_array_parallelism",
+    "slurm.setup": "slurm_setup setup_commands",
+    "slurm.interface": "gloo_socket_ifname nccl_socket_ifname socket_ifname",
+    "slurm.signal_seconds": "signal_delay_s",
     "run.name": "run_name experiment_name exp_name name job_name",
     "run.dir": "output_dir save_dir out_dir log_dir logdir work_dir results_dir default_root_dir checkpoint_dir",
     "checkpoint.every": "save_every save_steps save_interval checkpoint_every save_freq every_n_train_steps "
@@ -86,6 +99,13 @@ _SWITCHES = {  # names that are a choice by themselves, given as NAME=true elsew
     "zero3": "parallel=fsdp",
     "zero2": "parallel=fsdp parallel.reshard_after_forward=false",
     "deepspeed": "parallel=fsdp",
+    "packing": "data.packing=best_fit",
+    "sample_packing": "data.packing=best_fit",
+    "reset_position_ids": "data.isolate_documents=true",
+    "reset_attention_mask": "data.isolate_documents=true",
+    "document_mask": "data.isolate_documents=true",
+    "assistant_only_loss": "data.format=chat",
+    "train_on_responses_only": "data.format=chat",
     "cpu": "launch.device=cpu",
     "use_cpu": "launch.device=cpu",
     "cuda": "launch.device=cuda",
@@ -93,8 +113,8 @@ _SWITCHES = {  # names that are a choice by themselves, given as NAME=true elsew
 }
 
 _PROCESSES = (
-    "the number of processes is torchrun's: torchrun --nproc_per_node={value} train.py ... "
-    "(launch.processes={value} dry_run=true only plans)"
+    "the number of processes is launch=local launch.processes={value} (starts them here), or torchrun's: "
+    "torchrun --nproc_per_node={value} train.py ..."
 )
 _ACCUMULATION = (
     "accumulation is derived, trainer.global_batch / (trainer.micro_batch x data ranks); set trainer.global_batch=512"
@@ -103,8 +123,8 @@ _EPOCHS = "training is counted in optimizer steps, not epochs; set trainer.steps
 _RANK = "torchrun tells each process its rank; start with: torchrun --nproc_per_node=2 train.py ..."
 _EXPLAINED = {  # names whose value means something else here, or nothing
     _PROCESSES: "num_gpus n_gpus gpus ngpus nproc nproc_per_node num_processes num_procs world_size devices n_procs",
-    "the number of nodes is torchrun's: torchrun --nnodes={value} train.py ... (launch.nodes={value} dry_run=true "
-    "only plans)": "num_nodes nnodes n_nodes",
+    "the number of nodes is launch=slurm launch.nodes={value} (submits a job), or torchrun's: torchrun "
+    "--nnodes={value} train.py ...": "num_nodes nnodes n_nodes",
     _ACCUMULATION: "gradient_accumulation_steps gradient_accumulation grad_accum grad_accum_steps accumulation_steps "
     "accumulate_grad_batches accumulation",
     _EPOCHS: "epochs num_epochs num_train_epochs max_epochs n_epochs",
@@ -115,6 +135,8 @@ _EXPLAINED = {  # names whose value means something else here, or nothing
     "ZeRO-3 is parallel=fsdp, ZeRO-2 is parallel=fsdp parallel.reshard_after_forward=false": "zero_stage zero "
     "sharding_strategy",
     _RANK: "local_rank rank node_rank master_addr master_port",
+    "a sweep is launch=slurm -m and several values for a key: one array job; e.g. -m optim.lr=1e-3,3e-3": "multirun "
+    "sweep",
     "there is no dropout in models of the Llama 3 family; leave it out": "dropout attention_dropout dropout_rate",
     "the run folder is run.dir, and Hydra makes none of its own; set run.dir=runs/first-try": "hydra",
 }
@@ -127,8 +149,6 @@ _LATER = {  # names that the project has promised, and that work once their part
     "expert parallelism": "parallel.expert ep ep_size expert_parallel expert_parallel_size",
     "tracking with W&B or TensorBoard": "track track.wandb track.tensorboard track.project track.entity track.group "
     "track.tags wandb report_to wandb_project tensorboard use_wandb logger",
-    "starting processes without torchrun (launch=local, launch=slurm)": "launch launcher",
-    "a sweep over several values": "multirun sweep",
     "compiling the model": "compile torch_compile use_compile",
     "activation checkpointing": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing",
 }

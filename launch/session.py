@@ -7,15 +7,18 @@ import socket
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from configs.errors import (
     EXIT_FAILED,
+    EXIT_FINISHED,
     EXIT_MISTAKE,
     EXIT_STOPPED,
     StopRequested,
@@ -33,7 +36,12 @@ if TYPE_CHECKING:
 _GLOO_SETTLES_SECONDS = 0.2
 _PATIENCE_BEYOND_LIMIT = 1.25
 _RECORDED_COLLECTIVES = "2000"
+_MEETING_LOOK_SECONDS = 0.01
 _LONGEST_NAP_SECONDS = 0.5
+_NO_ANSWER = ("Timed out waiting", "Application timeout")  # Gloo's words
+_BROKEN_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
+"""Environment variable: whoever waits for the ranks reads ``status.json``, not exit codes."""
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
@@ -41,6 +49,14 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 def speaks() -> bool:
     """Whether this process is the one that talks to the user."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> int:
+    """Print ``text`` from rank 0 alone, for a command that was only asked for words. Returns the exit code."""
+    if speaks():
+        with suppress(BrokenPipeError):  # into a pager or head that has read enough
+            print(text.rstrip("\n"), flush=True)
+    return EXIT_FINISHED
 
 
 def usable_cores() -> int:
@@ -70,16 +86,42 @@ def _started() -> tuple[int, int, int, int]:
     return rank, local_rank, world, local_world
 
 
+def is_started() -> bool:
+    """Whether torchrun, or a launcher of ours, made this process one of several: then it trains, and starts nobody."""
+    return bool(os.environ.get("TORCHELASTIC_RUN_ID")) or "RANK" in os.environ
+
+
+def processes_per_node(section: LaunchSection) -> int:
+    """How many processes ``launch=local`` and ``launch=slurm`` start on a node. Needs no torch."""
+    if section.processes is not None:
+        return section.processes
+    return max(1, _gpus_of_the_system()) if section.name == "local" and section.device != "cpu" else 1
+
+
+def _gpus_of_the_system() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    with suppress(OSError):
+        return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
+    return 0
+
+
 def planned_processes(section: LaunchSection, dry_run: bool) -> int:
-    """Number of processes the run has, or would have in a dry run.
+    """Number of processes the run has, will have once they are started, or would have in a dry run.
 
     Raises:
         UserError: ``launch.processes`` or ``launch.nodes`` contradicts what torchrun started, or torchrun's variables
             are there in part only.
     """
     _, _, started, per_node = _started()
-    if dry_run and started == 1:
-        return (section.processes or 1) * (section.nodes or 1)
+    if section.name == "local" and (section.nodes or 1) > 1:
+        raise UserError(
+            f"launch.nodes={section.nodes} with launch=local, which starts processes on this machine alone; use "
+            "launch=slurm, or torchrun on each node"
+        )
+    if started == 1 and (dry_run or (section.name != "torchrun" and not is_started())):
+        return processes_per_node(section) * (section.nodes or 1)
     for key, asked, actual in (
         ("processes", section.processes, per_node),
         ("nodes", section.nodes, started // per_node),
@@ -88,7 +130,8 @@ def planned_processes(section: LaunchSection, dry_run: bool) -> int:
             nodes = f"--nnodes={section.nodes} " if (section.nodes or 1) > 1 else "--standalone "
             raise UserError(
                 f"launch.{key}={asked} but {actual} {'was' if actual == 1 else 'were'} started; start them with: "
-                f"torchrun {nodes}--nproc_per_node={section.processes or per_node} train.py ..., or plan: dry_run=true"
+                f"torchrun {nodes}--nproc_per_node={section.processes or per_node} train.py ..., or launch=local, or "
+                "plan: dry_run=true"
             )
     return started
 
@@ -128,6 +171,8 @@ class Session:
     _attempt: str = ""
     """What the keys of this attempt begin with, in the store."""
     _patient: "list[ProcessGroup]" = field(default_factory=list)
+    _processes: list[int] = field(default_factory=list)
+    """The ranks' process numbers, each of its own machine."""
 
     @property
     def is_main(self) -> bool:
@@ -151,6 +196,8 @@ class Session:
         """How to start as many processes again, here."""
         if self.world_size == 1:
             return "python train.py"
+        if self.section.name == "local":
+            return f"python train.py launch=local launch.processes={self.world_size}"
         nodes = self.world_size // self.local_world_size
         where = "--standalone" if nodes == 1 else f"--nnodes={nodes} ..."
         return f"torchrun {where} --nproc_per_node={self.local_world_size} train.py"
@@ -283,7 +330,7 @@ class Session:
 
         if self._store is None:
             return dist.HashStore()
-        return dist.PrefixStore(name, _shared_store(self, is_master=False))
+        return dist.PrefixStore(name, dist.PrefixStore(self._attempt, _connect(self, hosts=False)))
 
     def end_with(self, rank: int, reason: str, exit_code: int) -> None:
         """Have whatever fails from here on counted as an echo of this, which the user has been told."""
@@ -299,34 +346,31 @@ class Session:
     def first_failure(self, error: BaseException) -> Failure:
         """The failure that ended the run: ``error`` of this rank, unless another rank's came before."""
         if self._failure is None:
-            mine = self._failure = Failure(self.rank, self._reason(error), _exit_code(error))
+            mine = self._failure = self.failure(error)
             if self._store is not None:
                 with suppress(RuntimeError):  # the store died with its host: nobody is left to ask
-                    if isinstance(error, StopRequested) and (peer := self._dead_peer()) is not None:
-                        # torchrun sends SIGTERM to all when one has died: that is no request to stop.
-                        mine = Failure(self.rank, f"rank {peer} died without a word before the first step", EXIT_FAILED)
                     self._failure = Failure(*json.loads(self._store.compare_set("failure", "", json.dumps(mine))))
         return self._failure
 
-    def _reason(self, error: BaseException) -> str:
-        if isinstance(error, StopRequested):
-            where = f" on rank {self.rank}" if self.world_size > 1 else ""
-            return f"{error}{where} before the first step"
-        return _in_one_line(error)
-
-    def _dead_peer(self) -> int | None:
-        """A rank of this node that has begun and is gone."""
-        assert self._store is not None
+    def failure(self, error: BaseException) -> Failure:
+        """``error`` of this rank, as far as it knows by itself."""
+        if not isinstance(error, StopRequested):
+            return Failure(self.rank, self._reason(error), _exit_code(error))
         first = self.rank - self.local_rank
-        for rank in range(first, first + self.local_world_size):
-            key = _process_key(rank)
-            if self._store.check([key]) and not _is_running(int(self._store.get(key))):
-                return rank
-        return None
+        for peer, process in enumerate(self._processes[first : first + self.local_world_size], start=first):
+            if not _is_running(process):  # torchrun sends SIGTERM to all when one has died: that is no request to stop
+                return Failure(self.rank, f"rank {peer} died without a word before the first step", EXIT_FAILED)
+        where = f" on rank {self.rank}" if self.world_size > 1 else ""
+        return Failure(self.rank, f"{error}{where} before the first step", EXIT_STOPPED)
 
-
-def _process_key(rank: int) -> str:
-    return f"process/{rank}"
+    def _reason(self, error: BaseException) -> str:
+        text = _in_one_line(error)
+        if isinstance(error, RuntimeError) and any(words in text for words in _NO_ANSWER):
+            patience = f"launch.step_timeout_seconds={self.section.step_timeout_seconds:g}"
+            return f"no answer from another process in time ({patience}): {text}"
+        if isinstance(error, RuntimeError) and any(words in text for words in _BROKEN_OFF):
+            return f"another process ended, or the network between them broke: {text}"
+        return text
 
 
 def _is_running(process: int) -> bool:
@@ -406,7 +450,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
                 f"rank {rank} of {world} could not join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')} "
                 f"within launch.start_timeout_seconds={section.start_timeout_seconds:g}: {reason}"
             ) from error
-        session._store.set(_process_key(rank), str(os.getpid()))
+        session._processes = session.gather(os.getpid())
     try:
         yield session
     finally:
@@ -452,10 +496,10 @@ def _start_group(session: Session) -> "Store":
 
     timeout = timedelta(seconds=session.section.start_timeout_seconds)
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # A restart under the same agent meets the store of the attempt before, with addresses of dead processes in it.
-    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID')}_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    session._attempt = f"attempt_{attempt}_world_{session.world_size}"
-    store = _shared_store(session, is_master=session.rank == 0 and not agent_hosts)
+    tcp = _connect(session, hosts=session.rank == 0 and not agent_hosts)
+    # A restart under the same agents meets the store of the attempt before, with addresses of dead processes in it.
+    session._attempt = f"attempt_{_agree_on_attempt(tcp, session, timeout) if agent_hosts else 'only'}"
+    store = dist.PrefixStore(session._attempt, tcp)
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if session.device.type == "cuda" else "gloo",
         store=store,
@@ -467,19 +511,55 @@ def _start_group(session: Session) -> "Store":
     return dist.PrefixStore("control", store)
 
 
-def _shared_store(session: Session, *, is_master: bool) -> "Store":
-    """A new connection to the store in which the processes meet."""
+def _connect(session: Session, *, hosts: bool) -> "Store":
+    """A new connection to the store in which the processes meet; this process ``hosts`` it, or another does."""
     import torch.distributed as dist
 
     env = os.environ
-    tcp = dist.TCPStore(
+    return dist.TCPStore(
         env["MASTER_ADDR"],
         int(env["MASTER_PORT"]),
         session.world_size,
-        is_master=is_master,
+        is_master=hosts,
         timeout=timedelta(seconds=session.section.start_timeout_seconds),
     )
-    return dist.PrefixStore(session._attempt, tcp)
+
+
+def _agree_on_attempt(tcp: "Store", session: Session, timeout: timedelta) -> str:
+    """A name for this attempt that its ranks have in common, and no process of an earlier one knows.
+
+    No variable of torchrun's will do: agents count restarts each for itself, and a node that joins begins at 0. So rank
+    0 makes a name up and answers everybody who asks for it, the dead too, until all of its own ranks have checked in.
+    """
+    import torch.distributed as dist
+
+    store = dist.PrefixStore(f"meeting_{os.environ.get('TORCHELASTIC_RUN_ID')}", tcp)
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if session.rank != 0:
+        store.set(f"asks/{store.add('asked', 1)}", mine)
+        while not store.check([f"answer/{mine}"]):  # no signal is heard inside Store.wait
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError("rank 0 has not come")
+            time.sleep(_MEETING_LOOK_SECONDS)
+        name = store.get(f"answer/{mine}").decode()
+        store.set(f"{name}/is_here/{session.rank}", "")
+        return name
+    everybody = [f"{mine}/is_here/{rank}" for rank in range(1, session.world_size)]
+    unanswered: set[int] = set()
+    seen = 0
+    while not store.check(everybody):
+        asked = store.add("asked", 0)
+        unanswered |= set(range(seen + 1, asked + 1))
+        seen = asked
+        for number in sorted(unanswered):
+            if store.check([f"asks/{number}"]):  # who died in between will never have written it
+                store.set(f"answer/{store.get(f'asks/{number}').decode()}", mine)
+                unanswered.discard(number)
+        if time.monotonic() > deadline:
+            came = sum(store.check([key]) for key in everybody)
+            raise dist.DistStoreError(f"{came + 1} of {session.world_size} processes came")
+        time.sleep(_MEETING_LOOK_SECONDS)
+    return mine
 
 
 def report_mistake(error: UserError) -> int:
@@ -493,7 +573,7 @@ def report_mistake(error: UserError) -> int:
 def _report_alone(error: UserError | TrainingFailed | StopRequested, *, speaks: bool) -> int:
     if isinstance(error, StopRequested):
         if speaks:
-            _say(f"stopped: {error} while the processes were joining; the same command begins again")
+            _say(f"stopped: {error} while the processes were joining; go on: the same command")
     elif speaks:
         _say(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}")
     else:
@@ -508,8 +588,7 @@ def _report(error: BaseException, session: Session) -> int:
         return failure.exit_code
     if failure.exit_code == EXIT_STOPPED:
         if failure.rank == session.rank:
-            begins = "; the same command begins again, or goes on from the newest checkpoint"
-            _say(f"stopped: {failure.reason}{'' if isinstance(error, TrainingStopped) else begins}")
+            _say(f"stopped: {failure.reason}; go on: the same command")
         return EXIT_STOPPED
     if failure.rank != session.rank:
         if isinstance(error, UserError):
@@ -539,7 +618,13 @@ def leave(code: int) -> NoReturn:
 
     Past the point where work is done, Gloo's threads can abort an interpreter that is shutting down
     (https://github.com/pytorch/pytorch/issues/179291), which would turn success into exit code -6.
+
+    An agent of torchrun takes every code but 0 for a failure. With restarts left it would start a run again that was
+    stopped on request, and a Slurm job of ours asks ``status.json`` anyway: for these, stopped is 0.
     """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if code == EXIT_STOPPED and (restarts or STATUS_DECIDES in os.environ):
+        code = EXIT_FINISHED
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # whoever listened is gone
             stream.flush()

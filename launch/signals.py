@@ -11,13 +11,17 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
-from configs.errors import EXIT_FAILED, StopRequested
+from configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Preemption and torchrun, Ctrl-C, Slurm before a time limit, a terminal that is gone."""
 
+LAUNCHER = "SERRIED_LAUNCHER"
+"""Environment variable: the process that started this one, where that is ``launch=local``."""
+
+_UNHEARD_SECONDS = 5.0
 _TWICE_SECONDS = 1.0  # a terminal and torchrun may both pass on one Ctrl-C
 _SET_DEATH_SIGNAL, _GET_DEATH_SIGNAL = 1, 2  # prctl.h
 
@@ -35,20 +39,32 @@ class Signals:
     At first a signal raises ``StopRequested``: there is nothing to save. After ``hold`` it only leaves its name in
     ``received``, for whoever knows a good moment. While what has failed is cleaned up nothing interrupts. Ctrl-C twice,
     or during that clean-up, ends the process at once.
+
+    Python calls handlers between two of its own instructions, and the main thread may be inside a call that waits for a
+    peer. So a thread listens, too: where there is nothing to save, it ends a process that does not hear.
     """
 
     def __init__(self) -> None:
-        self.received: str | None = None
-        """What asked first."""
         self.last_words: Callable[[], None] | None = None
         """Called before the process is ended at once."""
+        self.last_words_unheard: Callable[[], int] | None = None
+        """Called where nothing was to save and the main thread did not hear. Returns the exit code."""
         self._phase = _Phase.RAISE
+        self._received: int | None = None
         self._interrupted_at: float | None = None
         self._parent = os.getppid()
         self._earlier: dict[int, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._earlier_pipe = -1
 
     def __enter__(self) -> "Signals":
-        for number in ASKING if threading.current_thread() is threading.main_thread() else ():
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        self._earlier_pipe = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(self._pipe[0],), name="signals", daemon=True).start()
+        for number in ASKING:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 self._earlier[number] = signal.signal(number, self._handle)
         return self
@@ -58,6 +74,17 @@ class Signals:
     ) -> None:
         for number, handler in self._earlier.items():
             signal.signal(number, handler)
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._earlier_pipe)
+            os.close(self._pipe[1])  # which ends the thread
+            self._pipe = None
+
+    @property
+    def received(self) -> str | None:
+        """What asked first, in words; None: nothing."""
+        if self._received == signal.SIGTERM and os.getppid() != self._parent:
+            return f"the end of torchrun (process {self._parent})"
+        return None if self._received is None else signal.Signals(self._received).name
 
     def hold(self) -> None:
         """From here on a signal only leaves its name."""
@@ -76,9 +103,8 @@ class Signals:
     def _handle(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and self._phase is not _Phase.LEAVE:
             self._interrupted()
-        if self.received is None:
-            lost = os.getppid() != self._parent and number == signal.SIGTERM
-            self.received = f"the end of torchrun (process {self._parent})" if lost else signal.Signals(number).name
+        if self._received is None:
+            self._received = number
         if self._phase is _Phase.RAISE:
             self._phase = _Phase.CLEAN_UP
             raise StopRequested(self.received)
@@ -89,12 +115,39 @@ class Signals:
             self._interrupted_at = now
         is_second = earlier is not None and now - earlier > _TWICE_SECONDS
         if is_second or (earlier is None and self._phase is _Phase.CLEAN_UP):
-            if self.last_words is not None:
-                with suppress(Exception):
-                    self.last_words()
-            with suppress(OSError):
-                os.write(2, b"interrupted again: ended at once, without saving\n")
-            os._exit(EXIT_FAILED)
+            self._end_at_once()
+
+    def _end_at_once(self) -> NoReturn:
+        if self.last_words is not None:
+            with suppress(Exception):
+                self.last_words()
+        with suppress(OSError):
+            os.write(2, b"interrupted again: ended at once, without saving\n")
+        os._exit(EXIT_FAILED)
+
+    def _listen(self, pipe: int) -> None:
+        """Read the numbers of signals from ``pipe`` as they come, and act where the main thread does not."""
+        first_interrupt: float | None = None
+        while number := os.read(pipe, 1):
+            now = time.monotonic()
+            if number[0] in ASKING and self._phase is _Phase.RAISE:
+                time.sleep(_UNHEARD_SECONDS)
+                if self._phase is _Phase.RAISE and self._pipe is not None:
+                    self._end_unheard(number[0])
+            elif number[0] == signal.SIGINT and self._phase is not _Phase.LEAVE:
+                if first_interrupt is not None and now - first_interrupt > _TWICE_SECONDS:
+                    time.sleep(_TWICE_SECONDS)  # the main thread would have ended the process by now
+                    self._end_at_once()
+                first_interrupt = first_interrupt or now
+        os.close(pipe)
+
+    def _end_unheard(self, number: int) -> NoReturn:
+        self._received = self._received or number
+        code = EXIT_STOPPED
+        if self.last_words_unheard is not None:
+            with suppress(Exception):
+                code = self.last_words_unheard()
+        os._exit(code)
 
 
 def end_with_torchrun() -> None:
@@ -111,7 +164,8 @@ def end_with_torchrun() -> None:
     if prctl(_GET_DEATH_SIGNAL, ctypes.byref(chosen)) != 0 or chosen.value:
         return
     prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
-    if os.getppid() != parent or _is_orphan(parent):  # it died before the kernel was asked
+    is_another = os.environ.get(LAUNCHER, str(parent)) != str(parent)
+    if os.getppid() != parent or is_another or _is_orphan(parent):  # it died before the kernel was asked
         os.kill(os.getpid(), signal.SIGTERM)
 
 

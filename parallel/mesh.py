@@ -71,7 +71,8 @@ def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
         if world_size % fixed:
             raise UserError(
                 f"parallel.{fixed_axis}={fixed} does not divide {_processes(world_size)}, so parallel.{free}=-1 has no "
-                f"value; use parallel.{fixed_axis}={nearest_divisors(world_size, fixed)[0]}"
+                f"value; use parallel.{fixed_axis}={nearest_divisors(world_size, fixed)[0]}, or a multiple of {fixed} "
+                "processes"
             )
         known[free] = world_size // fixed
     elif replicate * shard != world_size:
@@ -101,6 +102,9 @@ def gradient_accumulation(trainer: TrainerSection, layout: Layout) -> int:
     if trainer.global_batch % layout.data_ranks == 0:
         per_rank = trainer.global_batch // layout.data_ranks
         fixes.append(f"trainer.micro_batch={nearest_divisors(per_rank, trainer.micro_batch)[0]}")
+    fitting = nearest_divisors(trainer.global_batch // trainer.micro_batch, layout.data_ranks)
+    if fitting and trainer.global_batch % trainer.micro_batch == 0:
+        fixes.append(f"as many data ranks as divide it: {', '.join(str(ranks) for ranks in sorted(fitting[:5]))}")
     raise UserError(
         f"trainer.global_batch={trainer.global_batch} is not a multiple of {per_pass} = trainer.micro_batch "
         f"{trainer.micro_batch} x {layout.data_ranks} data ranks; use {' or '.join(fixes)}"

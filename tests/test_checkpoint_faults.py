@@ -536,7 +536,7 @@ def test_killed_at_any_point_of_a_save(text: Path, tmp_path: Path) -> None:
         assert (folder / model).read_bytes() == (run_dir / model).read_bytes()
 
 
-def test_a_signal_during_a_save_lets_it_end(text: Path, tmp_path: Path) -> None:
+def test_a_signal_during_a_save_lets_it_end_and_saves_again(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = tiny_overrides(text, run_dir, "trainer.steps=100000", "checkpoint.every=30", "trainer.log_every=0")
     script = f"from tests.test_checkpoint_faults import slow_disk; raise SystemExit(slow_disk({argv}, 1.0))"
@@ -550,17 +550,18 @@ def test_a_signal_during_a_save_lets_it_end(text: Path, tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             assert process.poll() is None, process.communicate()
             time.sleep(0.005)
-        started = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        printed, _ = process.communicate(timeout=30)
-        assert time.monotonic() - started < 8
+        printed, _ = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 70
+    assert process.returncode == 75
     assert "Traceback" not in printed
-    assert steps_saved(run_dir) == [30]
-    verify(run_dir / "checkpoints/step-00000030")
+    status = json.loads((run_dir / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("stopped", "SIGTERM")
+    last = status["step"]
+    assert steps_saved(run_dir) == [30, last]
+    for step in (30, last):
+        verify(run_dir / f"checkpoints/step-{step:08d}")
     assert not partial.exists()
-    assert json.loads((run_dir / "status.json").read_text())["reason"] == "interrupted"
-    train(text, run_dir, "trainer.steps=100000", "trainer.log_every=0", "trainer.stop_at=31", code=75)
-    assert [line["resumed_from"] for line in metrics(run_dir, "start")] == [None, 30]
+    train(text, run_dir, "trainer.steps=100000", "trainer.log_every=0", f"trainer.stop_at={last + 1}", code=75)
+    assert [line["resumed_from"] for line in metrics(run_dir, "start")] == [None, last]

@@ -11,7 +11,7 @@ from configs.errors import UserError
 from recipes.data.dataset import TokenDataset, collate
 from recipes.data.prepare import Prepared, open_prepared, prepare
 from recipes.models.head import IGNORE
-from tests.texts import many_files, section, write
+from tests.texts import everything, many_files, section, write
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 @pytest.mark.parametrize("name", ["train", "validation"])
 @pytest.mark.parametrize("length", [1, 7, 64, 500])
 def test_samples_are_the_windows_of_the_stream(prepared: Prepared, name: str, length: int) -> None:
-    stream, dataset = prepared.tokens(name), TokenDataset(prepared, name, length)
+    stream, dataset = everything(prepared, name), TokenDataset(prepared, name, length)
     assert len(dataset) == (len(stream) - 1) // length
     for i in {0, len(dataset) // 2, len(dataset) - 1}:
         sample = dataset[i]
@@ -36,7 +36,7 @@ def test_samples_are_the_windows_of_the_stream(prepared: Prepared, name: str, le
 
 
 def test_no_validation_window_is_in_the_training_text(prepared: Prepared) -> None:
-    training = prepared.tokens("train").astype("<u2").tobytes()
+    training = everything(prepared, "train").astype("<u2").tobytes()
     dataset = TokenDataset(prepared, "validation", 64)
     assert not any(dataset[i].tokens.astype("<u2").tobytes() in training for i in range(len(dataset)))
 

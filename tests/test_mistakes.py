@@ -67,7 +67,8 @@ MISTAKES = [
     _mistake("tensor parallelism", "parallel.tensor=2", "tensor parallelism is not in this version yet"),
     _mistake("float8", "precision=float8", "not in this version yet", "bf16"),
     _mistake("hf data", "data=hf", "Hugging Face data is not in this version yet", "text"),
-    _mistake("sweep", "-m|trainer.seed=1,2", "2 mistakes", "not in this version yet"),
+    _mistake("sweep", "-m|trainer.seed=1,2", "with launch=torchrun is not in this version yet", stage="run"),
+    _mistake("several values", "trainer.seed=1,2", "holds several values: give one, or sweep", "launch=slurm -m"),
     # form
     _mistake("dashes", "--trainer.lr=1", "no dashes", "optim.lr=1"),
     _mistake("dashes and blank", "--recipe|llama8b", "no dashes", "recipe=llama8b"),

@@ -1,7 +1,7 @@
 """From documents to tokens on disk: prepared once and whole, by however many processes."""
 
 import errno
-import fcntl
+import json
 import multiprocessing
 import os
 import re
@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,45 +19,70 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import recipes.data.files
 import recipes.data.prepare as preparing
+import recipes.data.rows
+import recipes.data.shards
+import recipes.data.tokenize
 from configs.errors import UserError
 from recipes.data.prepare import cache_folder, open_prepared, prepare
+from recipes.data.text import TextFiles
 from recipes.data.tokenizer import token_dtype
-from tests.texts import many_files, section, write
+from tests.texts import documents, everything, many_files, section, write
 
 LONG_AGO = 1_600_000_000
 
 
 def settle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take files of this moment for settled, so that the memo is used."""
-    monkeypatch.setattr(preparing, "_SETTLED_SECONDS", -10.0)
+    monkeypatch.setattr(recipes.data.files, "SETTLED_SECONDS", -10.0)
 
 
 def refuse_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise AssertionError("tokenised again")
 
-    monkeypatch.setattr(preparing, "_make", fail)
+    monkeypatch.setattr(preparing, "write_shards", fail)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def rows(folder: Path, count: int = 300) -> Path:
+    """Lines of different length in two files."""
+    texts = [f"document {i} " + "of some words and more " * (i % 13) for i in range(count)]
+    halves = texts[: count // 2], texts[count // 2 :]
+    lines = ["".join(json.dumps({"text": text}) + "\n" for text in half) for half in halves]
+    return write(folder, {"a.jsonl": lines[0], "b.jsonl": lines[1]})
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards and units of 2 kB, so that little text has many."""
+    monkeypatch.setattr(recipes.data.tokenize, "_SHARD_BYTES", 2000)
+    monkeypatch.setattr(recipes.data.rows, "_UNIT_BYTES", 700)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
 def test_what_is_prepared_is_the_text(tmp_path: Path, tokenizer: str) -> None:
     files = {f"{i:02d}.txt": f"Grüße {i}\n" * (i + 3) for i in range(25)}
     prepared = prepare(section(write(tmp_path / "text", files), tmp_path / "cache", tokenizer=tokenizer))
-    documents = []
+    found = []
     for name in ("train", "validation"):
-        stored = load_file(prepared.folder / f"{name}.safetensors")  # the library reads what we wrote
-        assert np.array_equal(stored["tokens"], prepared.tokens(name))
+        stored = load_file(prepared.folder / f"{name}-00000.safetensors")  # the library reads what we wrote
+        assert np.array_equal(stored["tokens"], everything(prepared, name))
         assert stored["tokens"].dtype == token_dtype(prepared.tokenizer.vocab_size)
         assert stored["document_starts"].dtype == np.int64
-        pieces = np.split(stored["tokens"], stored["document_starts"][1:])
-        assert all(piece[-1] == prepared.tokenizer.end_id for piece in pieces)
-        documents += [prepared.tokenizer.decode(piece) for piece in pieces]
+        pieces = documents(prepared, name)
+        found += pieces
         summary = prepared.splits[name]
-        assert (summary.files, summary.tokens) == (len(pieces), len(stored["tokens"]))
-    assert sorted(documents) == sorted(files.values())
+        assert (summary.documents, summary.tokens) == (len(pieces), len(stored["tokens"]))
+        assert summary.text_bytes == sum(len(piece.encode()) for piece in pieces)
+        assert sum(summary.lengths) == summary.documents
+    assert sorted(found) == sorted(files.values())
     assert sorted(path.name for path in prepared.folder.iterdir()) == [
-        "summary.json", "tokenizer.json", "train.safetensors", "validation.safetensors"
+        "summary.json", "tokenizer.json", "train-00000.safetensors", "validation-00000.safetensors"
     ]  # fmt: skip
     again = open_prepared(prepared.folder)
     assert (again.splits, again.tokenizer.spec()) == (prepared.splits, prepared.tokenizer.spec())
@@ -64,7 +90,7 @@ def test_what_is_prepared_is_the_text(tmp_path: Path, tokenizer: str) -> None:
 
 def test_tokens_are_mapped_not_read(tmp_path: Path) -> None:
     prepared = prepare(section(many_files(tmp_path / "text"), tmp_path / "cache"))
-    assert isinstance(prepared.tokens("train").base, np.memmap)
+    assert isinstance(prepared.stream("train").read(3, 9).base.base, np.memmap)
 
 
 @pytest.mark.parametrize("settled", [True, False])
@@ -76,7 +102,7 @@ def test_the_second_time_nothing_is_tokenised(tmp_path: Path, monkeypatch: pytes
     times = {path: path.stat().st_mtime_ns for path in first.folder.iterdir()}
     refuse_to_write(monkeypatch)
     if settled:
-        monkeypatch.setattr(preparing, "read_documents", lambda _: pytest.fail("the source was read again"))
+        monkeypatch.setattr(TextFiles, "fingerprint", lambda *_: pytest.fail("the source was read again"))
     again = prepare(section(text, tmp_path / "cache", sequence_length=8))
     assert again.folder == first.folder
     assert {path: path.stat().st_mtime_ns for path in again.folder.iterdir()} == times
@@ -138,7 +164,7 @@ def test_processes_that_prepare_at_once_get_the_same(tmp_path: Path) -> None:
     for process in processes:
         process.join(60)
     assert len(folders) == 1
-    assert open_prepared(Path(folders.pop())).splits["train"].files > 0
+    assert open_prepared(Path(folders.pop())).splits["train"].documents > 0
     assert sorted(path.name == "memos" for path in cache.iterdir()) in ([False], [False, True])
 
 
@@ -154,59 +180,154 @@ def test_threads_that_prepare_at_once_get_the_same(tmp_path: Path) -> None:
         assert len(set(threads.map(run, range(4)))) == 1
 
 
-def _hang_while_writing(text: Path, cache: Path, reached: Any) -> None:
-    def hang(*_: Any) -> None:
-        reached.set()
-        time.sleep(600)
+def _hang_after(shards: int, source: Path, cache: Path, reached: Any) -> None:
+    made = 0
+    write_shards = preparing.write_shards
 
-    preparing._publish = hang
-    prepare(section(text, cache))
+    def hang(*arguments: Any) -> Any:
+        nonlocal made
+        if made == shards:
+            reached.set()
+            time.sleep(600)
+        made += 1
+        return write_shards(*arguments)
+
+    preparing.write_shards = hang
+    prepare(section(source, cache))
 
 
-def test_what_a_killed_process_left_is_never_used_and_goes(tmp_path: Path) -> None:
-    text, cache = many_files(tmp_path / "text"), tmp_path / "cache"
+@pytest.mark.usefixtures("small_shards")
+def test_a_killed_preparation_is_gone_on_with(tmp_path: Path) -> None:
+    source, cache = rows(tmp_path / "rows"), tmp_path / "cache"
+    undisturbed = prepare(section(source, tmp_path / "other"))
+    assert len(undisturbed.shards["train"]) > 5
     context = multiprocessing.get_context("fork")
     reached = context.Event()
-    process = context.Process(target=_hang_while_writing, args=(text, cache, reached))
+    process = context.Process(target=_hang_after, args=(3, source, cache, reached))
     process.start()
     assert reached.wait(60)
-    (left,) = cache.glob("*.tmp")
-    with pytest.raises(UserError, match="damaged"):
+    (left,) = cache.glob("*.partial")
+    finished = {path: path.stat().st_ino for path in left.glob("train-*.safetensors")}
+    assert len(finished) == 3
+    (left / f"train-00003.safetensors.{socket.gethostname()}.x.tmp").write_bytes(b"half")
+    with pytest.raises(UserError, match="not there"):
         open_prepared(left)
-
-    other = prepare(section(many_files(tmp_path / "other", 30), cache))
-    assert left.exists(), "its owner lives"
 
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join(60)
-    prepared = prepare(section(text, cache))
+    prepared = prepare(section(source, cache))
     assert not left.exists()
-    assert prepared.splits["train"].files > 0
-    assert other.folder.exists()
+    assert {path.name: path.stat().st_ino for path in prepared.folder.iterdir()}.items() >= {
+        (path.name, inode) for path, inode in finished.items()
+    }
+    assert contents(prepared.folder) == contents(undisturbed.folder)
 
 
-def test_what_another_machine_left_goes_after_a_day(tmp_path: Path) -> None:
+def test_whoever_comes_second_waits_and_finds_it_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, cache = many_files(tmp_path / "text"), tmp_path / "cache"
+    second_waits, said = threading.Event(), list[str]()
+    write_shards = preparing.write_shards
+
+    def wait_for_the_second(*arguments: Any) -> Any:
+        assert second_waits.wait(60)
+        refuse_to_write(monkeypatch)
+        return write_shards(*arguments)
+
+    monkeypatch.setattr(preparing, "write_shards", wait_for_the_second)
+
+    def show(text: str) -> None:
+        said.append(text)
+        second_waits.set()
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(prepare, section(source, cache))
+        while not list(cache.glob("*.partial")):
+            assert not first.done()
+            time.sleep(0.01)
+        second = threads.submit(prepare, section(source, cache), show)
+        assert first.result(60).folder == second.result(60).folder
+    assert said == ["preparing data: another process does it; waiting for that", ""]
+
+
+def test_what_nobody_goes_on_with_is_removed_after_two_weeks(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    fresh, old, mine = (cache / f"k.{name}.tmp" for name in ("elsewhere.1", "elsewhere.2", f"{socket.gethostname()}.3"))
-    for folder in (fresh, old, mine):
-        write(folder, {"lock": ""})
-        if folder == old:
-            for path in (folder / "lock", folder):
+    fresh, old, aside = cache / "k.partial", cache / "l.partial", cache / "m.elsewhere.tmp"
+    for folder in (fresh, old, aside):
+        write(folder, {"train-00000.safetensors": "x"})
+        if folder != fresh:
+            for path in (folder / "train-00000.safetensors", folder):
                 os.utime(path, (LONG_AGO, LONG_AGO))
-    with (mine / "lock").open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        prepare(section(many_files(tmp_path / "text"), cache))
-        assert (fresh.exists(), old.exists(), mine.exists()) == (True, False, True)
+    prepare(section(many_files(tmp_path / "text"), cache))
+    assert (fresh.exists(), old.exists(), aside.exists()) == (True, False, False)
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_the_bytes_do_not_depend_on_threads(tmp_path: Path) -> None:
+    source = rows(tmp_path / "rows")
+    folders = [prepare(section(source, tmp_path / str(n)), threads=n).folder for n in (1, 5)]
+    assert contents(folders[0]) == contents(folders[1])
+
+
+def test_the_stream_does_not_depend_on_where_shards_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = rows(tmp_path / "rows")
+    one = prepare(section(source, tmp_path / "one"))
+    monkeypatch.setattr(recipes.data.tokenize, "_SHARD_BYTES", 1)
+    monkeypatch.setattr(recipes.data.rows, "_UNIT_BYTES", 700)
+    many = prepare(section(source, tmp_path / "many"))
+    assert len(one.shards["train"]) == 1 < len(many.shards["train"])
+    assert one.key == many.key
+    for name in ("train", "validation"):
+        assert np.array_equal(everything(one, name), everything(many, name))
+        starts = [prepared.stream(name).all_document_starts().tolist() for prepared in (one, many)]
+        assert starts[0] == starts[1]
+
+
+def test_a_document_longer_than_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes.data.tokenize, "_SHARD_BYTES", 2000)
+    text = "".join(f"word {i} né " for i in range(300_000))
+    assert len(text) > 3 * (1 << 20)
+    lines = [json.dumps({"text": each}) + "\n" for each in [*"abcdefghij" * 6, text]]
+    source = write(tmp_path / "rows", {"a.jsonl": "".join(lines)})
+    prepared = prepare(section(source, tmp_path / "cache", validation_fraction=0.3, tokenizer="chars"))
+    assert text in [*documents(prepared, "train"), *documents(prepared, "validation")]
+
+
+def test_memory_is_bounded(tmp_path: Path) -> None:
+    size_bytes = 48 << 20
+    source = write(tmp_path / "text", {"a.txt": b"some words on a line\n" * (size_bytes // 21)})
+    tracemalloc.start()
+    try:
+        prepared = prepare(section(source, tmp_path / "cache"), threads=2)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert prepared.splits["train"].text_bytes > 0.9 * size_bytes
+    assert peak_bytes < size_bytes / 2
+
+
+def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = rows(tmp_path / "rows")
+    write_shards = preparing.write_shards
+
+    def change_first(*arguments: Any) -> Any:
+        with (source / "b.jsonl").open("a") as stream:
+            stream.write('{"text": "more"}\n')
+        return write_shards(*arguments)
+
+    monkeypatch.setattr(preparing, "write_shards", change_first)
+    with pytest.raises(UserError, match=r"b\.jsonl changed while it was being prepared"):
+        prepare(section(source, tmp_path / "cache"))
+    assert not list((tmp_path / "cache").iterdir())
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda folder: (folder / "train.safetensors").unlink(),
-        lambda folder: os.truncate(folder / "train.safetensors", 900),
-        lambda folder: os.truncate(folder / "validation.safetensors", 100),
-        lambda folder: os.truncate(folder / "validation.safetensors", 0),
+        lambda folder: (folder / "train-00000.safetensors").unlink(),
+        lambda folder: os.truncate(folder / "train-00000.safetensors", 900),
+        lambda folder: os.truncate(folder / "validation-00000.safetensors", 100),
+        lambda folder: os.truncate(folder / "validation-00000.safetensors", 0),
         lambda folder: (folder / "summary.json").write_text("{"),
         lambda folder: (folder / "summary.json").write_text("[]"),
         lambda folder: (folder / "tokenizer.json").write_text('{"kind": "runes"}'),
@@ -215,11 +336,11 @@ def test_what_another_machine_left_goes_after_a_day(tmp_path: Path) -> None:
 def test_a_damaged_folder_is_refused_and_made_anew(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
     data = section(many_files(tmp_path / "text"), tmp_path / "cache")
     whole = prepare(data)
-    tokens = whole.tokens("train").copy()
+    tokens = everything(whole, "train").copy()
     damage(whole.folder)
     with pytest.raises(UserError, match=r"^prepared data .*(damaged|not whole)[^\n]*$"):
         open_prepared(whole.folder)
-    assert np.array_equal(prepare(data).tokens("train"), tokens)
+    assert np.array_equal(everything(prepare(data), "train"), tokens)
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
 
@@ -243,7 +364,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(preparing, "_to_disk", full)
+    monkeypatch.setattr(recipes.data.shards, "to_disk", full)
     with pytest.raises(UserError, match=r"No space left on device .*data\.cache_dir="):
         prepare(section(many_files(tmp_path / "text"), tmp_path / "cache"))
     assert list((tmp_path / "cache").iterdir()) == []

@@ -129,19 +129,19 @@ def test_a_dry_run_plans_for_any_number_of_processes() -> None:
 def test_term_ends_a_run_with_a_true_status_and_leaves_no_process(text: Path, tmp_path: Path) -> None:
     from tests.runs import overrides
 
-    argv = overrides(text, tmp_path / "run", "trainer.steps=100k")
+    argv = overrides(text, tmp_path / "run", "trainer.steps=100k", "trainer.global_batch=3")
     process = subprocess.Popen([sys.executable, "train.py", *argv], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (metrics.exists() and '"step": 3,' in metrics.read_text()):
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    _, printed = process.communicate(timeout=30)
-    assert printed.strip() == "interrupted"
-    assert process.returncode == 70
+    _, printed = process.communicate(timeout=60)
+    assert printed == ""
+    assert process.returncode == 75
     status = (tmp_path / "run" / "status.json").read_text()
-    assert '"state": "failed"' in status
-    assert '"reason": "interrupted"' in status
+    assert '"state": "stopped"' in status
+    assert '"reason": "SIGTERM"' in status
 
 
 def test_a_second_signal_does_not_break_the_clean_up() -> None:
@@ -161,7 +161,8 @@ def test_a_second_signal_does_not_break_the_clean_up() -> None:
         "leave(run_in_session(LaunchSection(), work))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (70, "cleaned up\n", "interrupted\n")
+    told = "stopped: SIGINT before the first step; go on: the same command\n"
+    assert (done.returncode, done.stdout, done.stderr) == (75, "cleaned up\n", told)
 
 
 def test_a_signal_after_an_error_does_not_hide_it() -> None:

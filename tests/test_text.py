@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 
 from configs.errors import UserError
 from configs.schema import DataSection
+from recipes.data.files import assignment
 from recipes.data.prepare import prepare
-from recipes.data.text import Document, Part, assignment, find_files, read_documents, split_documents, tail_start
+from recipes.data.text import Document, Part, find_files, read_documents, split_documents, tail_start
 from recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, token_dtype, tokenizer_from_spec
-from tests.texts import many_files, section, write
+from tests.texts import Reading, everything, many_files, section, write
 
 
 def found(path: Path | str) -> list[str]:
@@ -27,7 +29,7 @@ def found(path: Path | str) -> list[str]:
 
 
 def split(path: Path | str, fraction: float = 0.1) -> dict[str, list[Part]]:
-    return split_documents(read_documents(find_files(section(path))), fraction)
+    return split_documents(read_documents(find_files(section(path)), Reading()), fraction)
 
 
 # tokenizers -----------------------------------------------------------------------------------------------------------
@@ -163,14 +165,14 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(UserError, match=r"cannot read .*a\.txt: Permission denied; make it readable"):
-        read_documents(find_files(section(tmp_path)))
+        read_documents(find_files(section(tmp_path)), Reading())
 
 
 def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
-    documents = read_documents(find_files(section(write(tmp_path, {"a.txt": "before"}))))
+    documents = read_documents(find_files(section(write(tmp_path, {"a.txt": "before"}))), Reading())
     write(tmp_path, {"a.txt": "now"})
     with pytest.raises(UserError, match=r"a\.txt changed while .*\(from 6 to 3 bytes\)"):
-        documents[0].read()
+        list(Part(documents[0], 0, documents[0].size_bytes).rows())
 
 
 def test_chars_want_utf8_and_bytes_do_not(tmp_path: Path) -> None:
@@ -199,7 +201,7 @@ def test_what_is_to_be_pasted_is_quoted_where_needed(value: str, expected: str) 
 def test_many_files_are_split_by_file(tmp_path: Path) -> None:
     prepared = prepare(section(many_files(tmp_path / "text"), tmp_path / "cache", validation_fraction=0.2))
     marks = {
-        name: set(re.findall(r"<\d{3}>", prepared.tokenizer.decode(prepared.tokens(name))))
+        name: set(re.findall(r"<\d{3}>", prepared.tokenizer.decode(everything(prepared, name))))
         for name in ("train", "validation")
     }
     assert not marks["train"] & marks["validation"]
@@ -213,7 +215,7 @@ def test_many_files_are_split_by_file(tmp_path: Path) -> None:
 @example(sizes=[1] * 20, fraction=0.999)
 @example(sizes=[1, 1, 36, 30, 190, *[1] * 15], fraction=0.125)
 def test_whole_files_make_about_the_share_and_never_all(sizes: list[int], fraction: float) -> None:
-    documents = [Document(f"{i}.txt", Path(f"{i}.txt"), size, i.to_bytes(2)) for i, size in enumerate(sizes)]
+    documents = [Document(f"{i}.txt", Path(f"{i}.txt"), size, i.to_bytes(2), None) for i, size in enumerate(sizes)]
     parts = split_documents(documents, fraction)
     train, validation = parts["train"], parts["validation"]
     assert train
@@ -246,18 +248,22 @@ def test_few_files_give_their_tails(tmp_path: Path) -> None:
     parts = split(tmp_path, 0.1)
     for head, tail in zip(parts["train"], parts["validation"], strict=True):
         assert (head.start_bytes, head.stop_bytes, tail.stop_bytes) == (0, tail.start_bytes, tail.document.size_bytes)
-        assert head.read().endswith(b"\n")
+        assert head.document.read(head.start_bytes, head.stop_bytes).endswith(b"\n")
         assert 0.1 <= tail.size_bytes / tail.document.size_bytes <= 0.11
+
+
+def reader(content: bytes) -> Callable[[int, int], bytes]:
+    return lambda start, stop: content[start:stop]
 
 
 @given(text=st.text(st.sampled_from("ab\né€\U0001f600"), min_size=1), fraction=st.floats(0.01, 0.99))
 def test_a_tail_starts_at_a_character(text: str, fraction: float) -> None:
     content = text.encode()
-    cut = tail_start(content, fraction)
+    cut = tail_start(reader(content), len(content), fraction)
     assert 0 < cut <= len(content)
     assert content[:cut].decode() + content[cut:].decode() == text
 
 
 @given(content=st.binary(min_size=1), fraction=st.floats(0.01, 0.99))
 def test_any_bytes_have_a_tail(content: bytes, fraction: float) -> None:
-    assert 0 < tail_start(content, fraction) <= len(content)
+    assert 0 < tail_start(reader(content), len(content), fraction) <= len(content)

@@ -1,6 +1,5 @@
 """The tokenizer files beside a saved model: transformers gives the same ids for the same text."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ CHARACTERS = "\n !aé√漢🜁"
 
 def opened(tokenizer: Tokenizer, folder: Path) -> transformers.PreTrainedTokenizerBase:
     for name, content in hugging_face_files(tokenizer).items():
-        (folder / name).write_text(json.dumps(content))
+        (folder / name).write_text(content)
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 

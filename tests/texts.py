@@ -1,13 +1,44 @@
-"""Small texts to find, split and prepare."""
+"""Small texts to find, split and prepare, and tokens that were prepared."""
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from configs.schema import DataSection
+from recipes.data.prepare import Prepared
+from recipes.data.shards import TokenStream
+from recipes.data.tokenizer import BytesTokenizer
 
 
 def section(path: Path | str, cache: Path | None = None, **changes: Any) -> DataSection:
     return DataSection(**{"name": "text", "path": str(path), "sequence_length": 16, "cache_dir": cache, **changes})
+
+
+class Reading:
+    """Reads a source in one thread and tells nobody."""
+
+    def total(self, size_bytes: int) -> None: ...
+
+    def done(self, size_bytes: int) -> None: ...
+
+    def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+        return map(function, items)
+
+
+def everything(prepared: Prepared, split: str) -> np.ndarray:
+    """All tokens of a split."""
+    return prepared.stream(split).read(0, prepared.splits[split].tokens)
+
+
+def documents(prepared: Prepared, split: str) -> list[str]:
+    """The documents of a split as text."""
+    pieces = np.split(everything(prepared, split), prepared.stream(split).all_document_starts()[1:])
+    assert all(piece[-1] == prepared.tokenizer.end_id for piece in pieces)
+    return [prepared.tokenizer.decode(piece) for piece in pieces]
 
 
 def write(folder: Path, files: dict[str, bytes | str]) -> Path:
@@ -20,3 +51,38 @@ def write(folder: Path, files: dict[str, bytes | str]) -> Path:
 
 def many_files(folder: Path, count: int = 40) -> Path:
     return write(folder, {f"{i:03d}.txt": f"<{i:03d}>" * (20 + i % 7) for i in range(count)})
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents of tokens on disk, in shards as preparation writes them: what a dataset takes from prepared data."""
+
+    folder: Path
+    shards: int
+    key: str = "documents"
+    tokenizer: BytesTokenizer = field(default_factory=BytesTokenizer)
+
+    def stream(self, split: str) -> TokenStream:
+        return TokenStream([self.folder / f"{split}-{shard}.safetensors" for shard in range(self.shards)])
+
+
+def write_documents(
+    folder: Path,
+    documents: Sequence[Sequence[int]],
+    *,
+    supervised: Sequence[Sequence[int]] | None = None,
+    shards: int = 1,
+) -> Documents:
+    """Write ``documents`` (and which of their tokens are learned) as the training split, dealt to ``shards``."""
+    for shard in range(shards):
+        # A shard may end anywhere in the stream; these end with a document, and some may have none.
+        part = slice(len(documents) * shard // shards, len(documents) * (shard + 1) // shards)
+        lengths = [len(document) for document in documents[part]]
+        tensors = {
+            "document_starts": np.cumsum([0, *lengths], dtype=np.int64)[:-1],
+            "tokens": np.array([token for document in documents[part] for token in document], np.uint16),
+        }
+        if supervised is not None:
+            tensors["supervised"] = np.array([flag for flags in supervised[part] for flag in flags], np.uint8)
+        save_file(tensors, folder / f"train-{shard}.safetensors")
+    return Documents(folder, shards)

@@ -24,7 +24,7 @@ _PLANNED_STEPS = 32
 """Steps whose sample numbers are computed at once: 0.3 ms, were it done for a single one."""
 
 Collate = Callable[[Sequence[Any], np.ndarray], Any]
-"""Samples and their numbers [batch], int64 -> a batch: a named tuple of tensors."""
+"""Samples and their numbers [batch], int64 -> a batch: a named tuple of tensors, or None for what is not there."""
 
 
 class MapDataset(Protocol):
@@ -207,4 +207,4 @@ def _read_batch(dataset: MapDataset, collate: Collate, ids: np.ndarray, where: s
 
 
 def _pinned(batch: Any) -> Any:
-    return type(batch)(*(tensor.pin_memory() for tensor in batch))
+    return type(batch)(*(None if tensor is None else tensor.pin_memory() for tensor in batch))

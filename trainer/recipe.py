@@ -1,6 +1,6 @@
 """What the trainer asks of a recipe. Recipes fit by shape and import nothing from here."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,14 +23,20 @@ class Dataset(Protocol):
 class Recipe(Protocol):
     """What is trained: model, data, loss. Knows no rank and no device."""
 
-    def prepare(self) -> str:
-        """Make the data ready and return the folder it is in. Called by one process per node."""
+    def prepare(self, show: Callable[[str], None]) -> str:
+        """Make the data ready and return the folder it is in. Called by one process per node.
+
+        ``show`` takes lines that say how far it is, each in place of the one before; an empty one ends them.
+        """
 
     def open_data(self, folder: str) -> None:
         """Open what ``prepare`` made. Called by every process."""
 
     def describe_data(self) -> str:
         """One line for the plan, before or after ``open_data``."""
+
+    def describe_sample(self) -> Sequence[str]:
+        """Lines that show a sample and what is learned of it; none where that is all."""
 
     def build_model(self) -> nn.Module:
         """The model, on the meta device. Deterministic: every rank gets the same."""
@@ -48,7 +54,7 @@ class Recipe(Protocol):
         """``train`` or ``validation``."""
 
     def collate(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
-        """Samples -> a named tuple of tensors. An id below 0 marks padding, which must weigh nothing."""
+        """Samples -> a named tuple of tensors (or None). An id below 0 marks padding, which must weigh nothing."""
 
     def targets_per_sequence(self) -> int:
         """Targets of one sequence where nothing is masked."""
@@ -73,6 +79,6 @@ class Recipe(Protocol):
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A named tuple of tensors, moved without waiting where they are pinned."""
-    moved: list[Tensor] = [tensor.to(device, non_blocking=True) for tensor in batch]
+    """A named tuple of tensors (or None), moved without waiting where they are pinned."""
+    moved: list[Tensor | None] = [None if t is None else t.to(device, non_blocking=True) for t in batch]
     return type(batch)(*moved)

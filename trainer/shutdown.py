@@ -176,8 +176,8 @@ class Shutdown:
 
 
 def _in_words(reasons: list[str | None]) -> str:
-    """The first of the ranks' reasons; a signal with the ranks that got it."""
-    first = next(reason for reason in reasons if reason)
+    """The first of the ranks' reasons, of which a signal may be the echo; a signal with the ranks that got it."""
+    first = min((reason for reason in reasons if reason), key=lambda reason: reason.startswith("SIG"))
     alike = [rank for rank, reason in enumerate(reasons) if reason == first]
     if len(reasons) == 1 or not first.startswith("SIG"):
         return first

@@ -210,11 +210,11 @@ def write_status(run_dir: Path, status: dict[str, Any]) -> None:
     _replace(run_dir / "status.json", json.dumps(status) + "\n")
 
 
-def tell_failure(run_dir: Path, step: int, reason: str, exit_code: int) -> None:
-    """Have ``status.json`` say why this rank failed: rank 0 may be killed, inside a collective, before it can."""
+def tell_end(run_dir: Path, state: str, *, step: int, reason: str, exit_code: int) -> None:
+    """Have ``status.json`` say why this rank ended the run: rank 0 may be killed in a collective before it can."""
     now = read_status(run_dir)
     if now.get("state") == "running":
-        write_status(run_dir, next_status(now, "failed", step=step, reason=reason, exit_code=exit_code))
+        write_status(run_dir, next_status(now, state, step=step, reason=reason, exit_code=exit_code))
 
 
 def _replace(path: Path, text: str) -> None:
@@ -291,6 +291,16 @@ class Console:
             with suppress(OSError):  # it may lead into a file on a full disk; Python keeps what is left for later
                 print(text, file=sys.stdout, flush=True)
         self.log(text)
+
+    def progress(self, text: str) -> None:
+        """Say how far something is: on a terminal over what was said before, which an empty ``text`` takes away."""
+        if not self._speaks:
+            return
+        with suppress(OSError):
+            if sys.stdout.isatty():
+                print(f"\r\033[K{text}", end="", flush=True)
+            elif text:
+                print(text, flush=True)
 
     def log(self, text: str) -> None:
         """Write ``text`` to this rank's log alone."""

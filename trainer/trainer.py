@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, TrainingFailed, TrainingStopped, UserError
+from configs.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    StopRequested,
+    TrainingFailed,
+    TrainingStopped,
+    UserError,
+)
 from configs.schema import RunConfig
 from parallel.apply import parallelize
 from parallel.mesh import gradient_accumulation, resolve_layout
@@ -32,11 +40,11 @@ from trainer.report import DONE, Report
 from trainer.sampler import SampleOrder
 from trainer.shutdown import Action, Shutdown
 from trainer.step import StepResult, TrainStep
-from trainer.track import Console, RunFolder, environment, tell_failure
+from trainer.track import Console, RunFolder, environment, tell_end
 from trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse, Watchdog
 
 if TYPE_CHECKING:
-    from launch.session import Session
+    from launch.session import Failure, Session
 
 _READ_AT_LEAST_EVERY = 50
 _COLLECT_GARBAGE_EVERY = 50
@@ -59,12 +67,19 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
     console = Console(session.is_main, session.rank)
     start, trainer = Start(), None
     watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
+
+    def stop_unheard() -> int:
+        failure = session.failure(StopRequested(session.signals.received))
+        _tell_end(config, start.step, failure)
+        return failure.exit_code
+
+    session.signals.last_words_unheard = stop_unheard
     try:
         start = find_start(config, session)
         for note in start.notes:
             console.say(note)
         if start.checkpoint is not None and start.step >= config.trainer.last_step:
-            recipe.open_data(session.once_per_node(recipe.prepare))
+            recipe.open_data(session.once_per_node(partial(recipe.prepare, console.progress)))
             check_data(start, recipe.dataset("train").fingerprint, config)
             check_names(start.checkpoint, recipe.build_model(), recipe.export_name)
             return _nothing_to_do(config, start, console, folder)
@@ -80,13 +95,13 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         if trainer is not None:
             trainer.end_save()
         step = trainer.step if trainer else start.step
-        if folder is not None and failure.exit_code == EXIT_STOPPED:
+        if folder is None:
+            if failure.rank == session.rank:
+                _tell_end(config, step, failure)
+        elif failure.exit_code == EXIT_STOPPED:
             folder.stop_early(step, failure.reason, failure.exit_code)
-        elif folder is not None:
+        else:
             folder.fail(step, failure.reason, failure.exit_code)
-        elif trainer is not None and failure.rank == session.rank and failure.exit_code != EXIT_STOPPED:
-            with suppress(OSError):
-                tell_failure(config.run.dir, step, failure.reason, failure.exit_code)
         raise
     finally:
         if trainer is not None:
@@ -95,6 +110,12 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         if folder is not None:
             folder.close()
         console.close()
+
+
+def _tell_end(config: RunConfig, step: int, failure: "Failure") -> None:
+    state = "stopped" if failure.exit_code == EXIT_STOPPED else "failed"
+    with suppress(OSError):
+        tell_end(config.run.dir, state, step=step, reason=failure.reason, exit_code=failure.exit_code)
 
 
 def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: RunFolder | None) -> int:
@@ -146,7 +167,7 @@ class Trainer:
         accumulation = gradient_accumulation(trainer, layout)
         set_determinism(trainer.deterministic)
 
-        recipe.open_data(session.once_per_node(recipe.prepare))
+        recipe.open_data(session.once_per_node(partial(recipe.prepare, console.progress)))
         training, self._validation = recipe.dataset("train"), recipe.dataset("validation")
         session.same_everywhere("the prepared training data", training.fingerprint)
         self._fingerprint = training.fingerprint
@@ -160,6 +181,8 @@ class Trainer:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         plan = recipe.parallel_plan(model)
         for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start):
+            console.say(line)
+        for line in recipe.describe_sample():
             console.say(line)
         for note in session.once(partial(_begin, folder, start, config_yaml, parameters)):
             console.say(note)

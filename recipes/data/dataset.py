@@ -1,4 +1,4 @@
-"""Samples by number: windows of a memory-mapped stream of tokens."""
+"""Samples by number: windows of a memory-mapped stream of tokens, or whole documents that were packed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 from configs.errors import UserError
+from configs.schema import DataSection
+from recipes.data.packing import Pieces, best_fit, find_pieces
 from recipes.data.prepare import Prepared
+from recipes.data.shards import TokenStream
 from recipes.models.head import IGNORE
 
 _SHORTEST_USEFUL = 16
 """Tokens. A shorter sequence is no remedy for a lack of text."""
+
+_QUOTED_CHARACTERS = 60
 
 
 class Sample(NamedTuple):
@@ -22,6 +27,8 @@ class Sample(NamedTuple):
     """[sequence], int64"""
     targets: np.ndarray
     """[sequence], int64; ``IGNORE`` where there is none"""
+    positions: np.ndarray | None = None
+    """[sequence], int64, from 0 in each document; None: documents are not isolated from each other"""
 
 
 class Batch(NamedTuple):
@@ -33,6 +40,8 @@ class Batch(NamedTuple):
     """[batch, sequence], int64; ``IGNORE`` where there is none"""
     sample_ids: Tensor
     """[batch], int64; below 0: padding, which has no targets"""
+    positions: Tensor | None = None
+    """[batch, sequence], int64, from 0 in each document; None: documents are not isolated from each other"""
 
 
 class TokenDataset:
@@ -43,15 +52,18 @@ class TokenDataset:
     number of threads.
     """
 
-    def __init__(self, prepared: Prepared, split: str, sequence_length: int) -> None:
+    def __init__(
+        self, prepared: Prepared, split: str, sequence_length: int, *, isolate_documents: bool = False
+    ) -> None:
         """``split`` is ``train`` or ``validation``; raises ``UserError`` where it has not one whole window."""
-        stream_tokens = prepared.splits[split].tokens
-        if stream_tokens <= sequence_length:
+        self._stream = prepared.stream(split)
+        if self._stream.tokens <= sequence_length:
             raise _too_short(prepared, split, sequence_length)
-        self._length = (stream_tokens - 1) // sequence_length
+        self._length = (self._stream.tokens - 1) // sequence_length
         self._sequence_length = sequence_length
-        self._tokens = prepared.tokens(split)
-        self.fingerprint = f"{prepared.key}-{split}-{sequence_length}"
+        self._isolate = isolate_documents
+        self._all_learned = not self._stream.is_supervised
+        self.fingerprint = f"{prepared.key}-{split}-{sequence_length}{'-isolated' if isolate_documents else ''}"
         """Equal for equal samples, on any machine."""
 
     def __len__(self) -> int:
@@ -61,8 +73,104 @@ class TokenDataset:
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of {self._length}")
         start = index * self._sequence_length
-        window = self._tokens[start : start + self._sequence_length + 1].astype(np.int64)
-        return Sample(window[:-1], window[1:])
+        stop = start + self._sequence_length + 1
+        window = self._stream.read(start, stop).astype(np.int64)
+        tokens, targets = window[:-1], window[1:]
+        if self._all_learned and not self._isolate:
+            return Sample(tokens, targets)
+        targets = targets.copy()
+        if not self._all_learned:
+            targets[self._stream.supervised(start + 1, stop) == 0] = IGNORE
+        if not self._isolate:
+            return Sample(tokens, targets)
+        begins = self._stream.document_starts(start + 1, stop) - start
+        targets[begins - 1] = IGNORE
+        return Sample(tokens, targets, positions_in_documents(begins, self._sequence_length))
+
+    def describe(self) -> str:
+        """How documents become sequences, for the plan; empty where that is as usual."""
+        return "documents isolated" if self._isolate else ""
+
+
+class PackedDataset:
+    """Split of prepared text as sequences of whole documents, each as full as can be, the rest padding.
+
+    Documents that are longer than a sequence are taken apart or, where only some of their tokens are learned (a
+    conversation without its beginning means nothing), cut off. No document is predicted from another one: all tokens
+    of a document but its first are targets. ``dataset[i]`` is a pure function of i and may be called from any number of
+    threads. Every process holds 24 bytes a document.
+    """
+
+    def __init__(self, prepared: Prepared, split: str, sequence_length: int, *, isolate_documents: bool) -> None:
+        """``split`` is ``train`` or ``validation``; raises ``UserError`` where nothing in it can be learned."""
+        self._stream = prepared.stream(split)
+        self._sequence_length = sequence_length
+        self._isolate = isolate_documents
+        pieces = find_pieces(self._stream, sequence_length, truncate=self._stream.is_supervised)
+        if not len(pieces.starts):
+            raise UserError(
+                f"the {split} split has no document of two tokens or more, so there is nothing to predict; give more "
+                "text in data.path"
+            )
+        if self._stream.is_supervised and pieces.cut_documents:
+            _check_cut(prepared, self._stream, split, pieces, sequence_length)
+        packing = best_fit(pieces.lengths, sequence_length + 1)
+        self._starts, self._lengths = pieces.starts[packing.order], pieces.lengths[packing.order]
+        self._bounds = packing.bounds
+        self._cut_documents = pieces.cut_documents if self._stream.is_supervised else 0
+        isolated = "-isolated" if isolate_documents else ""
+        self.fingerprint = f"{prepared.key}-{split}-{sequence_length}-best_fit{isolated}"
+        """Equal for equal samples, on any machine."""
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        first, last = self._bounds[index], self._bounds[index + 1]
+        window = np.zeros(self._sequence_length + 1, np.int64)
+        is_target = np.zeros(self._sequence_length + 1, bool)
+        begins = np.empty(last - first + 1, np.int64)
+        filled = 0
+        for place, piece in enumerate(range(first, last)):
+            start, length = int(self._starts[piece]), int(self._lengths[piece])
+            begins[place] = filled
+            window[filled : filled + length] = self._stream.read(start, start + length)
+            # Not the first: it would be predicted from another document.
+            is_target[filled + 1 : filled + length] = (
+                self._stream.supervised(start + 1, start + length) if self._stream.is_supervised else True
+            )
+            filled += length
+        begins[-1] = filled  # the padding counts as a document, which nothing is learned from
+        targets = np.where(is_target[1:], window[1:], IGNORE)
+        if not self._isolate:
+            return Sample(window[:-1], targets)
+        positions = positions_in_documents(begins[1:], self._sequence_length)
+        return Sample(window[:-1], targets, positions)
+
+    def describe(self) -> str:
+        """How documents become sequences, for the plan."""
+        used = np.minimum(np.add.reduceat(self._lengths, self._bounds[:-1]), self._sequence_length).sum()
+        share = used / (len(self) * self._sequence_length)
+        text = f"{len(self):,} sequences of whole documents, {100 * share:.1f} % filled"
+        text += ", isolated" if self._isolate else ""
+        if self._cut_documents:
+            text += f"; {_count(self._cut_documents, 'conversation')} cut off at {self._sequence_length} tokens"
+        return text
+
+
+def open_dataset(prepared: Prepared, split: str, section: DataSection) -> TokenDataset | PackedDataset:
+    """``train`` or ``validation`` as ``data.packing`` and ``data.isolate_documents`` say."""
+    if section.packing == "best_fit":
+        return PackedDataset(prepared, split, section.sequence_length, isolate_documents=section.isolate_documents)
+    return TokenDataset(prepared, split, section.sequence_length, isolate_documents=section.isolate_documents)
+
+
+def positions_in_documents(begins: np.ndarray, length: int) -> np.ndarray:
+    """Positions [length], int64, that restart at each of ``begins``, ascending; those at or past the end do nothing."""
+    begins = np.concatenate(([0], begins[begins < length]))
+    return np.arange(length) - np.repeat(begins, np.diff(begins, append=length))
 
 
 def collate(samples: Sequence[Sample], ids: np.ndarray) -> Batch:
@@ -70,7 +178,28 @@ def collate(samples: Sequence[Sample], ids: np.ndarray) -> Batch:
     targets = np.stack([sample.targets for sample in samples])
     targets[ids < 0] = IGNORE
     tokens = np.stack([sample.tokens for sample in samples])
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), torch.from_numpy(ids.astype(np.int64)))
+    rows = [sample.positions for sample in samples if sample.positions is not None]
+    positions = torch.from_numpy(np.stack(rows)) if rows else None
+    sample_ids = torch.from_numpy(ids.astype(np.int64))
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), sample_ids, positions)
+
+
+def _check_cut(prepared: Prepared, stream: TokenStream, split: str, pieces: Pieces, sequence_length: int) -> None:
+    """Raise ``UserError`` where a conversation has lost all that was to be learned from it."""
+    # A document that has just the length of one that was cut is looked at too, and is fine.
+    for start in pieces.starts[pieces.lengths > sequence_length].tolist():
+        stop = start + sequence_length + 1
+        if stream.supervised(start + 1, stop).any():
+            continue
+        text = prepared.tokenizer.decode(stream.read(start, stop).tolist())
+        following = stream.document_starts(start + 1, stream.tokens)
+        whole = (int(following[0]) if len(following) else stream.tokens) - start
+        quoted = " ".join(text.split())[:_QUOTED_CHARACTERS]
+        raise UserError(
+            f"a conversation of the {split} split has {whole} tokens and nothing to learn in the first "
+            f"{sequence_length}: data.sequence_length={sequence_length} cuts off what the assistant says. It begins "
+            f"{quoted!r}; use data.sequence_length={whole - 1}, or leave it out"
+        )
 
 
 def _too_short(prepared: Prepared, split: str, sequence_length: int) -> UserError:
@@ -79,7 +208,7 @@ def _too_short(prepared: Prepared, split: str, sequence_length: int) -> UserErro
     what = "training" if split == "train" else "validation"
     message = (
         f"data.sequence_length={sequence_length} needs {sequence_length + 1} tokens, and the {what} text has "
-        f"{has.tokens} ({_count(has.text_bytes, 'byte')} of {_count(has.files, 'file')})"
+        f"{has.tokens} ({_count(has.text_bytes, 'byte')} of {_count(has.documents, prepared.noun)})"
     )
     longest = min(each.tokens for each in prepared.splits.values()) - 1
     if longest < _SHORTEST_USEFUL:

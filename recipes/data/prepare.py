@@ -1,49 +1,53 @@
 """Tokens on disk: made once, keyed by content, never half-written.
 
-``<cache>/<key>/`` holds ``train.safetensors`` and ``validation.safetensors`` (``tokens`` [tokens], every document
-followed by the end mark; ``document_starts`` [documents], int64), ``tokenizer.json`` and ``summary.json``. The key is a
-hash of everything the tokens depend on, so a folder that is there is right, whoever made it, and one that is not there
-was never finished: it is written under another name and renamed. The sequence length is not part of it.
+``<cache>/<key>/`` holds the shards of each split (``train-00000.safetensors``, ...; ``recipes.data.shards`` has their
+format), ``tokenizer.json`` and ``summary.json``. The key is a hash of everything the tokens depend on, so a folder that
+is there is right, whoever made it. One that is not there is made as ``<key>.partial``, shard by shard, and renamed when
+it is whole; a preparation that was interrupted goes on with the shards it finds there. The sequence length is not part
+of the key.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import socket
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import numpy as np
+from typing import Any
 
 from configs.errors import UserError
 from configs.schema import DataSection
-from recipes.data.text import Document, Part, SourceFile, assignment, find_files, read_documents, split_documents
-from recipes.data.tokenizer import Tokenizer, build_tokenizer, token_dtype, tokenizer_from_spec
+from recipes.data.chat import chat_encoder
+from recipes.data.encode import Encoder, TextEncoder
+from recipes.data.files import assignment
+from recipes.data.flat import FlatFiles
+from recipes.data.hugging_face import find_tokenizer, train_tokenizer
+from recipes.data.partial import claimed, publish
+from recipes.data.progress import Progress, Show, usable_cores
+from recipes.data.shards import FlatTokens, TokenStream, to_disk
+from recipes.data.source import SPLITS, Source, Unit
+from recipes.data.sources import open_source
+from recipes.data.tokenize import (
+    Counts,
+    Splitter,
+    TokenCounts,
+    all_characters,
+    held_out_of,
+    jobs_of,
+    shard_name,
+    texts_to_learn_from,
+    write_shards,
+)
+from recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, token_dtype, tokenizer_from_spec
 
-SPLITS = ("train", "validation")
-
-_FORMAT = 1
+_FORMAT = 2
 """Version of everything the key does not see: the layout on disk, what is in a source, the rule of the split."""
 
-_HEADER_BYTES = 512
-_ABANDONED_SECONDS = 24 * 3600.0
-_SETTLED_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class SplitSummary:
-    """Size of one split. ``files`` counts those with a part in it; ``tokens`` includes an end mark for each."""
-
-    files: int
-    text_bytes: int
-    tokens: int
+_SAMPLE_TOKENS = 100
 
 
 @dataclass(frozen=True)
@@ -53,38 +57,50 @@ class Prepared:
     folder: Path
     key: str
     tokenizer: Tokenizer
-    splits: dict[str, SplitSummary]
+    splits: dict[str, TokenCounts]
+    shards: dict[str, list[Path | FlatTokens]]
+    empty: int
+    """Documents that were left out, since they have no text."""
+    held_out: int
+    """Documents that were kept out of training, since they are in the validation split."""
+    noun: str
+    """What a document is called: ``file`` or ``document``."""
 
-    def tokens(self, split: str) -> np.ndarray:
-        """The stream of ``train`` or ``validation``, [tokens], unsigned, read from the disk where it is touched."""
-        return _map_tokens(self.folder / f"{split}.safetensors")
+    def stream(self, split: str) -> TokenStream:
+        """The tokens of ``train`` or ``validation``, read from the disk where they are touched."""
+        return TokenStream(self.shards[split])
 
     def describe(self) -> str:
         """Sizes for people: ``train 11,432,101 tokens of 721 files, validation 601,022 of 38``."""
         train, validation = (self.splits[name] for name in SPLITS)
         return (
-            f"train {train.tokens:,} tokens of {train.files:,} files, "
-            f"validation {validation.tokens:,} of {validation.files:,}"
+            f"train {train.tokens:,} tokens of {train.documents:,} {self.noun}s, "
+            f"validation {validation.tokens:,} of {validation.documents:,}"
         )
 
+    def sample(self) -> str:
+        """The beginning of the first training document, as the tokenizer gives it back."""
+        stream = self.stream("train")
+        stop = min(_SAMPLE_TOKENS, stream.tokens)
+        following = stream.document_starts(1, stop)
+        ids = stream.read(0, int(following[0]) if len(following) else stop).tolist()
+        return self.tokenizer.decode(token for token in ids if token != self.tokenizer.end_id)
 
-def prepare(section: DataSection) -> Prepared:
+
+def prepare(section: DataSection, show: Show | None = None, threads: int | None = None) -> Prepared:
     """Tokenise the source into the cache, or find that this was done before.
 
-    Any number of processes may do this at once, on one node or several: the first to finish wins, and all get the same.
-    One document at a time is held in memory. Raises ``UserError`` for a source that is missing, empty or unreadable and
-    a cache that cannot be written.
+    Any number of processes may ask for this at once, on one node or several: one does it, and all get the same. Memory
+    is bounded, whatever the size of the source. ``show`` is told how far it is; ``threads`` None: one for each core.
+
+    Raises:
+        UserError: the source is missing, empty, unreadable or changes meanwhile, or the cache cannot be written.
     """
-    cache = cache_folder(section)
-    files = find_files(section)
-    memo = _Memo(cache, section, files)
-    if (key := memo.recall()) and (prepared := _open_if_intact(cache / key)):
-        return prepared
-    documents = read_documents(files)
-    key = _content_key(section, documents)
-    prepared = _open_if_intact(cache / key) or _make(section, cache / key, documents)
-    memo.remember(key)
-    return prepared
+    progress = Progress(show, threads or usable_cores())
+    try:
+        return _prepare_tokens(section, progress) if section.name == "tokens" else _prepare(section, progress)
+    finally:
+        progress.end()
 
 
 def open_prepared(folder: Path) -> Prepared:
@@ -117,20 +133,47 @@ def cache_folder(section: DataSection) -> Path:
         raise UserError(f"there is no home folder to keep prepared data in; {_other_cache(None)}") from error
 
 
+def named_tokenizer(section: DataSection) -> Tokenizer | None:
+    """The tokenizer that ``data.tokenizer`` names; None for those that are made from the text."""
+    if section.tokenizer == "bytes":
+        return BytesTokenizer()
+    return None if section.tokenizer in ("chars", "train") else find_tokenizer(section.tokenizer)
+
+
+def _prepare(section: DataSection, progress: Progress) -> Prepared:
+    cache = cache_folder(section)
+    tokenizer = named_tokenizer(section)
+    source = open_source(
+        section,
+        format=section.format,
+        validation_fraction=section.validation_fraction,
+        validation_split=section.validation_split,
+    )
+    settings = _settings(section, tokenizer)
+    memo = _Memo(cache, [section.name, section.path, *source.identity(), settings], source.state())
+    if (key := memo.recall()) and (prepared := _open_if_intact(cache / key)):
+        return prepared
+    content = source.fingerprint(progress.phase("reading"))
+    key = hashlib.sha256(settings.encode() + content).hexdigest()[:32]
+    prepared = _make(section, cache / key, source, tokenizer, progress)
+    memo.remember(key)
+    return prepared
+
+
 # the key --------------------------------------------------------------------------------------------------------------
 
 
-def _content_key(section: DataSection, documents: Sequence[Document]) -> str:
-    settings = {
-        "format": _FORMAT,
-        "tokenizer": section.tokenizer,
-        "validation_fraction": section.validation_fraction,
-    }
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for document in documents:
-        name = document.name.encode("utf-8", "surrogateescape")
-        key.update(len(name).to_bytes(8, "little") + name + document.sha256)
-    return key.hexdigest()[:32]
+def _settings(section: DataSection, tokenizer: Tokenizer | None) -> str:
+    """All that the tokens depend on but the source."""
+    settings: dict[str, Any] = {"format": _FORMAT, "rows": section.format}
+    if tokenizer is not None:
+        settings["tokenizer"] = hashlib.sha256(json.dumps(tokenizer.spec(), sort_keys=True).encode()).hexdigest()
+    else:
+        settings["tokenizer"] = [section.tokenizer, section.vocab_size if section.tokenizer == "train" else None]
+    settings["validation"] = "split" if section.validation_split else section.validation_fraction
+    if section.format == "chat" and tokenizer is not None:
+        settings["chat"] = chat_encoder(section, tokenizer).spec()
+    return json.dumps(settings, sort_keys=True)
 
 
 class _Memo:
@@ -140,11 +183,9 @@ class _Memo:
     prepared. It is a shortcut: where it cannot be read or written, the source is read.
     """
 
-    def __init__(self, cache: Path, section: DataSection, files: Sequence[SourceFile]) -> None:
-        folder = os.path.commonpath([file.path.absolute() for file in files])
-        identity = [_FORMAT, section.name, section.path, folder, section.tokenizer, section.validation_fraction]
-        self._path = cache / "memos" / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}.json"
-        self._state = _source_state(files)
+    def __init__(self, cache: Path, identity: Sequence[Any], state: str | None) -> None:
+        self._path = cache / "memos" / f"{hashlib.sha256(json.dumps([*identity]).encode()).hexdigest()[:32]}.json"
+        self._state = state
 
     def recall(self) -> str | None:
         try:
@@ -163,143 +204,136 @@ class _Memo:
             unfinished.replace(self._path)
 
 
-def _source_state(files: Sequence[SourceFile]) -> str | None:
-    """Hash of names, sizes and times. None where a file is so fresh that one more change could leave the same times."""
-    settled_ns = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
-    state = hashlib.sha256()
-    for file in files:
-        try:
-            status = file.path.stat()
-        except OSError:
-            return None  # whoever reads it says why
-        # The time of the last change to the inode too: copying tools set the time of modification back.
-        if max(status.st_mtime_ns, status.st_ctime_ns) > settled_ns:
-            return None
-        fields = (file.name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        state.update(repr(fields).encode())
-    return state.hexdigest()
+# making ---------------------------------------------------------------------------------------------------------------
 
 
-# writing --------------------------------------------------------------------------------------------------------------
-
-
-def _make(section: DataSection, folder: Path, documents: Sequence[Document]) -> Prepared:
-    """Write ``folder``, whole or not at all."""
-    tokenizer = build_tokenizer(section, documents)
-    parts = split_documents(documents, section.validation_fraction)
+def _make(
+    section: DataSection, folder: Path, source: Source, tokenizer: Tokenizer | None, progress: Progress
+) -> Prepared:
+    """Make ``folder``, whole or not at all, or find that another process has."""
+    units: Sequence[Unit] = ()
     try:
-        with _unfinished_folder(folder) as unfinished:
-            splits = {name: _write_split(unfinished / f"{name}.safetensors", parts[name], tokenizer) for name in SPLITS}
-            _write_json(unfinished / "tokenizer.json", tokenizer.spec())
-            summary = {"format": _FORMAT, "key": folder.name, "splits": {n: asdict(s) for n, s in splits.items()}}
-            _write_json(unfinished / "summary.json", summary)
-            _publish(unfinished, folder)
+        with claimed(folder, lambda: _open_if_intact(folder) is not None, progress) as partial:
+            if partial is not None:
+                try:
+                    units = source.units()
+                    _fill(partial, section, source, units, tokenizer, progress)
+                    publish(partial, folder, lambda: _open_if_intact(folder) is not None)
+                except UserError:  # it would be the same another time
+                    shutil.rmtree(partial, ignore_errors=True)
+                    raise
+                except OSError:
+                    if not any(partial.glob("done-*.json")):
+                        shutil.rmtree(partial, ignore_errors=True)
+                    raise
     except OSError as error:
-        raise _cannot_write(folder.parent, error, sum(document.size_bytes for document in documents)) from error
+        raise _cannot_write(folder.parent, error, sum(unit.size_bytes for unit in units)) from error
+    for done in folder.glob("done-*.json"):
+        done.unlink(missing_ok=True)
     return open_prepared(folder)
 
 
-def _write_split(path: Path, parts: Sequence[Part], tokenizer: Tokenizer) -> SplitSummary:
-    """Write the tokens of ``parts``, one after the other, as a safetensors file.
+def _fill(
+    partial: Path,
+    section: DataSection,
+    source: Source,
+    units: Sequence[Unit],
+    tokenizer: Tokenizer | None,
+    progress: Progress,
+) -> None:
+    splitter = Splitter(section.validation_fraction, held_out_of(units) if section.validation_split else frozenset())
+    tokenizer = tokenizer or _tokenizer_of_text(partial / "tokenizer.json", section, units, splitter, progress)
+    _write_json(partial / "tokenizer.json", tokenizer.spec())
+    encoder = _encoder(section, tokenizer)
+    # The threads are ours; those of the library would be one for each core, whatever was asked for.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    jobs = jobs_of(units)
+    progress.phase("tokenising").total(sum(unit.size_bytes for unit in units))
+    counts = Counts()
+    for number, job in enumerate(jobs):
+        done = partial / f"done-{number:05d}.json"
+        if done.exists():
+            progress.skipped(sum(unit.size_bytes for unit in job))
+            counts.add(Counts.from_json(json.loads(done.read_bytes())))
+            continue
+        of_job = write_shards(partial, number, job, splitter, encoder, token_dtype(tokenizer.vocab_size), progress)
+        _write_json(done, of_job.as_json())
+        counts.add(of_job)
+    _check(section, source, counts)
+    shards = {
+        split: [name for number in range(len(jobs)) if (partial / (name := shard_name(split, number))).exists()]
+        for split in SPLITS
+    }
+    write_summary(partial, counts, shards, source.noun)
 
-    ``safetensors.save_file`` wants whole tensors in memory; here the header, whose size is fixed by padding it with
-    spaces as the format allows, is written when the number of tokens is known. ``document_starts`` comes first, so that
-    its 8-byte elements are aligned.
-    """
-    dtype = token_dtype(tokenizer.vocab_size)
-    end = np.array([tokenizer.end_id], dtype)
-    starts = np.zeros(len(parts), np.int64)
-    tokens = 0
-    with path.open("wb") as stream:
-        stream.seek(_HEADER_BYTES + starts.nbytes)
-        for i, part in enumerate(parts):
-            ids = tokenizer.encode(part.read())
-            stream.write(np.concatenate((ids, end), dtype=dtype).data.cast("B"))
-            starts[i] = tokens
-            tokens += len(ids) + 1
-        stream.seek(0)
-        name, stop = f"U{8 * dtype.itemsize}", starts.nbytes + tokens * dtype.itemsize
-        header = {
-            "document_starts": {"dtype": "I64", "shape": [len(parts)], "data_offsets": [0, starts.nbytes]},
-            "tokens": {"dtype": name, "shape": [tokens], "data_offsets": [starts.nbytes, stop]},
-        }
-        stream.write((_HEADER_BYTES - 8).to_bytes(8, "little"))
-        stream.write(json.dumps(header).encode().ljust(_HEADER_BYTES - 8))
-        stream.write(starts.tobytes())
-        _to_disk(stream)
-    return SplitSummary(len(parts), sum(part.size_bytes for part in parts), tokens)
+
+def _tokenizer_of_text(
+    path: Path, section: DataSection, units: Sequence[Unit], splitter: Splitter, progress: Progress
+) -> Tokenizer:
+    """The tokenizer that is made from the text: found where an interrupted preparation left it, or made."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return tokenizer_from_spec(json.loads(path.read_bytes()))
+    if section.tokenizer == "chars":
+        return CharsTokenizer(all_characters(units, section.tokenizer))
+    progress.say(f"learning a tokenizer of {section.vocab_size:,} ids")
+    return train_tokenizer(texts_to_learn_from(units, splitter, section.tokenizer), section.vocab_size)
+
+
+def _encoder(section: DataSection, tokenizer: Tokenizer) -> Encoder:
+    return chat_encoder(section, tokenizer) if section.format == "chat" else TextEncoder(tokenizer, section.tokenizer)
+
+
+def _check(section: DataSection, source: Source, counts: Counts) -> None:
+    """Raise ``UserError`` where a split is empty that must not be."""
+    train, validation = counts.train.documents, counts.validation.documents
+    documents = train + validation
+    where = f"data.path={section.path}" if section.path else f"data={section.name}"
+    if not documents and not counts.empty:
+        raise UserError(f"{where} has no documents: nothing to train on; name another source: data.path=...")
+    if not documents:
+        raise UserError(f"all {counts.empty:,} documents of {where} are empty: nothing to train on")
+    if source.noun == "file" or (train and validation):
+        return  # a text too small for validation is refused by the sequences it lacks
+    if section.validation_split:
+        what = "training" if not train else "validation"
+        raise UserError(
+            f"{where} leaves no {what} documents (data.split={section.split}, "
+            f"data.validation_split={section.validation_split}; {counts.held_out:,} of the former are in the latter "
+            "too); use other splits"
+        )
+    if counts.lowest == counts.highest:
+        raise UserError(
+            f"all {documents:,} documents of {where} are the same text, and a document is either trained on or kept "
+            "for validation; give more text"
+        )
+    # The share goes by a hash of each document, so that few documents may all fall on one side.
+    share = (counts.lowest if not validation else counts.highest) + (0.005 if not validation else -0.005)
+    raise UserError(
+        f"data.validation_fraction={section.validation_fraction} leaves none of the {documents:,} documents of {where} "
+        f"for {'validation' if not validation else 'training'}; use more of them, or "
+        f"data.validation_fraction={min(max(share, 0.001), 0.999):.2g}"
+    )
+
+
+def write_summary(folder: Path, counts: Counts, shards: dict[str, list[Any]], noun: str) -> None:
+    """Write the file that says what else is in ``folder``; the last one to be written."""
+    summary = {
+        "format": _FORMAT, "key": folder.name.removesuffix(".partial"), "noun": noun, "empty": counts.empty,
+        "held_out": counts.held_out, "splits": {split: asdict(getattr(counts, split)) for split in SPLITS},
+        "shards": shards,
+    }  # fmt: skip
+    _write_json(folder / "summary.json", summary)
 
 
 def _write_json(path: Path, value: Any) -> None:
-    with path.open("wb") as stream:
-        stream.write(json.dumps(value, indent=1).encode() + b"\n")
-        _to_disk(stream)
-
-
-def _to_disk(stream: BinaryIO) -> None:
-    """Without this, a power cut after the rename could leave the name and lose the content."""
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-@contextlib.contextmanager
-def _unfinished_folder(folder: Path) -> Iterator[Path]:
-    """A new folder beside ``folder``, gone at the end, and locked for as long as its maker lives."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder.parent)
-    unfinished = _beside(folder)
-    unfinished.mkdir()
-    # Locked under another name first: a file called "lock" always has had its owner's lock.
-    lock = (unfinished / "lock.new").open("wb")
+    unfinished = path.with_name(f"{path.name}.{socket.gethostname()}.{os.urandom(6).hex()}.tmp")
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: age alone will tell
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (unfinished / "lock.new").rename(unfinished / "lock")
-        yield unfinished
+        with unfinished.open("wb") as stream:
+            stream.write(json.dumps(value, indent=1).encode() + b"\n")
+            to_disk(stream)
+        unfinished.replace(path)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        lock.close()
-
-
-def _beside(folder: Path) -> Path:
-    """A name nobody else has, which says whose it is. Not ``tempfile``: what that makes, only its maker may read."""
-    return folder.with_name(f"{folder.name}.{socket.gethostname()}.{os.urandom(6).hex()}.tmp")
-
-
-def _remove_abandoned(cache: Path) -> None:
-    """Remove what killed processes left, where it is certain that they no longer live.
-
-    On this machine that is when their lock is free; for other machines, which may not share locks, when nothing was
-    written for a day.
-    """
-    for folder in cache.glob("*.tmp"):
-        with contextlib.suppress(OSError):
-            written = max(entry.stat().st_mtime for entry in (folder, *folder.iterdir()))
-            if time.time() - written > _ABANDONED_SECONDS:
-                shutil.rmtree(folder)
-            elif f".{socket.gethostname()}." in folder.name:
-                with (folder / "lock").open("rb") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where the owner lives
-                    shutil.rmtree(folder)
-
-
-def _publish(unfinished: Path, folder: Path) -> None:
-    """Rename into place, unless another process was first."""
-    for name in ("lock", "lock.new"):
-        (unfinished / name).unlink(missing_ok=True)
-    while True:
-        try:
-            unfinished.rename(folder)
-            return
-        except OSError:
-            if not folder.exists():
-                raise
-        if _open_if_intact(folder):
-            return
-        aside = _beside(folder)
-        with contextlib.suppress(FileNotFoundError):  # another process found it damaged too
-            folder.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def _cannot_write(cache: Path, error: OSError, source_bytes: int) -> UserError:
@@ -318,6 +352,48 @@ def _other_cache(cache: Path | None) -> str:
     return f"choose another folder: {assignment('data.cache_dir', other if other != cache else 'cache')}"
 
 
+# tokens made before ---------------------------------------------------------------------------------------------------
+
+
+def _prepare_tokens(section: DataSection, progress: Progress) -> Prepared:
+    """Tokens that are there already: a folder of ours, or the files of another tool, which stay where they are."""
+    assert section.path is not None  # the schema sees to it
+    path = Path(section.path).expanduser()
+    if (path / "summary.json").exists():
+        if section.tokenizer != "bytes":
+            raise UserError(
+                f"{path} was prepared with a tokenizer and has it with it; leave data.tokenizer={section.tokenizer} out"
+            )
+        return open_prepared(path.absolute())
+    if section.tokenizer in ("chars", "train"):
+        raise UserError(
+            f"data.tokenizer={section.tokenizer} is made from text, and data=tokens has none; name the tokenizer that "
+            "made the tokens, as in data.tokenizer=openai-community/gpt2"
+        )
+    tokenizer = named_tokenizer(section)
+    assert tokenizer is not None
+    cache = cache_folder(section)
+    files = FlatFiles(section, tokenizer, section.tokenizer)
+    settings = json.dumps([_settings(section, tokenizer), section.token_dtype])
+    memo = _Memo(cache, [section.name, section.path, settings], files.state())
+    if (key := memo.recall()) and (prepared := _open_if_intact(cache / key)):
+        return prepared
+    found = files.read(progress.phase("reading"), section.validation_fraction)
+    # The paths too: the tokens stay where they are.
+    key = hashlib.sha256(settings.encode() + found.fingerprint + str(path.absolute()).encode()).hexdigest()[:32]
+    folder = cache / key
+    try:
+        with claimed(folder, lambda: _open_if_intact(folder) is not None, progress) as partial:
+            if partial is not None:
+                _write_json(partial / "tokenizer.json", tokenizer.spec())
+                write_summary(partial, found.counts, found.write(partial), "document")
+                publish(partial, folder, lambda: _open_if_intact(folder) is not None)
+    except OSError as error:
+        raise _cannot_write(cache, error, 0) from error
+    memo.remember(key)
+    return open_prepared(folder)
+
+
 # opening --------------------------------------------------------------------------------------------------------------
 
 
@@ -330,37 +406,28 @@ def _open_if_intact(folder: Path) -> Prepared | None:
 
 def _open(folder: Path) -> Prepared:
     summary = json.loads((folder / "summary.json").read_bytes())
-    if summary["format"] != _FORMAT or summary["key"] != folder.name:
-        raise ValueError(f"summary.json is of format {summary['format']} and key {summary['key']}")
+    if summary["format"] != _FORMAT:
+        raise ValueError(f"summary.json is of format {summary['format']}, and this version reads {_FORMAT}")
+    if folder.name.endswith((".tmp", ".partial")):
+        raise ValueError("it was never finished")
     tokenizer = tokenizer_from_spec(json.loads((folder / "tokenizer.json").read_bytes()))
+    splits = {split: TokenCounts(**summary["splits"][split]) for split in SPLITS}
+    shards = {split: [_shard(folder, entry) for entry in summary["shards"][split]] for split in SPLITS}
     prepared = Prepared(
-        folder, summary["key"], tokenizer, {name: SplitSummary(**summary["splits"][name]) for name in SPLITS}
+        folder, summary["key"], tokenizer, splits, shards, summary["empty"], summary["held_out"], summary["noun"]
     )
-    for name, split in prepared.splits.items():
-        stored_tokens = len(prepared.tokens(name))
-        if stored_tokens != split.tokens:
-            raise ValueError(f"{name}.safetensors has {stored_tokens} tokens where summary.json says {split.tokens}")
+    for split in SPLITS:
+        stored = prepared.stream(split).tokens
+        if stored != splits[split].tokens:
+            raise ValueError(f"its {split} shards have {stored} tokens where summary.json says {splits[split].tokens}")
     return prepared
 
 
-def _map_tokens(path: Path) -> np.ndarray:
-    """The tensor ``tokens`` of a safetensors file; raises ``ValueError`` where the file is shorter than it says.
-
-    ``safetensors`` itself copies slices while it holds the interpreter lock: one page of a slow disk would stop the
-    training thread. Copies out of a NumPy map let it go, and cost half (1.2 against 2.7 microseconds for 2,048 tokens).
-    """
-    with path.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if header_bytes > path.stat().st_size:
-            raise ValueError(f"{path.name} is cut off in its header")
-        entry = json.loads(stream.read(header_bytes))["tokens"]
-    dtype = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32}[entry["dtype"]]
-    (tokens,) = entry["shape"]
-    if tokens == 0:
-        return np.empty(0, dtype)  # which cannot be mapped
-    offset = 8 + header_bytes + entry["data_offsets"][0]
-    # As a plain array: np.memmap's own slices cost more.
-    return np.asarray(np.memmap(path, dtype, mode="r", offset=offset, shape=(tokens,)))
+def _shard(folder: Path, entry: str | dict[str, Any]) -> Path | FlatTokens:
+    if isinstance(entry, str):
+        return folder / entry
+    fields = {**entry, "path": Path(entry["path"]), "starts": folder / entry["starts"]}
+    return FlatTokens(**fields)
 
 
 def _one_line(error: Exception) -> str:

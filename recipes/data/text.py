@@ -1,7 +1,7 @@
-"""Sources of text: where the documents are, and which part of each is kept for validation.
+"""Files of plain text: where they are, and which part of each is kept for validation.
 
-A source is a list of files; a file is a document. Everything here is a function of the relative names and the content
-of the files alone, so that two machines with the same text get the same split.
+A file is a document. Everything here is a function of the relative names and the content of the files alone, so that
+two machines with the same text get the same split.
 """
 
 import difflib
@@ -9,33 +9,44 @@ import glob
 import hashlib
 import math
 import os
-import re
 import stat
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 
 from configs.errors import UserError
-from configs.schema import DataSection
+from configs.schema import SourceSection
+from recipes.data.files import (
+    PIECE_BYTES,
+    SourceFile,
+    Stamp,
+    assignment,
+    files_state,
+    key_of_files,
+    kind_of,
+    open_plain,
+    read_pieces,
+    size_of,
+    skip,
+    stamp_of,
+    unchanged,
+    unreadable,
+)
+from recipes.data.source import SPLITS, Reading, Row, WithoutEmpty
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
-"""What is read when ``data.path`` is a folder. A file that is named, by itself or by a glob, may end in anything."""
+"""Files that are one document each, when ``data.path`` is a folder. One that is named may end in anything."""
+
+ROW_SUFFIXES = (".jsonl", ".parquet")
+"""Files that hold a document in each row."""
 
 WHOLE_FILES_FROM = 20
 """From this many distinct files on, validation takes whole files; below, the tail of each."""
 
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib-dynload"}
-_READ_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A file that was found and not yet read. ``name`` is its path relative to the source, with ``/`` between parts."""
-
-    name: str
-    path: Path
 
 
 @dataclass(frozen=True)
@@ -45,61 +56,79 @@ class Document:
     name: str
     path: Path
     size_bytes: int
+    """Decompressed."""
     sha256: bytes
+    stamp: Stamp | None
+    """What the file was then; None: it is not looked at again."""
 
-    def read(self) -> bytes:
-        """The content: what was hashed, or a ``UserError`` where the file has changed since."""
-        content = _read(self.path)
-        if hashlib.sha256(content).digest() != self.sha256:
-            raise UserError(
-                f"{self.path} changed while it was being prepared (from {self.size_bytes} to {len(content)} bytes); "
-                "run again when nothing writes to it"
-            )
-        return content
-
-    def read_text(self) -> str:
-        """The content as characters; a ``UserError`` where it is not UTF-8."""
-        content = self.read()
-        try:
-            return content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{self.path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start} of "
-                f"{len(content)} ({error.reason}), and data.tokenizer=chars needs characters; "
-                "convert the file or use data.tokenizer=bytes"
-            ) from error
+    def read(self, start_bytes: int, stop_bytes: int) -> bytes:
+        """Bytes ``start_bytes`` up to ``stop_bytes``; a ``UserError`` where the file has changed since."""
+        with unchanged(self.path, self.stamp), open_plain(self.path) as stream:
+            skip(stream, start_bytes)
+            return stream.read(stop_bytes - start_bytes)
 
 
 @dataclass(frozen=True)
-class Part:
-    """Bytes ``start_bytes`` up to ``stop_bytes`` of a document."""
+class Part(WithoutEmpty):
+    """Bytes ``start_bytes`` up to ``stop_bytes`` of a document: a unit of one row, which may come in pieces."""
 
     document: Document
     start_bytes: int
     stop_bytes: int
+    split: str | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.document.path)
 
     @property
     def size_bytes(self) -> int:
         return self.stop_bytes - self.start_bytes
 
-    def read(self) -> bytes:
-        """The content of this part."""
-        return self.document.read()[self.start_bytes : self.stop_bytes]
+    def all_rows(self, first: int = 0) -> Iterator[Row]:
+        if first:
+            return
+        offset = self.start_bytes
+        with unchanged(self.document.path, self.document.stamp), open_plain(self.document.path) as stream:
+            skip(stream, offset)
+            for piece, following in pairwise(chain(read_pieces(stream, self.size_bytes), [b""])):
+                yield Row(0, piece, offset == self.start_bytes, not following, offset)
+                offset += len(piece)
 
 
-def assignment(key: str, value: str | os.PathLike[str]) -> str:
-    """``key=value`` as a shell and Hydra take it: quoted only where the value has characters of theirs."""
-    value = str(value)
-    if re.fullmatch(r"[\w./~+@%-]+", value):
-        return f"{key}={value}"
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("'", "'\\''")
-    return f"'{key}=\"{escaped}\"'"
+class TextFiles:
+    """Files of text as a source: the split is known from the whole, before a document is read."""
+
+    noun = "file"
+
+    def __init__(self, section: SourceSection, files: Sequence[SourceFile], validation_fraction: float | None) -> None:
+        """``validation_fraction`` None: nothing is kept aside."""
+        self.section, self._files, self._fraction = section, files, validation_fraction
+        self._documents: list[Document] | None = None
+
+    def identity(self) -> list[str]:
+        return [os.path.commonpath([file.path.absolute() for file in self._files])]
+
+    def state(self) -> str | None:
+        return files_state(self._files)
+
+    def fingerprint(self, reading: Reading) -> bytes:
+        self._documents = read_documents(self._files, reading)
+        files = [SourceFile(document.name, document.path) for document in self._documents]
+        return key_of_files(files, [document.sha256 for document in self._documents])
+
+    def units(self) -> list[Part]:
+        assert self._documents is not None, "fingerprint comes first"
+        if self._fraction is None:
+            return [Part(document, 0, document.size_bytes) for document in self._documents]
+        parts = split_documents(self._documents, self._fraction)
+        return [part for split in SPLITS for part in parts[split]]
 
 
 # finding --------------------------------------------------------------------------------------------------------------
 
 
-def find_files(section: DataSection) -> list[SourceFile]:
+def find_files(section: SourceSection) -> list[SourceFile]:
     """All files of the source, sorted by name. Reads none of them. Raises ``UserError`` where there are none."""
     try:
         if section.name == "stdlib":
@@ -133,7 +162,9 @@ def _find_text(typed: str) -> list[SourceFile]:
         kind = path.stat().st_mode
     except FileNotFoundError:
         # Only now a glob: a file may well be called "notes [old].txt".
-        return _find_glob(typed, path) if glob.has_magic(typed) else _refuse_missing(typed, path)
+        if glob.has_magic(typed):
+            return _find_glob(typed, path)
+        raise no_such_path(typed, path) from None
     if stat.S_ISDIR(kind):
         return _find_in_folder(typed, path)
     if stat.S_ISREG(kind):
@@ -143,10 +174,18 @@ def _find_text(typed: str) -> list[SourceFile]:
 
 def _find_in_folder(typed: str, folder: Path) -> list[SourceFile]:
     found = list(_walk(folder))
-    files = [file for file in found if file.path.suffix.lower() in TEXT_SUFFIXES]
-    if files:
-        return files
-    wanted = " ".join(TEXT_SUFFIXES)
+    texts = [file for file in found if kind_of(file.path) in TEXT_SUFFIXES]
+    rows = [file for file in found if kind_of(file.path) in ROW_SUFFIXES]
+    if texts and rows:
+        raise UserError(
+            f"{assignment('data.path', typed)} holds both files of text ({texts[0].name}: {len(texts)}) and files of "
+            f"rows ({rows[0].name}: {len(rows)}); name one kind with a glob: "
+            f"{assignment('data.path', folder / '**' / f'*{_ending(rows[0])}')} or "
+            f"{assignment('data.path', folder / '**' / f'*{_ending(texts[0])}')}"
+        )
+    if texts or rows:
+        return texts or rows
+    wanted = " ".join((*TEXT_SUFFIXES, *ROW_SUFFIXES))
     if not found:
         raise UserError(
             f"{assignment('data.path', typed)}: the folder holds no files; put {wanted} files in it or name another"
@@ -160,6 +199,12 @@ def _find_in_folder(typed: str, folder: Path) -> list[SourceFile]:
     )
 
 
+def _ending(file: SourceFile) -> str:
+    """``.jsonl.gz`` for ``a.jsonl.gz``."""
+    kind, suffix = kind_of(file.path), file.path.suffix
+    return suffix if suffix.lower() == kind else kind + suffix
+
+
 def _find_glob(typed: str, pattern: Path) -> list[SourceFile]:
     fixed = next(i for i, part in enumerate(pattern.parts) if glob.has_magic(part))
     root = Path(*pattern.parts[:fixed])
@@ -168,7 +213,7 @@ def _find_glob(typed: str, pattern: Path) -> list[SourceFile]:
     files = {match.relative_to(root).as_posix(): match for match in matches if match.is_file()}
     if not files:
         if not root.exists():
-            _refuse_missing(typed, root)
+            raise no_such_path(typed, root)
         inside = sorted(entry.name for entry in root.iterdir())[:5] if root.is_dir() else []
         holds = f"{root.absolute()} holds {', '.join(inside)}, ..." if inside else f"{root.absolute()} is empty"
         raise UserError(
@@ -204,7 +249,7 @@ def _walk(root: Path, leave_out: Iterable[str] = ()) -> Iterator[SourceFile]:
             yield SourceFile(name, root / name)
 
 
-def _refuse_missing(typed: str, path: Path) -> list[SourceFile]:
+def no_such_path(typed: str, path: Path) -> UserError:
     """Say which part of the path is missing and what is there instead."""
     missing = path
     while not missing.parent.exists():
@@ -219,44 +264,37 @@ def _refuse_missing(typed: str, path: Path) -> list[SourceFile]:
     message = f"{assignment('data.path', typed)} {what} (looked in {parent.absolute()})"
     if near:
         nearest = parent / near[0] / path.relative_to(missing)
-        raise UserError(f"{message}; did you mean {assignment('data.path', nearest)}?")
-    raise UserError(f"{message}; name a file, a folder or a glob, as in data.path='corpus/**/*.txt'")
+        return UserError(f"{message}; did you mean {assignment('data.path', nearest)}?")
+    return UserError(f"{message}; name a file, a folder or a glob, as in data.path='corpus/**/*.txt'")
 
 
 # reading --------------------------------------------------------------------------------------------------------------
 
 
-def read_documents(files: Sequence[SourceFile]) -> list[Document]:
+def read_documents(files: Sequence[SourceFile], reading: Reading) -> list[Document]:
     """Hash every file. Empty ones are left out; all of them empty, or one unreadable, is a ``UserError``."""
-    documents = []
-    for file in files:
+
+    def hashed(file: SourceFile) -> Document:
         sha256, size_bytes = hashlib.sha256(), 0
         try:
-            with file.path.open("rb") as stream:
-                while block := stream.read(_READ_BYTES):
-                    sha256.update(block)
-                    size_bytes += len(block)
+            stamp = stamp_of(file.path.stat())
         except OSError as error:
-            raise _unreadable(file.path, error) from error
-        if size_bytes:
-            documents.append(Document(file.name, file.path, size_bytes, sha256.digest()))
+            raise unreadable(file.path, error) from error
+        with unchanged(file.path, stamp), open_plain(file.path) as stream:
+            while block := stream.read(PIECE_BYTES):
+                sha256.update(block)
+                size_bytes += len(block)
+        reading.done(stamp[1])
+        return Document(file.name, file.path, size_bytes, sha256.digest(), stamp)
+
+    reading.total(sum(size_of(file) for file in files))
+    documents = [document for document in reading.map(hashed, files) if document.size_bytes]
     if not documents:
         others = f" and so are the other {len(files) - 1} files" if len(files) > 1 else ""
         raise UserError(
             f"{files[0].path} is empty (0 bytes){others}: nothing to train on; name another source: data.path=..."
         )
     return documents
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> UserError:
-    return UserError(f"cannot read {path}: {error.strerror}; make it readable, or leave it out with data.path=...")
 
 
 # splitting ------------------------------------------------------------------------------------------------------------
@@ -278,7 +316,7 @@ def split_documents(documents: Sequence[Document], validation_fraction: float) -
     split: dict[str, list[Part]] = {"train": [], "validation": []}
     for document in documents:
         name = "validation" if document.sha256 in kept else "train"
-        split[name].append(Part(document, 0, document.size_bytes))
+        split[name].append(Part(document, 0, document.size_bytes, name))
     return split
 
 
@@ -307,24 +345,28 @@ def _choose_groups(groups: dict[bytes, list[Document]], fraction: float) -> set[
 def _split_tails(documents: Sequence[Document], fraction: float) -> dict[str, list[Part]]:
     split: dict[str, list[Part]] = {"train": [], "validation": []}
     for document in documents:
-        cut = tail_start(document.read(), fraction)
-        split["train"].append(Part(document, 0, cut))
+        cut = tail_start(document.read, document.size_bytes, fraction)
+        split["train"].append(Part(document, 0, cut, "train"))
         if cut < document.size_bytes:
-            split["validation"].append(Part(document, cut, document.size_bytes))
+            split["validation"].append(Part(document, cut, document.size_bytes, "validation"))
     return split
 
 
-def tail_start(content: bytes, fraction: float) -> int:
-    """Offset in bytes at which about the last ``fraction`` of ``content`` starts.
+def tail_start(read: Callable[[int, int], bytes], size_bytes: int, fraction: float) -> int:
+    """Offset in bytes at which about the last ``fraction`` of a text starts.
 
-    Preferably after a line end, as long as the tail is not doubled by that; else at the start of a UTF-8 character.
-    Never 0: the head, which is trained on, keeps at least one byte.
+    Preferably after a line end, as long as the tail is not doubled by that, nor a mebibyte longer; else at the start
+    of a UTF-8 character. Never 0: the head, which is trained on, keeps at least one byte. ``read(start, stop)`` gives
+    the text.
     """
-    tail_bytes = math.ceil(len(content) * fraction)
-    cut = max(1, len(content) - tail_bytes)
-    line_end = content.rfind(b"\n", max(0, cut - tail_bytes), cut)
+    tail_bytes = math.ceil(size_bytes * fraction)
+    cut = max(1, size_bytes - tail_bytes)
+    start = max(0, cut - min(tail_bytes, PIECE_BYTES))
+    line_end = read(start, cut).rfind(b"\n")
     if line_end >= 0:
-        return line_end + 1
+        return start + line_end + 1
     # Back to the start of a character (0b10...... is inside of one), else on to the next. What is no UTF-8 has none.
-    near = (*range(cut, max(0, cut - 4), -1), *range(cut + 1, min(cut + 4, len(content) + 1)))
-    return next((at for at in near if at == len(content) or content[at] & 0xC0 != 0x80), cut)
+    low, high = max(0, cut - 4), min(cut + 4, size_bytes)
+    around = read(low, high + 1)
+    near = (*range(cut, low, -1), *range(cut + 1, high + 1))
+    return next((at for at in near if at == size_bytes or around[at - low] & 0xC0 != 0x80), cut)

@@ -1,18 +1,16 @@
 """Text to token ids and back.
 
 A tokenizer is a pure function of its ``spec()``, which is plain JSON and travels with prepared data and saved models.
-One more kind (a Hugging Face ``tokenizer.json``, say) is one more class here, and a branch in ``build_tokenizer`` and
-in ``tokenizer_from_spec``.
+One more kind is one more class, and a branch in ``tokenizer_from_spec`` and in ``hugging_face_files``.
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from configs.errors import UserError
-from configs.schema import DataSection
-from recipes.data.text import Document
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _END = "<|end|>"
@@ -23,14 +21,30 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     """Number of ids, the end mark's included."""
+    start_ids: tuple[int, ...]
+    """Ids that come before every document; of most tokenizers there are none."""
     end_id: int
     """Id that follows every document."""
+    takes_bytes: bool
+    """Whether text may be any bytes, and need not be UTF-8."""
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """Ids of ``text``, [tokens], of the narrowest unsigned type that holds the vocabulary; no end mark is added."""
+        """Ids of ``text``, [tokens], of the narrowest unsigned type that holds the vocabulary; no marks are added.
+
+        Text that reads like the name of a mark is text.
+        """
+
+    def encode_many(self, texts: Sequence[bytes] | Sequence[str]) -> list[np.ndarray]:
+        """As ``encode``, of several at once."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ``ids``. End marks are left out; what is no text becomes U+FFFD: it never fails."""
+
+    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of ``text``, in which the names of marks stand for them, and the character that each begins with."""
+
+    def decode_marked(self, ids: Iterable[int]) -> str:
+        """As ``decode``, with the names of all marks."""
 
     def spec(self) -> dict[str, Any]:
         """Plain JSON from which ``tokenizer_from_spec`` makes the same tokenizer."""
@@ -45,11 +59,16 @@ class BytesTokenizer:
     """Ids 0-255 are the bytes of the UTF-8 text (or of anything else), 256 ends a document."""
 
     vocab_size = 257
+    start_ids: tuple[int, ...] = ()
     end_id = 256
+    takes_bytes = True
 
     def encode(self, text: bytes | str) -> np.ndarray:
         content = text.encode("utf-8") if isinstance(text, str) else text
         return np.frombuffer(content, np.uint8).astype(np.uint16)
+
+    def encode_many(self, texts: Sequence[bytes] | Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         content = bytearray()
@@ -60,12 +79,23 @@ class BytesTokenizer:
                 content += _REPLACEMENT.encode()
         return content.decode("utf-8", errors="replace")
 
+    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        # The end mark has no name that a text could hold.
+        lengths = [len(character.encode()) for character in text]
+        return self.encode(text), np.repeat(np.arange(len(text)), lengths)
+
+    def decode_marked(self, ids: Iterable[int]) -> str:
+        return _END.join(self.decode(run) for run in _runs(ids, self.end_id))
+
     def spec(self) -> dict[str, Any]:
         return {"kind": "bytes"}
 
 
 class CharsTokenizer:
     """One id per character that occurs in the source, in order of code point; the last id ends a document."""
+
+    start_ids: tuple[int, ...] = ()
+    takes_bytes = False
 
     def __init__(self, characters: str) -> None:
         """``characters``: all there are, each once, sorted."""
@@ -92,27 +122,37 @@ class CharsTokenizer:
             )
         return ids.astype(self._dtype)
 
+    def encode_many(self, texts: Sequence[bytes] | Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: Iterable[int]) -> str:
         known = range(len(self.characters))
         return "".join(self.characters[i] if i in known else _REPLACEMENT for i in ids if i != self.end_id)
+
+    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        return self.encode(text), np.arange(len(text))
+
+    def decode_marked(self, ids: Iterable[int]) -> str:
+        return _END.join(self.decode(run) for run in _runs(ids, self.end_id))
 
     def spec(self) -> dict[str, Any]:
         return {"kind": "chars", "characters": self.characters}
 
 
+def _runs(ids: Iterable[int], end_id: int) -> list[list[int]]:
+    """What stands before, between and after end marks."""
+    runs: list[list[int]] = [[]]
+    for token in ids:
+        if token == end_id:
+            runs.append([])
+        else:
+            runs[-1].append(token)
+    return runs
+
+
 def _code_points(text: str) -> np.ndarray:
     # surrogatepass: a command line can hold half a character, which is then an unknown one and not a crash.
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
-
-
-def build_tokenizer(section: DataSection, documents: Iterable[Document]) -> Tokenizer:
-    """The tokenizer that ``data.tokenizer`` names; ``chars`` reads all ``documents`` for its vocabulary."""
-    if section.tokenizer == "bytes":
-        return BytesTokenizer()
-    characters: set[str] = set()
-    for document in documents:
-        characters.update(document.read_text())
-    return CharsTokenizer("".join(sorted(characters)))
 
 
 def tokenizer_from_spec(spec: dict[str, Any]) -> Tokenizer:
@@ -122,15 +162,26 @@ def tokenizer_from_spec(spec: dict[str, Any]) -> Tokenizer:
         return BytesTokenizer()
     if kind == "chars" and isinstance(spec.get("characters"), str):
         return CharsTokenizer(spec["characters"])
+    if kind == "hugging_face":
+        from recipes.data.hugging_face import HuggingFaceTokenizer  # which imports the protocol from here
+
+        return HuggingFaceTokenizer(spec["files"])
     raise ValueError(f"unknown tokenizer {kind!r}")
 
 
-def hugging_face_files(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Name -> JSON of the files with which ``transformers.AutoTokenizer`` opens ``tokenizer``: same text, same ids.
+def hugging_face_files(tokenizer: Tokenizer) -> dict[str, str]:
+    """Name -> content of the files with which ``transformers.AutoTokenizer`` opens ``tokenizer``: same text, same ids.
 
-    Both kinds are byte-pair encodings without pairs: what is left is one id per byte or per character.
+    A Hugging Face tokenizer's are its own, to the letter. Ours are byte-pair encodings without pairs: what is left is
+    one id per byte or per character.
     """
     spec = tokenizer.spec()
+    if spec["kind"] == "hugging_face":
+        return dict(spec["files"])
+    return {name: json.dumps(content, indent=2) + "\n" for name, content in _own_files(tokenizer, spec).items()}
+
+
+def _own_files(tokenizer: Tokenizer, spec: dict[str, Any]) -> dict[str, Any]:
     if spec["kind"] == "bytes":
         vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}

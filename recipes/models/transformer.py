@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from configs.schema import ModelSection, RopeScaling
 from parallel.plan import ParallelPlan
+from recipes.models.attention import Mask, attend, document_mask
 from recipes.models.head import LanguageModelHead
 
 
@@ -36,7 +37,10 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + E/2) of ``x`` [B, heads, S, E] by its angle; cos, sin [S, E] fp32; result in x's dtype."""
+    """Turn each pair (i, i + E/2) of ``x`` [B, heads, S, E] by its angle; result in x's dtype.
+
+    cos, sin [S, E] or, where positions differ between sequences, [B, 1, S, E], fp32.
+    """
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -79,13 +83,13 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.o_proj = Linear(config.heads * self.head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [B, S, D] -> [B, S, D]
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:  # [B, S, D] -> [B, S, D]
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, S, E]
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        mixed = attend(q, k, v, mask, grouped=self.grouped)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -112,8 +116,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -133,16 +137,24 @@ class Transformer(nn.Module):
         self.lm_head = LanguageModelHead(config.dim, vocab_size, tied=config.tie_embeddings)
         self._rope_tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """``tokens`` [B, S] -> logits [B, S, V]; with ``targets`` [B, S] (-100: no target) -> loss sum, fp32 scalar."""
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """``tokens`` [B, S] -> logits [B, S, V]; with ``targets`` [B, S] (-100: no target) -> loss sum, fp32 scalar.
+
+        ``positions`` [B, S], which restart from 0 with each document, keep documents apart: none attends to another.
+        Without them a sequence is one document.
+        """
         cos, sin = self._rope(tokens.shape[1], tokens.device)
+        mask = None
+        if positions is not None:
+            cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+            mask = document_mask(positions)  # one for all blocks
         x = self.embed_tokens(tokens)
         if torch.is_autocast_enabled(x.device.type):
             # Autocast leaves the embedding in fp32; sharded mixed precision has it in the low type already. One
             # residual stream for both, so that the numbers do not depend on the strategy.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.layers:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, mask)
         shared = self.embed_tokens.weight if self.config.tie_embeddings else None
         return self.lm_head(self.norm(x), targets, shared)
 

@@ -217,10 +217,11 @@ def check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
 # what changed ---------------------------------------------------------------------------------------------------------
 
 _NOT_PART_OF_THE_NUMBERS = (
-    "recipe", "dry_run", "run.", "launch.", "checkpoint.", "health.", "parallel.", "model.name",
-    "model.max_sequence_length", "model.vocab_size", "model.head_dim", "model.initializer_std", "data.name",
-    "data.path", "data.workers", "data.cache_dir", "trainer.micro_batch", "trainer.log_every", "trainer.eval_",
-    "trainer.sample_tokens", "trainer.stop_at", "trainer.max_minutes", "trainer.deterministic",
+    "recipe", "dry_run", "run.", "launch.", "slurm.", "checkpoint.", "health.", "parallel.", "model.name",
+    "model.max_sequence_length", "model.vocab_", "model.head_dim", "model.initializer_std", "data.name",
+    "data.path", "data.subset", "data.split", "data.revision", "data.text_column", "data.messages_column",
+    "data.token_dtype", "data.workers", "data.cache_dir", "trainer.micro_batch", "trainer.log_every",
+    "trainer.eval_", "trainer.sample_tokens", "trainer.stop_at", "trainer.max_minutes", "trainer.deterministic",
 )  # fmt: skip
 """Beginnings of keys that shape where, how fast and how visibly a run goes, not its numbers. What ``data.path`` leads
 to is compared by its content, and sizes of the model by the shapes of its tensors."""

@@ -1,0 +1,175 @@
+"""Starting a run under torchrun, watching it, and what must hold after it was disturbed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.cluster import ROOT
+from tests.runs import metrics, weights
+from trainer.checkpoint.manifest import Damaged, check_file, read_manifest
+from trainer.checkpoint.retention import committed, step_of
+
+PATIENCE_SECONDS = 120.0
+"""For a start to show its first step, and for a torchrun to end."""
+
+_SAME_LINE = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "skipped")
+
+
+@contextmanager
+def torchrun(
+    processes: int, argv: list[str], output: Path, script: tuple[str, ...] = ("train.py",)
+) -> Iterator[subprocess.Popen[bytes]]:
+    """``script`` with ``argv`` under torchrun, which is killed with all below it where it has not ended by then."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # torchrun would set it too, with a warning
+    with output.open("wb") as file:
+        agent = subprocess.Popen(
+            [*command, *script, *argv], cwd=ROOT, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield agent
+    finally:
+        if agent.poll() is None:
+            for pid in family(agent.pid):
+                send(pid, signal.SIGKILL)
+            agent.wait()
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it."""
+    parents = {int(path.name): parent(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    found, new = [pid], [pid]
+    while new:
+        new = [child for child, its_parent in parents.items() if its_parent in new]
+        found += new
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third on (state, parent, ...); none: there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def parent(pid: int) -> int | None:
+    """Process that started ``pid``; None: there is no such process."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
+def is_alive(pid: int) -> bool:
+    """Whether ``pid`` still runs; one that has ended may wait a while for somebody to ask how."""
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in "ZX"
+
+
+def send(pid: int, number: int) -> None:
+    """A signal, if the process is still there."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def ended(agent: subprocess.Popen[bytes], processes: list[int]) -> list[int]:
+    """Wait for torchrun to end. Returns the processes that outlived it, after killing them."""
+    with suppress(subprocess.TimeoutExpired):
+        agent.wait(PATIENCE_SECONDS)
+    deadline = time.monotonic() + 5
+    while (left := [pid for pid in processes if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for pid in left:
+        send(pid, signal.SIGKILL)
+    return left
+
+
+# watching ------------------------------------------------------------------------------------------------------------
+
+
+def under_way(checkpoints: Path) -> str | None:
+    """What happens in the folder of checkpoints: saving, deleting; None: nothing."""
+    with suppress(FileNotFoundError):
+        for path in checkpoints.iterdir():
+            if path.name.startswith(".step-"):
+                return "saving" if path.name.endswith(".partial") else "deleting"
+    return None
+
+
+def begun_at(run_dir: Path, launched: float) -> int | None:
+    """The step that the start of time ``launched`` resumed from (0: anew); None: it is not that far yet."""
+    told = lines(run_dir / "metrics.jsonl")
+    starts = [line for line in told if line["event"] == "start" and line["time"] >= launched - 0.01]
+    return starts[-1]["resumed_from"] or 0 if starts else None
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step told."""
+    return max((line["step"] for line in lines(run_dir / "metrics.jsonl") if line["event"] == "step"), default=0)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """What a file of JSON lines tells at the moment; a line that is being written may be there in part."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines() if _is_json(line)]
+
+
+def _is_json(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+# what must hold -------------------------------------------------------------------------------------------------------
+
+
+def newest_step(run_dir: Path) -> int | None:
+    """Step of the newest checkpoint."""
+    found = committed(run_dir / "checkpoints")
+    return step_of(found[-1]) if found else None
+
+
+def torn_or_lost(run_dir: Path, newest: int | None) -> list[str]:
+    """What is wrong with the checkpoints in sight; ``newest`` was committed before."""
+    problems = []
+    folder = run_dir / "checkpoints"
+    visible = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.exists() else []
+    for path in visible:
+        try:
+            for name, record in read_manifest(path).items():
+                check_file(path, name, record)
+        except Damaged as damage:
+            problems.append(f"torn: {damage}")
+    if newest is not None and (newest_step(run_dir) or 0) < newest:
+        problems.append(f"the checkpoint of step {newest} is lost; the newest is {newest_step(run_dir)}")
+    return problems
+
+
+def differences(stormy: Path, calm: Path, steps: int) -> list[str]:
+    """Where the disturbed run, now finished, is not the undisturbed one."""
+    problems = []
+    told, expected = metrics(stormy), metrics(calm)
+    if [line["step"] for line in told] != list(range(1, steps + 1)):
+        problems.append(f"metrics.jsonl does not tell steps 1 to {steps} once each: {[line['step'] for line in told]}")
+    for line, other in zip(told, expected, strict=False):
+        if different := [key for key in _SAME_LINE if line[key] != other[key]]:
+            values = ", ".join(f"{key} {line[key]} instead of {other[key]}" for key in different)
+            problems.append(f"step {other['step']} differs: {values}")
+            break
+    for stem in ("model", "optimizer"):
+        a, b = weights(stormy, stem), weights(calm, stem)
+        different = [name for name in b if name not in a or not a[name].equal(b[name])]
+        if different or a.keys() != b.keys():
+            problems.append(f"{stem}: {len(different)} of {len(b)} tensors differ in bits: {different[:3]}")
+    return problems

@@ -1,0 +1,240 @@
+"""``launch=local``: start the ranks on this machine with torchrun's elastic agent, watch them, say how they ended."""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
+from configs.schema import RunConfig
+from launch.session import processes_per_node
+from launch.signals import LAUNCHER
+from launch.status import Status, read_status, tell_of_a_kill
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+_SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
+_OUTPUT = "output"
+_FORWARDED = {  # what arrives, and what the ranks get
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGQUIT: signal.SIGTERM,
+}
+_LOOK_SECONDS = 0.1
+_LONGEST_REPORT_LINES = 100
+_NOT_BEGUN = "stopped    before training began; the same command starts it"
+_OURS = ("Traceback (most recent call last)", "error: ", "failed: ")
+
+
+def run_local(config: RunConfig, argv: Sequence[str]) -> int:
+    """Train with ``launch.processes`` processes on this machine; ``argv`` is what each gets. Returns the exit code.
+
+    Rank 0 has this console; what the others print goes to files in ``run.dir/output``, and what the first to fail
+    printed comes last. Signals are passed on; no process is left behind, however this one ends.
+
+    Raises:
+        UserError: the run folder cannot be written.
+    """
+    started = time.time()
+    with _Signals() as signals:
+        try:
+            (config.run.dir / _OUTPUT).mkdir(parents=True, exist_ok=True)
+            output = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=config.run.dir / _OUTPUT))
+        except OSError as error:
+            raise UserError(
+                f"cannot write the run folder {config.run.dir}: {error.strerror}; use run.dir=FOLDER"
+            ) from None
+        ranks = _Ranks(processes_per_node(config.launch), argv, output)
+        if signals.received:
+            print(_NOT_BEGUN, flush=True)
+            return EXIT_STOPPED
+        ranks.start()
+        told: set[tuple[int, int]] = set()
+        deadline = float("inf")
+        while ranks.are_running(_LOOK_SECONDS):
+            pids = ranks.pids()
+            if signals.received:
+                deadline = min(deadline, time.monotonic() + config.launch.stop_timeout_seconds)
+            for count, number in enumerate(signals.received):
+                for pid in pids:
+                    if (count, pid) not in told:
+                        told.add((count, pid))
+                        _send(pid, number)
+            if time.monotonic() > deadline:
+                for pid in pids:
+                    _send(pid, signal.SIGKILL)
+        return _tell(ranks, config, output, since=started, was_asked_to_stop=bool(signals.received))
+
+
+class _Signals:
+    """While this is open, signals that would end the process are noted instead, for the ranks to act on."""
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+
+    def __enter__(self) -> "_Signals":
+        # Ignored signals (nohup; SIGUSR1 of a batch script) stay ignored, here as in the ranks.
+        self._before = {
+            number: signal.signal(number, self._note)
+            for number in _FORWARDED
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
+        return self
+
+    def _note(self, number: int, _: object) -> None:
+        self.received.append(_FORWARDED[signal.Signals(number)])
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+class _Ranks:
+    """The processes, under one elastic agent.
+
+    The agent runs in a thread: in the main thread it would take SIGTERM for itself, ask the ranks once, and leave them
+    to themselves at the second.
+    """
+
+    def __init__(self, processes: int, argv: Sequence[str], output: Path) -> None:
+        self.failures: dict[int, tuple[int, float]] = {}
+        """Exit code, negative for a signal, and time, by rank."""
+        self.problem: BaseException | None = None
+        """Why the agent itself failed, if it did."""
+        self._agent = _agent(processes, argv, output)
+        self._thread = threading.Thread(target=self._run, name="elastic agent")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            result = self._agent.run()
+            self.failures = {rank: (each.exitcode, each.timestamp) for rank, each in result.failures.items()}
+        except BaseException as error:
+            self.problem = error
+
+    def are_running(self, wait_seconds: float) -> bool:
+        self._thread.join(wait_seconds)
+        return self._thread.is_alive()
+
+    def pids(self) -> list[int]:
+        """Of the ranks that have been started; some may have ended."""
+        return [int(worker.id) for worker in self._agent.get_worker_group().workers if worker.id]
+
+
+def _agent(processes: int, argv: Sequence[str], output: Path) -> "LocalElasticAgent":
+    """torchrun's agent for one node, whose store listens on loopback alone."""
+    import socket
+
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what went wrong is told by the ranks
+    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; ranks divide the cores themselves
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5),
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+    run_id = output.name
+    rendezvous = DynamicRendezvousHandler.from_backend(
+        run_id, store, C10dRendezvousBackend(store, run_id), min_nodes=1, max_nodes=1, local_addr=host
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=processes,
+        entrypoint=sys.executable,
+        args=(str(_SCRIPT), *argv),
+        rdzv_handler=rendezvous,
+        max_restarts=0,
+        monitor_interval=_LOOK_SECONDS,
+        local_addr=host,
+    )
+    files = dict.fromkeys(range(1, processes), Std.ALL) | {0: Std.NONE}
+    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(output), redirects=files))
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _tell(ranks: _Ranks, config: RunConfig, output: Path, *, since: float, was_asked_to_stop: bool) -> int:
+    """Say what the ranks could not say themselves, and return the exit code of the run."""
+    if ranks.problem is not None:
+        print(f"failed: the elastic agent: {ranks.problem!r}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+    codes = {code for code, _ in ranks.failures.values()}
+    if not codes:
+        return EXIT_FINISHED
+    killed = _first_killed(ranks, config.launch.stop_timeout_seconds, was_asked_to_stop=was_asked_to_stop)
+    if killed:
+        with suppress(OSError):
+            tell_of_a_kill(config.run.dir, killed, since=since)
+    status = read_status(config.run.dir)
+    if status is not None and status.time < since:
+        status = None  # an earlier run's
+    code = _exit_code(codes, status, was_asked_to_stop=was_asked_to_stop)
+    if code == EXIT_STOPPED and codes != {EXIT_STOPPED} and status is None:
+        print(_NOT_BEGUN, flush=True)
+    if code in (EXIT_FAILED, EXIT_MISTAKE):
+        report = "" if killed else _report_of_another_rank(output)
+        if report or killed:
+            print(report or f"failed: {killed}", file=sys.stderr, flush=True)
+    return code
+
+
+def _exit_code(codes: set[int], status: Status | None, *, was_asked_to_stop: bool) -> int:
+    """What ``status.json`` says, if this run wrote one; else the most telling of the ranks' ``codes``."""
+    if status is not None and status.exit_code is not None:
+        return status.exit_code
+    if EXIT_MISTAKE in codes:
+        return EXIT_MISTAKE
+    asked = {-number for number in _FORWARDED.values()} if was_asked_to_stop else set()
+    return EXIT_STOPPED if codes <= {EXIT_STOPPED, *asked} else EXIT_FAILED
+
+
+def _first_killed(ranks: _Ranks, stop_timeout_seconds: float, *, was_asked_to_stop: bool) -> str | None:
+    """The first rank that a signal ended which neither we nor the agent sent, in words."""
+    killed = [(time, rank, -code) for rank, (code, time) in ranks.failures.items() if code < 0]
+    asked = set(_FORWARDED.values()) if was_asked_to_stop else {signal.SIGTERM}
+    by_others = [each for each in killed if each[2] not in asked]
+    if not by_others:
+        return None
+    _, rank, number = min(by_others)
+    name = signal.Signals(number).name
+    hint = ""
+    if number == signal.SIGKILL and was_asked_to_stop:
+        hint = f" (stopping took longer than launch.stop_timeout_seconds={stop_timeout_seconds:g})"
+    elif number == signal.SIGKILL:
+        hint = " (by somebody, or by the system for want of memory: see dmesg)"
+    return f"rank {rank} was killed by {name}{hint}"
+
+
+def _report_of_another_rank(output: Path) -> str:
+    """What the first rank to fail printed, if that was not rank 0, which has printed it already."""
+    for path in sorted(output.glob("*/attempt_*/*/stderr.log"), key=lambda path: path.stat().st_mtime):
+        lines = path.read_text(errors="replace").splitlines()
+        first = next((number for number, line in enumerate(lines) if line.startswith(_OURS)), None)
+        if first is not None:
+            return "\n".join(lines[first:][-_LONGEST_REPORT_LINES:])
+    return ""

@@ -1,0 +1,84 @@
+"""Slurm's queue, as far as this user's jobs go: asked through ``squeue``, never needed."""
+
+import json
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_JOBS = "jobs.jsonl"
+_FORMAT = "%A|%F|%K|%T|%M|%L|%R|%P"
+_PATIENCE_SECONDS = 30
+_ENDING = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job, or one task of an array, that is in the queue."""
+
+    name: str
+    """Its number, with ``_TASK`` behind it for one task of an array, or ``_[0-3]`` for those that wait."""
+    state: str
+    """RUNNING, PENDING, COMPLETING, ..."""
+    elapsed: str
+    left: str
+    where: str
+    """The nodes it runs on, or in brackets why it waits."""
+    partition: str
+
+    def describe(self) -> str:
+        """``17 running on node[0-1] for 3:12, 6:48 left (partition gpu)``."""
+        place = self.where.strip("()")
+        if self.state == "PENDING":
+            return f"{self.name} pending: {place} (partition {self.partition})"
+        left = "" if self.left in ("UNLIMITED", "INVALID", "NOT_SET") else f", {self.left} left"
+        return f"{self.name} {self.state.lower()} on {place} for {self.elapsed}{left} (partition {self.partition})"
+
+
+def note_job(run_dir: Path, job: str, task: int | None) -> None:
+    """Remember in the run folder that ``job`` (its task ``task``, of an array) trains there."""
+    with (run_dir / "slurm" / _JOBS).open("a") as file:
+        file.write(json.dumps({"job": job, "task": task}) + "\n")
+
+
+def jobs_of(run_dir: Path, queued: Iterable[Job]) -> list[Job]:
+    """Those of ``queued`` that were submitted for the run in ``run_dir``."""
+    noted = set()
+    try:
+        for line in (run_dir / "slurm" / _JOBS).read_text().splitlines():
+            entry = json.loads(line)
+            noted.add(entry["job"] if entry["task"] is None else f"{entry['job']}_{entry['task']}")
+    except (OSError, ValueError, KeyError):
+        pass
+    return [job for job in queued if _names(job) & noted]
+
+
+def _names(job: Job) -> set[str]:
+    """``17_[0-2,5%2]`` -> 17_0, 17_1, 17_2, 17_5."""
+    number, _, tasks = job.name.partition("_")
+    if not tasks.startswith("["):
+        return {job.name}
+    names = set()
+    for part in tasks.strip("[]").partition("%")[0].split(","):
+        first, _, last = part.partition("-")
+        if first.isdecimal() and (last or first).isdecimal():
+            names |= {f"{number}_{task}" for task in range(int(first), int(last or first) + 1)}
+    return names
+
+
+def queued_jobs() -> list[Job] | None:
+    """This user's jobs that have not ended; None where there is no Slurm to ask, or it does not answer."""
+    try:
+        done = subprocess.run(
+            ["squeue", "--me", "--noheader", f"--format={_FORMAT}"],
+            capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    jobs = []
+    for line in done.stdout.splitlines():
+        job, array, task, state, elapsed, left, where, partition = line.split("|")
+        name = job if task in ("N/A", "") else f"{array}_{task}" if task.isdecimal() else f"{array}_[{task}]"
+        if state not in _ENDING:
+            jobs.append(Job(name, state, elapsed, left, where, partition))
+    return jobs

@@ -1,0 +1,170 @@
+"""``launch=slurm``: write the batch script of a run, or of a sweep as one array job, and submit it. Needs no torch."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from configs.errors import UserError
+from configs.schema import RunConfig
+from launch.queue import jobs_of, note_job, queued_jobs
+from launch.session import processes_per_node, say
+
+_ROOT = Path(__file__).resolve().parent.parent
+_MARK = "# ---- From here on every script is the same. ----\n"
+_PATIENCE_SECONDS = 120
+
+
+def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
+    """Submit the runs ``points``, by their command lines; several become the tasks of one array. Returns the exit code.
+
+    The script that is submitted lies in the run folder, ``slurm/JOB.sbatch``; that of an array in the first run's.
+
+    Raises:
+        UserError: a job of one of the runs is in the queue already, or Slurm refuses the job.
+    """
+    configs = list(points.values())
+    text = script(points)
+    if configs[0].slurm.dry_run:
+        return say(text)
+    folders = [_absolute(config.run.dir) for config in configs]
+    _refuse_a_second_job(configs)
+    try:
+        for folder in folders:
+            (folder / "slurm").mkdir(parents=True, exist_ok=True)
+        path = folders[0] / "slurm" / "submitted.sbatch"
+        path.write_text(text)
+        job = _sbatch(path)
+        path = path.rename(path.with_name(f"{job}.sbatch"))
+        for task, folder in enumerate(folders):
+            note_job(folder, job, task if len(folders) > 1 else None)
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename}: {error.strerror}; use run.dir=FOLDER") from None
+    return say(_what_to_watch(job, path, configs, folders))
+
+
+def script(points: Mapping[tuple[str, ...], RunConfig]) -> str:
+    """The batch script for ``points``: their options and settings, then what ``slurm/train.sbatch`` has in common."""
+    template = (_ROOT / "slurm" / "train.sbatch").read_text()
+    config = next(iter(points.values()))
+    slurm = config.slurm
+    lines = ["#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in _options(list(points.values()))), ""]
+    settings = {
+        "root": str(_ROOT),
+        "python": slurm.python or sys.executable,
+        "container": slurm.container or "",
+        "interface": slurm.interface or "",
+        "requeue": str(slurm.requeue).lower(),
+        "processes": str(processes_per_node(config.launch)),
+    }
+    lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+    runs = [
+        (f"run_dir={shlex.quote(str(_absolute(each.run.dir)))}", f"arguments=({shlex.join(argv)})")
+        for argv, each in points.items()
+    ]
+    if len(runs) == 1:
+        lines += runs[0]
+    else:
+        lines.append('case "$SLURM_ARRAY_TASK_ID" in')
+        for task, (folder, arguments) in enumerate(runs):
+            lines += [f"{task})", f"    {folder}", f"    {arguments}", "    ;;"]
+        lines.append("esac")
+    lines.append(f"cd {shlex.quote(str(Path.cwd()))} || exit 70")
+    if slurm.modules:
+        lines.append(f"module load {shlex.join(slurm.modules.split())}")
+    if slurm.setup:
+        lines.append(slurm.setup)
+    return "\n".join(lines) + "\n\n" + _MARK + template.partition(_MARK)[2]
+
+
+def _options(configs: Sequence[RunConfig]) -> list[str]:
+    """What sbatch is asked for; the same for all tasks of an array."""
+    config, is_array = configs[0], len(configs) > 1
+    slurm = config.slurm
+    gpus = slurm.gpus_per_node
+    if gpus is None and config.launch.device == "cuda":
+        gpus = processes_per_node(config.launch)
+    folder = _absolute(config.run.dir) / "slurm"
+    wanted: dict[str, object] = {
+        "job-name": config.run.name,
+        "nodes": config.launch.nodes or 1,
+        "ntasks-per-node": 1,
+        "gpus-per-node": gpus,
+        "cpus-per-task": slurm.cpus_per_node,
+        "mem": slurm.memory,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "reservation": slurm.reservation,
+        "constraint": slurm.constraint,
+        "exclude": slurm.exclude,
+        "dependency": slurm.dependency,
+        "time": slurm.time_minutes,
+        "signal": f"USR1@{slurm.signal_seconds}",
+        "array": f"0-{len(configs) - 1}" if is_array else None,
+        "open-mode": "append",
+        "output": str(folder).replace("%", "%%") + ("/%A_%a.log" if is_array else "/%j.log"),
+    }
+    if is_array and slurm.array_concurrency:
+        wanted["array"] = f"{wanted['array']}%{slurm.array_concurrency}"
+    options = [f"--{name}={shlex.quote(str(value))}" for name, value in wanted.items() if value is not None]
+    return [*options, "--requeue" if slurm.requeue else "--no-requeue"]
+
+
+def _refuse_a_second_job(configs: Sequence[RunConfig]) -> None:
+    """A second job in the same run folder would wait for the first, or be refused by it: say so before it is queued."""
+    queued = queued_jobs() or []
+    for config in configs:
+        waiting = jobs_of(_absolute(config.run.dir), queued)
+        if waiting and config.slurm.dependency is None:
+            number = waiting[0].name.partition("_")[0]
+            raise UserError(
+                f"{config.run.dir} has a job in the queue already: {waiting[0].describe()}; wait for it, cancel it "
+                f"(scancel {number}), queue behind it (slurm.dependency=afterany:{number}), or use run.name=OTHER"
+            )
+
+
+def _sbatch(path: Path) -> str:
+    """Submit; returns the job's number."""
+    # Submitted from inside another job, this one would take that one's settings for its own.
+    clean = {key: value for key, value in os.environ.items() if not re.match("SLURM_(?!CONF$|CLUSTERS$)", key)}
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", str(path)],
+            capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False, env=clean,
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise UserError(
+            "launch=slurm needs sbatch, which is not on this machine's PATH; submit from a login node of the cluster, "
+            "or look at the script: slurm.dry_run=true"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UserError(f"sbatch has not answered for {_PATIENCE_SECONDS} s; see `sinfo`, and try again") from None
+    if done.returncode:
+        said = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines())
+        raise UserError(f"Slurm refuses the job: {said}; the script is {path}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def _what_to_watch(job: str, path: Path, configs: Sequence[RunConfig], folders: Sequence[Path]) -> str:
+    config = configs[0]
+    nodes, processes = config.launch.nodes or 1, processes_per_node(config.launch)
+    asks = config.launch.device == "cpu" or "--gpus-per-node" in path.read_text()
+    no_gpu = "" if asks else "; no GPUs were asked for (slurm.gpus_per_node=8 asks)"
+    size = f"{nodes} node{'s' if nodes > 1 else ''} x {processes} process{'es' if processes > 1 else ''}{no_gpu}"
+    if len(configs) == 1:
+        watch = f"tail -F {shlex.quote(str(folders[0] / 'slurm' / f'{job}-node-0.log'))}"
+        lines = [("submitted", f"job {job}: {size}"), ("script", str(path)), ("watch", watch)]
+        lines.append(("", f"serried status run.dir={shlex.quote(str(config.run.dir))}"))
+    else:
+        lines = [("submitted", f"array job {job}: {len(configs)} runs of {size}"), ("script", str(path))]
+        lines += [("run", f"{job}_{task}: {each.run.dir}") for task, each in enumerate(configs)]
+        lines.append(("watch", "serried status"))
+    return "\n".join(f"{name:<10} {text}".rstrip() for name, text in [*lines, ("cancel", f"scancel {job}")])
+
+
+def _absolute(path: Path) -> Path:
+    return Path.cwd() / path

@@ -1,0 +1,304 @@
+"""Conversations to tokens, of which only what the assistant says is learned.
+
+A conversation is rendered by a Jinja template, as ``transformers`` does it, and tokenised whole. Which part of the text
+is a reply is found by rendering the conversation up to it: with the beginning of the reply asked for, the text is what
+a model is given; with the reply, it ends where the reply does. So no template has to mark the replies, and hardly any
+does.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.errors import UserError
+from configs.schema import DataSection
+from recipes.data.encode import Encoded
+from recipes.data.files import library
+from recipes.data.hugging_face import HuggingFaceTokenizer
+from recipes.data.source import Row
+from recipes.data.tokenizer import Tokenizer, token_dtype
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Built in, for tokenizers that come without a template."""
+
+_FORMAT = 1
+"""Version of what the spec does not say: how conversations are rendered and replies found."""
+
+_NOW = datetime(2024, 7, 26)
+"""What templates that ask for the day are told: tokens may not depend on when they were made."""
+
+_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "bot": "assistant", "system": "system", "tool": "tool", "function_response": "tool", "observation": "tool",
+}  # fmt: skip
+"""Of conversations in the form of ShareGPT, {from, value}."""
+
+_STAND_IN = "serried-reply-5d1f8a"
+"""Takes the place of a reply, to see where a template puts it."""
+
+_CURE = "use another template, data.chat_template=FILE, or mend the row"
+
+Message = dict[str, Any]
+
+
+class ChatEncoder:
+    """A row is a list of messages, {role, content} or {from, value}. ``recipes.data.encode.Encoder`` says the rest."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str, name: str) -> None:
+        """``name``: what users know the template by.
+
+        Raises:
+            UserError: it is no Jinja template, or jinja2 is not there.
+        """
+        self._tokenizer = tokenizer
+        self._template = Template(template, name, _special_tokens(tokenizer.spec().get("files", {})))
+        self._dtype = token_dtype(tokenizer.vocab_size)
+
+    def spec(self) -> dict[str, Any]:
+        """Plain JSON: all that the tokens depend on besides the rows and the tokenizer."""
+        return {"format": _FORMAT, "template": self._template.text}
+
+    def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded]:
+        return [self._encode(row, f"{unit} row {row.number:,}") for row in rows]
+
+    def _encode(self, row: Row, where: str) -> Encoded:
+        messages = _messages(row.content, where)
+        try:
+            text, replies = _replies(self._template, messages)
+            ids, places = self._tokenizer.encode_marked(text)
+        except UnicodeEncodeError as error:
+            raise UserError(f"{where} holds half a character, which no text has; mend or remove the row") from error
+        except (UserError, _Unlearnable) as error:
+            raise UserError(f"{where}: {error}") from error
+        supervised = np.zeros(len(ids), np.uint8)
+        for start, stop in replies:
+            supervised[(start <= places) & (places < stop)] = 1
+        if not supervised.any():
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
+            said = (
+                "the assistant's messages are empty" if replies else f"no message is the assistant's (roles: {roles})"
+            )
+            raise UserError(f"{where}: nothing in it is to be learned: {said}; mend or remove the row")
+        if ids[-1] != self._tokenizer.end_id:  # a template may end with it
+            ids, supervised = np.append(ids, self._tokenizer.end_id), np.append(supervised, np.uint8(0))
+        return Encoded(ids.astype(self._dtype), supervised)
+
+
+def chat_encoder(section: DataSection, tokenizer: Tokenizer) -> ChatEncoder:
+    """What ``data.format=chat`` is encoded with."""
+    return ChatEncoder(tokenizer, *chat_template(section, tokenizer))
+
+
+def chat_template(section: DataSection, tokenizer: Tokenizer) -> tuple[str, str]:
+    """The template of conversations and what to call it: ``data.chat_template``, else the tokenizer's, else ChatML.
+
+    Raises:
+        UserError: ``data.chat_template`` is neither a template nor a file with one.
+    """
+    given = section.chat_template
+    if given is not None and "{" in given:
+        return given, "data.chat_template"
+    if given is not None:
+        try:
+            return Path(given).expanduser().read_text("utf-8"), f"data.chat_template={given}"
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise UserError(
+                f"cannot read data.chat_template={given}: {reason}; give a file with a Jinja template, the template "
+                "itself, or data.chat_template=null for the tokenizer's own"
+            ) from error
+    own = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    return (CHATML, "ChatML") if own is None else (own, "the tokenizer's template")
+
+
+class Template:
+    """A Jinja template, in a sandbox: templates come with tokenizers, from anybody."""
+
+    def __init__(self, text: str, name: str, special_tokens: dict[str, str]) -> None:
+        """``special_tokens``: variables of the template, such as ``bos_token``."""
+        self.text, self._name, self._special_tokens = text, name, special_tokens
+        self._compiled = _compile(text, name)
+
+    def render(self, messages: Sequence[Message], *, ask_for_reply: bool = False) -> str:
+        """The text of ``messages``; with ``ask_for_reply``, and of what comes before a reply of the assistant.
+
+        Raises:
+            _Unlearnable: the template refuses them, or fails.
+        """
+        import jinja2
+
+        try:
+            return str(
+                self._compiled.render(
+                    messages=messages, tools=None, documents=None, add_generation_prompt=ask_for_reply,
+                    **self._special_tokens,
+                )
+            )  # fmt: skip
+        except jinja2.TemplateError as error:
+            raise _Unlearnable(f"{self._name} refuses it: {_one_line(error)}; {_CURE}") from error
+        except Exception as error:  # whatever a template can do wrong with what it is given
+            reason = f"{type(error).__name__}: {_one_line(error)}"
+            raise _Unlearnable(f"{self._name} fails with {reason}; {_CURE}") from error
+
+
+class _Unlearnable(Exception):
+    """A conversation cannot be rendered, or its replies not be found. The message is for users."""
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _compile(text: str, name: str) -> Any:
+    """As ``transformers`` compiles it; its tests hold templates to the same functions and options."""
+    library("jinja2", "data.format=chat")
+    import jinja2
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """``{% generation %}`` marks replies in a few templates. We find them in all."""
+
+        tags = {"generation"}  # noqa: RUF012 -- as its base class has it
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own escapes for HTML
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = _NOW.strftime
+    try:
+        return environment.from_string(text)
+    except jinja2.TemplateError as error:
+        line = getattr(error, "lineno", None)
+        at = f" in line {line}" if line else ""
+        raise UserError(
+            f"{name} is no Jinja template{at}: {_one_line(error)}; give another, or leave it out"
+        ) from error
+
+
+def _special_tokens(files: dict[str, str]) -> dict[str, str]:
+    """``bos_token`` and its like of a Hugging Face tokenizer, by these names."""
+    tokens: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        for name, value in json.loads(files.get(file, "{}")).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                tokens[name] = text
+    return tokens
+
+
+def _messages(content: Any, where: str) -> list[Message]:
+    """Messages in the form of OpenAI's, {role, content}; raises ``UserError`` for what is no conversation."""
+    if not isinstance(content, list) or not all(isinstance(message, dict) for message in content):
+        raise UserError(
+            f"{where} is not a list of messages; use data.format=text for text, or data.messages_column=NAME"
+        )
+    return [_message(message, f"{where}, message {number}") for number, message in enumerate(content, 1)]
+
+
+def _message(message: Message, where: str) -> Message:
+    message = {key: value for key, value in message.items() if value is not None}  # columns of tables are never absent
+    if "role" not in message and "from" in message:
+        if message["from"] not in _ROLES:
+            known = ", ".join(_ROLES)
+            raise UserError(f"{where} is from {message['from']!r}, which is none of {known}; name the roles so")
+        message = {"role": _ROLES[message["from"]], "content": message.get("value")}
+    if not isinstance(message.get("role"), str):
+        has = ", ".join(message) or "nothing"
+        raise UserError(f"{where} has no role (it has {has}); messages are {{role, content}} or {{from, value}}")
+    said = message.get("content")
+    if said is None and message.get("tool_calls"):
+        return {**message, "content": None}
+    if not isinstance(said, str | list):
+        raise UserError(f"{where} ({message['role']}) has no text as its content but {said!r}; mend or remove the row")
+    return message
+
+
+def _replies(template: Template, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation, and from where to where in it each of the assistant's replies goes.
+
+    A reply includes the mark that ends a turn, and not the header before it.
+    """
+    text = template.render(messages)
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    replies = [
+        _by_prefix(template, messages, turn, text) or _by_stand_in(template, messages, turn, text) for turn in turns
+    ]
+    for turn, reply in zip(turns, replies, strict=True):
+        if reply is None:
+            raise _Unlearnable(
+                f"the template renders message {turn + 1} (assistant) in another way once others follow: it drops or "
+                "changes earlier replies, most likely their reasoning, and what would be learned is not what was said; "
+                "end the conversation there, leave the reasoning out, or use another template: data.chat_template=FILE"
+            )
+    return text, [reply for reply in replies if reply is not None]
+
+
+def _by_prefix(template: Template, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int] | None:
+    """The reply is what a conversation has more with it than with just its header, where both begin the whole."""
+    try:
+        before = template.render(messages[:turn], ask_for_reply=True)
+        through = template.render(messages[: turn + 1]) if turn + 1 < len(messages) else text
+    except _Unlearnable:  # some templates want a user's message in everything
+        return None
+    if not through.startswith(before) or not text.startswith(through):
+        return None
+    start, said = len(before), _text_of(messages[turn])
+    if said in through[start:]:
+        header = through[start : through.index(said, start)]
+        if header.strip() and before == template.render(messages[:turn]):
+            start += len(header)  # of a template that does not know how to ask for a reply
+    return start, start + len(_without_blank_end(through[start:], said))
+
+
+def _by_stand_in(template: Template, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int] | None:
+    """The reply is where another one would be, where it is the same in the whole conversation as it was said.
+
+    For templates that render the last reply in another way than those before it.
+    """
+    changed = [*messages[:turn], {**messages[turn], "content": _STAND_IN}]
+    try:
+        whole = template.render([*changed, *messages[turn + 1 :]]).split(_STAND_IN)
+        alone = template.render(changed).split(_STAND_IN)
+    except _Unlearnable:
+        return None
+    if len(whole) != 2 or len(alone) != 2:
+        return None
+    (before, after), (_, end) = whole, alone
+    end = end.rstrip() or end
+    said = text[len(before) : len(text) - len(after)]
+    same = said.strip() == _text_of(messages[turn])
+    if not same or text != before + said + after or not after.startswith(end):
+        return None
+    return len(before), len(before) + len(said) + len(end)
+
+
+def _text_of(message: Message) -> str:
+    said = message["content"]
+    return said.strip() if isinstance(said, str) else ""
+
+
+def _without_blank_end(reply: str, said: str) -> str:
+    """Without the line end after a mark that ends the turn; where there is no mark, that is the mark."""
+    stripped = reply.rstrip()
+    return reply if not stripped or (said and stripped.endswith(said)) else stripped

@@ -1,0 +1,105 @@
+"""Rows to tokens: what a source's rows are learned as."""
+
+import io
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from configs.errors import UserError
+from recipes.data.files import PIECE_BYTES, read_pieces
+from recipes.data.source import Row
+from recipes.data.tokenizer import Tokenizer, token_dtype
+
+
+class Encoded(NamedTuple):
+    """One document as tokens, the end mark included; of a row that is a piece of one, the tokens of that piece."""
+
+    tokens: np.ndarray
+    """[tokens], unsigned"""
+    supervised: np.ndarray | None
+    """[tokens], uint8, 1 for those that are learned; None: all of them."""
+
+
+class Encoder(Protocol):
+    """Turns rows into tokens. Pure and thread-safe; many rows at once, since tokenizers are faster then."""
+
+    def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded]:
+        """One ``Encoded`` a row; ``unit`` names where they are from, for messages.
+
+        Raises:
+            UserError: a row cannot be encoded; names the unit and the row.
+        """
+
+
+class TextEncoder:
+    """A row is text, all of which is learned. More than a mebibyte of it is tokenised piece by piece."""
+
+    def __init__(self, tokenizer: Tokenizer, name: str) -> None:
+        """``name``: what users call the tokenizer."""
+        self._tokenizer, self._name = tokenizer, name
+        dtype = token_dtype(tokenizer.vocab_size)
+        self._start, self._end = np.array(tokenizer.start_ids, dtype), np.array([tokenizer.end_id], dtype)
+
+    def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded]:
+        pieces, counts = list[bytes](), list[int]()
+        for row in rows:
+            content = as_bytes(row, unit)
+            cut = [content] if len(content) <= PIECE_BYTES else list(read_pieces(io.BytesIO(content)))
+            pieces += cut
+            counts.append(len(cut))
+        ids = iter(self._tokenizer.encode_many(self._texts(rows, counts, pieces, unit)))
+        encoded = []
+        for row, count in zip(rows, counts, strict=True):
+            parts = [self._start] if row.begins else []
+            parts += [next(ids) for _ in range(count)]
+            parts += [self._end] if row.ends else []
+            encoded.append(Encoded(np.concatenate(parts), None))
+        return encoded
+
+    def _texts(
+        self, rows: Sequence[Row], counts: Sequence[int], pieces: Sequence[bytes], unit: str
+    ) -> Sequence[bytes] | Sequence[str]:
+        if self._tokenizer.takes_bytes:
+            return pieces
+        owners = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+        return [self._text(piece, row, unit) for piece, row in zip(pieces, owners, strict=True)]
+
+    def _text(self, piece: bytes, row: Row, unit: str) -> str:
+        try:
+            return piece.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise not_utf8(unit, row.offset_bytes, error, self._name) from error
+
+
+def as_bytes(row: Row, unit: str) -> bytes:
+    """The text of a row as UTF-8, or as whatever it is in its file; raises ``UserError`` for what is no text."""
+    if isinstance(row.content, bytes):
+        return row.content
+    if not isinstance(row.content, str):
+        raise UserError(f"{unit} row {row.number:,} is a conversation, not text; use data.format=chat")
+    try:
+        return row.content.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = ord(row.content[error.start])
+        raise UserError(
+            f"{unit} row {row.number:,} holds half a character (U+{half:04X}), which no text has; mend the row"
+        ) from error
+
+
+def not_utf8(unit: str, offset_bytes: int, error: UnicodeDecodeError, tokenizer: str) -> UserError:
+    """The sentence for a file that a tokenizer of characters cannot take."""
+    return UserError(
+        f"{unit} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset_bytes + error.start} of the "
+        f"file ({error.reason}), and data.tokenizer={tokenizer} needs characters; convert the file or use "
+        "data.tokenizer=bytes"
+    )
+
+
+def texts_of(rows: Iterator[Row], unit: str, tokenizer: str) -> Iterator[str]:
+    """The text of each row; raises ``UserError`` where one is not UTF-8."""
+    for row in rows:
+        try:
+            yield as_bytes(row, unit).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise not_utf8(unit, row.offset_bytes, error, tokenizer) from error

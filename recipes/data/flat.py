@@ -1,0 +1,214 @@
+"""Files of tokens that other tools made: raw numbers (nanoGPT, Megatron exports), llm.c's, and ``.npy``."""
+
+import glob
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from configs.errors import UserError
+from configs.schema import DataSection
+from recipes.data.files import SourceFile, assignment, files_state, size_of, stamp_of, unchanged, unreadable
+from recipes.data.progress import Progress
+from recipes.data.shards import FlatTokens, write_starts
+from recipes.data.source import SPLITS
+from recipes.data.text import no_such_path
+from recipes.data.tokenize import Counts, TokenCounts
+from recipes.data.tokenizer import Tokenizer
+
+_SUFFIXES = (".bin", ".npy")
+_VALIDATION = re.compile(r"(^|[^a-z])(val|valid|validation|dev)([^a-z]|$)", re.IGNORECASE)
+_LLM_C = {20240520: "uint16", 20240801: "uint32"}
+"""First number of a file of llm.c -> type of the tokens, which come after 256 numbers of 32 bits."""
+
+_LLM_C_HEADER_BYTES = 1024
+_NPY_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+_BLOCK_TOKENS = 1 << 22
+
+
+class _Scanned(NamedTuple):
+    file: SourceFile
+    dtype: str
+    offset_bytes: int
+    tokens: int
+    starts: np.ndarray
+    """[documents], int64"""
+    sha256: bytes
+
+
+@dataclass(frozen=True)
+class FlatContent:
+    """What was found in the files."""
+
+    fingerprint: bytes
+    counts: Counts
+    _pieces: dict[str, list[tuple[_Scanned, int, int]]]
+    """Split -> parts of files, from one token up to another."""
+
+    def write(self, folder: Path) -> dict[str, list[Any]]:
+        """Write where documents start into ``folder``. Returns the ``FlatTokens`` of each split, as plain data."""
+        shards: dict[str, list[Any]] = {}
+        for split, pieces in self._pieces.items():
+            shards[split] = []
+            for number, (found, start, stop) in enumerate(pieces):
+                name = f"{split}-{number:05d}.starts.safetensors"
+                write_starts(folder / name, _starts_in(found, start, stop) - start)
+                offset = found.offset_bytes + start * np.dtype(found.dtype).itemsize
+                path = found.file.path.absolute()
+                flat = asdict(FlatTokens(path, found.dtype, offset, stop - start, Path(name)))
+                shards[split].append(flat | {"path": str(path), "starts": name})
+        return shards
+
+
+class FlatFiles:
+    """Files of tokens. Those with ``val`` in their names are validation; without any, the tail of all is."""
+
+    def __init__(self, section: DataSection, tokenizer: Tokenizer, tokenizer_name: str) -> None:
+        """Raises ``UserError`` where there are none."""
+        assert section.path is not None  # the schema sees to it
+        self._section, self._tokenizer, self._tokenizer_name = section, tokenizer, tokenizer_name
+        self._files = _find(section.path)
+
+    def state(self) -> str | None:
+        """See ``Source``."""
+        return files_state(self._files)
+
+    def read(self, progress: Progress, validation_fraction: float) -> FlatContent:
+        """Read all files once: hash, end marks, and whether the tokenizer knows every number.
+
+        Raises:
+            UserError: a file is damaged, or has numbers that are no tokens.
+        """
+        progress.total(sum(size_of(file) for file in self._files))
+        scanned = list(progress.map(lambda file: self._scan(file, progress), self._files))
+        key = hashlib.sha256()
+        for found in scanned:
+            key.update(f"{found.file.name} {found.dtype} {found.offset_bytes} ".encode() + found.sha256)
+        pieces = _split(scanned, validation_fraction)
+        counts = Counts()
+        for split in SPLITS:
+            for found, start, stop in pieces[split]:
+                _count(getattr(counts, split), _starts_in(found, start, stop), stop)
+        return FlatContent(key.digest(), counts, pieces)
+
+    def _scan(self, file: SourceFile, progress: Progress) -> _Scanned:
+        try:
+            stamp = stamp_of(file.path.stat())
+            dtype, offset, tokens = self._layout(file.path, stamp[1])
+            sha256, ends = hashlib.sha256(), [np.array([-1], np.int64)]
+            numbers = np.memmap(file.path, np.dtype(dtype), mode="r", offset=offset, shape=(tokens,))
+        except OSError as error:
+            raise unreadable(file.path, error) from error
+        with unchanged(file.path, stamp):
+            for start in range(0, tokens, _BLOCK_TOKENS):
+                block = np.asarray(numbers[start : start + _BLOCK_TOKENS])
+                sha256.update(block.data)
+                ends.append(np.flatnonzero(block == self._tokenizer.end_id) + start)
+                self._check(block, file.path, start)
+                progress.done(block.nbytes)
+        starts = np.concatenate(ends) + 1
+        return _Scanned(file, dtype, offset, tokens, starts[starts < tokens], sha256.digest())
+
+    def _check(self, block: np.ndarray, path: Path, start: int) -> None:
+        wrong = np.flatnonzero((block >= self._tokenizer.vocab_size) | (block < 0))
+        if len(wrong):
+            raise UserError(
+                f"{path}: token {start + int(wrong[0]):,} is {int(block[wrong[0]])}, and data.tokenizer="
+                f"{self._tokenizer_name} has {self._tokenizer.vocab_size:,} ids; name the tokenizer that made the file "
+                f"(data.tokenizer=...), or the type of its numbers (data.token_dtype={self._section.token_dtype} now)"
+            )
+
+    def _layout(self, path: Path, size_bytes: int) -> tuple[str, int, int]:
+        """Type of the numbers, where they begin, and how many there are."""
+        dtype: str = self._section.token_dtype
+        offset = 0
+        if path.suffix.lower() == ".npy":
+            return _npy_layout(path)
+        with path.open("rb") as stream:
+            header = np.frombuffer(stream.read(12), "<i4")
+        if len(header) == 3 and header[0] in _LLM_C and size_bytes >= _LLM_C_HEADER_BYTES:
+            dtype, offset = _LLM_C[int(header[0])], _LLM_C_HEADER_BYTES
+            promised = offset + int(header[2]) * np.dtype(dtype).itemsize
+            if promised != size_bytes:
+                raise UserError(
+                    f"{path} is cut off or damaged: its header says {int(header[2]):,} tokens, {promised:,} bytes in "
+                    f"all, and it has {size_bytes:,}; make it anew, or leave it out with data.path=..."
+                )
+        tokens, rest = divmod(size_bytes - offset, np.dtype(dtype).itemsize)
+        if rest or not tokens:
+            what = "is empty" if not tokens else f"has {size_bytes:,} bytes, no whole number of {dtype}"
+            raise UserError(f"{path} {what}; make it anew, or say what it holds: data.token_dtype=uint16|uint32|uint8")
+        return dtype, offset, tokens
+
+
+def _npy_layout(path: Path) -> tuple[str, int, int]:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{path} is no whole .npy file: {' '.join(str(error).split())}; make it anew") from error
+    if array.ndim != 1 or array.dtype.name not in _NPY_TYPES or not len(array):
+        raise UserError(
+            f"{path} holds {array.dtype.name} of shape {list(array.shape)}, not a list of tokens; "
+            "save one dimension of uint16 or uint32"
+        )
+    return array.dtype.name, int(array.offset), len(array)
+
+
+def _split(scanned: Sequence[_Scanned], fraction: float) -> dict[str, list[tuple[_Scanned, int, int]]]:
+    whole = [(found, 0, found.tokens) for found in scanned]
+    validation = [piece for piece in whole if _VALIDATION.search(piece[0].file.name)]
+    if validation and len(validation) < len(whole):
+        return {"train": [piece for piece in whole if piece not in validation], "validation": validation}
+    cut = int(sum(found.tokens for found in scanned) * (1 - fraction))
+    pieces: dict[str, list[tuple[_Scanned, int, int]]] = {split: [] for split in SPLITS}
+    for found in scanned:
+        # A document is on one side; of one that has most of the file to itself, the tail goes.
+        at = min(max(cut, 0), found.tokens)
+        after = found.starts[np.searchsorted(found.starts, at) :]
+        if 0 < at < found.tokens and len(after):
+            at = int(after[0])
+        pieces["train"] += [(found, 0, at)] if at else []
+        pieces["validation"] += [(found, at, found.tokens)] if at < found.tokens else []
+        cut -= found.tokens
+    return pieces
+
+
+def _starts_in(found: _Scanned, start: int, stop: int) -> np.ndarray:
+    first, last = np.searchsorted(found.starts, (start, stop))
+    inside = found.starts[first:last]
+    return inside if len(inside) and inside[0] == start else np.concatenate(([start], inside)).astype(np.int64)
+
+
+def _count(counts: TokenCounts, starts: np.ndarray, stop: int) -> None:
+    lengths = np.diff(np.append(starts, stop))
+    counts.documents += len(lengths)
+    counts.tokens += int(lengths.sum())
+    buckets = np.bincount(np.frexp(lengths)[1], minlength=len(counts.lengths))
+    counts.lengths = [have + int(more) for have, more in zip(counts.lengths, buckets, strict=True)]
+
+
+def _find(typed: str) -> list[SourceFile]:
+    path = Path(typed).expanduser()
+    if path.is_file():
+        return [SourceFile(path.name, path)]
+    if path.is_dir():
+        found = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in _SUFFIXES and entry.is_file())
+        if not found:
+            raise UserError(
+                f"{assignment('data.path', typed)} holds neither prepared data (summary.json) nor files of tokens "
+                f"({' '.join(_SUFFIXES)}); name others with a glob, as in data.path='folder/*.tok'"
+            )
+        return [SourceFile(entry.relative_to(path).as_posix(), entry) for entry in found]
+    if glob.has_magic(typed) and (matches := list(_matches(path))):
+        return [SourceFile(match.name, match) for match in matches]
+    raise no_such_path(typed, path)
+
+
+def _matches(path: Path) -> Iterator[Path]:
+    for match in sorted(glob.glob(str(path), recursive=True)):  # noqa: PTH207
+        if Path(match).is_file():
+            yield Path(match)

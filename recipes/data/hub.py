@@ -1,0 +1,320 @@
+"""Hugging Face datasets, of the Hub or of a local folder, through the library ``datasets``."""
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.errors import UserError
+from configs.schema import SourceSection
+from recipes.data.files import SourceFile, assignment, files_state, kind_of, library, quiet
+from recipes.data.rows import Column, JsonLines, ParquetRows, rows_of, units_of_file
+from recipes.data.source import Format, Reading, Row, Unit, WithoutEmpty
+
+_UNIT_ROWS = 10_000
+_BATCH_ROWS = 256
+
+
+class HubDataset:
+    """A dataset as a source: it is loaded (downloaded, where it is not here) and then mapped from the disk."""
+
+    noun = "document"
+
+    def __init__(self, section: SourceSection, validation_split: str | None, format: Format) -> None:
+        """``validation_split`` None: a document goes to a split by its content.
+
+        Raises:
+            UserError: there is no such dataset, subset, split or column, or it cannot be had here.
+        """
+        self.section, self._column = section, _column(section, format)
+        self._tables: list[tuple[Any, str | None]] = [(_load(section, section.split), None)]
+        if validation_split:
+            self._tables = [(self._tables[0][0], "train"), (_load(section, validation_split), "validation")]
+        for table, _ in self._tables:
+            self._column.check(table.column_names, _name_of(section))
+
+    def identity(self) -> list[str]:
+        prints = [table._fingerprint for table, _ in self._tables]  # datasets has no public name for it
+        return [*prints, self._column.name]
+
+    def state(self) -> str | None:
+        paths = [Path(file["filename"]) for table, _ in self._tables for file in table.cache_files]
+        return files_state([SourceFile(path.name, path) for path in paths]) if paths else None
+
+    def fingerprint(self, reading: Reading) -> bytes:
+        units = self.units()
+
+        def digest(unit: TableRows) -> bytes:
+            found = unit.digest()
+            reading.done(unit.size_bytes)
+            return found
+
+        reading.total(sum(unit.size_bytes for unit in units))
+        key = hashlib.sha256()
+        for unit, found in zip(units, reading.map(digest, units), strict=True):
+            key.update(str(unit.split).encode() + found)
+        if not units:
+            raise UserError(f"{_name_of(self.section)} has no rows: nothing to train on; name another: data.path=...")
+        return key.digest()
+
+    def units(self) -> list["TableRows"]:
+        units = []
+        for table, split in self._tables:
+            rows = table.select_columns([self._column.name]).with_format("arrow")
+            row_bytes = rows.data.nbytes / max(1, len(table.data)) if len(table) else 0
+            for start in range(0, len(rows), _UNIT_ROWS):
+                stop = min(start + _UNIT_ROWS, len(rows))
+                size_bytes = int(row_bytes * (stop - start))
+                units.append(TableRows(_name_of(self.section), rows, self._column, start, stop, size_bytes, split))
+        return units
+
+
+@dataclass(frozen=True)
+class TableRows(WithoutEmpty):
+    """Rows ``start`` up to ``stop`` of a dataset."""
+
+    dataset: str
+    table: Any
+    column: Column
+    start: int
+    stop: int
+    size_bytes: int
+    split: str | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.dataset} rows {self.start:,} to {self.stop - 1:,}"
+
+    def all_rows(self, first: int = 0) -> Iterator[Row]:
+        for start in range(self.start + first, self.stop, _BATCH_ROWS):
+            table = self.table[start : min(start + _BATCH_ROWS, self.stop)]
+            for row in rows_of(table.column(0), self.column, start, self.dataset):
+                yield row._replace(number=row.number - self.start)
+
+    def digest(self) -> bytes:
+        """Hash of the documents: the same however the rows lie in files."""
+        arrow = library("pyarrow", "data=hf")
+        values = self.table[self.start : self.stop].column(0)
+        sha256 = hashlib.sha256()
+        if self.column.format == "chat" or not _is_text(values.type, arrow):
+            for value in values.to_pylist():
+                sha256.update(json.dumps(value, sort_keys=True, default=str).encode() + b"\n")
+            return sha256.digest()
+        array = arrow.concat_arrays([chunk.cast(arrow.large_binary()) for chunk in values.chunks]).fill_null(b"")
+        _, offsets, content = array.buffers()
+        bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+        sha256.update(np.diff(bounds).astype("<i8").tobytes())
+        if content is not None:
+            sha256.update(memoryview(content)[int(bounds[0]) : int(bounds[-1])])
+        return sha256.digest()
+
+
+def _is_text(kind: Any, arrow: Any) -> bool:
+    types = arrow.types
+    return any(
+        check(kind) for check in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+    )
+
+
+class HubStream:
+    """The files of a dataset as a source that is read while training, without having all of it on the disk."""
+
+    noun = "document"
+
+    def __init__(self, section: SourceSection, format: Format) -> None:
+        """Asks for the list of files. Raises ``UserError`` as ``HubDataset`` does."""
+        self.section, self._column = section, _column(section, format)
+        self._builder = _guarded(section, section.split, _builder)
+        self._files = self._builder.config.data_files or {}
+        if section.split not in self._files:
+            raise _no_split(section, section.split, [str(name) for name in self._files])
+
+    def identity(self) -> list[str]:
+        return [str(file) for file in self._files[self.section.split]]
+
+    def state(self) -> str | None:
+        return None
+
+    def fingerprint(self, reading: Reading) -> bytes:  # noqa: ARG002
+        """Hash of the names of the files: the Hub's hold the commit, local ones their times."""
+        files = [str(file) for file in self._files[self.section.split]]
+        local = [SourceFile(file, Path(file)) for file in files if "://" not in file]
+        times = [str(file.path.stat().st_mtime_ns) for file in local]
+        return hashlib.sha256(json.dumps([files, times, self._column.name]).encode()).digest()
+
+    def units(self) -> list[Unit]:
+        """A unit for each file on the Hub, smaller ones for local files; in the order of the dataset."""
+        return [unit for file in self._files[self.section.split] for unit in self._units(str(file))]
+
+    def _units(self, file: str) -> list[Unit]:
+        kind = kind_of(file)
+        if "://" not in file and kind in (".jsonl", ".parquet"):
+            return list(units_of_file(Path(file), self._column, Path(file).stat().st_size, None))
+        size_bytes = _bytes_per_file(self._builder, self.section.split, len(self._files[self.section.split]))
+        if kind == ".parquet":
+            return [ParquetRows(file, self._column, None, size_bytes, None)]
+        if kind == ".jsonl":
+            return [JsonLines(file, self._column, 0, None, size_bytes, None)]
+        return [StreamedFile(file, self._builder.name, self._column, size_bytes)]
+
+
+def _bytes_per_file(builder: Any, split: str, files: int) -> int:
+    info = (builder.info.splits or {}).get(split)
+    return int(info.num_bytes / files) if info is not None and info.num_bytes else 1
+
+
+@dataclass(frozen=True)
+class StreamedFile(WithoutEmpty):
+    """A file in one of the other formats that ``datasets`` reads: arrow, csv, plain text, json."""
+
+    name: str
+    loader: str
+    column: Column
+    size_bytes: int
+    split = None
+
+    def all_rows(self, first: int = 0) -> Iterator[Row]:
+        datasets = _library()
+        try:
+            rows = datasets.load_dataset(self.loader, data_files=[self.name], split="train", streaming=True)
+            for number, row in enumerate(rows.skip(first), first):
+                self.column.check(list(row), self.name)
+                yield Row(number, self.column.content(row[self.column.name], f"{self.name} row {number:,}"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.name} cannot be read: {_sentence(error)}") from error
+
+
+# loading --------------------------------------------------------------------------------------------------------------
+
+
+def _column(section: SourceSection, format: Format) -> Column:
+    return Column(section.messages_column if format == "chat" else section.text_column, format)
+
+
+def _name_of(section: SourceSection) -> str:
+    return f"dataset {section.path}" + (f" ({section.subset})" if section.subset else "")
+
+
+def _library() -> Any:
+    return library("datasets", "data=hf")
+
+
+def _load(section: SourceSection, split: str) -> Any:
+    """A split as a table on this disk."""
+    return _guarded(
+        section,
+        split,
+        lambda: _library().load_dataset(_path(section), section.subset, split=split, revision=section.revision),
+    )
+
+
+def _builder(section: SourceSection) -> Any:
+    return _library().load_dataset_builder(_path(section), section.subset, revision=section.revision)
+
+
+def _path(section: SourceSection) -> str:
+    assert section.path is not None  # the schema sees to it
+    path = Path(section.path).expanduser()
+    if path.is_file():
+        raise UserError(
+            f"{assignment('data.path', section.path)} is a file, and data=hf takes a folder or the name of a dataset; "
+            f"use data=text {assignment('data.path', section.path)}"
+        )
+    if path.is_dir():
+        return str(path)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", section.path) or section.path.startswith((".", "/", "~")):
+        raise UserError(
+            f"{assignment('data.path', section.path)} is no folder here, and no name on the Hugging Face Hub; use "
+            "data.path=OWNER/NAME, as in data.path=HuggingFaceFW/fineweb-edu, or the path of a folder"
+        )
+    return section.path
+
+
+def _guarded(section: SourceSection, split: str, action: Any) -> Any:
+    """What ``action`` returns; what it raises, as one sentence with what to do."""
+    datasets = _library()
+    if not sys.stderr.isatty():  # bars are for whoever looks on
+        datasets.disable_progress_bars()
+    with quiet():
+        try:
+            return action(section) if action is _builder else action()
+        except UserError:
+            raise
+        except Exception as error:
+            raise _explained(section, split, error, datasets) from error
+
+
+def _explained(section: SourceSection, split: str, error: Exception, datasets: Any) -> UserError:
+    text, name = _sentence(error), _name_of(section)
+    if "Unknown split" in text or "Bad split" in text:
+        return _no_split(section, split, _listed(text))
+    if "BuilderConfig" in text and "not found" in text:
+        return _no_subset(section, f"has no subset {section.subset!r}", _listed(text))
+    if "Config name is missing" in text:
+        return _no_subset(section, "has several subsets, and none is named", _listed(text))
+    if isinstance(error, OSError) and error.errno:
+        return UserError(f"cannot read or store {name}: {error.strerror} ({error.filename}); HF_HOME says where to")
+    if Path(str(section.path)).expanduser().is_dir():
+        return _broken_file(section, split) or UserError(
+            f"{name} cannot be read: {text}; name another folder: data.path=..."
+        )
+    if "gated" in text or "authenticated" in text:
+        return UserError(
+            f"{name} is gated: ask for access at https://huggingface.co/datasets/{section.path}, then run "
+            "`hf auth login` (or set HF_TOKEN) and start again"
+        )
+    if isinstance(error, ConnectionError | TimeoutError) or "Couldn't reach" in text or "Offline" in text:
+        return UserError(
+            f"{name} is not on this machine, and the Hugging Face Hub cannot be reached ({text}); run `serried "
+            "prepare` with the same overrides on a machine with network, and share data.cache_dir (and HF_HOME) with "
+            "this one, or give a local folder: data.path=FOLDER"
+        )
+    if isinstance(error, datasets.exceptions.DatasetNotFoundError):
+        return UserError(
+            f"there is no {name} on the Hugging Face Hub, or it is private: {text}; check data.path and "
+            "data.revision, or run `hf auth login`"
+        )
+    return UserError(f"{name} cannot be loaded: {type(error).__name__}: {text}")
+
+
+def _broken_file(section: SourceSection, split: str) -> UserError | None:
+    """``datasets`` names neither file nor row: read the files one by one until the one that is broken says so."""
+    try:
+        stream = HubStream(section.model_copy(update={"split": split.partition("[")[0]}), "text")
+        for unit in stream.units():
+            for _ in unit.all_rows():
+                pass
+    except UserError as error:
+        return error
+    return None
+
+
+def _no_split(section: SourceSection, split: str, there: list[str]) -> UserError:
+    near = get_close_matches(split, there, 1) or there
+    key = "data.split" if split == section.split else "data.validation_split"
+    return UserError(f"{_name_of(section)} has no split {split!r}; it has {', '.join(there)}; use {key}={near[0]}")
+
+
+def _no_subset(section: SourceSection, what: str, there: list[str]) -> UserError:
+    near = get_close_matches(section.subset or "", there, 1) or there
+    shown = ", ".join(there[:20]) + (f" and {len(there) - 20} more" if len(there) > 20 else "")
+    return UserError(f"dataset {section.path} {what}; it has {shown}; use data.subset={near[0]}")
+
+
+def _listed(text: str) -> list[str]:
+    """The names in the list that a message of ``datasets`` ends with."""
+    at = max(text.rfind("Available"), text.rfind("one of"), text.rfind("among"), 0)
+    found = re.search(r"\[(.*?)\]", text[at:])
+    return re.findall(r"['\"]([^'\"]+)['\"]", found[1]) if found else ["train"]
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split()).rstrip(".")
+    return text or type(error).__name__

@@ -1,0 +1,251 @@
+"""Hugging Face tokenizers: found in a file, a folder or on the Hub, or trained here."""
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.errors import UserError
+from recipes.data.files import assignment, library, quiet
+from recipes.data.tokenizer import token_dtype
+
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
+"""What is taken along, where it is there; the first must be."""
+
+_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "<|im_end|>")
+"""Looked for where no file says which token ends a document."""
+
+_END = "<|end|>"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class HuggingFaceTokenizer:
+    """What a ``tokenizer.json`` describes.
+
+    Documents begin as its post-processor has them begin (Llama 3: with ``<|begin_of_text|>``; most: with nothing) and
+    end with its end-of-text token. What else a post-processor adds is left out, and a text that holds the name of a
+    special token cannot end a document: it is text.
+    """
+
+    takes_bytes = False
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        """``files``: contents of ``tokenizer.json`` and of those beside it, by name.
+
+        Raises:
+            ValueError: they describe no tokenizer, or none with a token that ends a document.
+        """
+        self._files = {name: files[name] for name in _FILES if name in files}
+        self._tokenizer = _parsed(files["tokenizer.json"])
+        self._tokenizer.encode_special_tokens = True
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(ids.values()) + 1
+        self.end = _end_token(self._files, ids)
+        """Text of the end mark."""
+        self.end_id: int = ids[self.end]
+        bare, whole = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        begin = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
+        self.start_ids = tuple(whole[:begin])
+        self._dtype = token_dtype(self.vocab_size)
+        self._known = frozenset(ids.values())
+
+    @functools.cached_property
+    def chat_template(self) -> str | None:
+        """The Jinja template of its conversations, where it comes with one."""
+        if "chat_template.jinja" in self._files:
+            return self._files["chat_template.jinja"]
+        template = json.loads(self._files.get("tokenizer_config.json", "{}")).get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        return template if isinstance(template, str) else None
+
+    @functools.cached_property
+    def _with_marks(self) -> Any:
+        return _parsed(self._files["tokenizer.json"])
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        return self.encode_many([text.decode() if isinstance(text, bytes) else text])[0]
+
+    def encode_many(self, texts: Sequence[bytes] | Sequence[str]) -> list[np.ndarray]:
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, self._dtype) for each in found]
+
+    def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        found = self._with_marks.encode(text, add_special_tokens=False)
+        return np.array(found.ids, self._dtype), np.array([start for start, _ in found.offsets], np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        pieces, run = [], list[int]()
+        for token in map(int, ids):
+            if token in self._known:
+                run.append(token)
+            else:
+                pieces += [self._tokenizer.decode(run), _REPLACEMENT]
+                run = []
+        return "".join([*pieces, self._tokenizer.decode(run)])
+
+    def decode_marked(self, ids: Iterable[int]) -> str:
+        return str(self._with_marks.decode(list(map(int, ids)), skip_special_tokens=False))
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "hugging_face", "files": self._files}
+
+
+def _parsed(content: str) -> Any:
+    tokenizers = library("tokenizers", "a tokenizer.json")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(content)
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(f"it is no tokenizer: {' '.join(str(error).split())}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _end_token(files: Mapping[str, str], ids: Mapping[str, int]) -> str:
+    """The text of the token that ends a document."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            entry = json.loads(files.get(name, "{}")).get("eos_token")
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{name} is not JSON: {error}") from error
+        token = entry.get("content") if isinstance(entry, dict) else entry
+        if token is not None:
+            if token not in ids:
+                raise ValueError(f"{name} calls {token!r} its eos_token, and tokenizer.json has no such token")
+            return str(token)
+    usual = next((token for token in _USUAL_ENDS if token in ids), None)
+    if usual is None:
+        raise ValueError(
+            f"nothing says which token ends a document: put a tokenizer_config.json with an eos_token beside it (none "
+            f"of {', '.join(_USUAL_ENDS)} is in it)"
+        )
+    return usual
+
+
+# finding --------------------------------------------------------------------------------------------------------------
+
+
+def find_tokenizer(name: str) -> HuggingFaceTokenizer:
+    """The tokenizer of a ``tokenizer.json``, of the folder that it is in, or of a name on the Hub.
+
+    Raises:
+        UserError: there is none, or it cannot be had.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / "tokenizer.json"
+        if not path.exists():
+            raise UserError(
+                f"{assignment('data.tokenizer', name)}: the folder has no tokenizer.json; transformers writes one: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+    try:
+        files = _files_beside(path) if path.exists() else _files_of_hub(name)
+        return HuggingFaceTokenizer(files)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{assignment('data.tokenizer', name)} is not a tokenizer.json: {error.reason}") from error
+    except ValueError as error:
+        raise UserError(f"{assignment('data.tokenizer', name)}: {error}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
+
+
+def _files_beside(path: Path) -> dict[str, str]:
+    others = {name: path.with_name(name) for name in _FILES[1:]}
+    return {"tokenizer.json": path.read_text("utf-8")} | {
+        name: other.read_text("utf-8") for name, other in others.items() if other.exists()
+    }
+
+
+def _files_of_hub(name: str) -> dict[str, str]:
+    errors = library("huggingface_hub.errors", f"data.tokenizer={name}")
+    library("huggingface_hub.file_download", f"data.tokenizer={name}")  # sets up the log that is to be quiet
+    try:
+        with quiet():
+            try:
+                # What is here is taken as it is: a start needs no network.
+                files = {"tokenizer.json": _downloaded(name, "tokenizer.json", local_files_only=True)}
+            except errors.LocalEntryNotFoundError:
+                files = {"tokenizer.json": _downloaded(name, "tokenizer.json")}
+                for file in _FILES[1:]:
+                    with contextlib.suppress(errors.EntryNotFoundError):
+                        _downloaded(name, file)
+            for file in _FILES[1:]:
+                with contextlib.suppress(errors.EntryNotFoundError):
+                    files[file] = _downloaded(name, file, local_files_only=True)
+        return files
+    except errors.GatedRepoError as error:
+        raise UserError(
+            f"data.tokenizer={name} is gated: ask for access at https://huggingface.co/{name}, then run "
+            "`hf auth login` (or set HF_TOKEN) and start again; or use another tokenizer, as in "
+            "data.tokenizer=openai-community/gpt2, or your own: data.tokenizer=train"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"data.tokenizer={name} is no file or folder here, and not on the Hugging Face Hub, or private there; "
+            "check the name, or run `hf auth login`"
+        ) from error
+    except errors.RemoteEntryNotFoundError as error:
+        raise UserError(
+            f"data.tokenizer={name} has no tokenizer.json on the Hugging Face Hub; transformers writes one: "
+            "AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER), then data.tokenizer=FOLDER"
+        ) from error
+    except errors.HFValidationError as error:
+        raise UserError(
+            f"{assignment('data.tokenizer', name)} is no file or folder here, and no name on the Hugging Face Hub; "
+            "use the path of a tokenizer.json, or OWNER/NAME"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"data.tokenizer={name} is not on this machine, and the Hugging Face Hub cannot be reached "
+            f"({type(error).__name__}); run `serried prepare` with the same overrides on a machine with network and "
+            "share data.cache_dir and HF_HOME with this one, or give a folder with a tokenizer.json: "
+            "data.tokenizer=FOLDER"
+        ) from error
+
+
+def _downloaded(name: str, file: str, *, local_files_only: bool = False) -> str:
+    hub = library("huggingface_hub", f"data.tokenizer={name}")
+    return Path(hub.hf_hub_download(name, file, local_files_only=local_files_only)).read_text("utf-8")
+
+
+# training -------------------------------------------------------------------------------------------------------------
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> HuggingFaceTokenizer:
+    """A byte-level byte-pair encoding (as GPT-2's) of ``vocab_size`` ids, learned from ``texts``.
+
+    The same texts give the same bytes. It has fewer ids where the texts have no more pairs that occur twice.
+    """
+    tokenizers = library("tokenizers", "data.tokenizer=train")
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    smallest = len(level.alphabet()) + 1
+    if vocab_size < smallest:
+        raise UserError(
+            f"data.vocab_size={vocab_size} is below {smallest}: all bytes and an end mark; use data.vocab_size=8192"
+        )
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = level
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[_END],
+        initial_alphabet=sorted(level.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _END, "bos_token": _END,
+        "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+    return HuggingFaceTokenizer(
+        {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
+    )

@@ -1,0 +1,117 @@
+"""How far a long preparation is, and the threads it runs on."""
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+Show = Callable[[str], None]
+"""Takes a line that says how far something is and replaces the one before it; empty: there is no more to say."""
+
+_FIRST_SECONDS, _EVERY_SECONDS = 5.0, 15.0
+_FIRST_SECONDS_LIVE, _EVERY_SECONDS_LIVE = 1.0, 0.5
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Progress:
+    """Counts bytes and says, now and then, how many there were, how fast, and how long it will take.
+
+    Often where somebody looks on, seldom in a log, never where it is soon over. ``recipes.data.source.Reading``.
+    """
+
+    def __init__(self, show: Show | None, threads: int) -> None:
+        self.threads = threads
+        self._show, self._lock = show, threading.Lock()
+        self._what, self._total_bytes, self._done_bytes, self._skipped_bytes = "", 0, 0, 0
+        self._begun = self._said = 0.0
+        live = sys.stdout.isatty()
+        self._first = _FIRST_SECONDS_LIVE if live else _FIRST_SECONDS
+        self._every = _EVERY_SECONDS_LIVE if live else _EVERY_SECONDS
+        self._has_shown = False
+
+    def phase(self, what: str) -> "Progress":
+        """What is done from here on, such as ``reading``."""
+        self._what, self._total_bytes, self._done_bytes, self._skipped_bytes = what, 0, 0, 0
+        self._begun = time.monotonic()
+        self._said = self._begun + self._first - self._every
+        return self
+
+    def total(self, size_bytes: int) -> None:
+        """Say how much there is to do."""
+        self._total_bytes = size_bytes
+
+    def skipped(self, size_bytes: int) -> None:
+        """Say that so much was done before: it counts, but not for the rate."""
+        self._skipped_bytes += size_bytes
+        self.done(size_bytes)
+
+    def done(self, size_bytes: int) -> None:
+        """Say that so much more is done."""
+        with self._lock:
+            self._done_bytes += size_bytes
+            now = time.monotonic()
+            if self._show is None or now - self._said < self._every:
+                return
+            self._said, self._has_shown = now, True
+            self._show(self._line(now - self._begun))
+
+    def say(self, text: str) -> None:
+        """Say something else about the preparation."""
+        if self._show is not None:
+            self._has_shown = True
+            self._show(f"preparing data: {text}")
+
+    def end(self) -> None:
+        """There is no more to say."""
+        if self._show is not None and self._has_shown:
+            self._show("")
+
+    def map(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
+        """``function`` of each item, in order, on all threads."""
+        with ThreadPoolExecutor(self.threads) as pool:
+            yield from ordered(pool, function, items, 4 * self.threads)
+
+    def _line(self, seconds: float) -> str:
+        scale, unit = (1e9, "GB") if self._total_bytes >= 1e10 else (1e6, "MB")
+        done = min(self._done_bytes, self._total_bytes)
+        rate = (done - self._skipped_bytes) / max(seconds, 1e-3)
+        left = (self._total_bytes - done) / rate if rate > 0 else 0.0
+        return (
+            f"preparing data: {self._what} {done / scale:,.1f} of {self._total_bytes / scale:,.1f} {unit}, "
+            f"{rate / 1e6:,.1f} MB/s, eta {_duration(left)}"
+        )
+
+
+def ordered(
+    pool: ThreadPoolExecutor, function: Callable[[_Item], _Result], items: Iterable[_Item], ahead: int
+) -> Iterator[_Result]:
+    """``function`` of each item, in order; never more than ``ahead`` are taken that were not given back yet."""
+    waiting: deque[Future[_Result]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) >= ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -1,0 +1,297 @@
+"""Files with a document in each row: ``.jsonl``, compressed or not, and ``.parquet``."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.errors import UserError
+from configs.schema import SourceSection
+from recipes.data.files import (
+    COMPRESSED,
+    SourceFile,
+    Stamp,
+    files_state,
+    hash_files,
+    key_of_files,
+    kind_of,
+    library,
+    open_plain,
+    size_of,
+    skip,
+    unchanged,
+    unreadable,
+)
+from recipes.data.source import Format, Reading, Row, Unit, WithoutEmpty
+
+_UNIT_BYTES = 32 << 20
+"""Of a .jsonl file that one unit reads."""
+
+_BATCH_ROWS = 256
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class Column:
+    """Where in a row the document is, and what it has to be."""
+
+    name: str
+    format: Format
+
+    @property
+    def key(self) -> str:
+        """The config key that names it."""
+        return "data.messages_column" if self.format == "chat" else "data.text_column"
+
+    def check(self, names: Sequence[str], where: str) -> None:
+        """Raise ``UserError`` where there is no such column among ``names``."""
+        if self.name not in names:
+            there = f"its columns are {', '.join(names)}" if names else "it has no columns at all"
+            instead = names[0] if names else "NAME"
+            raise UserError(f"{where} has no column {self.name!r}; {there}; use {self.key}={instead}, say")
+
+    def content(self, value: Any, where: str) -> str | bytes | list[dict[str, Any]]:
+        """``value`` as the content of a row; nothing is an empty document. Raises ``UserError`` where it is neither."""
+        if value is None:
+            return ""
+        if self.format == "chat":
+            if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+                return value
+            wanted = "a list of messages such as {role: user, content: ...}"
+        else:
+            if isinstance(value, str | bytes):
+                return value
+            wanted = "text"
+        raise UserError(
+            f"{where}: column {self.name!r} is {_described(value)}, not {wanted}; mend the row, or name another "
+            f"column: {self.key}=NAME"
+        )
+
+
+def _refuse_half_characters(content: Any, where: str) -> None:
+    """JSON can write a half of a pair that stands for one character; no text has such."""
+    try:
+        json.dumps(content, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        raise UserError(f"{where} holds half a character (U+{half:04X}), which no text has; mend the line") from error
+
+
+def _described(value: Any) -> str:
+    shown = repr(value)
+    shown = shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[: _SHOWN_CHARACTERS - 1]}…"
+    kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}
+    return f"{kinds.get(type(value), type(value).__name__)} ({shown})"
+
+
+@dataclass(frozen=True)
+class JsonLines(WithoutEmpty):
+    """The lines of a file that start at byte ``start_bytes`` or after, and before ``stop_bytes``."""
+
+    path: Path | str
+    column: Column
+    start_bytes: int
+    stop_bytes: int | None
+    """None: to the end."""
+    size_bytes: int
+    stamp: Stamp | None
+    split = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.path} from byte {self.start_bytes:,}" if self.start_bytes else str(self.path)
+
+    def all_rows(self, first: int = 0) -> Iterator[Row]:
+        with unchanged(self.path, self.stamp), open_plain(self.path) as stream:
+            if self.start_bytes:  # a line belongs to the unit that has its first byte
+                skip(stream, self.start_bytes - 1)
+            position = self.start_bytes - 1 + len(stream.readline()) if self.start_bytes else 0
+            number = 0
+            while (self.stop_bytes is None or position < self.stop_bytes) and (line := stream.readline()):
+                if number >= first and line.strip():
+                    yield Row(number, self._content(line, number, position))
+                position += len(line)
+                number += 1
+
+    def _content(self, line: bytes, number: int, position: int) -> Any:
+        try:
+            row = json.loads(line.decode("utf-8-sig" if position == 0 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{self._place(number)} is not UTF-8: byte 0x{line[error.start]:02x} at offset "
+                f"{position + error.start} of the file ({error.reason}); mend or remove the line"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            at = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+            raise UserError(
+                f"{self._place(number)} is not JSON: {reason}{at}; the file may be cut off: make it anew, or remove "
+                "the line"
+            ) from error
+        if not isinstance(row, dict):
+            raise UserError(f"{self._place(number)} is {_described(row)}, not an object with a column per name")
+        if self.column.name not in row:
+            self.column.check(list(row), self._place(number))
+        content = row[self.column.name]
+        if not isinstance(content, str | None) or b"\\ud" in line.lower():  # else a place need not be found
+            content = self.column.content(content, self._place(number))
+            _refuse_half_characters(content, self._place(number))
+        return content or ""
+
+    def _place(self, number: int) -> str:
+        """``file.jsonl line 12``: lines are counted here, where somebody is going to look for one."""
+        lines, left = number, self.start_bytes
+        with open_plain(self.path) as stream:
+            while left and (block := stream.read(min(left, 1 << 20))):
+                lines += block.count(b"\n")
+                left -= len(block)
+        if self.start_bytes:  # unless the unit begins with a line
+            with open_plain(self.path) as stream:
+                skip(stream, self.start_bytes - 1)
+                lines += stream.read(1) != b"\n"
+        return f"{self.path} line {lines + 1:,}"
+
+
+@dataclass(frozen=True)
+class ParquetRows(WithoutEmpty):
+    """Row groups ``groups`` of a parquet file, one after the other; None: all of them."""
+
+    path: Path | str
+    column: Column
+    groups: range | None
+    size_bytes: int
+    stamp: Stamp | None
+    split = None
+
+    @property
+    def name(self) -> str:
+        return str(self.path) if self.groups is None else f"{self.path} row group {self.groups.start}"
+
+    def all_rows(self, first: int = 0) -> Iterator[Row]:
+        with unchanged(self.path, self.stamp), open_parquet(self.path) as file:
+            self.column.check(file.schema_arrow.names, str(self.path))
+            lengths = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+            groups = range(len(lengths)) if self.groups is None else self.groups
+            before, number = sum(lengths[: groups.start]), 0
+            for group in groups:
+                if number + lengths[group] > first:
+                    for row in self._group(file, group, before + number):
+                        if row.number - before >= first:
+                            yield row._replace(number=row.number - before)
+                number += lengths[group]
+
+    def _group(self, file: Any, group: int, number: int) -> Iterator[Row]:
+        """Rows of one row group, by their numbers in the file, of which the first is ``number``."""
+        arrow = library("pyarrow", f"reading {Path(self.path).name}")
+        batches = file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[self.column.name])
+        while True:
+            try:
+                batch = next(batches, None)
+            except (arrow.ArrowException, OSError) as error:
+                raise UserError(
+                    f"{self.path} cannot be read from row {number:,} on (row group {group}): {_reason(error)}; make it "
+                    "anew, or leave it out with data.path=..."
+                ) from error
+            if batch is None:
+                return
+            yield from rows_of(batch.column(0), self.column, number, str(self.path))
+            number += len(batch)
+
+
+def rows_of(values: Any, column: Column, first: int, name: str) -> Iterator[Row]:
+    """Rows of an Arrow array; the first has the number ``first``."""
+    try:
+        contents = values.to_pylist()
+    except UnicodeDecodeError:
+        contents = [_checked_text(value, f"{name} row {number:,}") for number, value in enumerate(values, first)]
+    for number, content in enumerate(contents, first):
+        yield Row(number, column.content(content, f"{name} row {number:,}"))
+
+
+def _checked_text(value: Any, where: str) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start} of its text "
+            f"({error.reason}); mend or remove the row"
+        ) from error
+
+
+class open_parquet:  # called like a function
+    """A parquet file, of the disk or of an fsspec address. Raises ``UserError`` where it is none, or not whole."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = path
+        self._arrow = library("pyarrow", f"reading {Path(path).name}")
+        self._parquet = library("pyarrow.parquet", f"reading {Path(path).name}")
+
+    def __enter__(self) -> Any:
+        path = self._path
+        try:
+            if isinstance(path, str) and "://" in path:
+                self._stream = library("fsspec", f"reading {path}").open(path, "rb").open()
+            else:
+                self._stream = Path(path).open("rb")
+            return self._parquet.ParquetFile(self._stream, pre_buffer=False)
+        except (self._arrow.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno:
+                raise unreadable(path, error) from error
+            raise UserError(
+                f"{path} is no whole parquet file: {_reason(error)}; it may be cut off: make it anew, or leave it out "
+                "with data.path=..."
+            ) from error
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+class RowFiles:
+    """Files of rows as a source. A document goes to a split by its content."""
+
+    noun = "document"
+
+    def __init__(self, section: SourceSection, files: Sequence[SourceFile], format: Format) -> None:
+        self.section, self._files = section, files
+        self._column = Column(section.messages_column if format == "chat" else section.text_column, format)
+        self._stamps: list[Stamp | None] = [None] * len(files)
+
+    def identity(self) -> list[str]:
+        return [os.path.commonpath([file.path.absolute() for file in self._files]), self._column.name]
+
+    def state(self) -> str | None:
+        return files_state(self._files)
+
+    def fingerprint(self, reading: Reading) -> bytes:
+        hashed = hash_files(self._files, reading)
+        self._stamps = [stamp for _, stamp in hashed]
+        return key_of_files(self._files, [digest for digest, _ in hashed])
+
+    def units(self) -> list[Unit]:
+        return [
+            unit
+            for file, stamp in zip(self._files, self._stamps, strict=True)
+            for unit in units_of_file(file.path, self._column, size_of(file), stamp)
+        ]
+
+
+def units_of_file(path: Path, column: Column, size_bytes: int, stamp: Stamp | None) -> Iterator[Unit]:
+    """A unit for each row group, for each 32 MiB of lines, or for a compressed file."""
+    if kind_of(path) == ".parquet":
+        with open_parquet(path) as file:
+            column.check(file.schema_arrow.names, str(path))
+            for group in range(file.metadata.num_row_groups):
+                rows = file.metadata.row_group(group)
+                yield ParquetRows(path, column, range(group, group + 1), rows.total_byte_size, stamp)
+    elif path.suffix.lower() in COMPRESSED:
+        yield JsonLines(path, column, 0, None, size_bytes, stamp)
+    else:
+        for start in range(0, size_bytes, _UNIT_BYTES):
+            stop = min(start + _UNIT_BYTES, size_bytes)
+            yield JsonLines(path, column, start, stop, stop - start, stamp)

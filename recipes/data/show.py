@@ -1,0 +1,32 @@
+"""Tokens as people read them."""
+
+import numpy as np
+
+from recipes.data.tokenizer import Tokenizer
+
+_SHOWN_LINES = 24
+_SHOWN_CHARACTERS = 110
+
+
+def marked_lines(tokenizer: Tokenizer, tokens: np.ndarray, is_learned: np.ndarray) -> list[str]:
+    """The text of ``tokens`` [tokens] in lines, what ``is_learned`` [tokens] behind ``>``, the rest behind ``|``.
+
+    So much of it as is needed to see how it goes on: long lines and long texts are cut off.
+    """
+    lines: list[str] = []
+    begins = np.flatnonzero(np.diff(is_learned) | (tokens[:-1] == tokenizer.end_id)) + 1
+    for run in np.split(np.arange(len(tokens)), begins):
+        mark = "  > " if is_learned[run[0]] else "  | "
+        text = for_terminal(tokenizer.decode_marked(tokens[run].tolist()))
+        lines += [mark + _shortened(line) for line in text.split("\n") if line]
+    more = len(lines) - _SHOWN_LINES
+    return lines if more <= 1 else [*lines[:_SHOWN_LINES], f"  ... and {more} lines more"]
+
+
+def for_terminal(text: str) -> str:
+    """``text`` without what a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}..."

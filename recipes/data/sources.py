@@ -1,0 +1,52 @@
+"""Which source a section of the config names."""
+
+from configs.errors import UserError
+from configs.schema import SourceSection
+from recipes.data.files import assignment, kind_of
+from recipes.data.hub import HubDataset, HubStream
+from recipes.data.rows import RowFiles
+from recipes.data.source import Format, Source
+from recipes.data.text import ROW_SUFFIXES, TextFiles, find_files
+
+
+def open_source(
+    section: SourceSection,
+    *,
+    format: Format = "text",
+    validation_fraction: float | None = None,
+    validation_split: str | None = None,
+) -> Source:
+    """The documents that ``section`` names. Finds files and loads datasets, and reads no document.
+
+    ``validation_fraction`` matters for files of text alone, whose split is known before they are read; elsewhere a
+    document goes to a split by its content. ``validation_split`` is the Hugging Face split that validation is.
+
+    Raises:
+        UserError: there is no such source, or it cannot be had.
+    """
+    if section.name == "hf":
+        return HubDataset(section, validation_split, format)
+    files = find_files(section)
+    kinds = {kind_of(file.path) in ROW_SUFFIXES for file in files}
+    if kinds == {False, True}:
+        raise UserError(
+            f"{assignment('data.path', str(section.path))} matches both files of text and files of rows "
+            f"({' '.join(ROW_SUFFIXES)}); name one kind, as in data.path='corpus/**/*.jsonl'"
+        )
+    if kinds == {True}:
+        return RowFiles(section, files, format)
+    if format == "chat":
+        raise UserError(
+            f"data.format=chat needs rows, and {files[0].path} is text; use .jsonl or .parquet files with a column "
+            f"{section.messages_column}, or data=hf"
+        )
+    return TextFiles(section, files, validation_fraction)
+
+
+def open_stream(section: SourceSection, *, format: Format = "text") -> HubStream:
+    """The documents of a Hugging Face dataset, file by file, to be read while training (``data.streaming=true``).
+
+    Raises:
+        UserError: there is no such dataset, subset or split, or it cannot be had.
+    """
+    return HubStream(section, format)

@@ -1,0 +1,68 @@
+"""What was prepared, for people to look at before they spend a cluster on it."""
+
+from recipes.data.prepare import Prepared
+from recipes.data.source import SPLITS
+from recipes.data.tokenizer import token_dtype
+
+_BAR_CHARACTERS = 40
+_SAMPLE_CHARACTERS = 300
+
+
+def summary_of(prepared: Prepared, tokenizer_name: str) -> str:
+    """Documents, tokens, their lengths, the tokenizer and a sample of ``prepared``, on some twenty lines."""
+    splits = prepared.splits
+    lines = [
+        ("folder", str(prepared.folder)),
+        ("documents", ", ".join(f"{split} {splits[split].documents:,}" for split in SPLITS) + _left_out(prepared)),
+        ("tokens", ", ".join(f"{split} {splits[split].tokens:,}" for split in SPLITS) + _bytes_per_token(prepared)),
+        ("tokenizer", _tokenizer(prepared, tokenizer_name)),
+    ]
+    text = [f"{name:<10} {value}" for name, value in lines]
+    text += ["tokens per document (train):", *_histogram(splits["train"].lengths)]
+    text += ["the first training document begins:", *_sample(prepared)]
+    return "\n".join(text)
+
+
+def _left_out(prepared: Prepared) -> str:
+    reasons = [f"{prepared.empty:,} empty"] if prepared.empty else []
+    reasons += [f"{prepared.held_out:,} of training that are in validation too"] if prepared.held_out else []
+    return f"; left out: {', '.join(reasons)}" if reasons else ""
+
+
+def _bytes_per_token(prepared: Prepared) -> str:
+    tokens = sum(split.tokens for split in prepared.splits.values())
+    text_bytes = sum(split.text_bytes for split in prepared.splits.values())
+    size = token_dtype(prepared.tokenizer.vocab_size).itemsize
+    per_token = f"{text_bytes / tokens:.2f} bytes of text each, " if tokens and text_bytes else ""
+    return f"; {per_token}{size} byte{'s' if size > 1 else ''} on disk"
+
+
+def _tokenizer(prepared: Prepared, name: str) -> str:
+    tokenizer = prepared.tokenizer
+    start = f"begins with {', '.join(map(str, tokenizer.start_ids))} and " if tokenizer.start_ids else ""
+    return f"{name}, {tokenizer.vocab_size:,} ids; a document {start}ends with {tokenizer.end_id}{_end(prepared)}"
+
+
+def _end(prepared: Prepared) -> str:
+    end = getattr(prepared.tokenizer, "end", None)
+    return f" ({end})" if end else ""
+
+
+def _histogram(lengths: list[int]) -> list[str]:
+    """A bar for each power of two, from the shortest documents to the longest."""
+    used = [i for i, count in enumerate(lengths) if count]
+    if not used:
+        return ["  none"]
+    rows = [(f"{2 ** (i - 1) if i else 0:,} to {max(2**i - 1, 0):,}", lengths[i]) for i in range(used[0], used[-1] + 1)]
+    width, most = max(len(label) for label, _ in rows), max(lengths)
+    return [
+        f"  {label:>{width}}  {'#' * -(-count * _BAR_CHARACTERS // most):<{_BAR_CHARACTERS}}  {count:,}"
+        for label, count in rows
+    ]
+
+
+def _sample(prepared: Prepared) -> list[str]:
+    text = prepared.sample()[:_SAMPLE_CHARACTERS]
+    # It goes to a terminal, which obeys control characters.
+    shown = "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in text)
+    return [f"  | {line}" for line in shown.splitlines()]

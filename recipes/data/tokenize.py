@@ -1,0 +1,222 @@
+"""From units of a source to shards of tokens, on several threads, in bounded memory."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from recipes.data.encode import Encoded, Encoder, as_bytes, texts_of
+from recipes.data.progress import Progress, ordered
+from recipes.data.shards import ShardWriter
+from recipes.data.source import SPLITS, Row, Unit
+
+_SHARD_BYTES = 64 << 20
+_MOST_SHARDS = 200
+"""Of each split: every process keeps all of them mapped."""
+
+_BATCH_BYTES = 1 << 19
+"""Text that a thread tokenises at once."""
+
+_BATCH_ROWS = 4096
+_LEARN_BYTES = 1 << 30
+"""Text that a tokenizer is learned from, at most."""
+
+BUCKETS = 48
+
+
+@dataclass
+class TokenCounts:
+    """Sizes of one split, or of a part of it."""
+
+    documents: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+    """End marks included."""
+    lengths: list[int] = field(default_factory=lambda: [0] * BUCKETS)
+    """Documents of 2^(i - 1) up to 2^i - 1 tokens, for each i."""
+
+    def add(self, other: "TokenCounts") -> None:
+        self.documents += other.documents
+        self.text_bytes += other.text_bytes
+        self.tokens += other.tokens
+        self.lengths = [mine + its for mine, its in zip(self.lengths, other.lengths, strict=True)]
+
+
+@dataclass
+class Counts:
+    """What became of the documents of a source, or of a part of it."""
+
+    train: TokenCounts = field(default_factory=TokenCounts)
+    validation: TokenCounts = field(default_factory=TokenCounts)
+    empty: int = 0
+    """Documents without text, which are left out."""
+    held_out: int = 0
+    """Training documents that are in the validation split too, and are left out."""
+    lowest: float = 1.0
+    """Of the places of all documents (``place_of``); where none is asked for, it is not counted."""
+    highest: float = 0.0
+
+    def add(self, other: "Counts") -> None:
+        for split in SPLITS:
+            getattr(self, split).add(getattr(other, split))
+        self.empty += other.empty
+        self.held_out += other.held_out
+        self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, plain: dict[str, Any]) -> "Counts":
+        rest = {name: value for name, value in plain.items() if name not in SPLITS}
+        return cls(TokenCounts(**plain["train"]), TokenCounts(**plain["validation"]), **rest)
+
+
+def place_of(row: Row, unit: str) -> float:
+    """A number from 0 up to 1 that depends on the content of a document alone: equal ones stay together."""
+    if isinstance(row.content, list):
+        content = json.dumps(row.content, sort_keys=True, default=str).encode()
+    else:
+        content = as_bytes(row, unit)
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
+
+
+class Splitter:
+    """Which split a document goes to: its unit's, else by its content."""
+
+    def __init__(self, validation_fraction: float, held_out: frozenset[float]) -> None:
+        """``held_out``: places of documents that are kept out of training."""
+        self._fraction, self._held_out = validation_fraction, held_out
+
+    def choose(self, row: Row, unit: Unit, counts: Counts) -> str | None:
+        """The split; None where the document is left out, which ``counts`` is told."""
+        if unit.split is not None and not (self._held_out and unit.split == "train"):
+            return unit.split
+        place = place_of(row, unit.name)
+        if unit.split == "train":
+            counts.held_out += place in self._held_out
+            return None if place in self._held_out else "train"
+        counts.lowest, counts.highest = min(counts.lowest, place), max(counts.highest, place)
+        return "validation" if place < self._fraction else "train"
+
+
+def held_out_of(units: Sequence[Unit]) -> frozenset[float]:
+    """Places of the documents of validation, where both splits have their own rows."""
+    validation = [unit for unit in units if unit.split == "validation"]
+    return frozenset(place_of(row, unit.name) for unit in validation for row in unit.rows())
+
+
+def jobs_of(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Units dealt to shards, in order: a function of the source, so that whoever goes on finds what is done."""
+    wanted = max(_SHARD_BYTES, sum(unit.size_bytes for unit in units) // _MOST_SHARDS)
+    jobs: list[list[Unit]] = []
+    size_bytes = wanted
+    for unit in units:
+        if size_bytes >= wanted:
+            jobs.append([])
+            size_bytes = 0
+        jobs[-1].append(unit)
+        size_bytes += unit.size_bytes
+    return jobs
+
+
+def shard_name(split: str, number: int) -> str:
+    return f"{split}-{number:05d}.safetensors"
+
+
+class _Batch(NamedTuple):
+    rows: list[Row]
+    splits: list[str]
+    unit: str
+    size_bytes: int
+
+
+def write_shards(
+    folder: Path,
+    number: int,
+    units: Sequence[Unit],
+    splitter: Splitter,
+    encoder: Encoder,
+    dtype: np.dtype[Any],
+    progress: Progress,
+) -> Counts:
+    """Write the documents of ``units`` as shard ``number`` of each split; of one that has none, no shard."""
+    counts = Counts()
+    open_documents = dict.fromkeys(SPLITS, 0)
+
+    def encoded(batch: _Batch) -> tuple[_Batch, list[Encoded]]:
+        return batch, encoder(batch.rows, batch.unit)
+
+    with ExitStack() as stack:
+        writers = {
+            split: stack.enter_context(ShardWriter(folder / shard_name(split, number), dtype)) for split in SPLITS
+        }
+        pool = stack.enter_context(ThreadPoolExecutor(progress.threads))
+        batches = _batches(units, splitter, counts, progress)
+        for batch, documents in ordered(pool, encoded, batches, 2 * progress.threads + 1):
+            for row, split, document in zip(batch.rows, batch.splits, documents, strict=True):
+                of_split: TokenCounts = getattr(counts, split)
+                writers[split].add(document, begins=row.begins)
+                open_documents[split] += len(document.tokens)
+                of_split.tokens += len(document.tokens)
+                of_split.text_bytes += _size_of(row)
+                if row.ends:
+                    of_split.documents += 1
+                    of_split.lengths[open_documents[split].bit_length()] += 1
+                    open_documents[split] = 0
+    return counts
+
+
+def _batches(units: Sequence[Unit], splitter: Splitter, counts: Counts, progress: Progress) -> Iterator[_Batch]:
+    for unit in units:
+        told = 0
+        batch = _Batch([], [], unit.name, 0)
+        for row in unit.all_rows():
+            if not row.content:
+                counts.empty += 1
+                continue
+            split = splitter.choose(row, unit, counts)
+            if split is None:
+                continue
+            batch.rows.append(row)
+            batch.splits.append(split)
+            batch = batch._replace(size_bytes=batch.size_bytes + _size_of(row))
+            if batch.size_bytes >= _BATCH_BYTES or len(batch.rows) >= _BATCH_ROWS:
+                yield batch
+                step = min(batch.size_bytes, unit.size_bytes - told)  # a unit's size is an estimate
+                progress.done(step)
+                told += step
+                batch = _Batch([], [], unit.name, 0)
+        if batch.rows:
+            yield batch
+        progress.done(unit.size_bytes - told)
+
+
+def _size_of(row: Row) -> int:
+    if isinstance(row.content, list):
+        return sum(len(str(message.get("content", ""))) for message in row.content)
+    return len(row.content) if isinstance(row.content, bytes) or row.content.isascii() else len(row.content.encode())
+
+
+def texts_to_learn_from(units: Sequence[Unit], splitter: Splitter, tokenizer: str) -> Iterator[str]:
+    """The training text, or an evenly spread gibibyte of it: what a tokenizer is trained on."""
+    every = max(1, -(-sum(unit.size_bytes for unit in units) // _LEARN_BYTES))
+    ignored = Counts()
+    for unit in units[::every]:
+        rows = (row for row in unit.rows() if splitter.choose(row, unit, ignored) == "train")
+        yield from texts_of(rows, unit.name, tokenizer)
+
+
+def all_characters(units: Sequence[Unit], tokenizer: str) -> str:
+    """Every character that occurs, once, sorted."""
+    characters: set[str] = set()
+    for unit in units:
+        for text in texts_of(unit.rows(), unit.name, tokenizer):
+            characters.update(text)
+    return "".join(sorted(characters))

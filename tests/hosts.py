@@ -1,0 +1,89 @@
+"""Hosts on this machine: network namespaces on one bridge, each with a name and an address of its own. Needs root."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+_ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && mount --bind "$3" /etc/nsswitch.conf && shift 3 && exec "$@"'
+
+
+def why_not() -> str | None:
+    """Why this machine cannot have such hosts; None where it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "nsenter", "unshare", "setpriv") if shutil.which(tool) is None]
+    if missing:
+        return f"network namespaces need {', '.join(missing)} (packages iproute2, util-linux)"
+    probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true"], check=False)
+    return "this machine allows no network namespaces" if probe.returncode else None
+
+
+class Hosts:
+    """``count`` hosts, ``node0`` and so on, at ``address(i)``; this machine is at ``address()`` on the same bridge."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self.count = count
+        self._tag = f"s{os.getpid() % 100_000}"  # interface names hold 15 characters
+        self._net = f"10.{64 + os.getpid() % 128}.{os.getpid() // 128 % 256}"
+        self._files = (folder / "hosts", folder / "nsswitch.conf")
+        names = [f"{self.address(index)} node{index}" for index in range(count)]
+        own = f"{self.address()} {os.uname().nodename}"
+        self._files[0].write_text("\n".join(["127.0.0.1 localhost", own, *names]) + "\n")
+        self._files[1].write_text(
+            "passwd: files\ngroup: files\nhosts: files\n"
+        )  # else each name waits for a DNS server
+        try:
+            self._up()
+        except BaseException:
+            self.close()
+            raise
+
+    def _up(self) -> None:
+        bridge = f"{self._tag}br"
+        _ip(f"link add {bridge} type bridge")
+        _ip(f"addr add {self.address()}/24 dev {bridge}")
+        _ip(f"link set {bridge} up")
+        for index in range(self.count):
+            space, cable = self._space(index), self._cable(index)
+            _ip(f"netns add {space}")
+            _ip(f"link add {cable} type veth peer name eth0 netns {space}")
+            _ip(f"link set {cable} master {bridge} up")
+            _ip(f"-n {space} addr add {self.address(index)}/24 dev eth0")
+            _ip(f"-n {space} link set eth0 up")
+            _ip(f"-n {space} link set lo up")
+
+    def address(self, index: int = -9) -> str:
+        """Of a host; without an index, of this machine."""
+        return f"{self._net}.{10 + index}"
+
+    def _space(self, index: int) -> str:
+        return f"{self._tag}n{index}"
+
+    def _cable(self, index: int) -> str:
+        return f"{self._tag}v{index}"
+
+    def command(self, index: int, command: Sequence[str], *, own_processes: bool = False) -> list[str]:
+        """``command`` on host ``index``. With ``own_processes``, to kill what this starts kills all that it started."""
+        apart = ["--pid", "--fork", "--kill-child=KILL", "--mount-proc"] if own_processes else []
+        return [
+            "setpriv", "--pdeathsig", "KILL", "nsenter", f"--net=/run/netns/{self._space(index)}",
+            "unshare", "--uts", "--mount", "--propagation", "private", *apart,
+            "bash", "-c", _ENTER, "enter", f"node{index}", *map(str, self._files), *command,
+        ]  # fmt: skip
+
+    def set_link(self, index: int, state: str) -> None:
+        """Plug the cable of a host in (``up``) or out (``down``)."""
+        _ip(f"link set {self._cable(index)} {state}")
+
+    def close(self) -> None:
+        """Take all away, also what was begun only."""
+        for index in range(self.count):
+            _ip(f"netns del {self._space(index)}", check=False)
+            _ip(f"link del {self._cable(index)}", check=False)
+        _ip(f"link del {self._tag}br", check=False)
+
+
+def _ip(arguments: str, *, check: bool = True) -> None:
+    subprocess.run(["ip", *arguments.split()], check=check, capture_output=not check)

@@ -1,0 +1,22 @@
+"""``train.py`` on a slow disk, slower for rank 1: ``torchrun ... -m tests.slow_data KEY=VALUE ...``."""
+
+import os
+import sys
+import time
+from typing import Any
+
+import trainer.loader
+from launch.session import leave
+from train import main
+
+_read_batch = trainer.loader._read_batch
+
+
+def read_batch(*arguments: Any) -> Any:
+    time.sleep(0.15 if os.environ.get("RANK") == "1" else 0.05)
+    return _read_batch(*arguments)
+
+
+if __name__ == "__main__":
+    trainer.loader._read_batch = read_batch
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,273 @@
+"""Conversations: rendered as transformers renders them, and only what the assistant says is learned."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.errors import UserError
+from recipes.data.chat import CHATML, ChatEncoder, chat_encoder, chat_template
+from recipes.data.encode import Encoded
+from recipes.data.hugging_face import HuggingFaceTokenizer
+from recipes.data.source import Row
+from recipes.data.tokenizer import BytesTokenizer
+from tests.texts import section
+
+LLAMA3 = (
+    "{{- bos_token }}{%- for message in messages %}"
+    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+    "{{- message['content'] | trim + '<|eot_id|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+)
+LLAMA2 = (
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + message['content'] | trim + ' [/INST]' }}"
+    "{% else %}{{ ' ' + message['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+UNASKED = "{% for message in messages %}{{ message['role'] | upper + ': ' + message['content'] + '\n' }}{% endfor %}"
+"""Knows no add_generation_prompt and no mark that ends a turn."""
+MARKED = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{{ '<|im_start|>assistant\n' }}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+QWEN3 = """\
+{%- set ns = namespace(last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if message.role == "user" and ns.last == messages|length - 1 %}
+        {%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role != "assistant" %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- else %}
+        {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
+        {%- set reasoning = '' %}
+        {%- if '</think>' in message.content %}
+            {%- set reasoning = message.content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last and (loop.last or reasoning) %}
+            {{- '<|im_start|>assistant\\n<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content }}
+        {%- else %}
+            {{- '<|im_start|>assistant\\n' + content }}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+"""As Qwen 3's: empty reasoning before the last reply, none in those before it."""
+DEEPSEEK = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '<|user|>' + message['content'] }}{% elif message['role'] == 'assistant' %}"
+    "{{ '<|assistant|>' + message['content'].split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif %}"
+)
+"""As DeepSeek R1's: asks for reasoning, and keeps none."""
+TOOLS = (
+    "{% for message in messages %}{% if message.tool_calls is defined %}"
+    "{{ '<|im_start|>assistant\n' }}{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% else %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = (
+    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|user|>",
+    "<|assistant|>",
+)  # fmt: skip
+
+PLAIN = [
+    {"role": "user", "content": "What is two and two?"},
+    {"role": "assistant", "content": "Four, señor."},
+    {"role": "user", "content": "And three times that: 3 x 4?"},
+    {"role": "assistant", "content": "Twelve 🙂"},
+]
+WITH_SYSTEM = [{"role": "system", "content": "You count."}, *PLAIN]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HuggingFaceTokenizer:
+    """A small byte-level BPE, with the special tokens of all templates here."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=list(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    library.train_from_iterator([message["content"] for message in WITH_SYSTEM] * 9, trainer)
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}, "model_max_length": 4}
+    return HuggingFaceTokenizer({"tokenizer.json": library.to_str(), "tokenizer_config.json": json.dumps(config)})
+
+
+def encode(tokenizer: Any, template: str, messages: Any) -> Encoded:
+    (encoded,) = ChatEncoder(tokenizer, template, "the template")([Row(4, messages)], "chats.jsonl")
+    assert encoded.supervised is not None
+    assert encoded.tokens.shape == encoded.supervised.shape
+    return encoded
+
+
+def learned(tokenizer: Any, encoded: Encoded) -> list[str]:
+    """Text of each run of tokens that are learned."""
+    assert encoded.supervised is not None
+    runs = np.split(encoded.tokens, np.flatnonzero(np.diff(encoded.supervised)) + 1)
+    first = int(encoded.supervised[0])
+    return [tokenizer.decode_marked(run.tolist()) for run in runs[1 - first :: 2]]
+
+
+TEMPLATES = {
+    "chatml": (CHATML, ["Four, señor.<|im_end|>", "Twelve 🙂<|im_end|>"]),
+    "llama 3": (LLAMA3, ["Four, señor.<|eot_id|>", "Twelve 🙂<|eot_id|>"]),
+    "llama 2": (LLAMA2, [" Four, señor. </s>", " Twelve 🙂 </s>"]),
+    "unasked": (UNASKED, ["Four, señor.\n", "Twelve 🙂\n"]),
+    "marked": (MARKED, ["Four, señor.<|im_end|>", "Twelve 🙂<|im_end|>"]),
+    "qwen 3": (QWEN3, ["Four, señor.<|im_end|>", "<think>\n\n</think>\n\nTwelve 🙂<|im_end|>"]),
+    "deepseek": (DEEPSEEK, ["Four, señor.</s>", "Twelve 🙂</s>"]),
+}
+"""Template and what is learned of ``PLAIN``."""
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("messages", [PLAIN, WITH_SYSTEM], ids=["plain", "with system"])
+def test_tokens_are_those_of_transformers_and_replies_are_learned(
+    name: str, messages: list[dict[str, str]], tokenizer: HuggingFaceTokenizer
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    if name == "llama 2" and messages is WITH_SYSTEM:
+        pytest.skip("it takes no system message so")
+    template, expected = TEMPLATES[name]
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer._with_marks, bos_token="<s>", eos_token="</s>")
+    text = theirs.apply_chat_template(messages, chat_template=template, tokenize=False)
+    ids = theirs.apply_chat_template(messages, chat_template=template)["input_ids"]
+    encoded = encode(tokenizer, template, messages)
+    assert encoded.tokens.tolist() == ids + ([] if ids[-1] == tokenizer.end_id else [tokenizer.end_id])
+    assert learned(tokenizer, encoded) == expected
+    ours = encode(BytesTokenizer(), template.replace("bos_token", "'<s>'").replace("eos_token", "'</s>'"), messages)
+    assert BytesTokenizer().decode(ours.tokens) == text
+    assert ours.tokens[-1] == BytesTokenizer.end_id
+    # A reply's first blank may be one token with its first word.
+    assert [run.lstrip(" ") for run in learned(BytesTokenizer(), ours)] == [run.lstrip(" ") for run in expected]
+
+
+def test_the_reasoning_of_the_last_reply_is_learned(tokenizer: HuggingFaceTokenizer) -> None:
+    thought = {"role": "assistant", "content": "<think>\n3 x 4\n</think>\n\nTwelve"}
+    encoded = encode(tokenizer, QWEN3, [*PLAIN[:3], thought])
+    assert learned(tokenizer, encoded) == ["Four, señor.<|im_end|>", "<think>\n3 x 4\n</think>\n\nTwelve<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [QWEN3, DEEPSEEK], ids=["qwen 3", "deepseek"])
+def test_reasoning_that_a_template_drops_is_refused(template: str, tokenizer: HuggingFaceTokenizer) -> None:
+    thought = {"role": "assistant", "content": "<think>\n2 + 2\n</think>\n\nFour"}
+    with pytest.raises(
+        UserError, match=r"^chats\.jsonl row 4: the template renders message 2 \(assistant\) in another"
+    ):
+        encode(tokenizer, template, [PLAIN[0], thought, *PLAIN[2:]])
+
+
+def test_calls_of_tools_are_learned_and_their_answers_are_not(tokenizer: HuggingFaceTokenizer) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 2, "b": "<2>"}}}
+    messages = [
+        PLAIN[0],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_calls": None},  # as a table has it, in which no column is absent
+        PLAIN[1],
+    ]
+    encoded = encode(tokenizer, TOOLS, messages)
+    assert learned(tokenizer, encoded) == [
+        '{"name": "add", "arguments": {"a": 2, "b": "<2>"}}<|im_end|>',
+        "Four, señor.<|im_end|>",
+    ]
+
+
+def test_conversations_of_sharegpt_are_the_same(tokenizer: HuggingFaceTokenizer) -> None:
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    shared = [{"from": names[message["role"]], "value": message["content"]} for message in WITH_SYSTEM]
+    ours, theirs = (encode(tokenizer, CHATML, messages) for messages in (WITH_SYSTEM, shared))
+    assert ours.tokens.tolist() == theirs.tokens.tolist()
+    assert np.array_equal(ours.supervised, theirs.supervised)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        (PLAIN[:1], "nothing in it is to be learned: no message is the assistant's (roles: user); mend"),
+        ([], "nothing in it is to be learned: no message is the assistant's (roles: none); mend"),
+        ("hello", "is not a list of messages; use data.format=text for text, or data.messages_column=NAME"),
+        ([{"text": "hi"}], "message 1 has no role (it has text); messages are {role, content} or {from, value}"),
+        ([PLAIN[0], {"role": "assistant", "content": 4}], "message 2 (assistant) has no text as its content but 4"),
+        ([{"role": "assistant"}], "message 1 (assistant) has no text as its content but None"),
+        ([{"from": "alien", "value": "hi"}], "message 1 is from 'alien', which is none of human, user, gpt, "),
+        ([*PLAIN, {"role": "user", "content": "\ud800"}], "holds half a character"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_named(messages: Any, said: str) -> None:
+    for tokenizer in (BytesTokenizer(),):
+        with pytest.raises(UserError) as caught:
+            encode(tokenizer, CHATML, messages)
+        assert str(caught.value).startswith("chats.jsonl row 4")
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_an_empty_reply_teaches_nothing() -> None:
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    with pytest.raises(UserError, match="row 4: nothing in it is to be learned: the assistant's messages are empty"):
+        encode(BytesTokenizer(), template, [PLAIN[0], {"role": "assistant", "content": ""}])
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (LLAMA2, "row 4: the template refuses it: Conversation roles must alternate user/assistant/user/assistant/..."),
+        ("{{ messages[0].content + 1 }}", "row 4: the template fails with TypeError: "),
+        ("{{ messages.clear() }}", "row 4: the template refuses it: "),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "row 4: the template refuses it: access to attribute"),
+    ],
+)
+def test_a_template_that_fails_or_breaks_out_is_one_line(template: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        encode(BytesTokenizer(), template, WITH_SYSTEM)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_template_is_the_given_one_or_the_tokenizers_or_chatml(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text(UNASKED)
+    files = tokenizer.spec()["files"]
+    named = [{"name": "tool_use", "template": TOOLS}, {"name": "default", "template": LLAMA3}]
+    in_config = HuggingFaceTokenizer({**files, "tokenizer_config.json": json.dumps({"chat_template": LLAMA2})})
+    by_name = HuggingFaceTokenizer({**files, "tokenizer_config.json": json.dumps({"chat_template": named})})
+    beside = HuggingFaceTokenizer({**in_config.spec()["files"], "chat_template.jinja": QWEN3})
+    given = section("x", format="chat", chat_template=str(file)), section("x", format="chat", chat_template=MARKED)
+    neither: list[Any] = [tokenizer, BytesTokenizer()]
+    assert [chat_template(section("x"), each)[0] for each in neither] == [CHATML, CHATML]
+    own: list[Any] = [in_config, by_name, beside]
+    assert [chat_template(section("x"), each)[0] for each in own] == [LLAMA2, LLAMA3, QWEN3]
+    assert [chat_template(each, own[2])[0] for each in given] == [UNASKED, MARKED]
+    specs = [chat_encoder(each, own[2]).spec() for each in (section("x"), *given)]
+    assert len({json.dumps(spec) for spec in specs}) == 3
+    with pytest.raises(UserError, match=r"cannot read data\.chat_template=.*nowhere\.jinja: No such file"):
+        chat_template(section("x", format="chat", chat_template=str(tmp_path / "nowhere.jinja")), own[0])
+    with pytest.raises(UserError, match=r"data\.chat_template is no Jinja template in line 1: "):
+        chat_encoder(section("x", format="chat", chat_template="{% for x %}"), own[0])
+
+
+def test_the_day_in_a_template_does_not_change_the_tokens() -> None:
+    template = "{{ strftime_now('%d %b %Y') }} " + CHATML
+    assert (
+        BytesTokenizer().decode(encode(BytesTokenizer(), template, PLAIN).tokens).startswith("26 Jul 2024 <|im_start|>")
+    )

@@ -1,0 +1,149 @@
+"""On two hosts with a cable between them: the cable is cut, a host dies and comes back, and training goes on."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import ROOT
+from tests.hosts import Hosts, why_not
+from tests.runs import metrics, tiny_overrides
+from tests.slurm import wait_for
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(420)]
+
+_NOTICED_SECONDS = 8
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    both = Hosts(2, tmp_path_factory.mktemp("hosts"))
+    yield both
+    both.close()
+
+
+class Run:
+    """An elastic run on one host or two, as their users start it."""
+
+    def __init__(self, hosts: Hosts, run_dir: Path, text: Path) -> None:
+        self.run_dir = run_dir
+        self._hosts = hosts
+        self._argv = tiny_overrides(
+            text, run_dir, "trainer.steps=1000000", "schedule=constant", "checkpoint.every=10", "launch.device=cpu",
+            f"launch.step_timeout_seconds={_NOTICED_SECONDS}", "launch.start_timeout_seconds=60",
+        )  # fmt: skip
+        self._started: list[subprocess.Popen[bytes]] = []
+        self.outputs: list[Path] = []
+
+    def start(self, host: int) -> subprocess.Popen[bytes]:
+        """Start torchrun on ``host``."""
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=9",
+            "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29400", "--rdzv-id=run",
+            "--rdzv-conf=last_call_timeout=3,join_timeout=120", "train.py", *self._argv,
+        ]  # fmt: skip
+        self.outputs.append(self.run_dir.with_name(f"host{host}-start{len(self.outputs)}.log"))
+        with self.outputs[-1].open("wb") as output:
+            self._started.append(subprocess.Popen(
+                self._hosts.command(host, command, own_processes=True), cwd=ROOT, stdout=output, stderr=output,
+                env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            ))  # fmt: skip
+        return self._started[-1]
+
+    def printed(self) -> str:
+        return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')[-6000:]}" for path in self.outputs)
+
+    def worlds(self) -> list[int]:
+        """World sizes of its starts."""
+        try:
+            return [line["world_size"] for line in metrics(self.run_dir, "start")]
+        except FileNotFoundError:
+            return []
+
+    def wait_for_world(self, size: int, starts: int) -> None:
+        """Wait until the start number ``starts``, or a later one, is of ``size`` processes and has saved."""
+
+        def is_so() -> bool:
+            if len(self.worlds()) < starts or self.worlds()[-1] != size:
+                return False
+            began = metrics(self.run_dir, "start")[-1]["resumed_from"] or 0
+            return any(line["step"] > began for line in metrics(self.run_dir, "checkpoint"))
+
+        wait_for(is_so, f"start {starts} with {size} processes (so far {self.worlds()})", 150, self.printed)
+
+    def stop(self) -> None:
+        """Ask for a stop, and wait for it."""
+        (self.run_dir / "control").write_text("stop")
+        wait_for(lambda: self.status() == "stopped", "the stop", 60, self.printed)
+
+    def status(self) -> str:
+        return str(json.loads((self.run_dir / "status.json").read_text())["state"])
+
+    def end(self) -> None:
+        """Kill what is left."""
+        for process in self._started:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def run(hosts: Hosts, text: Path, tmp_path: Path) -> Iterator[Run]:
+    made = Run(hosts, tmp_path / "run", text)
+    yield made
+    made.end()
+    for host in range(hosts.count):
+        hosts.set_link(host, "up")
+
+
+def check_every_sample_once(run_dir: Path, text: Path, tmp_path: Path) -> None:
+    """Steps and samples without a gap, and the losses of one process that nobody disturbed."""
+    done = metrics(run_dir)
+    assert [line["step"] for line in done] == list(range(1, len(done) + 1))
+    assert [line["samples"] for line in done] == [4 * line["step"] for line in done]
+    alone = tmp_path / "alone"
+    count = min(len(done), 400)
+    argv = tiny_overrides(
+        text, alone, "trainer.steps=1000000", f"trainer.stop_at={count}", "schedule=constant", "launch.device=cpu"
+    )
+    subprocess.run([sys.executable, "train.py", *argv], cwd=ROOT, timeout=240, check=False)
+    expected = [line["loss"] for line in metrics(alone)]
+    assert [line["loss"] for line in done[:count]] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_host_dies_and_comes_back_and_training_goes_on(run: Run, text: Path, tmp_path: Path) -> None:
+    run.start(0)
+    other = run.start(1)
+    run.wait_for_world(2, starts=1)
+    other.kill()
+    other.wait()
+    run.wait_for_world(1, starts=2)
+    run.start(1)
+    run.wait_for_world(2, starts=3)
+    run.stop()
+    check_every_sample_once(run.run_dir, text, tmp_path)
+    joined = metrics(run.run_dir, "stop")[-2]
+    assert (joined["state"], joined["step"]) == ("stopped", metrics(run.run_dir, "start")[-1]["resumed_from"]), (
+        "for a host that joins nothing is lost"
+    )
+
+
+def test_a_cut_cable_is_noticed_and_told_and_training_goes_on(
+    run: Run, hosts: Hosts, text: Path, tmp_path: Path
+) -> None:
+    run.start(0)
+    run.start(1)
+    run.wait_for_world(2, starts=1)
+    hosts.set_link(1, "down")
+    run.wait_for_world(1, starts=2)
+    told = metrics(run.run_dir, "stop")[0]
+    assert told["state"] == "failed"
+    assert f"no answer from another process in time (launch.step_timeout_seconds={_NOTICED_SECONDS})" in told["reason"]
+    run.stop()
+    check_every_sample_once(run.run_dir, text, tmp_path)

@@ -1,0 +1,241 @@
+"""``launch=local`` as it is typed: one error line before anything starts, one console, one exit code, no orphans."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from configs.compose import sweep
+from configs.errors import UserError
+from launch.queue import Job, jobs_of, note_job
+from launch.requeue import verdict
+from launch.slurm import script
+from tests.cluster import ROOT
+from tests.runs import metrics, tiny_overrides
+from tests.slurm import wait_for
+
+_ENDLESS = ("trainer.steps=1000000", "schedule=constant", "checkpoint.every=1000000")
+
+
+class Local:
+    """A run of ``launch=local`` with two processes."""
+
+    def __init__(self, *words: str, program: str = "train.py", folder: Path = ROOT) -> None:
+        argv = [sys.executable, str(ROOT / program), "launch=local", "launch.processes=2", "launch.device=cpu", *words]
+        self.process = subprocess.Popen(
+            argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, restore_signals=True
+        )
+
+    def ranks(self) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return sorted(int(pid) for path in children for pid in path.read_text().split())
+
+    def end(self) -> tuple[int, str, str]:
+        stdout, stderr = self.process.communicate(timeout=120)
+        return self.process.returncode, stdout, stderr
+
+
+@pytest.fixture
+def started(text: Path, tmp_path: Path) -> Iterator[Local]:
+    """One that trains, and would for ever, in ``tmp_path / "run"``."""
+    run = Local(*tiny_overrides(text, tmp_path / "run", *_ENDLESS))
+    wait_for(lambda: is_training(tmp_path / "run"), "the third step", 120)
+    ranks = run.ranks()
+    assert len(ranks) == 2
+    yield run
+    with suppress(ProcessLookupError):
+        run.process.kill()
+    run.process.communicate()
+    wait_for(lambda: not any(is_alive(pid) for pid in ranks), "the ranks to end", 60)
+
+
+def is_training(run_dir: Path) -> bool:
+    try:
+        return len(metrics(run_dir)) >= 3
+    except FileNotFoundError:
+        return False
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def status(run_dir: Path) -> dict[str, object]:
+    return dict(json.loads((run_dir / "status.json").read_text()))
+
+
+def test_two_processes_train_and_one_speaks(text: Path, tmp_path: Path) -> None:
+    code, stdout, stderr = Local(*tiny_overrides(text, tmp_path / "run")).end()
+    assert (code, stderr) == (0, "")
+    assert [line.split()[1] for line in stdout.splitlines() if line.startswith("step ")] == [
+        f"{n}/6" for n in range(1, 7)
+    ]
+    assert sum(line.startswith("finished") for line in stdout.splitlines()) == 1
+    assert metrics(tmp_path / "run", "start")[0]["world_size"] == 2
+    assert len(list((tmp_path / "run" / "log").iterdir())) == 2
+
+
+def test_a_mistake_is_told_before_torch_is_imported() -> None:
+    program = "import sys; sys.modules['torch'] = None; import train; sys.exit(train.main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "launch=local", "launch.processes=3"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 78
+    assert done.stderr.startswith("error: trainer.global_batch=32 is not a multiple of 24")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_mistake_that_the_ranks_find_is_one_line_too(text: Path, tmp_path: Path) -> None:
+    run = Local(*tiny_overrides(text, tmp_path / "run", "checkpoint.resume=must"))
+    code, stdout, stderr = run.end()
+    assert (code, stdout) == (78, "")
+    assert stderr.startswith("error: checkpoint.resume=must but ")
+    assert len(stderr.splitlines()) == 1
+
+
+def test_a_failure_of_another_rank_is_told_last_with_its_traceback(text: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "sitecustomize.py"
+    broken.write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    import trainer.step\n"
+        "    def fail(self, *arguments): raise ZeroDivisionError('here')\n"
+        "    trainer.step.TrainStep.__call__ = fail\n"
+    )
+    argv = [sys.executable, "train.py", "launch=local", "launch.processes=2", *tiny_overrides(text, tmp_path / "run")]
+    done = subprocess.run(
+        argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )  # fmt: skip
+    assert done.returncode == 70
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert done.stderr.endswith("ZeroDivisionError: here\n")
+    assert status(tmp_path / "run")["reason"] == "ZeroDivisionError: here"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_the_launcher_ends_in_a_checkpoint(name: str, started: Local, tmp_path: Path) -> None:
+    started.process.send_signal(getattr(signal, name))
+    code, stdout, _ = started.end()
+    assert code == 75
+    assert f"stopping   {name} on all ranks" in stdout
+    ended = status(tmp_path / "run")
+    assert (ended["state"], ended["exit_code"]) == ("stopped", 75)
+    assert (tmp_path / "run" / "checkpoints" / f"step-{ended['step']:08}").is_dir()
+
+
+def test_a_rank_that_is_killed_is_named_and_takes_the_others_with_it(started: Local, tmp_path: Path) -> None:
+    os.kill(started.ranks()[1], signal.SIGKILL)
+    code, _, stderr = started.end()
+    assert code == 70
+    assert stderr.splitlines()[-1].startswith("failed: rank 1 was killed by SIGKILL")
+    assert str(status(tmp_path / "run")["reason"]).startswith("rank 1 was killed by SIGKILL")
+
+
+def test_a_launcher_that_is_killed_leaves_no_rank(started: Local, tmp_path: Path) -> None:
+    ranks = started.ranks()
+    started.process.kill()
+    wait_for(lambda: not any(is_alive(pid) for pid in ranks), "the ranks to end", 60)
+    assert status(tmp_path / "run")["state"] == "stopped"
+
+
+# Slurm, as far as it can be told without one
+
+
+def points(*words: str) -> str:
+    return script(sweep(["launch=slurm", *words]))
+
+
+def test_the_script_is_the_one_for_hand_use_with_other_settings() -> None:
+    by_hand = (ROOT / "slurm" / "train.sbatch").read_text()
+    text = points("optim.lr=1e-3,3e-3", "slurm.gpus_per_node=4", "trainer.global_batch=64", "slurm.partition=gpu")
+    mark = "# ---- From here on every script is the same. ----"
+    assert text.partition(mark)[2] == by_hand.partition(mark)[2]
+    assert by_hand.partition(mark)[2]
+    lines = text.splitlines()
+    assert {"#SBATCH --gpus-per-node=4", "#SBATCH --partition=gpu", "#SBATCH --array=0-1", "processes=4"} <= set(lines)
+    assert [line for line in lines if "run_dir=" in line and "tiny-lr-0.003" in line]
+    for shell in (text, by_hand):
+        subprocess.run(["bash", "-n"], input=shell, text=True, check=True)
+
+
+def test_a_sweep_makes_a_run_of_every_combination() -> None:
+    found = sweep(["optim.lr=1e-3,3e-3", "model=tiny", "trainer.seed=range(1,4)", "run.dir=here"])
+    assert len(found) == 6
+    assert {str(config.run.dir) for config in found.values()} >= {"here/lr-0.001-seed-1", "here/lr-0.003-seed-3"}
+    assert {config.optim.lr for config in found.values()} == {1e-3, 3e-3}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["trainer.seed=1"], "no key has them"),
+        (["trainer.seed=1,1"], "would share runs/tiny-seed-1"),
+        (["trainer.sed=1,2"], "trainer.seed=1"),
+    ],
+)
+def test_a_mistaken_sweep_is_refused(words: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        sweep(words)
+
+
+def test_a_sweep_inside_torchrun_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from train import main
+
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    assert main(["-m", "trainer.seed=1,2"]) == 78
+    assert "type it without torchrun" in capsys.readouterr().err
+
+
+def end_a_start(run_dir: Path, **status: object) -> tuple[int, str]:
+    """A start of a job that ends with ``status``."""
+    (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
+    start = run_dir / "slurm" / "1.start"
+    start.touch()
+    if status:
+        (run_dir / "status.json").write_text(json.dumps({"reason": None, "exit_code": None} | status))
+    else:
+        os.utime(start, (start.stat().st_atime, start.stat().st_mtime + 1))
+    return verdict(run_dir, start)
+
+
+def test_what_is_worth_another_start(tmp_path: Path) -> None:
+    assert end_a_start(tmp_path, state="stopped", step=5, reason="SIGUSR1 on all ranks")[0] == 75
+    assert end_a_start(tmp_path)[0] == 70, "the status is that of the start before"
+    assert end_a_start(tmp_path, state="running", step=7)[0] == 75, "killed: it goes on from its checkpoint"
+    code, line = end_a_start(tmp_path, state="running", step=7)
+    assert code == 70
+    assert "crash loop: two starts in a row have ended at step 7" in line
+    assert end_a_start(tmp_path, state="failed", step=9, exit_code=70)[0] == 70
+    assert end_a_start(tmp_path, state="finished", step=9, exit_code=0)[0] == 0
+
+
+def test_the_same_hang_twice_is_a_crash_loop_and_two_preemptions_are_none(tmp_path: Path) -> None:
+    assert end_a_start(tmp_path, state="stopped", step=8, reason="rank 5 hangs in data.next for 61 s")[0] == 75
+    assert end_a_start(tmp_path, state="stopped", step=8, reason="rank 3 hangs in data.next for 60 s")[0] == 70
+    for _ in range(2):
+        assert end_a_start(tmp_path, state="stopped", step=8, reason="SIGTERM on all ranks")[0] == 75
+
+
+def test_jobs_are_found_by_their_run(tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    note_job(tmp_path, "17", 3)
+
+    def job(name: str) -> Job:
+        return Job(name, "PENDING", "0:00", "1:00", "(Resources)", "gpu")
+
+    queued = [job("17_[0,2-4%2]"), job("17_3"), job("17_1"), job("18")]
+    assert [found.name for found in jobs_of(tmp_path, queued)] == ["17_[0,2-4%2]", "17_3"]

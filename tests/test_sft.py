@@ -1,0 +1,89 @@
+"""Fine-tuning on conversations, from an exported model to a checkpoint that transformers talks through."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import serried
+from tests import runs
+
+CHAT = [
+    {"role": "system", "content": "You count."},
+    {"role": "user", "content": "One, two?"},
+    {"role": "assistant", "content": "Three."},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "Four."},
+]
+
+
+def write_chats(path: Path, count: int = 120) -> Path:
+    chats = [[*CHAT[: 3 + number % 3], {"role": "assistant", "content": f"{number}."}] for number in range(count)]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder, as anybody's would be."""
+    folder = tmp_path_factory.mktemp("model")
+    assert runs.run_here(runs.tiny_overrides(text, folder / "run", "trainer.steps=1")).code == 0
+    serried.export({"run.dir": str(folder / "run"), "out": str(folder / "model")})
+    return folder / "model"
+
+
+def sft(model: Path, chats: Path, run_dir: Path, *more: str) -> list[str]:
+    shape = [word for word in runs.tiny_overrides(chats, run_dir) if word.startswith("model.")]
+    return [
+        "recipe=sft", *shape, f"data.path={chats}", f"data.cache_dir={chats.parent / 'cache'}", f"run.dir={run_dir}",
+        f"checkpoint.resume={model}", "data.sequence_length=256", "trainer.steps=3", "trainer.global_batch=4",
+        "trainer.eval_every=3", "trainer.log_every=1", "optim.lr=0.01", *more,
+    ]  # fmt: skip
+
+
+def test_a_model_is_tuned_on_what_the_assistant_says(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ended = runs.run_here(sft(model, write_chats(tmp_path / "chats.jsonl"), tmp_path / "run"))
+    assert ended.code == 0, ended.printed
+    lines = ended.printed.splitlines()
+    assert f"with the weights of {model}" in ended.printed
+    assert "learned is what the assistant says" in ended.printed
+    assert "% filled, isolated" in ended.printed
+    first = lines.index("sample     the first sequence; what is learned of it stands behind >")
+    assert lines[first + 1 : first + 7] == [
+        "  | <|im_start|>system",
+        "  | You count.<|im_end|>",
+        "  | <|im_start|>user",
+        "  | One, two?<|im_end|>",
+        "  | <|im_start|>assistant",
+        "  > Three.<|im_end|>",
+    ]
+    steps = runs.metrics(tmp_path / "run")
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert steps[-1]["tokens"] < 0.5 * 3 * 4 * 256, "targets are what the assistant says"
+    saved = AutoTokenizer.from_pretrained(runs.checkpoint(tmp_path / "run"))
+    rendered = saved.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
+    assert rendered == (
+        "<|im_start|>system\nYou count.<|im_end|>\n<|im_start|>user\nOne, two?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_row_to_learn_nothing_from_ends_the_run_before_it_begins(model: Path, tmp_path: Path) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", 40)
+    chats.write_text(chats.read_text() + json.dumps({"messages": CHAT[:2]}) + "\n")
+    ended = runs.run_here(sft(model, chats, tmp_path / "run"))
+    assert ended.code == 78
+    assert ended.printed.count("error: ") == 1
+    assert f"error: {chats} row 40: nothing in it is to be learned: no message is the assistant's" in ended.printed
+
+
+def test_a_template_that_was_changed_is_other_data(model: Path, tmp_path: Path) -> None:
+    chats, template = write_chats(tmp_path / "chats.jsonl"), tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}")
+    argv = sft(model, chats, tmp_path / "run", f"data.chat_template={template}")
+    assert runs.run_here([*argv, "trainer.stop_at=1"]).code == 75
+    template.write_text("{% for m in messages %}{{ m.role + '> ' + m.content + '\n' }}{% endfor %}")
+    ended = runs.run_here([word for word in argv if not word.startswith("checkpoint.resume")])
+    assert ended.code == 78
+    assert "was trained on other data" in ended.printed

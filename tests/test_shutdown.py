@@ -1,0 +1,436 @@
+"""Stopping: whatever asks for it, the run ends at a step boundary with a checkpoint, and goes on as if nothing was."""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import recipes.causal_lm
+from benchmarks.disturb import family, is_alive, torchrun
+from configs.errors import StopRequested
+from configs.schema import LaunchSection
+from launch.session import open_session
+from tests.cluster import ROOT, Cluster
+from tests.runs import ObservedRecipe, metrics, run_here, steps_saved, tiny_overrides, weights
+from train import main
+from trainer.checkpoint.save import Checkpointer
+from trainer.trainer import Trainer
+
+STEPS = 6
+SAME_LINE = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "skipped")
+
+
+def arguments(text: Path, run_dir: Path, *more: str) -> list[str]:
+    how = ["parallel=fsdp", "trainer.deterministic=true", "trainer.eval_every=3", "trainer.eval_batches=4"]
+    return tiny_overrides(text, run_dir, *how, "checkpoint.every=2", f"trainer.steps={STEPS}", *more)
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    return dict(json.loads((run_dir / "status.json").read_text()))
+
+
+class _Struck(ObservedRecipe):
+    """Sends signals to its own process while it computes or reads."""
+
+    def __init__(self, config: Any, at: str, count: int, numbers: list[int]) -> None:
+        super().__init__(config, ragged=False, fault=None)
+        self._at, self._count, self._numbers = at, count, numbers
+
+    def strike(self, at: str) -> None:
+        if at == self._at:
+            self._count -= 1
+            if self._count == 0:
+                for number in self._numbers:
+                    os.kill(os.getpid(), number)
+
+    def prepare(self) -> Any:
+        self.strike("set-up")
+        return super().prepare()
+
+    def collate(self, samples: Any, ids: Any) -> Any:
+        self.strike("data")
+        return super().collate(samples, ids)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        self.strike("step" if torch.is_grad_enabled() else "evaluation")
+        return super().loss(model, batch)
+
+
+def train_struck(argv: list[str], at: str, count: int, numbers: list[int], ranks: list[int]) -> int:
+    """As ``train.py`` does it; each of ``ranks`` gets the signals when it is ``at`` some work the ``count``-th time."""
+    if int(os.environ.get("RANK", "0")) not in ranks:
+        return main(argv)
+    write = Checkpointer._write
+    struck: list[_Struck] = []
+
+    def make(config: Any) -> _Struck:
+        struck.append(_Struck(config, at, count, numbers))
+        return struck[-1]
+
+    def strike_and_write(self: Checkpointer, *arguments: Any) -> Any:
+        struck[-1].strike("save")
+        return write(self, *arguments)
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(recipes.causal_lm, "CausalLM", make))
+        patches.enter_context(patch.object(Checkpointer, "_write", strike_and_write))
+        return main(argv)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    answers = cluster.run(2, "train:main", arguments=arguments(text, run_dir))
+    assert [answer.value for answer in answers] == [0, 0]
+    return run_dir
+
+
+def goes_on_as_undisturbed(cluster: Cluster, argv: list[str], run_dir: Path, undisturbed: Path) -> None:
+    answers = cluster.run(2, "train:main", arguments=argv)
+    assert [answer.value for answer in answers] == [0, 0], answers[0].printed
+    told, expected = metrics(run_dir), metrics(undisturbed)
+    assert [[line[key] for key in SAME_LINE] for line in told] == [
+        [line[key] for key in SAME_LINE] for line in expected
+    ]
+    for stem in ("model", "optimizer"):
+        mine, theirs = weights(run_dir, stem), weights(undisturbed, stem)
+        assert mine.keys() == theirs.keys()
+        assert all(mine[name].equal(theirs[name]) for name in theirs)
+
+
+TERM, USR1, INT, HUP = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
+
+
+@pytest.mark.parametrize(
+    ("at", "count", "numbers", "ranks", "workers", "steps", "reason"),
+    [
+        ("step", 1, [TERM], [1], 2, [1], "SIGTERM on rank 1"),
+        ("step", 3, [USR1], [0], 0, [3], "SIGUSR1 on rank 0"),
+        ("step", 4, [INT], [0, 1], 2, [4], "SIGINT on all ranks"),
+        ("step", 5, [HUP, TERM, USR1, TERM], [1], 2, [5], "SIGHUP on rank 1"),
+        ("evaluation", 2, [TERM], [1], 2, [3], "SIGTERM on rank 1"),
+        ("save", 1, [USR1], [1], 2, [3, 4], "SIGUSR1 on rank 1"),
+        ("data", 2, [TERM], [1], 0, [2], "SIGTERM on rank 1"),
+        ("data", 4, [TERM], [1], 2, [1, 2, 3, 4], "SIGTERM on rank 1"),
+    ],
+)
+def test_a_signal_ends_the_run_with_a_checkpoint_that_goes_on_bit_by_bit(
+    at: str, count: int, numbers: list[int], ranks: list[int], workers: int, steps: list[int], reason: str,
+    cluster: Cluster, text: Path, tmp_path: Path, undisturbed: Path,
+) -> None:  # fmt: skip
+    run_dir = tmp_path / "run"
+    argv = arguments(text, run_dir, f"data.workers={workers}")
+    struck = {"argv": argv, "at": at, "count": count, "numbers": [int(number) for number in numbers], "ranks": ranks}
+    first, second = cluster.run(2, "tests.test_shutdown:train_struck", **struck)
+    assert (first.value, second.value) == (75, 75), first.printed + second.printed
+    assert second.printed == ""
+    step = status(run_dir)["step"]
+    assert step in steps
+    assert status(run_dir) == {"state": "stopped", "step": step, "reason": reason, "exit_code": 75, "failures": 0}
+    assert f"stopping   {reason}: saving, then the run ends" in first.printed
+    assert first.printed.rstrip().endswith(f"next       go on: the same command; up to step {STEPS}")
+    assert [(line["step"], line["state"], line["reason"]) for line in metrics(run_dir, "stop")] == [
+        (step, "stopped", reason)
+    ]
+    saved = [line["step"] for line in metrics(run_dir, "checkpoint")]
+    assert saved == sorted({*range(2, step + 1, 2), step}), "each once"
+    assert [line["step"] for line in metrics(run_dir, "eval")] == ([3] if step > 3 else []), "none that was cut short"
+    goes_on_as_undisturbed(cluster, argv, run_dir, undisturbed)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_before_the_first_step_a_signal_ends_the_run_at_once_and_resumable(
+    rank: int, cluster: Cluster, text: Path, tmp_path: Path, undisturbed: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    argv = arguments(text, run_dir, "launch.start_timeout_seconds=10")  # for rank 0, while rank 1's process lives on
+    struck = {"argv": argv, "count": 1, "numbers": [int(TERM)], "ranks": [rank]}
+    if rank == 0:
+        answers = cluster.run(2, "tests.test_shutdown:train_struck", at="set-up", **struck)
+    else:
+        answers = cluster.run(2, "tests.test_shutdown:stop_rank_1_while_the_model_is_cut", argv=argv)
+    assert [answer.value for answer in answers] == [75, 75]
+    reason = f"SIGTERM on rank {rank} before the first step"
+    printed = "".join(answer.printed for answer in answers)
+    assert printed.count("stopped: ") == printed.count(reason) == 1
+    assert "Traceback" not in printed
+    assert (status(run_dir)["state"], status(run_dir)["step"], status(run_dir)["reason"]) == ("stopped", 0, reason)
+    goes_on_as_undisturbed(cluster, argv, run_dir, undisturbed)
+
+
+def stop_rank_1_while_the_model_is_cut(argv: list[str]) -> int:
+    if os.environ["RANK"] == "0":
+        return main(argv)
+    with patch("trainer.trainer.parallelize", lambda *_, **__: os.kill(os.getpid(), TERM)):
+        return _as_a_process(argv)
+
+
+def test_a_stop_before_the_first_step_of_a_resumed_run_loses_nothing(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert run_here(tiny_overrides(text, run_dir, "trainer.stop_at=4")).code == 75
+    before = (run_dir / "metrics.jsonl").read_text()
+    with patch("trainer.trainer.load_state", lambda *_: os.kill(os.getpid(), USR1)):
+        ended = run_here(tiny_overrides(text, run_dir))
+    assert ended.code == 75
+    assert "stopped: SIGUSR1 before the first step" in ended.printed
+    assert (status(run_dir)["state"], status(run_dir)["step"]) == ("stopped", 4)
+    assert (run_dir / "metrics.jsonl").read_text().startswith(before)
+    assert run_here(tiny_overrides(text, run_dir)).code == 0
+    assert [line["step"] for line in metrics(run_dir)] == list(range(1, STEPS + 1))
+
+
+def _as_a_process(argv: list[str]) -> int:
+    """``main``, and then let go of every connection, as a process does when it ends."""
+    code = main(argv)
+    gc.collect()
+    return code
+
+
+def fail_and_be_told(argv: list[str]) -> int:
+    """Rank 1 fails in step 3; rank 0 gets what torchrun sends then."""
+    rank = os.environ["RANK"]
+    step = Trainer._train
+
+    def train(self: Trainer, number: int, batches: Any) -> None:
+        if number == 3:
+            if rank == "1":
+                raise ZeroDivisionError("here")
+            os.kill(os.getpid(), TERM)
+        step(self, number, batches)
+
+    with patch.object(Trainer, "_train", train):
+        return _as_a_process(argv)
+
+
+def test_the_echo_of_a_failure_is_no_request_to_stop(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    answers = cluster.run(2, "tests.test_shutdown:fail_and_be_told", argv=arguments(text, tmp_path / "run"))
+    assert [answer.value for answer in answers] == [70, 70]
+    now = status(tmp_path / "run")
+    assert (now["state"], now["step"], now["exit_code"]) == ("failed", 3, 70)
+    assert now["reason"] == "ZeroDivisionError: here"
+
+
+def stop_beside_the_dead() -> list[object]:
+    with open_session(LaunchSection()) as session:
+        child = subprocess.Popen([sys.executable, "-c", ""])
+        child.wait()
+        session._processes[1] = child.pid
+        answer = list(session.first_failure(StopRequested("SIGTERM"))) if session.rank == 0 else []
+        session.gather("done")
+        return answer
+
+
+def test_a_peer_that_died_without_a_word_is_no_request_to_stop(cluster: Cluster) -> None:
+    """torchrun sends SIGTERM to the others then, as it does when it is asked to end."""
+    answer = cluster.run(2, "tests.test_shutdown:stop_beside_the_dead")[0].value
+    assert answer == [0, "rank 1 died without a word before the first step", 70]
+
+
+def test_a_rank_that_waits_for_another_in_vain_still_hears(text: Path, tmp_path: Path) -> None:
+    """Python's handlers do not run inside a call that waits."""
+    argv = tiny_overrides(text, tmp_path / "run")
+    script = (
+        "import os, signal, threading, sys, torch.distributed as dist\n"
+        "from datetime import timedelta\n"
+        "from unittest.mock import patch\n"
+        "from train import main\n"
+        "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "def wait(*_, **__):\n"
+        "    threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()\n"
+        "    store.wait(['never'], timedelta(seconds=100))\n"
+        f"with patch('trainer.trainer.parallelize', wait): main({argv})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=90
+    )
+    assert (done.returncode, done.stderr) == (75, "")
+    now = status(tmp_path / "run")
+    assert (now["state"], now["step"], now["reason"]) == ("stopped", 0, "SIGTERM before the first step")
+
+
+def test_where_the_last_checkpoint_cannot_be_saved_the_run_has_failed(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def ask(_: Trainer, step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), TERM)
+
+    with patch.object(Checkpointer, "_prepare", lambda *_: "the disk is full"):
+        ended = run_here(tiny_overrides(text, run_dir, "checkpoint.every=0"), ask)
+    assert ended.code == 70
+    assert "failed: step 3 is done, but its checkpoint cannot be saved: the disk is full" in ended.printed
+    assert status(run_dir)["state"] == "failed"
+
+
+# the control file, and clocks --------------------------------------------------------------------------------
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_control_file_saves_and_stops(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    control = run_dir / "control"
+
+    def write(trainer: Trainer, step: int) -> None:
+        del trainer
+        if step == 1:
+            control.write_text("now\n")
+            until(lambda: "says 'now'" in log())
+        if step in (2, 5):
+            control.write_text({2: "save", 5: " STOP\n"}[step])
+            until(lambda: not control.exists())
+
+    def log() -> str:
+        return (run_dir / "log/rank-0.log").read_text()
+
+    ended = run_here(tiny_overrides(text, run_dir, "checkpoint.every=0", "trainer.steps=100"), write)
+    assert ended.code == 75
+    assert ended.printed.count("WARNING") == 1
+    assert f"WARNING    {control} says 'now'; it can say stop (save and stop) or save (save and go on)" in ended.printed
+    assert steps_saved(run_dir) == [3, 6]
+    assert (status(run_dir)["step"], status(run_dir)["reason"]) == (6, "control: stop")
+    assert not control.exists(), "or the next start would stop, too"
+
+
+def save_by_control(argv: list[str], control: str) -> int:
+    step = Trainer._train
+
+    def train(self: Trainer, number: int, batches: Any) -> None:
+        if number == 3 and os.environ["RANK"] == "0":
+            Path(control).write_text("save")
+            until(lambda: not Path(control).exists())
+        step(self, number, batches)
+
+    with patch.object(Trainer, "_train", train):
+        return main(argv)
+
+
+def test_all_ranks_save_when_the_control_file_says_so(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = arguments(text, run_dir, "checkpoint.every=0")
+    answers = cluster.run(2, "tests.test_shutdown:save_by_control", argv=argv, control=str(run_dir / "control"))
+    assert [answer.value for answer in answers] == [0, 0]
+    assert steps_saved(run_dir) == [3, STEPS]
+
+
+def test_max_minutes_stops(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert run_here(tiny_overrides(text, run_dir, "trainer.max_minutes=0.001")).code == 75
+    assert (status(run_dir)["step"], status(run_dir)["reason"]) == (1, "trainer.max_minutes=0.001")
+    ended = run_here(tiny_overrides(text, run_dir, "trainer.max_minutes=1000"))
+    assert ended.code == 0
+    assert "changed since" not in ended.printed
+
+
+@pytest.mark.parametrize(("left", "step"), [(20, STEPS), (0.5, 1), (4e9, STEPS)])
+def test_a_run_ends_before_slurm_ends_it(
+    left: float, step: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = int(time.time() + left)
+    run_dir = tmp_path / "run"
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(end))
+    with patch("trainer.shutdown._SPARE_SECONDS", 1.0):
+        ended = run_here(tiny_overrides(text, run_dir))
+    assert (ended.code, status(run_dir)["step"]) == (75 if step == 1 else 0, step)
+    if step == 1:
+        clock = time.strftime("%H:%M", time.localtime(end))
+        assert status(run_dir)["reason"] == f"Slurm ends this job at {clock}"
+
+
+# failing again and again, and ending at once --------------------------------------------------------------------------
+
+
+def test_failures_of_the_same_kind_are_counted(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def crash(at: int, text: str) -> Callable[[Trainer, int], None]:
+        def after_step(_: Trainer, step: int) -> None:
+            if step == at:
+                raise RuntimeError(text)
+
+        return after_step
+
+    for at, why, failures in (
+        (1, "peer at port 4711 is gone", 1),
+        (1, "peer at port 4712 is gone", 2),
+        (1, "something else", 1),
+        (3, "something else", 1),
+        (3, "something else", 2),
+    ):
+        assert run_here(tiny_overrides(text, run_dir), crash(at, why)).code == 70
+        now = status(run_dir)
+        assert (now["state"], now["step"], now["failures"]) == ("failed", at, failures)
+    assert run_here(tiny_overrides(text, run_dir)).code == 0
+    assert status(run_dir)["failures"] == 0
+
+
+def hang_and_be_interrupted_twice(argv: list[str]) -> None:
+    step = Trainer._train
+
+    def train(self: Trainer, number: int, batches: Any) -> None:
+        step(self, number, batches)
+        if number == 3:
+            os.kill(os.getpid(), INT)
+            os.kill(os.getpid(), INT)  # a terminal and torchrun may both pass on one Ctrl-C
+            assert self._session.signals.received == "SIGINT"
+            self._session.signals._interrupted_at = time.monotonic() - 5
+            os.kill(os.getpid(), INT)
+            time.sleep(60)
+
+    with patch.object(Trainer, "_train", train):
+        main(argv)
+
+
+def test_ctrl_c_twice_ends_at_once(text: Path, tmp_path: Path) -> None:
+    argv = tiny_overrides(text, tmp_path / "run")
+    script = f"from tests.test_shutdown import *; hang_and_be_interrupted_twice({argv})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 70
+    assert done.stderr.endswith("interrupted again: ended at once, without saving\n")
+    now = status(tmp_path / "run")
+    assert (now["state"], now["step"], now["reason"], now["exit_code"]) == ("failed", 3, "interrupted twice", 70)
+
+
+# torchrun --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [TERM, USR1])
+def test_no_process_outlives_its_torchrun_unsaved(
+    number: int, cluster: Cluster, text: Path, tmp_path: Path, undisturbed: Path
+) -> None:
+    """SIGUSR1 kills torchrun, unless it is told otherwise: its processes hear of that from the kernel."""
+    run_dir = tmp_path / "run"
+    argv = arguments(text, run_dir, "launch.device=cpu")
+    with torchrun(2, argv, tmp_path / "output.txt", script=("-m", "tests.waiting")) as agent:
+        until(lambda: agent.poll() is not None or '"step": 2,' in _text(run_dir / "metrics.jsonl"))
+        processes = family(agent.pid)
+        os.kill(agent.pid, number)
+        until(lambda: not any(map(is_alive, processes)))
+    printed = (tmp_path / "output.txt").read_text()
+    reason = "SIGTERM on all ranks" if number == TERM else f"the end of torchrun (process {agent.pid})"
+    assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("stopped", reason), printed
+    assert steps_saved(run_dir)[-1] == status(run_dir)["step"]
+    assert status(run_dir)["step"] == 3
+    goes_on_as_undisturbed(cluster, argv, run_dir, undisturbed)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""

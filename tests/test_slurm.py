@@ -1,0 +1,200 @@
+"""On a real Slurm cluster: submitted from the config, stopped by Slurm in each of its ways, queued again, gone on."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import ROOT
+from tests.runs import metrics, tiny_overrides
+from tests.slurm import SlurmCluster, wait_for, why_not
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(420)]
+
+# A login node has no torch: importing it fails here.
+_LOGIN_NODE = (
+    "import sys; sys.modules['torch'] = None; import {module} as program; sys.exit(program.main(sys.argv[1:]))"
+)
+_ENDLESS = ("trainer.steps=1000000", "schedule=constant", "checkpoint.every=1000000", "trainer.deterministic=true")
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"))
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_job_stays(slurm: SlurmCluster) -> Iterator[None]:
+    yield
+    slurm.clear()
+
+
+def at_login(slurm: SlurmCluster, module: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", _LOGIN_NODE.format(module=module), *words],
+        cwd=ROOT, env=slurm.environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def submit(slurm: SlurmCluster, *words: str) -> str:
+    """Submit a run of two nodes, as ``launch=slurm`` does; returns the job's number."""
+    done = at_login(slurm, "train", "launch=slurm", "launch.nodes=2", "launch.device=cpu", *words)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"job (\d+)", done.stdout)
+    assert found, done.stdout
+    return found[1]
+
+
+def printed(run_dir: Path) -> str:
+    return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted((run_dir / "slurm").glob("*.log")))
+
+
+def status(run_dir: Path) -> dict[str, object]:
+    try:
+        return dict(json.loads((run_dir / "status.json").read_text()))
+    except FileNotFoundError:
+        return {}
+
+
+def steps(run_dir: Path) -> list[int]:
+    try:
+        return [line["step"] for line in metrics(run_dir)]
+    except FileNotFoundError:
+        return []
+
+
+def starts(run_dir: Path) -> list[int | None]:
+    """From which step each start went on; None: from none."""
+    return [line["resumed_from"] for line in metrics(run_dir, "start")]
+
+
+def wait_for_steps(run_dir: Path, more_than: int) -> None:
+    wait_for(lambda: max(steps(run_dir), default=0) > more_than, f"step {more_than}", 150, lambda: printed(run_dir))
+
+
+def has_trained_on(run_dir: Path, start: int) -> bool:
+    began = starts(run_dir)
+    return len(began) == start and max(steps(run_dir), default=0) > (began[-1] or 0)
+
+
+def wait_for_a_start(run_dir: Path, number: int) -> None:
+    """Wait until the run has started that often, and trained on."""
+    wait_for(lambda: has_trained_on(run_dir, number), f"start {number}", 150, lambda: printed(run_dir))
+
+
+def wait_for_state(run_dir: Path, state: str) -> None:
+    wait_for(lambda: status(run_dir).get("state") == state, f"the run to be {state}", 150, lambda: printed(run_dir))
+
+
+def check_nothing_was_lost(run_dir: Path, text: Path, tmp_path: Path) -> None:
+    """Every step once, from sample to sample, with the losses of a run that nobody stopped."""
+    done = steps(run_dir)
+    assert done == list(range(1, len(done) + 1))
+    assert [line["samples"] for line in metrics(run_dir)] == [4 * step for step in done]
+    last = (starts(run_dir)[-1] or 0) + 1
+    whole = tmp_path / "undisturbed"
+    argv = tiny_overrides(text, whole, *_ENDLESS, f"trainer.stop_at={last}", "launch=local", "launch.processes=2")
+    subprocess.run([sys.executable, "train.py", *argv, "launch.device=cpu"], cwd=ROOT, timeout=240, check=False)
+    assert [line["loss"] for line in metrics(run_dir)][:last] == [line["loss"] for line in metrics(whole)]
+
+
+def test_two_nodes_train_what_one_process_trains(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = tiny_overrides(text, run_dir)
+    job = submit(slurm, *argv)
+    again = at_login(slurm, "serried", "submit", "launch.nodes=2", *argv)
+    assert again.returncode == 78
+    assert f"has a job in the queue already: {job} " in again.stderr
+    shown = at_login(slurm, "serried", "status", f"run.dir={run_dir}").stdout
+    assert f"job    {job} " in shown
+
+    slurm.wait_for_state(job, "COMPLETED", "FAILED")
+    assert slurm.job(job)["JobState"] == "COMPLETED", printed(run_dir)
+    assert status(run_dir)["state"] == "finished"
+    assert (run_dir / "slurm" / f"{job}.sbatch").exists()
+    assert "step 6/6" in (run_dir / "slurm" / f"{job}-node-0.log").read_text()
+    assert (run_dir / "slurm" / f"{job}-node-1.log").exists()
+    assert metrics(run_dir, "start")[0]["world_size"] == 2
+    alone = tmp_path / "alone"
+    subprocess.run([sys.executable, "train.py", *tiny_overrides(text, alone)], cwd=ROOT, timeout=120, check=True)
+    assert [line["loss"] for line in metrics(run_dir)] == pytest.approx([line["loss"] for line in metrics(alone)])
+    shown = at_login(slurm, "serried", "status", f"run.dir={run_dir}").stdout
+    assert "finished: all steps done, exit code 0" in shown
+    assert "step   6/6, loss " in shown
+
+
+def test_before_the_time_limit_it_saves_and_is_queued_again_and_goes_on(
+    slurm: SlurmCluster, text: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    argv = tiny_overrides(text, run_dir, *_ENDLESS)
+    job = submit(slurm, *argv, "slurm.time_minutes=30", "slurm.signal_seconds=600")
+    wait_for_steps(run_dir, 5)
+    slurm.ask("scontrol", "update", f"jobid={job}", "timelimit=9")  # so that 600 s before the limit are over
+    wait_for_a_start(run_dir, 2)
+    assert "SIGUSR1" in metrics(run_dir, "stop")[0]["reason"]
+    assert slurm.job(job)["Restarts"] == "1"
+
+    slurm.ask("scancel", job)
+    slurm.wait_for_state(job, "CANCELLED")
+    wait_for_state(run_dir, "stopped")
+    assert status(run_dir)["exit_code"] == 75
+    check_nothing_was_lost(run_dir, text, tmp_path)
+
+
+def test_it_goes_on_after_preemption_and_after_a_requeue(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    job = submit(slurm, *tiny_overrides(text, run_dir, *_ENDLESS), "slurm.partition=low")
+    wait_for_steps(run_dir, 5)
+    urgent = slurm.ask(
+        "sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
+    ).strip()
+    slurm.wait_for_state(urgent, "COMPLETED")
+    wait_for_a_start(run_dir, 2)
+    slurm.ask("scontrol", "requeue", job)
+    wait_for_a_start(run_dir, 3)
+    assert [line["state"] for line in metrics(run_dir, "stop")] == ["stopped", "stopped"]
+    check_nothing_was_lost(run_dir, text, tmp_path)
+
+
+def test_a_sweep_is_one_array_job(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+    argv = tiny_overrides(text, tmp_path / "runs", "trainer.steps=2", "run.name=small", "trainer.seed=1,2")
+    done = at_login(slurm, "train", "launch=slurm", "launch.device=cpu", "slurm.array_concurrency=1", "-m", *argv)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"array job (\d+): 2 runs", done.stdout)
+    assert found, done.stdout
+    for task, seed in enumerate((1, 2)):
+        run_dir = tmp_path / "runs" / f"seed-{seed}"
+        wait_for_state(run_dir, "finished")
+        assert (run_dir / "slurm" / f"{found[1]}_{task}-node-0.log").exists()
+        config = (run_dir / "config.yaml").read_text()
+        assert f"name: small-seed-{seed}\n" in config
+        assert f"seed: {seed}\n" in config
+
+
+def test_a_mistake_of_the_nodes_is_not_queued_again(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    argv = tiny_overrides(text, run_dir, f"data.path={tmp_path}/nowhere", "checkpoint.resume=auto")
+    job = submit(slurm, *argv)
+    ended = slurm.wait_for_state(job, "COMPLETED", "FAILED")
+    assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("FAILED", "0", "70:0")
+    assert "failed before training began" in (run_dir / "slurm" / f"{job}.log").read_text()
+    assert "error: data.path=" in printed(run_dir)
+
+
+def test_what_slurm_refuses_is_one_line(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+    argv = tiny_overrides(text, tmp_path / "run", "slurm.partition=no-such", "launch.nodes=2")
+    done = at_login(slurm, "serried", "submit", *argv)
+    assert done.returncode == 78
+    assert done.stderr.startswith("error: Slurm refuses the job: ")
+    assert "invalid partition specified: no-such" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

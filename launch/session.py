@@ -591,8 +591,7 @@ def _report(error: BaseException, session: Session) -> int:
         return failure.exit_code
     if failure.exit_code == EXIT_STOPPED:
         if failure.rank == session.rank:
-            go_on = "" if isinstance(error, TrainingStopped) else "; go on: the same command"
-            _say(f"stopped: {failure.reason}{go_on}")
+            _say(f"stopped: {failure.reason}; go on: the same command")
         return EXIT_STOPPED
     if failure.rank != session.rank:
         if isinstance(error, UserError):

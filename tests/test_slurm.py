@@ -109,7 +109,7 @@ def check_nothing_was_lost(run_dir: Path, text: Path, tmp_path: Path) -> None:
 
 def test_two_nodes_train_what_one_process_trains(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    argv = tiny_overrides(text, run_dir)
+    argv = tiny_overrides(text, run_dir, "slurm.interface=eth0")
     job = submit(slurm, *argv)
     again = at_login(slurm, "serried", "submit", "launch.nodes=2", *argv)
     assert again.returncode == 78

@@ -43,7 +43,8 @@ _LONGEST_NAP_SECONDS = 0.5
 _NO_ANSWER = ("Timed out waiting", "Application timeout")  # Gloo's words
 _BROKEN_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
-"""Environment variable: whoever waits for the ranks reads ``status.json``, not exit codes."""
+"""Environment variable: whoever waits for the ranks reads ``status.json``, not exit codes. Its value is a file to make
+where a rank stops on request: before the first step there is no status."""
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
@@ -628,6 +629,8 @@ def leave(code: int) -> NoReturn:
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if code == EXIT_STOPPED and (restarts or STATUS_DECIDES in os.environ):
         code = EXIT_FINISHED
+        with suppress(OSError, KeyError):
+            Path(os.environ[STATUS_DECIDES]).touch()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # whoever listened is gone
             stream.flush()

@@ -149,12 +149,25 @@ def test_a_signal_ends_the_run_with_a_checkpoint_that_goes_on_bit_by_bit(
     goes_on_as_undisturbed(cluster, argv, run_dir, undisturbed)
 
 
+def test_on_a_gpu_a_signal_ends_the_run_at_most_a_step_later(text: Path, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("this machine has no GPU")
+
+    def ask(_: Trainer, step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), TERM)
+
+    assert run_here(tiny_overrides(text, tmp_path / "run", "trainer.log_every=0"), ask).code == 75
+    assert status(tmp_path / "run")["step"] in (3, 4)
+    assert steps_saved(tmp_path / "run")[-1] == status(tmp_path / "run")["step"]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_before_the_first_step_a_signal_ends_the_run_at_once_and_resumable(
     rank: int, cluster: Cluster, text: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    argv = arguments(text, run_dir, "launch.start_timeout_seconds=10")  # for rank 0, while rank 1's process lives on
+    argv = arguments(text, run_dir, "launch.start_timeout_seconds=6")  # for rank 0, while rank 1's process lives on
     struck = {"argv": argv, "count": 1, "numbers": [int(TERM)], "ranks": [rank]}
     if rank == 0:
         answers = cluster.run(2, "tests.test_shutdown:train_struck", at="set-up", **struck)

@@ -54,9 +54,9 @@ class _Struck(ObservedRecipe):
                 for number in self._numbers:
                     os.kill(os.getpid(), number)
 
-    def prepare(self) -> Any:
+    def prepare(self, *arguments: Any) -> Any:
         self.strike("set-up")
-        return super().prepare()
+        return super().prepare(*arguments)
 
     def collate(self, samples: Any, ids: Any) -> Any:
         self.strike("data")
@@ -438,8 +438,11 @@ def test_no_process_outlives_its_torchrun_unsaved(
         os.kill(agent.pid, number)
         until(lambda: not any(map(is_alive, processes)))
     printed = (tmp_path / "output.txt").read_text()
-    reason = "SIGTERM on all ranks" if number == TERM else f"the end of torchrun (process {agent.pid})"
-    assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("stopped", reason), printed
+    reasons = ["SIGTERM on all ranks"]
+    if number == USR1:  # the kernel's SIGTERM may come before the last thread of torchrun has gone
+        reasons.append(f"the end of torchrun (process {agent.pid})")
+    assert status(run_dir)["state"] == "stopped", printed
+    assert status(run_dir)["reason"] in reasons
     assert steps_saved(run_dir)[-1] == status(run_dir)["step"]
     assert status(run_dir)["step"] == 3
     goes_on_as_undisturbed(cluster, argv, run_dir, undisturbed)

@@ -174,6 +174,7 @@ class Session:
     _attempt: str = ""
     """What the keys of this attempt begin with, in the store."""
     _patient: "list[ProcessGroup]" = field(default_factory=list)
+    _first_step_is_done: bool = False
     _processes: list[int] = field(default_factory=list)
     """The ranks' process numbers, each of its own machine."""
 
@@ -267,6 +268,7 @@ class Session:
     def first_step_done(self, seconds: float = 0.0) -> None:
         """From here on a silent peer is waited for only a little longer than ``launch.step_timeout_seconds``, or twice
         the ``seconds`` that the first step took: by then the watchdog should have named it."""
+        self._first_step_is_done = True
         if self._store is None:
             return
         import torch.distributed as dist
@@ -352,9 +354,19 @@ class Session:
         if self._failure is None:
             mine = self._failure = self.failure(error)
             if self._store is not None:
-                with suppress(RuntimeError):  # the store died with its host: nobody is left to ask
+                try:
                     self._failure = Failure(*json.loads(self._store.compare_set("failure", "", json.dumps(mine))))
+                except RuntimeError:  # the store died with its host: nobody is left to ask
+                    self._failure = self._without_store(mine)
         return self._failure
+
+    def _without_store(self, mine: Failure) -> Failure:
+        """``mine``, unless it is but the echo of a torchrun that was killed before there was anything to save."""
+        if self._first_step_is_done or mine.exit_code == EXIT_MISTAKE:
+            return mine
+        time.sleep(_GLOO_SETTLES_SECONDS)  # its connections go before the kernel says that it has gone
+        end = self.signals.end_of_parent
+        return mine if end is None else Failure(self.rank, f"{end} before the first step", EXIT_STOPPED)
 
     def failure(self, error: BaseException) -> Failure:
         """``error`` of this rank, as far as it knows by itself."""

@@ -60,7 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_MISTAKE
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where this one was", file=sys.stderr)
+        more = "; the same command goes on where this one was" if command == "prepare" else ""
+        print(f"interrupted{more}", file=sys.stderr)
         return EXIT_STOPPED
     return EXIT_FINISHED
 

@@ -58,8 +58,10 @@ def test_every_recipe_composes_with_every_parallelism(recipe: str, parallel: str
 
 @pytest.mark.parametrize("group, choice", [(group, choice) for group in GROUPS for choice in GROUPS[group]])
 def test_every_choice_composes_and_carries_its_name(group: str, choice: str):
-    path = ["data.path=books.txt"] if (group, choice) == ("data", "text") else []
+    path = ["data.path=books.txt"] if (group, choice) in (("data", "text"), ("data", "hf"), ("data", "tokens")) else []
     config = compose([f"{group}={choice}", *path])
+    if (group, choice) == ("data", "fineweb_edu"):
+        choice = "hf"  # which it is an instance of
     section = getattr(config, group)
     assert choice in (section, getattr(section, "name", None), getattr(section, "strategy", None), "adamw")
 

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from configs.errors import UserError
-from configs.schema import DataSection, RunConfig
+from configs.schema import DEFAULT_VALIDATION, RunConfig
 from parallel.plan import LossTerms, ParallelPlan
 from recipes.data.chat import chat_template
 from recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
 from recipes.data.lanes import StreamDataset
 from recipes.data.mixture import MixtureDataset, describe_sources, source_sections, validation_sections
-from recipes.data.prepare import Prepared, named_tokenizer, open_prepared, prepare
+from recipes.data.overlap import kept_apart, left_out
+from recipes.data.prepare import Prepared, cache_folder, named_tokenizer, open_prepared, prepare
 from recipes.data.show import for_terminal, marked_lines
 from recipes.data.stream import open_training, prepare_stream
 from recipes.data.summary import summary_of
@@ -34,33 +35,47 @@ class CausalLM:
         self._prepared: Prepared | None = None
         """Of the first source, whose tokenizer all have."""
         self._sources: dict[str, Prepared] = {}
-        self._validation: dict[str, Prepared] = {}
+        self._held_out: dict[str, Prepared] = {}
+        """Validation sets by name, and those of a mixture's sources that are not as they were prepared."""
+        self._left_out: dict[str, int] = {}
         self._datasets: dict[str, TokenDataset | PackedDataset | MixtureDataset | StreamDataset] = {}
 
     # data -----------------------------------------------------------------------------------------------------------
 
     def prepare(self, show: Callable[[str], None] | None = None, threads: int | None = None) -> str:
-        def folders(sections: dict[str, DataSection]) -> dict[str, str]:
-            return {name: str(prepare(section, show, threads).folder) for name, section in sections.items()}
-
         if self._data.streaming:
             sequences = self._trainer.eval_batches * self._trainer.global_batch
-            sources = {"": str(prepare_stream(self._data, sequences, show).folder)}
+            sources = {"": prepare_stream(self._data, sequences, show)}
         else:
-            sources = folders(source_sections(self._data))
-        return json.dumps({"sources": sources, "validation": folders(validation_sections(self._data))})
+            sources = {name: prepare(each, show, threads) for name, each in source_sections(self._data).items()}
+        validation = {name: prepare(each, show, threads) for name, each in validation_sections(self._data).items()}
+        self._check_tokenizers([*sources.values(), *validation.values()])
+        held_out = {name: prepared.whole() for name, prepared in validation.items()}
+        if len(sources) > 1:  # what one source keeps back may be in another
+            held_out |= {f"{DEFAULT_VALIDATION}/{name}": prepared for name, prepared in sources.items()}
+        training, cache = list(sources.values()), cache_folder(self._data)
+        apart = {name: kept_apart(name, prepared, training, cache, show) for name, prepared in held_out.items()}
+        place = {
+            "sources": {name: str(prepared.folder) for name, prepared in sources.items()},
+            "validation": {name: str(prepared.folder) for name, prepared in validation.items()},
+            "apart": {name: str(folder) for name, folder in apart.items() if folder is not None},
+        }
+        return json.dumps(place)
 
-    def open_data(self, place: str) -> None:
-        folders = json.loads(place)
-        self._sources = {name: open_prepared(Path(folder)) for name, folder in folders["sources"].items()}
-        self._validation = {name: open_prepared(Path(folder)).whole() for name, folder in folders["validation"].items()}
-        self._prepared = next(iter(self._sources.values()))
-        spec = self._prepared.tokenizer.spec()
-        if any(part.tokenizer.spec() != spec for part in (*self._sources.values(), *self._validation.values())):
+    def _check_tokenizers(self, prepared: Sequence[Prepared]) -> None:
+        if any(each.tokenizer.spec() != prepared[0].tokenizer.spec() for each in prepared):
             raise UserError(
                 f"data.tokenizer={self._data.tokenizer} is learned from a source, and the sources here would each have "
                 "their own; use data.tokenizer=bytes, or the files of a tokenizer that is there already"
             )
+
+    def open_data(self, place: str) -> None:
+        folders = {kind: {name: Path(path) for name, path in each.items()} for kind, each in json.loads(place).items()}
+        self._sources = {name: open_prepared(folder) for name, folder in folders["sources"].items()}
+        self._prepared = next(iter(self._sources.values()))
+        self._held_out = {name: open_prepared(folder).whole() for name, folder in folders["validation"].items()}
+        self._held_out |= {name: open_prepared(folder) for name, folder in folders["apart"].items()}
+        self._left_out = {name: left_out(folder) for name, folder in folders["apart"].items()}
 
     def describe_data(self) -> str:
         sources = describe_sources(self._data)
@@ -73,12 +88,13 @@ class CausalLM:
         if self._data.streaming:
             held_out = self._prepared.splits["validation"]
             sizes = [f"validation {held_out.tokens:,} tokens of {held_out.documents:,} documents"]
-        return "; ".join(filter(None, [line, *sizes, self.dataset("train").describe()]))
+        left_out = [f"{name} without {count:,} that are trained on" for name, count in self._left_out.items()]
+        return "; ".join(filter(None, [line, *sizes, *left_out, self.dataset("train").describe()]))
 
     def summary(self) -> str:
         """What was prepared, at length: documents, tokens, lengths, a sample."""
         assert self._prepared is not None, "open_data comes first"
-        prepared = {**self._sources, **self._validation}
+        prepared = {**self._sources, **self._held_out}
         texts = [f"{name}\n" * bool(name) + summary_of(each, self._data.tokenizer) for name, each in prepared.items()]
         return "\n".join(texts)
 
@@ -98,12 +114,15 @@ class CausalLM:
         return self._datasets[split]
 
     def _open(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset | StreamDataset:
-        if split in self._validation:
-            return open_dataset(self._validation[split], "validation", self._data)
+        if split in self._held_out:
+            return open_dataset(self._held_out[split], "validation", self._data)
         if self._data.streaming and split == "train":
             lanes, seed = self._trainer.global_batch, self._trainer.seed
             return open_training(self._data, self._sources[""], lanes=lanes, seed=seed)
-        datasets = {name: open_dataset(prepared, split, self._data) for name, prepared in self._sources.items()}
+        sources = dict(self._sources)
+        if split == DEFAULT_VALIDATION:
+            sources = {name: self._held_out.get(f"{split}/{name}", prepared) for name, prepared in sources.items()}
+        datasets = {name: open_dataset(prepared, split, self._data) for name, prepared in sources.items()}
         if self._data.name != "mixture":
             return datasets[""]
         weights = {name: source.weight for name, source in self._data.sources.items()}

@@ -164,7 +164,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Each kind of data, so little that 96 sequences of 32 tokens are more than 2.5 epochs of each part of it."""
     folder = tmp_path_factory.mktemp("sources")
     random = np.random.default_rng(1)
-    for name, files, words in (("web", 6, 30), ("code", 3, 40)):
+    for name, files, words in (("web", 6, 30), ("code", 3, 30)):
         (folder / name).mkdir()
         for number in range(files):
             (folder / name / f"{number}.txt").write_text(" ".join(map(str, random.integers(100, 1000, words))))
@@ -173,6 +173,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         rows = [{"text": " ".join(map(str, random.integers(100, 1000, random.integers(1, 9))))} for _ in range(36)]
         (folder / "rows" / f"{number}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     mixture = ["data=mixture", "data.path=null", "data.sources.web.weight=0.75", "data.sources.code.weight=0.25"]
+    mixture += ["data.validation_fraction=0.2"]
     for name in ("web", "code"):
         mixture += [f"data.sources.{name}.name=text", f"data.sources.{name}.path={folder / name}"]
     return {

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from configs.compose import compose
 from recipes.causal_lm import CausalLM
 from recipes.data.dataset import Sample
 from recipes.data.mixture import MixtureDataset
+from recipes.data.shards import TokenStream
 from recipes.models.head import IGNORE
 from tests.cluster import Cluster
 from tests.runs import checkpoint, metrics, run_here, tiny_overrides
@@ -177,3 +179,39 @@ def test_weights_of_tokens_become_weights_of_samples() -> None:
     by_samples = MixtureDataset(sources, weights, "samples")
     assert (sample_order(by_samples, 1)(np.arange(6000)) >= 50).sum() == 3000
     assert by_tokens.fingerprint != by_samples.fingerprint
+
+
+def test_validation_leaves_out_what_is_trained_on(sources: dict[str, Path], tmp_path: Path) -> None:
+    """Copies of training files in a validation set, and of one source's held-out files in another source."""
+    held = tmp_path / "held"
+    shutil.copytree(sources["held"], held)
+    web = sorted(sources["web"].iterdir())
+    for number, path in enumerate(web):
+        shutil.copy(path, held / f"copy-{number}.txt")
+    sets = ["data.validation.held.name=text", f"data.validation.held.path={held}", "trainer.eval_batches=50"]
+    code = tmp_path / "code"
+    shutil.copytree(sources["code"], code)
+    for path in web:
+        shutil.copy(path, code / f"web-{path.name}")
+    sets += [f"data.sources.code.path={code}", "data.validation_fraction=0.3"]
+    config = compose(mixed(sources, tmp_path / "run", *sets))
+    recipe = CausalLM(config)
+    place = recipe.prepare()
+    recipe.open_data(place)
+    trained_on = {name: prepared.stream("train") for name, prepared in recipe._sources.items()}
+    own = len(list(sources["held"].iterdir()))
+    (left,) = re.findall(r"; held without (\d+) that are trained on", recipe.describe_data())
+    assert len(web) // 2 < int(left) <= len(web)
+    evaluated = recipe._held_out["held"].stream("validation")
+    assert evaluated.documents == own + len(web) - int(left)
+    assert "validation/web without" in recipe.describe_data(), "held out of web, and all of it trained on as code"
+    kept = {text_of(stream, i) for stream in trained_on.values() for i in range(stream.documents)}
+    for name, prepared in recipe._held_out.items():
+        stream = prepared.stream("validation")
+        assert not kept & {text_of(stream, i) for i in range(stream.documents)}, name
+    assert CausalLM(config).prepare() == place, "found again"
+
+
+def text_of(stream: TokenStream, document: int) -> bytes:
+    bounds = [*stream.all_document_starts().tolist(), stream.tokens]
+    return stream.read(bounds[document], bounds[document + 1]).tobytes()

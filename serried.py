@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not in
 from configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from configs.schema import parse_count
 from configs.suggest import nearest
-from launch.session import leave, report_mistake
+from launch.ending import leave, report_mistake
 
 USAGE = """\
 usage: serried prepare [recipe=RECIPE] [key=value ...]

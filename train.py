@@ -5,8 +5,9 @@ import sys
 from configs.compose import compose, config_yaml, help_text, parse_arguments, sweep
 from configs.errors import UserError
 from configs.schema import RunConfig
-from launch.session import Session, leave, planned_processes, report_mistake, run_in_session, say
-from launch.signals import end_with_torchrun
+from launch.ending import leave, report_mistake
+from launch.ranks import planned_processes, say
+from launch.session import Session, run_in_session
 from launch.start import start_elsewhere
 from parallel.mesh import Layout, gradient_accumulation, resolve_layout
 
@@ -55,5 +56,4 @@ def _run(config: RunConfig) -> int:
 
 
 if __name__ == "__main__":
-    end_with_torchrun()
     leave(main(sys.argv[1:]))

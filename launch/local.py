@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
 from configs.schema import RunConfig
-from launch.session import processes_per_node
+from launch.ranks import processes_per_node
 from launch.signals import LAUNCHER
 from launch.status import Status, read_status, tell_of_a_kill
 

@@ -1,32 +1,22 @@
 """Who am I, where do I compute, whom do I talk to: one context manager from start to clean end."""
 
-import ctypes
 import json
 import os
 import socket
-import sys
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from configs.errors import (
-    EXIT_FAILED,
-    EXIT_FINISHED,
-    EXIT_MISTAKE,
-    EXIT_STOPPED,
-    StopRequested,
-    TrainingFailed,
-    TrainingStopped,
-    UserError,
-)
+from configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
 from configs.schema import LaunchSection
+from launch.ending import Failure, exit_code_of, in_one_line, let_another_end_first, report_alone, say_why
+from launch.meeting import connect, meet
+from launch.ranks import choose_device, keep_freed_memory, torchrun_says, usable_cores
 from launch.signals import Signals, end_with_torchrun
 
 if TYPE_CHECKING:
@@ -34,119 +24,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
 _GLOO_SETTLES_SECONDS = 0.2
-_MEETING_LOOK_SECONDS = 0.01
-
-
+_NO_ANSWER = ("Timed out waiting", "Application timeout")  # Gloo's words
+_BROKEN_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _PATIENCE_BEYOND_LIMIT = 1.25
 _RECORDED_COLLECTIVES = "2000"
 _LONGEST_NAP_SECONDS = 0.5
-_NO_ANSWER = ("Timed out waiting", "Application timeout")  # Gloo's words
-_BROKEN_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
-"""Environment variable: whoever waits for the ranks reads ``status.json``, not exit codes. Its value is a file to make
-where a rank stops on request: before the first step there is no status."""
-_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
-
-
-def speaks() -> bool:
-    """Whether this process is the one that talks to the user."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def say(text: str) -> int:
-    """Print ``text`` from rank 0 alone, for a command that was only asked for words. Returns the exit code."""
-    if speaks():
-        with suppress(BrokenPipeError):  # into a pager or head that has read enough
-            print(text.rstrip("\n"), flush=True)
-    return EXIT_FINISHED
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _started() -> tuple[int, int, int, int]:
-    """rank, local rank, world size and local world size, as torchrun says; of one process without torchrun.
-
-    Raises:
-        UserError: some of the variables are there and others are not.
-    """
-    env, wanted = os.environ, _TORCHRUN[:4]
-    if env.get("WORLD_SIZE", "1") != "1":
-        missing = [name for name in _TORCHRUN if not env.get(name)]
-        if missing:
-            raise UserError(
-                f"WORLD_SIZE={env['WORLD_SIZE']} is set but not {', '.join(missing)}; start with torchrun, "
-                "which sets them all, or unset WORLD_SIZE for one process"
-            )
-    values = [env.get(name) or default for name, default in zip(wanted, "0011", strict=True)]
-    wrong = [f"{name}={value}" for name, value in zip(wanted, values, strict=True) if not value.isdecimal()]
-    if wrong:
-        raise UserError(f"{', '.join(wrong)}: not a whole number; start with torchrun, which sets it")
-    rank, local_rank, world, local_world = map(int, values)
-    return rank, local_rank, world, local_world
-
-
-def is_started() -> bool:
-    """Whether torchrun, or a launcher of ours, made this process one of several: then it trains, and starts nobody."""
-    return bool(os.environ.get("TORCHELASTIC_RUN_ID")) or "RANK" in os.environ
-
-
-def processes_per_node(section: LaunchSection) -> int:
-    """How many processes ``launch=local`` and ``launch=slurm`` start on a node. Needs no torch."""
-    if section.processes is not None:
-        return section.processes
-    return max(1, _gpus_of_the_system()) if section.name == "local" and section.device != "cpu" else 1
-
-
-def _gpus_of_the_system() -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    with suppress(OSError):
-        return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
-    return 0
-
-
-def planned_processes(section: LaunchSection, dry_run: bool) -> int:
-    """Number of processes the run has, will have once they are started, or would have in a dry run.
-
-    Raises:
-        UserError: ``launch.processes`` or ``launch.nodes`` contradicts what torchrun started, or torchrun's variables
-            are there in part only.
-    """
-    _, _, started, per_node = _started()
-    if section.name == "local" and (section.nodes or 1) > 1:
-        raise UserError(
-            f"launch.nodes={section.nodes} with launch=local, which starts processes on this machine alone; use "
-            "launch=slurm, or torchrun on each node"
-        )
-    if started == 1 and (dry_run or (section.name != "torchrun" and not is_started())):
-        return processes_per_node(section) * (section.nodes or 1)
-    for key, asked, actual in (
-        ("processes", section.processes, per_node),
-        ("nodes", section.nodes, started // per_node),
-    ):
-        if asked is not None and asked != actual:
-            nodes = f"--nnodes={section.nodes} " if (section.nodes or 1) > 1 else "--standalone "
-            raise UserError(
-                f"launch.{key}={asked} but {actual} {'was' if actual == 1 else 'were'} started; start them with: "
-                f"torchrun {nodes}--nproc_per_node={section.processes or per_node} train.py ..., or launch=local, or "
-                "plan: dry_run=true"
-            )
-    return started
-
-
-class Failure(NamedTuple):
-    """Why a run ended."""
-
-    rank: int
-    """Who failed first: the others' errors are its echo."""
-    reason: str
-    """One line."""
-    exit_code: int
 
 
 @dataclass
@@ -335,7 +217,8 @@ class Session:
 
         if self._store is None:
             return dist.HashStore()
-        tcp = _connect(self, is_master=False)
+        patience = timedelta(seconds=self.section.start_timeout_seconds)
+        tcp = connect(self.rank, self.world_size, patience, again=True)
         return dist.PrefixStore(name, dist.PrefixStore(self._attempt, tcp))
 
     def end_with(self, rank: int, reason: str, exit_code: int) -> None:
@@ -371,7 +254,7 @@ class Session:
     def failure(self, error: BaseException) -> Failure:
         """``error`` of this rank, as far as it knows by itself."""
         if not isinstance(error, StopRequested):
-            return Failure(self.rank, self._reason(error), _exit_code(error))
+            return Failure(self.rank, self._reason(error), exit_code_of(error))
         first = self.rank - self.local_rank
         for peer, process in enumerate(self._processes[first : first + self.local_world_size], start=first):
             if not _is_running(process):  # torchrun sends SIGTERM to all when one has died: that is no request to stop
@@ -380,7 +263,7 @@ class Session:
         return Failure(self.rank, f"{error}{where} before the first step", EXIT_STOPPED)
 
     def _reason(self, error: BaseException) -> str:
-        text = _in_one_line(error)
+        text = in_one_line(error)
         if isinstance(error, RuntimeError) and any(words in text for words in _NO_ANSWER):
             patience = f"launch.step_timeout_seconds={self.section.step_timeout_seconds:g}"
             return f"no answer from another process in time ({patience}): {text}"
@@ -395,18 +278,6 @@ def _is_running(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _in_one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    named = "" if isinstance(error, UserError | TrainingFailed) else f"{type(error).__name__}: "
-    return f"{named}{text[0]}" if text else type(error).__name__
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, StopRequested | TrainingStopped):
-        return EXIT_STOPPED
-    return EXIT_MISTAKE if isinstance(error, UserError) else EXIT_FAILED
 
 
 def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> int:
@@ -424,7 +295,7 @@ def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> in
                 return _report(error, session)
     except (UserError, TrainingFailed, StopRequested) as error:
         # While joining: each machine speaks for itself, as others may be fine.
-        return _report_alone(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
+        return report_alone(error, is_heard=os.environ.get("LOCAL_RANK", "0") == "0")
 
 
 @contextmanager
@@ -443,20 +314,20 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
 
 @contextmanager
 def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
-    started = time.monotonic()
+    began = time.monotonic()
     import torch
 
     env = os.environ
-    rank, local_rank, world, local_world = _started()
-    device = _choose_device(section, local_rank, local_world)
+    rank, local_rank, world, local_world = torchrun_says()
+    device = choose_device(section, local_rank, local_world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)  # for the watchdog to name who is missing
     # torchrun sets OMP_NUM_THREADS=1; ranks that share this machine's cores should use all of them between them.
     torch.set_num_threads(max(1, usable_cores() // local_world))
     if device.type == "cpu":
-        _keep_freed_memory()
-    session = Session(rank, local_rank, world, local_world, device, section, signals, started)
+        keep_freed_memory()
+    session = Session(rank, local_rank, world, local_world, device, section, signals, began)
     if world > 1:
         try:
             session._store = _start_group(session)
@@ -485,116 +356,21 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
                 dist.destroy_process_group()
 
 
-def _choose_device(section: LaunchSection, local_rank: int, local_world: int) -> "torch.device":
-    import torch
-
-    gpus = torch.cuda.device_count() if section.device != "cpu" else 0
-    if section.device == "cuda" and gpus == 0:
-        raise UserError("launch.device=cuda but this machine shows no GPU to torch; use launch.device=cpu")
-    if gpus and local_world > gpus:
-        raise UserError(
-            f"{local_world} processes on this machine but {gpus} GPU{'s' if gpus > 1 else ''} visible; use "
-            f"--nproc_per_node={gpus}, or launch.device=cpu"
-        )
-    return torch.device("cuda", local_rank) if gpus else torch.device("cpu")
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next step: given back, it is faulted in anew, 10,000 pages a step."""
-    with suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        for option, value in ((_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**26), (_M_MMAP_THRESHOLD, 2**30)):
-            libc.mallopt(option, value)
-
-
 def _start_group(session: Session) -> "Store":
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=session.section.start_timeout_seconds)
-    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    tcp = _connect(session, is_master=session.rank == 0 and not agent_hosts)
-    # A restart under the same agents meets the store of the attempt before, with addresses of dead processes in it.
-    session._attempt = f"attempt_{_agree_on_attempt(tcp, session, timeout) if agent_hosts else 'only'}"
-    store = dist.PrefixStore(session._attempt, tcp)
+    patience = timedelta(seconds=session.section.start_timeout_seconds)
+    session._attempt = f"attempt_{meet(session.rank, session.world_size, patience)}"
+    store = dist.PrefixStore(session._attempt, connect(session.rank, session.world_size, patience))
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if session.device.type == "cuda" else "gloo",
         store=store,
         rank=session.rank,
         world_size=session.world_size,
-        timeout=timeout,
+        timeout=patience,
         device_id=session.device if session.device.type == "cuda" else None,
     )
     return dist.PrefixStore("control", store)
-
-
-def _agree_on_attempt(tcp: "Store", session: Session, timeout: timedelta) -> str:
-    """A name for this attempt that its ranks have in common, and no process of an earlier one knows.
-
-    No variable of torchrun's will do: agents count restarts each for itself, and a node that joins begins at 0. So rank
-    0 makes a name up and answers everybody who asks for it, the dead too, until all of its own ranks have checked in.
-    """
-    import torch.distributed as dist
-
-    store = dist.PrefixStore(f"meeting_{os.environ.get('TORCHELASTIC_RUN_ID')}", tcp)
-    mine, nap, deadline = uuid.uuid4().hex, 0.005, time.monotonic() + timeout.total_seconds()
-    if session.rank != 0:
-        store.set(f"asks/{store.add('asked', 1)}", mine)
-        while not store.check([f"answer/{mine}"]):  # no signal is heard inside Store.wait
-            if time.monotonic() > deadline:
-                raise dist.DistStoreError("rank 0 has not come")
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
-        name = store.get(f"answer/{mine}").decode()
-        store.set(f"{name}/is_here/{session.rank}", "")
-        return name
-    everybody = [f"{mine}/is_here/{rank}" for rank in range(1, session.world_size)]
-    unanswered: set[int] = set()
-    seen = 0
-    while not store.check(everybody):
-        asked = store.add("asked", 0)
-        unanswered |= set(range(seen + 1, asked + 1))
-        seen = asked
-        for number in sorted(unanswered):
-            if store.check([f"asks/{number}"]):  # who died in between will never have written it
-                store.set(f"answer/{store.get(f'asks/{number}').decode()}", mine)
-                unanswered.discard(number)
-        if time.monotonic() > deadline:
-            came = sum(store.check([key]) for key in everybody)
-            raise dist.DistStoreError(f"{came + 1} of {session.world_size} processes came")
-        time.sleep(_MEETING_LOOK_SECONDS)
-    return mine
-
-
-def _connect(session: Session, *, is_master: bool) -> "Store":
-    """A new connection to the store in which the processes meet."""
-    import torch.distributed as dist
-
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        session.world_size,
-        is_master=is_master,
-        timeout=timedelta(seconds=session.section.start_timeout_seconds),
-    )
-
-
-def report_mistake(error: UserError) -> int:
-    """Print ``error`` from rank 0 alone: without a session all processes are about to make the same mistake.
-
-    Returns the exit code.
-    """
-    return _report_alone(error, speaks=speaks())
-
-
-def _report_alone(error: UserError | TrainingFailed | StopRequested, *, speaks: bool) -> int:
-    if isinstance(error, StopRequested):
-        if speaks:
-            _say(f"stopped: {error} while the processes were joining; go on: the same command")
-    elif speaks:
-        _say(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}")
-    else:
-        _let_another_end_first()
-    return _exit_code(error)
 
 
 def _report(error: BaseException, session: Session) -> int:
@@ -604,46 +380,15 @@ def _report(error: BaseException, session: Session) -> int:
         return failure.exit_code
     if failure.exit_code == EXIT_STOPPED:
         if failure.rank == session.rank:
-            _say(f"stopped: {failure.reason}; go on: the same command")
+            say_why(f"stopped: {failure.reason}; go on: the same command")
         return EXIT_STOPPED
     if failure.rank != session.rank:
         if isinstance(error, UserError):
-            _let_another_end_first()
+            let_another_end_first()
     elif isinstance(error, StopRequested):
-        _say(f"failed: {failure.reason}")
+        say_why(f"failed: {failure.reason}")
     elif isinstance(error, UserError | TrainingFailed):
-        _say(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}")
+        say_why(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}")
     else:
         traceback.print_exception(error)
-    return EXIT_FAILED if isinstance(error, StopRequested) else _exit_code(error)
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):  # whoever listened is gone
-        print(line, file=sys.stderr, flush=True)
-
-
-def _let_another_end_first() -> None:
-    # torchrun ends all processes as soon as one has ended: the one that speaks must be it.
-    with suppress(KeyboardInterrupt):
-        time.sleep(10)
-
-
-def leave(code: int) -> NoReturn:
-    """End the process at once.
-
-    Past the point where work is done, Gloo's threads can abort an interpreter that is shutting down
-    (https://github.com/pytorch/pytorch/issues/179291), which would turn success into exit code -6.
-
-    An agent of torchrun takes every code but 0 for a failure. With restarts left it would start a run again that was
-    stopped on request, and a Slurm job of ours asks ``status.json`` anyway: for these, stopped is 0.
-    """
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if code == EXIT_STOPPED and (restarts or STATUS_DECIDES in os.environ):
-        code = EXIT_FINISHED
-        with suppress(OSError, KeyError):
-            Path(os.environ[STATUS_DECIDES]).touch()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # whoever listened is gone
-            stream.flush()
-    os._exit(code)
+    return EXIT_FAILED if isinstance(error, StopRequested) else exit_code_of(error)

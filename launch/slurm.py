@@ -11,7 +11,7 @@ from pathlib import Path
 from configs.errors import UserError
 from configs.schema import RunConfig
 from launch.queue import jobs_of, note_job, queued_jobs
-from launch.session import processes_per_node, say
+from launch.ranks import processes_per_node, say
 
 _ROOT = Path(__file__).resolve().parent.parent
 _MARK = "# ---- From here on every script is the same. ----\n"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from configs.errors import UserError
 from configs.schema import RunConfig
-from launch.session import is_started
+from launch.ranks import is_started
 
 
 def start_elsewhere(points: Mapping[tuple[str, ...], RunConfig], *, is_sweep: bool) -> int | None:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import trainer.loader
-from launch.session import leave
+from launch.ending import leave
 from train import main
 
 _read_batch = trainer.loader._read_batch

@@ -199,7 +199,7 @@ def test_a_crash_shows_the_traceback_of_the_first_rank_only(text: Path, tmp_path
         "import os, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import trainer.step, train\n"
-        "from launch.session import leave\n"
+        "from launch.ending import leave\n"
         "inner = trainer.step.TrainStep.__call__\n"
         "def broken(self, *arguments):\n"
         "    self.calls = getattr(self, 'calls', 0) + 1\n"

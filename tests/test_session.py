@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from configs.errors import UserError
 from configs.schema import LaunchSection
-from launch.session import open_session, planned_processes, usable_cores
+from launch.ranks import planned_processes, usable_cores
+from launch.session import open_session
 from tests.cluster import ROOT, Cluster
 
 
@@ -149,7 +150,7 @@ def test_a_second_signal_does_not_break_the_clean_up() -> None:
     code = (
         "import os, signal, time\n"
         "from configs.schema import LaunchSection\n"
-        "from launch.session import run_in_session, leave\n"
+        "from launch.ending import leave\nfrom launch.session import run_in_session\n"
         "def work(session):\n"
         "    try:\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
@@ -170,7 +171,7 @@ def test_a_signal_after_an_error_does_not_hide_it() -> None:
     code = (
         "import os, signal, time\n"
         "from configs.schema import LaunchSection\n"
-        "from launch.session import Session, run_in_session, leave\n"
+        "from launch.ending import leave\nfrom launch.session import Session, run_in_session\n"
         "first_failure = Session.first_failure\n"
         "def signalled(self, error):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from configs.schema import LaunchSection
-from launch.session import leave, open_session
+from launch.ending import leave
+from launch.session import open_session
 from tests.cluster import ROOT, Cluster
 from tests.runs import metrics, steps_saved, tiny_overrides
 from train import main

@@ -4,7 +4,7 @@ import sys
 import time
 from typing import Any
 
-from launch.session import leave
+from launch.ending import leave
 from train import main
 from trainer.trainer import Trainer
 

@@ -45,7 +45,8 @@ from trainer.track import Console, RunFolder, environment, tell_end
 from trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse, Watchdog
 
 if TYPE_CHECKING:
-    from launch.session import Failure, Session
+    from launch.ending import Failure
+    from launch.session import Session
 
 _READ_AT_LEAST_EVERY = 50
 _COLLECT_GARBAGE_EVERY = 50

@@ -1,0 +1,100 @@
+"""How a process ends: what is said, by whom, and the exit code."""
+
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from configs.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_MISTAKE,
+    EXIT_STOPPED,
+    StopRequested,
+    TrainingFailed,
+    TrainingStopped,
+    UserError,
+)
+from launch.ranks import speaks
+
+STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
+"""Environment variable: whoever waits for the ranks reads ``status.json``, not exit codes. Its value is a file to make
+where a rank stops on request: before the first step there is no status."""
+
+
+class Failure(NamedTuple):
+    """Why a run ended."""
+
+    rank: int
+    """Who failed first: the others' errors are its echo."""
+    reason: str
+    """One line."""
+    exit_code: int
+
+
+def in_one_line(error: BaseException) -> str:
+    """What went wrong, for a line of its own."""
+    text = str(error).strip().splitlines()
+    named = "" if isinstance(error, UserError | TrainingFailed) else f"{type(error).__name__}: "
+    return f"{named}{text[0]}" if text else type(error).__name__
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a process that ``error`` ended."""
+    if isinstance(error, StopRequested | TrainingStopped):
+        return EXIT_STOPPED
+    return EXIT_MISTAKE if isinstance(error, UserError) else EXIT_FAILED
+
+
+def report_mistake(error: UserError) -> int:
+    """Print ``error`` from rank 0 alone: without a session all processes are about to make the same mistake.
+
+    Returns the exit code.
+    """
+    return report_alone(error, is_heard=speaks())
+
+
+def report_alone(error: UserError | TrainingFailed | StopRequested, *, is_heard: bool) -> int:
+    """Print what ended this process before it had joined the others. Returns the exit code."""
+    if isinstance(error, StopRequested):
+        if is_heard:
+            say_why(f"stopped: {error} while the processes were joining; go on: the same command")
+    elif is_heard:
+        say_why(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}")
+    else:
+        let_another_end_first()
+    return exit_code_of(error)
+
+
+def say_why(line: str) -> None:
+    """Print ``line`` where mistakes and failures go."""
+    with suppress(OSError):  # whoever listened is gone
+        print(line, file=sys.stderr, flush=True)
+
+
+def let_another_end_first() -> None:
+    """torchrun ends all processes as soon as one has ended: the one that speaks must be it."""
+    with suppress(KeyboardInterrupt):
+        time.sleep(10)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once.
+
+    Past the point where work is done, Gloo's threads can abort an interpreter that is shutting down
+    (https://github.com/pytorch/pytorch/issues/179291), which would turn success into exit code -6.
+
+    An agent of torchrun takes every code but 0 for a failure. With restarts left it would start a run again that was
+    stopped on request, and a Slurm job of ours asks ``status.json`` anyway: for these, stopped is 0.
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if code == EXIT_STOPPED and (restarts or STATUS_DECIDES in os.environ):
+        code = EXIT_FINISHED
+        with suppress(OSError, KeyError):
+            Path(os.environ[STATUS_DECIDES]).touch()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # whoever listened is gone
+            stream.flush()
+    os._exit(code)

@@ -138,7 +138,7 @@ _EXPLAINED = {  # names whose value means something else here, or nothing
     "interleave_datasets datasets",
     "a sweep is launch=slurm -m and several values for a key: one array job; e.g. -m optim.lr=1e-3,3e-3": "multirun "
     "sweep",
-    "only what the assistant says is learned of conversations; start with recipe=sft data.path=CHATS.jsonl": "train_on_inputs "
+    "of conversations only what the assistant says is learned; use recipe=sft data.path=CHATS.jsonl": "train_on_inputs "
     "train_on_responses_only assistant_only_loss completion_only_loss",
     "there is no dropout in models of the Llama 3 family; leave it out": "dropout attention_dropout dropout_rate",
     "the run folder is run.dir, and Hydra makes none of its own; set run.dir=runs/first-try": "hydra",

@@ -114,8 +114,6 @@ _SWITCHES = {  # names that are a choice by themselves, given as NAME=true elsew
     "reset_position_ids": "data.isolate_documents=true",
     "reset_attention_mask": "data.isolate_documents=true",
     "document_mask": "data.isolate_documents=true",
-    "assistant_only_loss": "data.format=chat",
-    "train_on_responses_only": "data.format=chat",
     "cpu": "launch.device=cpu",
     "use_cpu": "launch.device=cpu",
     "cuda": "launch.device=cuda",
@@ -150,6 +148,8 @@ _EXPLAINED = {  # names whose value means something else here, or nothing
     "interleave_datasets datasets",
     "a sweep is launch=slurm -m and several values for a key: one array job; e.g. -m optim.lr=1e-3,3e-3": "multirun "
     "sweep",
+    "of conversations only what the assistant says is learned; use recipe=sft data.path=CHATS.jsonl": "train_on_inputs "
+    "train_on_responses_only assistant_only_loss completion_only_loss",
     "there is no dropout in models of the Llama 3 family; leave it out": "dropout attention_dropout dropout_rate",
     "the run folder is run.dir, and Hydra makes none of its own; set run.dir=runs/first-try": "hydra",
 }

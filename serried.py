@@ -67,7 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         return report_mistake(error)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where this one was", file=sys.stderr)
+        more = "; the same command goes on where this one was" if command == "prepare" else ""
+        print(f"interrupted{more}", file=sys.stderr)
         return EXIT_STOPPED
     return EXIT_FINISHED
 

@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from configs.keys import Key, all_keys, is_section, keys_of
-from configs.suggest import LATER_VALUES, listing, nearest, unknown_key, unknown_section
+from configs.suggest import listing, nearest, unknown_key, unknown_section
 
 _LONGEST_VALUE = 80
 
@@ -78,8 +78,7 @@ def unfit(key: Key, text: str, source: str) -> str:
     given = f"{key.path}={text} ({source})"
     if key.choices:
         near = nearest(text, key.choices)
-        planned = f"; {LATER_VALUES[key.path]} is not in this version yet" if key.path in LATER_VALUES else ""
-        hint = f"; did you mean {key.path}={near[0]}?" if near else planned
+        hint = f"; did you mean {key.path}={near[0]}?" if near else ""
         return f"{given} is not {key.expected}{hint}"
     return f"{given} is not {key.expected}; e.g. {key.example}"
 

@@ -36,9 +36,17 @@ _ALIASES = {  # names other frameworks use, for keys or groups whose value means
     "input_file corpus",
     "data": "dataset dataset_name",
     "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_type tokenizer_name_or_path",
-    "data.validation_fraction": "val_fraction validation_split val_split val_split_fraction test_size",
+    "data.validation_fraction": "val_fraction val_split_fraction test_size",
+    "data.validation_split": "val_split eval_split dataset_eval_split",
+    "data.subset": "dataset_config dataset_config_name subset_name",
+    "data.split": "dataset_split train_split dataset_train_split",
+    "data.revision": "dataset_revision",
+    "data.text_column": "text_field text_key dataset_text_field content_column text_column_name",
+    "data.vocab_size": "tokenizer_vocab_size",
+    "data.token_dtype": "token_type token_bytes",
+    "data.cache_dir": "cache_folder dataset_cache_dir hf_datasets_cache preprocessed_data_dir",
     "data.chat_template": "chat_template_path chat_template_jinja",
-    "data.messages_column": "messages_key messages_field conversation_column field_messages",
+    "data.messages_column": "messages_key messages_field conversation_column field_messages chat_column",
     "model": "model_name model_name_or_path model_type arch architecture",
     "model.dim": "hidden_size d_model n_embd embed_dim embedding_dim dim_model",
     "model.layers": "num_layers n_layer n_layers num_hidden_layers depth",
@@ -46,6 +54,8 @@ _ALIASES = {  # names other frameworks use, for keys or groups whose value means
     "model.kv_heads": "n_kv_heads n_kv_head num_kv_heads num_key_value_heads num_query_groups",
     "model.hidden_dim": "intermediate_size ffn_dim ffn_hidden_size d_ff mlp_dim ffn_hidden_dim",
     "model.vocab_size": "vocab vocabulary_size n_vocab padded_vocab_size",
+    "model.vocab_multiple": "pad_to_multiple_of make_vocab_size_divisible_by vocab_size_multiple "
+    "pad_vocab_size_multiple pad_vocab_size_to_multiple_of",
     "model.tie_embeddings": "tie_word_embeddings tied_embeddings weight_tying",
     "model.norm_eps": "rms_norm_eps layer_norm_eps layernorm_epsilon",
     "model.rope_theta": "rotary_base rope_base theta",
@@ -159,20 +169,20 @@ _LATER = {  # names that the project has promised, and that work once their part
 _LATER_CHOICES = {
     ("precision", "float8"): "arithmetic in float8",
     ("precision", "fp8"): "arithmetic in float8",
-    ("data", "hf"): "Hugging Face data",
-    ("data", "huggingface"): "Hugging Face data",
     ("parallel", "tensor"): "tensor parallelism",
     ("parallel", "tp"): "tensor parallelism",
     ("parallel", "pipeline"): "pipeline parallelism",
     ("parallel", "pp"): "pipeline parallelism",
 }
 
-LATER_VALUES = {
-    "data.tokenizer": "a Hugging Face tokenizer",
-}
-"""What keys of few choices will take besides, once that part is built."""
-
 _CHOICE_ALIASES = {
+    "huggingface": "hf",
+    "hub": "hf",
+    "datasets": "hf",
+    "bin": "tokens",
+    "pretokenized": "tokens",
+    "fineweb": "fineweb_edu",
+    "fineweb-edu": "fineweb_edu",
     "bfloat16": "bf16",
     "bf16-mixed": "bf16",
     "bf16-true": "bf16",

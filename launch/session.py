@@ -43,7 +43,8 @@ _LONGEST_NAP_SECONDS = 0.5
 _NO_ANSWER = ("Timed out waiting", "Application timeout")  # Gloo's words
 _BROKEN_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
-"""Environment variable: whoever waits for the ranks reads ``status.json``, not exit codes."""
+"""Environment variable: whoever waits for the ranks reads ``status.json``, not exit codes. Its value is a file to make
+where a rank stops on request: before the first step there is no status."""
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
@@ -173,6 +174,7 @@ class Session:
     _attempt: str = ""
     """What the keys of this attempt begin with, in the store."""
     _patient: "list[ProcessGroup]" = field(default_factory=list)
+    _first_step_is_done: bool = False
     _processes: list[int] = field(default_factory=list)
     """The ranks' process numbers, each of its own machine."""
 
@@ -266,6 +268,7 @@ class Session:
     def first_step_done(self, seconds: float = 0.0) -> None:
         """From here on a silent peer is waited for only a little longer than ``launch.step_timeout_seconds``, or twice
         the ``seconds`` that the first step took: by then the watchdog should have named it."""
+        self._first_step_is_done = True
         if self._store is None:
             return
         import torch.distributed as dist
@@ -351,9 +354,19 @@ class Session:
         if self._failure is None:
             mine = self._failure = self.failure(error)
             if self._store is not None:
-                with suppress(RuntimeError):  # the store died with its host: nobody is left to ask
+                try:
                     self._failure = Failure(*json.loads(self._store.compare_set("failure", "", json.dumps(mine))))
+                except RuntimeError:  # the store died with its host: nobody is left to ask
+                    self._failure = self._without_store(mine)
         return self._failure
+
+    def _without_store(self, mine: Failure) -> Failure:
+        """``mine``, unless it is but the echo of a torchrun that was killed before there was anything to save."""
+        if self._first_step_is_done or mine.exit_code == EXIT_MISTAKE:
+            return mine
+        time.sleep(_GLOO_SETTLES_SECONDS)  # its connections go before the kernel says that it has gone
+        end = self.signals.end_of_parent
+        return mine if end is None else Failure(self.rank, f"{end} before the first step", EXIT_STOPPED)
 
     def failure(self, error: BaseException) -> Failure:
         """``error`` of this rank, as far as it knows by itself."""
@@ -591,8 +604,7 @@ def _report(error: BaseException, session: Session) -> int:
         return failure.exit_code
     if failure.exit_code == EXIT_STOPPED:
         if failure.rank == session.rank:
-            go_on = "" if isinstance(error, TrainingStopped) else "; go on: the same command"
-            _say(f"stopped: {failure.reason}{go_on}")
+            _say(f"stopped: {failure.reason}; go on: the same command")
         return EXIT_STOPPED
     if failure.rank != session.rank:
         if isinstance(error, UserError):
@@ -629,6 +641,8 @@ def leave(code: int) -> NoReturn:
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if code == EXIT_STOPPED and (restarts or STATUS_DECIDES in os.environ):
         code = EXIT_FINISHED
+        with suppress(OSError, KeyError):
+            Path(os.environ[STATUS_DECIDES]).touch()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # whoever listened is gone
             stream.flush()

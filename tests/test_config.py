@@ -58,8 +58,11 @@ def test_every_recipe_composes_with_every_parallelism(recipe: str, parallel: str
 
 @pytest.mark.parametrize("group, choice", [(group, choice) for group in GROUPS for choice in GROUPS[group]])
 def test_every_choice_composes_and_carries_its_name(group: str, choice: str):
-    needed = {"text": ["data.path=books.txt"], "mixture": ["data.sources.books.name=stdlib"]}
+    books = ["data.path=books.txt"]
+    needed = {"text": books, "hf": books, "tokens": books, "mixture": ["data.sources.books.name=stdlib"]}
     config = compose([f"{group}={choice}", *needed.get(choice, [])])
+    if (group, choice) == ("data", "fineweb_edu"):
+        choice = "hf"  # which it is an instance of
     section = getattr(config, group)
     assert choice in (section, getattr(section, "name", None), getattr(section, "strategy", None), "adamw")
 

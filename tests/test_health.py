@@ -218,12 +218,3 @@ def test_a_replica_with_one_wrong_bit_is_named_and_nothing_of_it_is_saved(
         assert all(step < flipped_after for step in steps_saved(tmp_path))
         for path in (tmp_path / "checkpoints").glob("*"):
             path.rename(tmp_path / f"{path.name}-of-{flipped_after}")
-
-
-def test_without_a_fault_replicas_agree_to_the_end(cluster: Cluster, text: Path, tmp_path: Path) -> None:
-    argv = tiny_overrides(
-        text, tmp_path, "parallel=hsdp", "parallel.replicate=2", "parallel.shard=2", "trainer.micro_batch=1",
-        "health.replica_check_every=1",
-    )  # fmt: skip
-    answers = cluster.run(4, "tests.runs:train_reported", argv=argv)
-    assert {answer.value for answer in answers} == {0}

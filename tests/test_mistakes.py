@@ -66,7 +66,11 @@ MISTAKES = [
     # not yet
     _mistake("tensor parallelism", "parallel.tensor=2", "tensor parallelism is not in this version yet"),
     _mistake("float8", "precision=float8", "not in this version yet", "bf16"),
-    _mistake("hf data", "data=hf", "Hugging Face data is not in this version yet", "text"),
+    _mistake("hf data", "data=huggingface", "Did you mean data=hf?"),
+    _mistake("no dataset", "data=hf", "data.path=OWNER/NAME_OR_FOLDER"),
+    _mistake("idle subset", "data.subset=en", "add data=hf"),
+    _mistake("idle column", "data=tokens|data.path=x|data.text_column=body", "data=text and data=hf"),
+    _mistake("idle vocabulary", "data.vocab_size=300", "data.tokenizer=train", "model.vocab_size=300"),
     _mistake("sweep", "-m|trainer.seed=1,2", "with launch=torchrun is not in this version yet", stage="run"),
     _mistake("several values", "trainer.seed=1,2", "holds several values: give one, or sweep", "launch=slurm -m"),
     # form

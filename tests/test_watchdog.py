@@ -192,7 +192,7 @@ def check_ended(run_dir: Path) -> str:
     ("how", "says"),
     [
         ("sleep", "in data.next of step 5 for"),
-        ("skip", "is in all_reduce of 2 numbers where the others are in barrier: a collective was skipped"),
+        ("skip", "is in all_reduce of 3 numbers where the others are in barrier: a collective was skipped"),
     ],
 )
 def test_a_hanging_rank_is_named_and_the_run_ends_and_goes_on(

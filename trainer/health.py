@@ -57,7 +57,7 @@ def respond(section: HealthSection, step: int, result: StepResult, advice: str) 
     if section.spike == "rollback":
         raise GoBack(step, reason)
     if section.spike == "stop":
-        raise TrainingStopped(f"{reason}; health.spike=stop. The same command goes on from the newest checkpoint")
+        raise TrainingStopped(f"{reason} (health.spike=stop)")
     return f"{reason}{'; skipped' if result.skipped else ''}"
 
 
@@ -90,8 +90,8 @@ class ReplicaCheck:
         which = "holds" if len(odd) == 1 else "hold"
         doubt = "other bits than its replicas" if is_majority else "different bits where they should hold the same"
         raise TrainingStopped(
-            f"silent corruption, seen at step {step}: {named} {which} {doubt}. Nothing of this is saved; the same "
-            "command goes on from the newest checkpoint. Test the memory and the devices of that node, or leave it out"
+            f"silent corruption, seen at step {step}: {named} {which} {doubt}. Nothing of this is saved. "
+            "Test the memory and the devices of that node, or leave it out"
         )
 
 

@@ -67,6 +67,7 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
     session.once(claim)
     console = Console(session.is_main, session.rank)
     start, trainer = Start(), None
+    watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
 
     def stop_unheard() -> int:
         failure = session.failure(StopRequested(session.signals.received))
@@ -74,7 +75,6 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         return failure.exit_code
 
     session.signals.last_words_unheard = stop_unheard
-    watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
     try:
         start = find_start(config, session)
         for note in start.notes:

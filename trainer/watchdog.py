@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from configs.errors import EXIT_STOPPED
 from configs.schema import LaunchSection
-from trainer.track import Console, RunFolder, next_status, read_status, write_status
+from trainer.track import Console, RunFolder, tell_end
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -398,9 +398,7 @@ class Watchdog:
             self._folder.stop_early(step, reason, EXIT_STOPPED)
         else:
             with suppress(OSError):
-                now = read_status(self._run_dir)
-                status = next_status(now, "stopped", step=step, reason=reason, exit_code=EXIT_STOPPED)
-                write_status(self._run_dir, status)
+                tell_end(self._run_dir, "stopped", step=step, reason=reason, exit_code=EXIT_STOPPED)
         with suppress(RuntimeError):  # not all are, in that time
             ready = [f"ready/{beat.rank}" for beat in awake if beat.rank != self._session.rank]
             self._store.wait(ready, timedelta(seconds=_OTHERS_READY_WITHIN_SECONDS))

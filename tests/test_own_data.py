@@ -1,0 +1,118 @@
+"""From somebody's own data to a model, as it is typed: prepare, train, and what the model takes along."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import transformers
+
+import serried
+from recipes.data.hugging_face import train_tokenizer
+from recipes.data.prepare import open_prepared
+from recipes.data.tokenizer import hugging_face_files
+from tests.cluster import ROOT
+from tests.texts import many_files, write
+
+WORDS = ["lorem", "ipsum", "dolor", "sit", "amet", "consectetur", "adipiscing", "elit"]
+
+
+def dataset(folder: Path) -> Path:
+    random = np.random.default_rng(3)
+    texts = [" ".join(random.choice(WORDS, random.integers(5, 200))) for _ in range(300)]
+    folder.mkdir()
+    for part in range(2):
+        table = pyarrow.table({"text": texts[part::2], "url": ["x"] * 150})
+        pyarrow.parquet.write_table(table, folder / f"train-0000{part}-of-00002.parquet", row_group_size=40)
+    return folder
+
+
+def test_the_llama_recipe_on_a_small_local_dataset(tmp_path: Path) -> None:
+    """What ``recipe=llama1b`` does, with a folder for FineWeb-Edu, a tokenizer made here and a tiny model."""
+    files = hugging_face_files(train_tokenizer(iter([" ".join(WORDS) * 50]), 290))
+    argv = [
+        "recipe=llama1b", f"data.path={dataset(tmp_path / 'set')}", "data.subset=null",
+        f"data.tokenizer={write(tmp_path / 'tokenizer', dict(files))}", f"data.cache_dir={tmp_path / 'cache'}",
+        "model=tiny", "model.vocab_multiple=128", "data.sequence_length=64", "trainer.steps=3",
+        "trainer.global_batch=8", "trainer.log_every=1", "trainer.sample_tokens=5", f"run.dir={tmp_path / 'run'}",
+        "launch.device=cpu",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *argv],
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+        env=os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (saved,) = (tmp_path / "run/checkpoints").glob("step-*")
+    for name, content in files.items():
+        assert (saved / name).read_text("utf-8") == content
+    size = len(transformers.AutoTokenizer.from_pretrained(saved))
+    assert f"vocabulary {size} padded to 384" in done.stdout
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved)
+    assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
+    assert model.config.vocab_size == 384
+
+
+def prepared_by(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert serried.main(["prepare", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_prepare_tells_what_came_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [f"number {i} " * (1 + i % 40) for i in range(200)] + [""] * 7
+    write(tmp_path / "rows", {"a.jsonl": "".join(json.dumps({"body": text}) + "\n" for text in texts)})
+    arguments = ["data=text", f"data.path={tmp_path / 'rows'}", "data.text_column=body", "data.workers=2"]
+    arguments += ["data.tokenizer=train", "data.vocab_size=280", f"data.cache_dir={tmp_path / 'cache'}"]
+    out = prepared_by(arguments, capsys)
+    (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.name != "memos")
+    train, validation = (open_prepared(folder).splits[split] for split in ("train", "validation"))
+    assert str(folder) in out
+    assert f"train {train.documents:,}, validation {validation.documents:,}; left out: 7 empty" in out
+    assert train.documents + validation.documents == 200
+    assert f"train {train.tokens:,}, validation {validation.tokens:,}" in out
+    assert "280 ids; a document ends with 0 (<|end|>)" in out
+    assert "  | number " in out
+    rows = [line.rsplit(maxsplit=1)[-1] for line in out.splitlines() if " to " in line and "#" in line]
+    assert sum(map(int, rows)) == train.documents
+    again = prepared_by(arguments, capsys)
+    assert again.startswith("folder ")
+    assert out.endswith(again)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["data.workers=0"], "data.workers=0 leaves no thread"),
+        (["data=text", "data.path=nowhere"], "data.path=nowhere does not exist"),
+        (["data.tokenzier=bytes"], "did you mean data.tokenizer=bytes?"),
+        (["model.vocab_size=100"], "model.vocab_size=100 but data.tokenizer=bytes has 257 ids"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = [] if "data=text" in arguments else ["data=text", f"data.path={many_files(tmp_path / 'text')}"]
+    assert serried.main(["prepare", f"data.cache_dir={tmp_path / 'cache'}", *text, *arguments]) == 78
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert len(captured.err.splitlines()) == 1
+    assert expected in captured.err
+    assert not captured.out
+
+
+def test_an_interrupted_prepare_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("recipes.data.prepare.write_shards", interrupt)
+    text = many_files(tmp_path / "text")
+    assert serried.main(["prepare", "data=text", f"data.path={text}", f"data.cache_dir={tmp_path / 'cache'}"]) == 75
+    assert capsys.readouterr().err == "interrupted; the same command goes on where this one was\n"

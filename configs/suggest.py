@@ -35,6 +35,7 @@ _ALIASES = {  # names other frameworks use, for keys or groups whose value means
     "data.path": "data_path data_dir dataset_path train_file train_files data_files file files folder input "
     "input_file corpus",
     "data": "dataset dataset_name",
+    "data.streaming": "dataset_streaming use_streaming",
     "data.tokenizer": "tokenizer_name tokenizer_path tokenizer_type tokenizer_name_or_path",
     "data.validation_fraction": "val_fraction val_split_fraction test_size",
     "data.validation_split": "val_split eval_split dataset_eval_split",

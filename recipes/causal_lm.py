@@ -9,12 +9,19 @@ import torch
 from torch import nn
 
 from configs.errors import UserError
-from configs.schema import DEFAULT_VALIDATION, RunConfig
+from configs.schema import DEFAULT_VALIDATION, DataSection, RunConfig
 from parallel.plan import LossTerms, ParallelPlan
 from recipes.data.chat import chat_template
 from recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
 from recipes.data.lanes import StreamDataset
-from recipes.data.mixture import MixtureDataset, describe_sources, source_sections, validation_sections
+from recipes.data.mixture import (
+    MixtureDataset,
+    describe_sources,
+    key_of_source,
+    mistakes_of,
+    source_sections,
+    validation_sections,
+)
 from recipes.data.overlap import kept_apart, left_out
 from recipes.data.prepare import Prepared, cache_folder, named_tokenizer, open_prepared, prepare
 from recipes.data.show import for_terminal, marked_lines
@@ -43,12 +50,20 @@ class CausalLM:
     # data -----------------------------------------------------------------------------------------------------------
 
     def prepare(self, show: Callable[[str], None] | None = None, threads: int | None = None) -> str:
+        def prepared_as(key: str, section: DataSection) -> Prepared:
+            with mistakes_of(key):
+                return prepare(section, show, threads)
+
         if self._data.streaming:
             sequences = self._trainer.eval_batches * self._trainer.global_batch
             sources = {"": prepare_stream(self._data, sequences, show)}
         else:
-            sources = {name: prepare(each, show, threads) for name, each in source_sections(self._data).items()}
-        validation = {name: prepare(each, show, threads) for name, each in validation_sections(self._data).items()}
+            sources = {
+                name: prepared_as(key_of_source(name), each) for name, each in source_sections(self._data).items()
+            }
+        validation = {
+            name: prepared_as(f"data.validation.{name}", each) for name, each in validation_sections(self._data).items()
+        }
         self._check_tokenizers([*sources.values(), *validation.values()])
         held_out = {name: prepared.whole() for name, prepared in validation.items()}
         if len(sources) > 1:  # what one source keeps back may be in another
@@ -115,14 +130,18 @@ class CausalLM:
 
     def _open(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset | StreamDataset:
         if split in self._held_out:
-            return open_dataset(self._held_out[split], "validation", self._data)
+            with mistakes_of(f"data.validation.{split}"):
+                return open_dataset(self._held_out[split], "validation", self._data)
         if self._data.streaming and split == "train":
             lanes, seed = self._trainer.global_batch, self._trainer.seed
             return open_training(self._data, self._sources[""], lanes=lanes, seed=seed)
         sources = dict(self._sources)
         if split == DEFAULT_VALIDATION:
             sources = {name: self._held_out.get(f"{split}/{name}", prepared) for name, prepared in sources.items()}
-        datasets = {name: open_dataset(prepared, split, self._data) for name, prepared in sources.items()}
+        datasets = {}
+        for name, prepared in sources.items():
+            with mistakes_of(key_of_source(name)):
+                datasets[name] = open_dataset(prepared, split, self._data)
         if self._data.name != "mixture":
             return datasets[""]
         weights = {name: source.weight for name, source in self._data.sources.items()}

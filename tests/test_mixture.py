@@ -153,6 +153,18 @@ def test_a_tokenizer_that_is_learned_from_a_source_is_refused(sources: dict[str,
     assert "data.tokenizer=chars is learned from a source" in ended.printed
 
 
+def test_a_mistake_names_the_source_it_is_in(sources: dict[str, Path], tmp_path: Path) -> None:
+    missing = run_here(mixed(sources, tmp_path / "run", "data.sources.code.path=nowhere"))
+    assert (missing.code, missing.printed.count("error:")) == (78, 1)
+    assert "error: data.sources.code: data.sources.code.path=nowhere does not exist" in missing.printed
+    short = run_here(mixed(sources, tmp_path / "run", "data.sequence_length=900"))
+    assert "error: data.sources.code: data.sequence_length=900 needs 901 tokens" in short.printed, short.printed
+    held = ["data.validation.held.name=text", "data.validation.held.path=nowhere"]
+    assert (
+        "data.validation.held.path=nowhere does not exist" in run_here(mixed(sources, tmp_path / "run", *held)).printed
+    )
+
+
 class Masked:
     """Samples of 10 tokens, of which the first ``targets`` are learned."""
 

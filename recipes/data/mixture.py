@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, Protocol
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from configs.errors import UserError
 from configs.schema import DataSection, SourceSection
 from recipes.data.dataset import Batch, Sample
 from recipes.models.head import IGNORE
@@ -106,6 +109,24 @@ def _alone(section: DataSection, source: SourceSection) -> DataSection:
     own = {name: getattr(source, name) for name in SourceSection.model_fields}
     split = section.validation_split if source.name == "hf" else None
     return section.model_copy(update={**own, "sources": {}, "validation": {}, "validation_split": split})
+
+
+@contextmanager
+def mistakes_of(key: str) -> Iterator[None]:
+    """Mistakes in the source that ``data`` is, told of the one that ``key`` is, such as ``data.sources.web``."""
+    try:
+        yield
+    except UserError as error:
+        if key == "data":
+            raise
+        own = "|".join(name for name in SourceSection.model_fields if name != "name")
+        text = re.sub(rf"\bdata\.({own})\b", rf"{key}.\1", str(error))
+        raise UserError(f"{key}: {text}") from error
+
+
+def key_of_source(name: str) -> str:
+    """Where a source that ``source_sections`` names stands in the config."""
+    return f"data.sources.{name}" if name else "data"
 
 
 def describe_sources(section: DataSection) -> str:

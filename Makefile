@@ -20,7 +20,7 @@ test: lint
 
 # Slurm comes from Debian's packages, and its nodes are network namespaces: both need root. Elsewhere the tests skip.
 test-slurm: .venv/.ready-dev
-	@if command -v slurmctld slurmd munged >/dev/null; then :; \
+	@if command -v slurmctld >/dev/null && command -v slurmd >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update --quiet=2 && DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes \
 			--no-install-recommends slurm-wlm iproute2 >/dev/null; \

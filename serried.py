@@ -5,17 +5,21 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not installed: their names are too plain
 
-from configs.errors import EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
+from configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from configs.schema import parse_count
 from configs.suggest import nearest
+from launch.session import leave, report_mistake
 
 USAGE = """\
 usage: serried prepare [recipe=RECIPE] [key=value ...]
+       serried preflight [key=value ...]
        serried submit [key=value ...] [-m]
        serried status [key=value ...]
        serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]
 
-prepare, tokenise the data of a recipe once, before training or on another machine; overrides as for train.py:
+All but export take the overrides of train.py, which name the run.
+
+prepare, tokenise the data once, before training or on another machine:
   data.workers    threads; one for each core when not given
   data.cache_dir  where to; give the same to train.py
 
@@ -26,13 +30,15 @@ export, a checkpoint as a plain model:
   dtype       of the weights; as saved (fp32) when not given
   shard_size  largest file, in bytes: 500MB, 5GB (the default); a tensor that is larger has its own
 
-submit, a run to Slurm: the same as python train.py launch=slurm, with the same overrides
-status, how a run stands, and its job: the overrides name the run; without any, all in runs/
+preflight, are these nodes fit: alone, or on all nodes of a run, on each of them with torchrun's usual words:
+  torchrun --nnodes=2 --nproc_per_node=8 ... serried.py preflight run.dir=RUN
+submit, a run to Slurm: as python train.py launch=slurm
+status, how a run stands, and its job; without overrides, all in runs/
 
 Training is train.py's: python train.py --help"""
 
-_COMMANDS = ("prepare", "submit", "status", "export")
-_LATER = ("plan", "preflight", "evaluate", "generate", "report", "recipes")
+_COMMANDS = ("prepare", "preflight", "submit", "status", "export")
+_LATER = ("plan", "evaluate", "generate", "report", "recipes")
 _EXPORT_KEYS = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
 
 
@@ -47,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(export(_pairs(rest)))
         elif command == "prepare":
             print(prepare(rest))
+        elif command == "preflight":
+            leave(preflight(rest))
         elif command == "submit":
             return submit(rest)
         elif command == "status":
@@ -57,8 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             close = nearest(command, _COMMANDS) or _COMMANDS
             raise UserError(f"there is no command {command!r}; did you mean: serried {' or '.join(close)}")
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_MISTAKE
+        return report_mistake(error)
     except KeyboardInterrupt:
         more = "; the same command goes on where this one was" if command == "prepare" else ""
         print(f"interrupted{more}", file=sys.stderr)
@@ -111,6 +118,23 @@ def status(words: list[str]) -> str:
     if not folders:
         raise UserError("there is no run in runs; use run.dir=FOLDER")
     return "\n\n".join(describe_run(folder) for folder in folders)
+
+
+def preflight(words: list[str]) -> int:
+    """Examine the nodes that a run as ``words`` (overrides of train.py) says would use. Returns the exit code.
+
+    Raises:
+        UserError: an override is mistaken.
+    """
+    from configs.compose import compose
+    from launch.preflight import preflight as examine
+    from recipes.causal_lm import CausalLM
+    from trainer.metrics import PEAK_FLOPS
+    from trainer.optim import state_bytes
+
+    config = compose(words)
+    parameters = sum(parameter.numel() for parameter in CausalLM(config).build_model().parameters())
+    return examine(config.launch, config.run.dir, (config.checkpoint.keep + 1) * state_bytes(parameters), PEAK_FLOPS)
 
 
 def export(given: dict[str, str]) -> str:

@@ -35,6 +35,7 @@ from trainer.optim import learning_rate
 from trainer.sampler import SampleOrder
 from trainer.track import Console, RunFolder
 from trainer.trainer import Trainer
+from trainer.watchdog import Pulse
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2}
 MODELS = {
@@ -55,7 +56,7 @@ def race(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[fl
         folder = RunFolder(config.run.dir) if session.is_main else None
         console = Console(False, session.rank)
         recipe = CausalLM(config)
-        trainer = Trainer(config, recipe, session, folder, console, config_yaml(config), Start())
+        trainer = Trainer(config, recipe, session, folder, console, config_yaml(config), Start(), Pulse())
         ours = trainer.steps()
         theirs = by_hand(config, recipe, session.device)
         seconds: dict[str, list[float]] = {"trainer": [], "by hand": []}

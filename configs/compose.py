@@ -32,7 +32,7 @@ from pydantic import ValidationError
 from configs.errors import UserError
 from configs.explain import Layer, Origins, explain, shown, unfit, value_at
 from configs.help import choices_of, help_text
-from configs.keys import Key, all_keys, all_sections
+from configs.keys import Key, all_keys, is_section
 from configs.schema import RunConfig
 from configs.suggest import explanation, later, listing, meant, nearest, pasteable, unknown_choice, unknown_key
 
@@ -308,7 +308,7 @@ class _Command:
             elif leaf in ("name", "strategy") and value in self.groups.get(section, []):
                 # Would change the label and nothing that the choice brings with it.
                 self.mistakes.append(f"{key}={value} is only the label of a choice; write {section}={value}")
-        elif key in all_sections() and not later(key):
+        elif is_section(key) and not later(key):
             self.mistakes.append(f"{key}={shown(value)}: {key} is a section, not a key; {listing(key)}")
         elif above := _value_above(key):
             self.mistakes.append(
@@ -386,7 +386,9 @@ def _is_bare(word: str) -> bool:
 
 def _value_above(key: str) -> str | None:
     """The key that is a plain value although ``key`` asks for something below it."""
-    return next((path for path in all_keys() if key.startswith(f"{path}.") and path not in all_sections()), None)
+    parts = key.split(".")
+    above = (".".join(parts[:end]) for end in range(1, len(parts)))
+    return next((path for path in above if path in all_keys() and not is_section(path)), None)
 
 
 def _without_missing(node: Any) -> Any:

@@ -15,6 +15,10 @@ class TrainingFailed(Exception):
     """Training cannot go on, for a reason that a traceback would not explain. One line, exit code 70."""
 
 
+class TrainingStopped(TrainingFailed):
+    """Training cannot go on here, and can from its newest checkpoint. One line, exit code 75."""
+
+
 class StopRequested(BaseException):
     """A signal asked to stop before there was anything to save. Its name; exit code 75.
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from configs.keys import Key, all_keys, all_sections, keys_of
+from configs.keys import Key, all_keys, is_section, keys_of
 from configs.suggest import listing, nearest, unknown_key, unknown_section
 
 _LONGEST_VALUE = 80
@@ -101,7 +101,7 @@ def explain(
         if alone and mistake["type"] in ("value_error", "missing"):
             continue
         path = ".".join(str(part) for part in mistake["loc"])
-        while path and mistake["type"] != "extra_forbidden" and path not in all_keys() and path not in all_sections():
+        while path and mistake["type"] != "extra_forbidden" and path not in all_keys() and not is_section(path):
             path = path.rpartition(".")[0]  # an item of a list: the list is what was typed
         if mistake["type"] == "missing" and path == ".".join(str(part) for part in mistake["loc"]):
             missing.append(path)

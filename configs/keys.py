@@ -5,11 +5,12 @@
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from configs.schema import RunConfig
+from configs.schema import NAME_PATTERN, RunConfig
 
 _EXAMPLES = {  # keys for which a value made up from the type alone would mislead
     "trainer.steps": "1000, 10k, 2M",
@@ -92,19 +93,60 @@ class Key:
         return f"{self.path}={value}"
 
 
+NAME = "NAME"
+"""Stands in the path of a key for a name of the user's."""
+
+
+class Keys(dict[str, Key]):
+    """Keys by full dotted name. Those below a name of the user's, as in ``data.sources.web.path``, are found under any
+    name, and not listed."""
+
+    def __init__(self) -> None:
+        self.named: dict[str, dict[str, Key]] = {}
+        """Sections whose sections the user names -> the keys of each, by last name; their paths hold ``NAME``."""
+
+    def __contains__(self, path: object) -> bool:
+        return super().__contains__(path) or self._found(path) is not None
+
+    def __missing__(self, path: str) -> Key:
+        if found := self._found(path):
+            return found
+        raise KeyError(path)
+
+    def get(self, path: str, default: Any = None) -> Any:
+        return super().get(path) or self._found(path) or default
+
+    def _found(self, path: object) -> Key | None:
+        above, _, last = str(path).rpartition(".")
+        section, _, name = above.rpartition(".")
+        key = self.named.get(section, {}).get(last)
+        return replace(key, path=str(path)) if key and is_name(name) else None
+
+
+def is_name(text: str) -> bool:
+    """Whether ``text`` may name a source or a validation set."""
+    return re.fullmatch(NAME_PATTERN, text) is not None
+
+
 @functools.cache
-def all_keys() -> Mapping[str, Key]:
+def all_keys() -> Keys:
     """Every key of ``RunConfig`` by its full dotted name, in the order of the schema."""
     description = RunConfig.model_json_schema()
-    found: dict[str, Key] = {}
+    keys = Keys()
 
-    def walk(properties: dict[str, Any], required: list[str], prefix: str) -> None:
+    def walk(properties: dict[str, Any], required: list[str], prefix: str, found: dict[str, Key]) -> None:
         for name, field in properties.items():
             purpose = field.get("description", "")
             alternatives = field.get("anyOf", [field])
             nullable = {"type": "null"} in alternatives
             field = next(alternative for alternative in alternatives if alternative != {"type": "null"})
             path = prefix + name
+            if "$ref" in field.get("additionalProperties", {}):
+                inner = description["$defs"][field["additionalProperties"]["$ref"].rpartition("/")[2]]
+                below: dict[str, Key] = {}
+                walk(inner["properties"], inner.get("required", []), f"{path}.{NAME}.", below)
+                keys.named[path] = {key.rpartition(".")[2]: each for key, each in below.items()}
+                continue
             section = description["$defs"][field["$ref"].rpartition("/")[2]] if "$ref" in field else None
             if section is None or nullable:
                 found[path] = Key(
@@ -119,10 +161,10 @@ def all_keys() -> Mapping[str, Key]:
                     purpose=" ".join(purpose.split()),
                 )
             if section is not None:
-                walk(section["properties"], section.get("required", []), f"{path}.")
+                walk(section["properties"], section.get("required", []), f"{path}.", found)
 
-    walk(description["properties"], description.get("required", []), "")
-    return found
+    walk(description["properties"], description.get("required", []), "", keys)
+    return keys
 
 
 def all_sections() -> list[str]:
@@ -130,8 +172,19 @@ def all_sections() -> list[str]:
     return list(dict.fromkeys(path.rpartition(".")[0] for path in all_keys() if "." in path))
 
 
+def is_section(path: str) -> bool:
+    """Whether ``path`` has keys or sections below it."""
+    above, _, name = path.rpartition(".")
+    return path in all_sections() or path in all_keys().named or (above in all_keys().named and is_name(name))
+
+
 def keys_of(section: str) -> list[str]:
     """Full names of the keys right below a section."""
+    above, _, name = section.rpartition(".")
+    if above in all_keys().named and is_name(name):
+        return [f"{section}.{last}" for last in all_keys().named[above]]
+    if section in all_keys().named:
+        return keys_of(f"{section}.{NAME}")
     return [path for path in all_keys() if path.rpartition(".")[0] == section]
 
 
@@ -153,9 +206,10 @@ def key_tables() -> str:
 
     recipes = {name: _flat(compose([f"recipe={name}"]).model_dump(mode="json")) for name in choices_of()["recipe"]}
     values = recipes["tiny"]
+    named = [key for keys in all_keys().named.values() for key in keys.values()]
     keys = [
-        (f"`{path}`", _type(key), _code(values.get(path, "")), key.purpose.replace("``", "`"))
-        for path, key in all_keys().items()
+        (f"`{key.path}`", _type(key), _code(values.get(key.path, "")), key.purpose.replace("``", "`"))
+        for key in [*all_keys().values(), *named]
     ]
     chosen = {path: [each.get(path, "") for each in recipes.values()] for path in all_keys()}
     differing = [

@@ -15,6 +15,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from configs.divisors import nearest_divisors
 
+NAME_PATTERN = r"[A-Za-z][A-Za-z0-9_-]*"
+"""What sources and validation sets may be called."""
+
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
@@ -175,6 +178,12 @@ class SourceSection(Section):
     """Column that holds a conversation (``data.format=chat``)."""
 
 
+_PATHS = {"text": "FILE_OR_FOLDER_OR_GLOB", "hf": "OWNER/DATASET", "tokens": "FOLDER"}
+
+DEFAULT_VALIDATION = "validation"
+"""Name of the validation set that is made of the training data's own documents."""
+
+
 class MixedSource(SourceSection):
     """One source of a mixture."""
 
@@ -251,6 +260,47 @@ class DataSection(SourceSection):
                 f"data.vocab_size={self.vocab_size} is only read where a tokenizer is trained, and this is "
                 f"data.tokenizer={self.tokenizer}; add data.tokenizer=train, or give the model as many rows: "
                 f"model.vocab_size={self.vocab_size}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _streaming_fits(self) -> "DataSection":
+        whole = {  # what a stream does not have: all of the text, before the first step
+            "packing=best_fit": self.packing == "best_fit",
+            "format=chat": self.format == "chat",
+            f"tokenizer={self.tokenizer}": self.tokenizer in ("chars", "train"),
+        }
+        for setting in (key for key, is_given in whole.items() if is_given and self.streaming):
+            raise ValueError(
+                f"data.{setting} has to read all of the data first, and data.streaming=true reads it while it trains; "
+                "leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sources_given(self) -> "DataSection":
+        if self.sources and self.name != "mixture":
+            raise ValueError(f"data.sources is only read by data=mixture, and data is {self.name}; add data=mixture")
+        if self.name == "mixture" and not self.sources:
+            raise ValueError(
+                "data=mixture needs sources: data.sources.NAME.name=text data.sources.NAME.path=FILE_OR_FOLDER "
+                "data.sources.NAME.weight=0.7, for each a NAME of yours"
+            )
+        if self.name == "mixture" and self.path:
+            raise ValueError(f"data.path={self.path} is not read by data=mixture; use data.sources.NAME.path")
+        named: dict[str, SourceSection] = {f"data.sources.{name}": each for name, each in self.sources.items()}
+        named |= {f"data.validation.{name}": source for name, source in self.validation.items()}
+        for key, source in named.items():
+            if not re.fullmatch(NAME_PATTERN, key.split(".", 2)[2]):
+                raise ValueError(f"{key}: a name has letters, digits, _ and -, and begins with a letter; e.g. web-2024")
+            if source.name == "stdlib" and source.path:
+                raise ValueError(f"{key}.path={source.path} is not read by {key}.name=stdlib; use {key}.name=text")
+            if source.name != "stdlib" and not source.path:
+                raise ValueError(f"{key}.name={source.name} needs {key}.path=" + _PATHS[source.name])
+        if DEFAULT_VALIDATION in self.validation:
+            raise ValueError(
+                f"data.validation.{DEFAULT_VALIDATION}: that is the name of what is kept back of the training data; "
+                "give this set another name"
             )
         return self
 
@@ -375,6 +425,26 @@ class TrainerSection(Section):
         return min(self.steps, self.stop_at or self.steps)
 
 
+class HealthSection(Section):
+    """What is done about steps that went wrong, and about replicas that differ."""
+
+    spike: Literal["off", "warn", "skip", "stop", "rollback"] = "warn"
+    """When loss or gradient norm jumps: ``warn``; ``skip`` the step, which then changes nothing; ``stop``, resumably;
+    ``rollback`` to the newest checkpoint and leave the samples since out."""
+    spike_deviations: Number = Field(default=6.0, gt=0)
+    """A spike is more than so many standard deviations above the mean of the last accepted steps."""
+    spike_window: Annotated[PositiveCount, Field(ge=4)] = 128
+    """How many accepted steps that mean is taken over; until half of them are there nothing is a spike."""
+    non_finite: Literal["skip", "stop", "rollback"] = "skip"
+    """When loss or gradient is not finite: the step changes nothing, and after three in a row the run fails (``skip``)
+    or goes back to the newest checkpoint (``rollback``); ``stop`` at the first one, resumably."""
+    max_rollbacks: PositiveCount = 3
+    """How many times a run may go back; the next time it stops."""
+    replica_check_every: CountOrZero = 100
+    """Steps between comparisons of the bits that replicas hold (``ddp``, ``hsdp``), which also precede each save; 0: no
+    comparison at all."""
+
+
 class CheckpointSection(Section):
     """Saving and resuming. Checkpoints lie in ``run.dir/checkpoints`` and are Hugging Face models."""
 
@@ -415,7 +485,8 @@ class LaunchSection(Section):
     start_timeout_seconds: Number = Field(default=1800.0, gt=0)
     """How long a process waits for another until the first step is done (data preparation, model set-up)."""
     step_timeout_seconds: Number = Field(default=300.0, gt=0)
-    """How long a process waits for another after the first step."""
+    """How long the run may stand still after the first step; then the rank that holds it up is named, and the run ends,
+    resumably. At a fifth of it there is a warning. A step that took longer from the start has twice its time."""
     stop_timeout_seconds: Number = Field(default=600.0, gt=0)
     """``launch=local``: how long stopping may take, with its checkpoint, before what is left is killed."""
 
@@ -493,6 +564,7 @@ class RunConfig(Section):
     optim: OptimSection
     schedule: ScheduleSection
     trainer: TrainerSection
+    health: HealthSection
     checkpoint: CheckpointSection
     launch: LaunchSection
     slurm: SlurmSection = Field(default_factory=SlurmSection)

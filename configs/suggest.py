@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 
-from configs.keys import all_keys, all_sections, keys_of
+from configs.keys import all_keys, all_sections, is_name, is_section, keys_of
 
 _ALIASES = {  # names other frameworks use, for keys or groups whose value means the same
     "trainer.steps": "max_steps num_steps n_steps total_steps train_steps num_train_steps max_train_steps "
@@ -77,6 +77,12 @@ _ALIASES = {  # names other frameworks use, for keys or groups whose value means
     "slurm.setup": "slurm_setup setup_commands",
     "slurm.interface": "gloo_socket_ifname nccl_socket_ifname socket_ifname",
     "slurm.signal_seconds": "signal_delay_s",
+    "launch.step_timeout_seconds": "ddp_timeout comm_timeout nccl_timeout train_timeout_seconds hang_timeout",
+    "health.spike": "loss_spike spike_detection spike_policy skip_spikes",
+    "health.spike_deviations": "sigma_factor spike_threshold loss_spike_factor",
+    "health.spike_window": "rolling_interval_length",
+    "health.non_finite": "nan_policy terminate_on_nan check_for_nan_in_loss_and_grad on_nan",
+    "health.replica_check_every": "check_weight_hash_across_dp_replicas_interval replica_check",
     "run.name": "run_name experiment_name exp_name name job_name",
     "run.dir": "output_dir save_dir out_dir log_dir logdir work_dir results_dir default_root_dir checkpoint_dir",
     "checkpoint.every": "save_every save_steps save_interval checkpoint_every save_freq every_n_train_steps "
@@ -139,6 +145,9 @@ _EXPLAINED = {  # names whose value means something else here, or nothing
     "ZeRO-3 is parallel=fsdp, ZeRO-2 is parallel=fsdp parallel.reshard_after_forward=false": "zero_stage zero "
     "sharding_strategy",
     _RANK: "local_rank rank node_rank master_addr master_port",
+    "several sources are data=mixture data.sources.NAME.name=text data.sources.NAME.path=FOLDER "
+    "data.sources.NAME.weight=0.7": "blend data_blend data_mixture mixture_weights domain_weights dataset_weights "
+    "interleave_datasets datasets",
     "a sweep is launch=slurm -m and several values for a key: one array job; e.g. -m optim.lr=1e-3,3e-3": "multirun "
     "sweep",
     "there is no dropout in models of the Llama 3 family; leave it out": "dropout attention_dropout dropout_rate",
@@ -258,7 +267,8 @@ def meant(key: str, value: str, groups: Mapping[str, Sequence[str]]) -> list[str
 
     Without a value the overrides get an example of one.
     """
-    names = [*all_keys(), *groups]
+    section = key.rpartition(".")[0]
+    names = keys_of(section) if section not in all_sections() and is_section(section) else [*all_keys(), *groups]
     leaf = _squeezed(key.rpartition(".")[2])
     if key in names:
         return [_assignment(key, value, groups)]
@@ -305,16 +315,21 @@ def unknown_key(key: str, value: str, source: str, groups: Mapping[str, Sequence
     given = f"{key}={value} ({source})"
     if reason := explanation(key, value):
         return f"{given}: {reason}"
+    parts = key.split(".")
+    if ".".join(parts[:2]) in all_keys().named and len(parts) > 3 and not is_name(parts[2]):
+        return f"{given}: {parts[2]} is no name; it takes letters, digits, _ and -, and begins with a letter"
     if suggestions := meant(key, value, groups):
         return f"unknown key {given}; did you mean {' or '.join(suggestions)}?"
     section = key.rpartition(".")[0]
-    if section in all_sections():
+    if is_section(section):
         return f"unknown key {given}; {listing(section)}"
     return f"unknown key {given}; python train.py --help lists the keys"
 
 
 def listing(section: str) -> str:
     """The keys of a section, to stand after a semicolon."""
+    if section in all_keys().named:
+        return f"it has a section for each name of yours, as in {section}.web, {listing(f'{section}.web')}"
     return f"the keys of {section} are {', '.join(key.rpartition('.')[2] for key in keys_of(section))}"
 
 

@@ -27,6 +27,8 @@ def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
     """
     status = read_status(run_dir)
     if status is None or status.time < start.stat().st_mtime:
+        if start.with_suffix(".stopped").exists():  # made by a rank
+            return EXIT_STOPPED, "stopped before training began"
         return EXIT_FAILED, f"failed before training began: see the logs of the nodes beside {start}"
     reason = status.reason if status.state != "running" else "killed without a word"
     # Numbers aside: ranks, seconds and hours differ from one time to the next.

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import socket
 import sys
 import time
 import traceback
@@ -22,6 +23,7 @@ from configs.errors import (
     EXIT_STOPPED,
     StopRequested,
     TrainingFailed,
+    TrainingStopped,
     UserError,
 )
 from configs.schema import LaunchSection
@@ -33,11 +35,16 @@ if TYPE_CHECKING:
 
 _GLOO_SETTLES_SECONDS = 0.2
 _MEETING_LOOK_SECONDS = 0.01
+
+
+_PATIENCE_BEYOND_LIMIT = 1.25
+_RECORDED_COLLECTIVES = "2000"
 _LONGEST_NAP_SECONDS = 0.5
 _NO_ANSWER = ("Timed out waiting", "Application timeout")  # Gloo's words
 _BROKEN_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
-"""Environment variable: whoever waits for the ranks reads ``status.json``, not exit codes."""
+"""Environment variable: whoever waits for the ranks reads ``status.json``, not exit codes. Its value is a file to make
+where a rank stops on request: before the first step there is no status."""
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
@@ -158,10 +165,16 @@ class Session:
     failed: bool = False
     must_not_wait: bool = False
     """Set where a thread of this process still uses a group: leave without destroying it, which could hang."""
+    waits_for: str | None = None
+    """Whom this rank waits for at present in an exchange of verdicts, for the watchdog to tell."""
     _store: "Store | None" = None
     _exchanges: int = field(default=0)
     _failure: "Failure | None" = None
+    _is_told: bool = False
+    _attempt: str = ""
+    """What the keys of this attempt begin with, in the store."""
     _patient: "list[ProcessGroup]" = field(default_factory=list)
+    _first_step_is_done: bool = False
     _processes: list[int] = field(default_factory=list)
     """The ranks' process numbers, each of its own machine."""
 
@@ -227,7 +240,7 @@ class Session:
                 if self._store is not None:
                     self._store.set(key, json.dumps(verdict))
         elif self._store is not None:
-            self._await([key])
+            self._await([key], f"the first process of the {group}")
             verdict = json.loads(self._store.get(key))
         if "error" in verdict:
             raise UserError(verdict["error"])
@@ -252,8 +265,10 @@ class Session:
                         f"{what} differs between rank 0 ({expected}) and rank {rank} ({found}); start them alike"
                     )
 
-    def first_step_done(self) -> None:
-        """From here on a silent peer is waited for only ``launch.step_timeout_seconds``."""
+    def first_step_done(self, seconds: float = 0.0) -> None:
+        """From here on a silent peer is waited for only a little longer than ``launch.step_timeout_seconds``, or twice
+        the ``seconds`` that the first step took: by then the watchdog should have named it."""
+        self._first_step_is_done = True
         if self._store is None:
             return
         import torch.distributed as dist
@@ -261,7 +276,7 @@ class Session:
         # Private, and the only way to shorten a live group's patience; tests/test_session.py guards it.
         from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
 
-        timeout = timedelta(seconds=self.section.step_timeout_seconds)
+        timeout = timedelta(seconds=_PATIENCE_BEYOND_LIMIT * max(self.section.step_timeout_seconds, 2 * seconds))
         groups = {id(group): group for group in [_get_default_group(), *dist.distributed_c10d._world.pg_map]}
         for group in groups.values():
             if not any(group is patient for patient in self._patient):
@@ -290,18 +305,42 @@ class Session:
         self._exchanges += 1
         keys = [f"gather/{self._exchanges}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], json.dumps(value))
-        self._await(keys)
+        self._await(keys, "every rank")
         return [json.loads(self._store.get(key)) for key in keys]
 
-    def _await(self, keys: list[str]) -> None:
+    def _await(self, keys: list[str], whom: str) -> None:
         """Wait until the store has ``keys``. By looking again and again: no signal is heard inside ``Store.wait``."""
         assert self._store is not None
+        self.waits_for = whom
         deadline, nap = time.monotonic() + self.section.start_timeout_seconds, 0.001
         while not self._store.check(keys):
             if time.monotonic() > deadline:
                 self._store.wait(keys, timedelta(milliseconds=1))  # raises what it raises
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_SECONDS)
+        self.waits_for = None
+
+    def host(self) -> str:
+        """Name of this machine."""
+        return socket.gethostname()
+
+    def background_names(self) -> list[str]:
+        """Names of the groups that ``background_group`` made and this rank is in."""
+        return [str(group.group_name) for group in self._patient if hasattr(group, "group_name")]
+
+    def own_connection(self, name: str) -> "Store":
+        """A store that all ranks share under ``name``, for another thread than the session's: with a connection of its
+        own, since whoever waits on one blocks all its users."""
+        import torch.distributed as dist
+
+        if self._store is None:
+            return dist.HashStore()
+        tcp = _connect(self, is_master=False)
+        return dist.PrefixStore(name, dist.PrefixStore(self._attempt, tcp))
+
+    def end_with(self, rank: int, reason: str, exit_code: int) -> None:
+        """Have whatever fails from here on counted as an echo of this, which the user has been told."""
+        self._failure, self._is_told = Failure(rank, reason, exit_code), True
 
     def shield(self) -> None:
         """From here on a signal does not interrupt: what is left is to clean up. Ctrl-C still ends it, at once.
@@ -315,9 +354,19 @@ class Session:
         if self._failure is None:
             mine = self._failure = self.failure(error)
             if self._store is not None:
-                with suppress(RuntimeError):  # the store died with its host: nobody is left to ask
+                try:
                     self._failure = Failure(*json.loads(self._store.compare_set("failure", "", json.dumps(mine))))
+                except RuntimeError:  # the store died with its host: nobody is left to ask
+                    self._failure = self._without_store(mine)
         return self._failure
+
+    def _without_store(self, mine: Failure) -> Failure:
+        """``mine``, unless it is but the echo of a torchrun that was killed before there was anything to save."""
+        if self._first_step_is_done or mine.exit_code == EXIT_MISTAKE:
+            return mine
+        time.sleep(_GLOO_SETTLES_SECONDS)  # its connections go before the kernel says that it has gone
+        end = self.signals.end_of_parent
+        return mine if end is None else Failure(self.rank, f"{end} before the first step", EXIT_STOPPED)
 
     def failure(self, error: BaseException) -> Failure:
         """``error`` of this rank, as far as it knows by itself."""
@@ -355,7 +404,7 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _exit_code(error: BaseException) -> int:
-    if isinstance(error, StopRequested):
+    if isinstance(error, StopRequested | TrainingStopped):
         return EXIT_STOPPED
     return EXIT_MISTAKE if isinstance(error, UserError) else EXIT_FAILED
 
@@ -402,6 +451,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
     device = _choose_device(section, local_rank, local_world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)  # for the watchdog to name who is missing
     # torchrun sets OMP_NUM_THREADS=1; ranks that share this machine's cores should use all of them between them.
     torch.set_num_threads(max(1, usable_cores() // local_world))
     if device.type == "cpu":
@@ -460,19 +510,12 @@ def _keep_freed_memory() -> None:
 def _start_group(session: Session) -> "Store":
     import torch.distributed as dist
 
-    env = os.environ
     timeout = timedelta(seconds=session.section.start_timeout_seconds)
-    agent_hosts = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    tcp = dist.TCPStore(
-        env["MASTER_ADDR"],
-        int(env["MASTER_PORT"]),
-        session.world_size,
-        is_master=session.rank == 0 and not agent_hosts,
-        timeout=timeout,
-    )
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    tcp = _connect(session, is_master=session.rank == 0 and not agent_hosts)
     # A restart under the same agents meets the store of the attempt before, with addresses of dead processes in it.
-    attempt = _agree_on_attempt(tcp, session, timeout) if agent_hosts else "only"
-    store = dist.PrefixStore(f"attempt_{attempt}", tcp)
+    session._attempt = f"attempt_{_agree_on_attempt(tcp, session, timeout) if agent_hosts else 'only'}"
+    store = dist.PrefixStore(session._attempt, tcp)
     dist.init_process_group(
         "cuda:nccl,cpu:gloo" if session.device.type == "cuda" else "gloo",
         store=store,
@@ -493,13 +536,14 @@ def _agree_on_attempt(tcp: "Store", session: Session, timeout: timedelta) -> str
     import torch.distributed as dist
 
     store = dist.PrefixStore(f"meeting_{os.environ.get('TORCHELASTIC_RUN_ID')}", tcp)
-    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    mine, nap, deadline = uuid.uuid4().hex, 0.005, time.monotonic() + timeout.total_seconds()
     if session.rank != 0:
         store.set(f"asks/{store.add('asked', 1)}", mine)
         while not store.check([f"answer/{mine}"]):  # no signal is heard inside Store.wait
             if time.monotonic() > deadline:
                 raise dist.DistStoreError("rank 0 has not come")
-            time.sleep(_MEETING_LOOK_SECONDS)
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
         name = store.get(f"answer/{mine}").decode()
         store.set(f"{name}/is_here/{session.rank}", "")
         return name
@@ -519,6 +563,19 @@ def _agree_on_attempt(tcp: "Store", session: Session, timeout: timedelta) -> str
             raise dist.DistStoreError(f"{came + 1} of {session.world_size} processes came")
         time.sleep(_MEETING_LOOK_SECONDS)
     return mine
+
+
+def _connect(session: Session, *, is_master: bool) -> "Store":
+    """A new connection to the store in which the processes meet."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        session.world_size,
+        is_master=is_master,
+        timeout=timedelta(seconds=session.section.start_timeout_seconds),
+    )
 
 
 def report_mistake(error: UserError) -> int:
@@ -543,6 +600,8 @@ def _report_alone(error: UserError | TrainingFailed | StopRequested, *, speaks: 
 def _report(error: BaseException, session: Session) -> int:
     session.failed = True
     failure = session.first_failure(error)
+    if session._is_told:
+        return failure.exit_code
     if failure.exit_code == EXIT_STOPPED:
         if failure.rank == session.rank:
             _say(f"stopped: {failure.reason}; go on: the same command")
@@ -582,6 +641,8 @@ def leave(code: int) -> NoReturn:
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if code == EXIT_STOPPED and (restarts or STATUS_DECIDES in os.environ):
         code = EXIT_FINISHED
+        with suppress(OSError, KeyError):
+            Path(os.environ[STATUS_DECIDES]).touch()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # whoever listened is gone
             stream.flush()

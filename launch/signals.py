@@ -21,6 +21,8 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER = "SERRIED_LAUNCHER"
 """Environment variable: the process that started this one, where that is ``launch=local``."""
 
+
+_UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _UNHEARD_SECONDS = 5.0
 _TWICE_SECONDS = 1.0  # a terminal and torchrun may both pass on one Ctrl-C
 _SET_DEATH_SIGNAL, _GET_DEATH_SIGNAL = 1, 2  # prctl.h
@@ -80,10 +82,17 @@ class Signals:
             self._pipe = None
 
     @property
+    def end_of_parent(self) -> str | None:
+        """In words, that the torchrun which started this process is gone; None: it is not, or there was none."""
+        if _UNDER_TORCHRUN not in os.environ or os.getppid() == self._parent:
+            return None
+        return f"the end of torchrun (process {self._parent})"
+
+    @property
     def received(self) -> str | None:
         """What asked first, in words; None: nothing."""
-        if self._received == signal.SIGTERM and os.getppid() != self._parent:
-            return f"the end of torchrun (process {self._parent})"
+        if self._received == signal.SIGTERM and self.end_of_parent is not None:
+            return self.end_of_parent
         return None if self._received is None else signal.Signals(self._received).name
 
     def hold(self) -> None:
@@ -105,7 +114,8 @@ class Signals:
             self._interrupted()
         if self._received is None:
             self._received = number
-        if self._phase is _Phase.RAISE:
+        # Where an error is being handled already, it must not be cut short: _listen sees to it that the process ends.
+        if self._phase is _Phase.RAISE and sys.exc_info()[1] is None:
             self._phase = _Phase.CLEAN_UP
             raise StopRequested(self.received)
 
@@ -156,7 +166,7 @@ def end_with_torchrun() -> None:
     Otherwise a torchrun that is killed (SIGUSR1 is enough, by default) leaves its processes behind, training. Linux
     only; nothing where torchrun did not start this process, or somebody chose a signal before.
     """
-    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+    if sys.platform != "linux" or _UNDER_TORCHRUN not in os.environ:
         return
     parent = os.getppid()
     prctl = ctypes.CDLL(None).prctl

@@ -23,6 +23,8 @@ class Totals(NamedTuple):
     loss_sum: Tensor
     weight: Tensor
     votes: Tensor
+    by_source: Tensor
+    """Valid targets of each source of a mixture, [sources]; empty: there is one source."""
 
 
 class Single:
@@ -50,22 +52,25 @@ class Single:
         micro-batch, unless asked to do so after each; the totals travel while the last backward runs. This rank's
         ``vote`` travels with them: asked for at the last moment, it costs no exchange of its own.
         """
-        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
+        assert batches, "a step has a micro-batch at least"
         travelling = None
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             with self._gradient_exchange(is_last):
                 with self.autocast():
                     terms = loss(self.model, batch)
-                totals[:2] += torch.stack((terms.loss_sum.detach().double(), terms.weight.double()))
-                if is_last and (mine := vote()):
-                    totals[2] = mine
+                mine = terms.totals()
+                if index == 0:  # the vote comes last
+                    totals = mine.new_zeros(len(mine) + 1)
+                totals[:-1] += mine
+                if is_last and (my_vote := vote()):
+                    totals[-1] = my_vote
                 if is_last and dist.is_initialized():
                     travelling = dist.all_reduce(totals, async_op=True)
                 (terms.loss_sum * scale).backward()
         if travelling is not None:
             travelling.wait()
-        return Totals(*totals.unbind())
+        return Totals(totals[0], totals[1], totals[-1], totals[2:-1])
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any], loss: LossFunction) -> LossTerms:

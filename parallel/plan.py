@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -13,6 +14,13 @@ class LossTerms(NamedTuple):
     """Summed over valid targets, scalar."""
     weight: Tensor
     """Number of valid targets, scalar."""
+    by_source: Tensor | None = None
+    """Valid targets of each source of a mixture, [sources]; None: there is one source. Either on all ranks or none."""
+
+    def totals(self) -> Tensor:
+        """All of it, detached: fp64 [2 + sources]."""
+        pair = torch.stack((self.loss_sum.detach().double(), self.weight.double()))
+        return pair if self.by_source is None else torch.cat((pair, self.by_source.double()))
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,16 @@ import torch
 from torch import nn
 
 from configs.errors import UserError
-from configs.schema import RunConfig
+from configs.schema import DEFAULT_VALIDATION, RunConfig
 from parallel.plan import LossTerms, ParallelPlan
 from recipes.data.chat import chat_template
 from recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
-from recipes.data.prepare import Prepared, named_tokenizer, open_prepared, prepare
+from recipes.data.lanes import StreamDataset
+from recipes.data.mixture import MixtureDataset, describe_sources, source_sections, validation_sections
+from recipes.data.overlap import kept_apart, left_out
+from recipes.data.prepare import Prepared, cache_folder, named_tokenizer, open_prepared, prepare
 from recipes.data.show import for_terminal, marked_lines
+from recipes.data.stream import open_training, prepare_stream
 from recipes.data.summary import summary_of
 from recipes.data.tokenizer import hugging_face_files
 from recipes.models import transformer
@@ -27,32 +31,72 @@ class CausalLM:
     """A Transformer on packed text. ``trainer.recipe.Recipe`` says what each method promises."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._model, self._data = config.model, config.data
+        self._model, self._data, self._trainer = config.model, config.data, config.trainer
         self._prepared: Prepared | None = None
-        self._datasets: dict[str, TokenDataset | PackedDataset] = {}
+        """Of the first source, whose tokenizer all have."""
+        self._sources: dict[str, Prepared] = {}
+        self._held_out: dict[str, Prepared] = {}
+        """Validation sets by name, and those of a mixture's sources that are not as they were prepared."""
+        self._left_out: dict[str, int] = {}
+        self._datasets: dict[str, TokenDataset | PackedDataset | MixtureDataset | StreamDataset] = {}
 
     # data -----------------------------------------------------------------------------------------------------------
 
     def prepare(self, show: Callable[[str], None] | None = None, threads: int | None = None) -> str:
-        return str(prepare(self._data, show, threads).folder)
+        if self._data.streaming:
+            sequences = self._trainer.eval_batches * self._trainer.global_batch
+            sources = {"": prepare_stream(self._data, sequences, show)}
+        else:
+            sources = {name: prepare(each, show, threads) for name, each in source_sections(self._data).items()}
+        validation = {name: prepare(each, show, threads) for name, each in validation_sections(self._data).items()}
+        self._check_tokenizers([*sources.values(), *validation.values()])
+        held_out = {name: prepared.whole() for name, prepared in validation.items()}
+        if len(sources) > 1:  # what one source keeps back may be in another
+            held_out |= {f"{DEFAULT_VALIDATION}/{name}": prepared for name, prepared in sources.items()}
+        training, cache = list(sources.values()), cache_folder(self._data)
+        apart = {name: kept_apart(name, prepared, training, cache, show) for name, prepared in held_out.items()}
+        place = {
+            "sources": {name: str(prepared.folder) for name, prepared in sources.items()},
+            "validation": {name: str(prepared.folder) for name, prepared in validation.items()},
+            "apart": {name: str(folder) for name, folder in apart.items() if folder is not None},
+        }
+        return json.dumps(place)
 
-    def open_data(self, folder: str) -> None:
-        self._prepared = open_prepared(Path(folder))
+    def _check_tokenizers(self, prepared: Sequence[Prepared]) -> None:
+        if any(each.tokenizer.spec() != prepared[0].tokenizer.spec() for each in prepared):
+            raise UserError(
+                f"data.tokenizer={self._data.tokenizer} is learned from a source, and the sources here would each have "
+                "their own; use data.tokenizer=bytes, or the files of a tokenizer that is there already"
+            )
+
+    def open_data(self, place: str) -> None:
+        folders = {kind: {name: Path(path) for name, path in each.items()} for kind, each in json.loads(place).items()}
+        self._sources = {name: open_prepared(folder) for name, folder in folders["sources"].items()}
+        self._prepared = next(iter(self._sources.values()))
+        self._held_out = {name: open_prepared(folder).whole() for name, folder in folders["validation"].items()}
+        self._held_out |= {name: open_prepared(folder) for name, folder in folders["apart"].items()}
+        self._left_out = {name: left_out(folder) for name, folder in folders["apart"].items()}
 
     def describe_data(self) -> str:
-        source = " ".join(filter(None, (self._data.name, self._data.path, self._data.subset)))
-        line = f"{source}, {self._data.tokenizer} as tokens, {self._data.sequence_length} a sequence"
+        sources = describe_sources(self._data)
+        line = f"{sources}, {self._data.tokenizer} as tokens, {self._data.sequence_length} a sequence"
         if self._data.format == "chat":
             line += ", conversations, learned is what the assistant says"
         if self._prepared is None:
             return line
-        how = self.dataset("train").describe()
-        return f"{line}; {self._prepared.describe()}" + (f"; {how}" if how else "")
+        sizes = [f"{name} {prepared.describe()}".strip() for name, prepared in self._sources.items()]
+        if self._data.streaming:
+            held_out = self._prepared.splits["validation"]
+            sizes = [f"validation {held_out.tokens:,} tokens of {held_out.documents:,} documents"]
+        left_out = [f"{name} without {count:,} that are trained on" for name, count in self._left_out.items()]
+        return "; ".join(filter(None, [line, *sizes, *left_out, self.dataset("train").describe()]))
 
     def summary(self) -> str:
         """What was prepared, at length: documents, tokens, lengths, a sample."""
         assert self._prepared is not None, "open_data comes first"
-        return summary_of(self._prepared, self._data.tokenizer)
+        prepared = {**self._sources, **self._held_out}
+        texts = [f"{name}\n" * bool(name) + summary_of(each, self._data.tokenizer) for name, each in prepared.items()]
+        return "\n".join(texts)
 
     def describe_sample(self) -> list[str]:
         if self._data.format != "chat":
@@ -63,11 +107,29 @@ class CausalLM:
         lines = marked_lines(self._prepared.tokenizer, sample.tokens, is_learned)
         return ["sample     the first sequence; what is learned of it stands behind >", *lines]
 
-    def dataset(self, split: str) -> TokenDataset | PackedDataset:
+    def dataset(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset | StreamDataset:
         assert self._prepared is not None, "open_data comes first"
         if split not in self._datasets:
-            self._datasets[split] = open_dataset(self._prepared, split, self._data)
+            self._datasets[split] = self._open(split)
         return self._datasets[split]
+
+    def _open(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset | StreamDataset:
+        if split in self._held_out:
+            return open_dataset(self._held_out[split], "validation", self._data)
+        if self._data.streaming and split == "train":
+            lanes, seed = self._trainer.global_batch, self._trainer.seed
+            return open_training(self._data, self._sources[""], lanes=lanes, seed=seed)
+        sources = dict(self._sources)
+        if split == DEFAULT_VALIDATION:
+            sources = {name: self._held_out.get(f"{split}/{name}", prepared) for name, prepared in sources.items()}
+        datasets = {name: open_dataset(prepared, split, self._data) for name, prepared in sources.items()}
+        if self._data.name != "mixture":
+            return datasets[""]
+        weights = {name: source.weight for name, source in self._data.sources.items()}
+        return MixtureDataset(datasets, weights, self._data.weigh_by)
+
+    def further_validation(self) -> Sequence[str]:
+        return list(self._data.validation)
 
     def collate(self, samples: Sequence[Sample], ids: np.ndarray) -> Batch:
         return collate(samples, ids)
@@ -132,7 +194,9 @@ class CausalLM:
 
     def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
         loss_sum = model(batch.tokens, batch.targets, batch.positions)
-        return LossTerms(loss_sum, (batch.targets != IGNORE).sum())
+        training = self._datasets.get("train")
+        by_source = training.targets_by_source(batch) if isinstance(training, MixtureDataset) else None
+        return LossTerms(loss_sum, (batch.targets != IGNORE).sum(), by_source)
 
     def flops_per_token(self, parameters: int) -> float:
         return transformer.flops_per_token(self._model, parameters, self.vocab_size(), self._data.sequence_length)

@@ -30,6 +30,7 @@ from trainer.checkpoint.retention import committed
 from trainer.step import TrainStep
 from trainer.track import Console, RunFolder
 from trainer.trainer import Trainer, train
+from trainer.watchdog import Pulse
 
 
 def write_text(folder: Path) -> None:
@@ -103,7 +104,7 @@ def save_again(argv: list[str], run_dir: str) -> None:
         folder = RunFolder(Path(run_dir)) if session.is_main else None
         console = Console(False, session.rank)
         copied = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(run_dir)})})
-        trainer = Trainer(copied, recipe, session, folder, console, config_yaml(config), start)
+        trainer = Trainer(copied, recipe, session, folder, console, config_yaml(config), start, Pulse())
         trainer.checkpointer.save(start.step, start.state)
         saved = trainer.checkpointer.wait()
         assert saved is not None
@@ -145,13 +146,13 @@ class ObservedRecipe(CausalLM):
         return batch
 
     def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
-        loss_sum, weight = super().loss(model, batch)
+        terms = super().loss(model, batch)
         if torch.is_grad_enabled() and batch.sample_ids.max() >= 0:  # no evaluation, no rehearsal
             self.sample_ids.append(batch.sample_ids.tolist())
             self._forwards += 1
             if self.rank == self._fault.get("rank") and self._forwards in self._fault["forwards"]:
-                loss_sum = _Poison.apply(loss_sum, float(self._fault["value"]))
-        return LossTerms(loss_sum, weight)
+                terms = terms._replace(loss_sum=_Poison.apply(terms.loss_sum, float(self._fault["value"])))
+        return terms
 
 
 class _Poison(torch.autograd.Function):

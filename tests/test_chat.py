@@ -211,10 +211,10 @@ def test_conversations_of_sharegpt_are_the_same(tokenizer: HuggingFaceTokenizer)
         ([*PLAIN, {"role": "user", "content": "\ud800"}], "holds half a character"),
     ],
 )
-def test_a_row_that_is_no_conversation_is_named(messages: Any, said: str) -> None:
-    for tokenizer in (BytesTokenizer(),):
+def test_a_row_that_is_no_conversation_is_named(messages: Any, said: str, tokenizer: HuggingFaceTokenizer) -> None:
+    for each in (BytesTokenizer(), tokenizer):
         with pytest.raises(UserError) as caught:
-            encode(tokenizer, CHATML, messages)
+            encode(each, CHATML, messages)
         assert str(caught.value).startswith("chats.jsonl row 4")
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)

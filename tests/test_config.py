@@ -58,8 +58,9 @@ def test_every_recipe_composes_with_every_parallelism(recipe: str, parallel: str
 
 @pytest.mark.parametrize("group, choice", [(group, choice) for group in GROUPS for choice in GROUPS[group]])
 def test_every_choice_composes_and_carries_its_name(group: str, choice: str):
-    path = ["data.path=books.txt"] if (group, choice) in (("data", "text"), ("data", "hf"), ("data", "tokens")) else []
-    config = compose([f"{group}={choice}", *path])
+    books = ["data.path=books.txt"]
+    needed = {"text": books, "hf": books, "tokens": books, "mixture": ["data.sources.books.name=stdlib"]}
+    config = compose([f"{group}={choice}", *needed.get(choice, [])])
     if (group, choice) == ("data", "fineweb_edu"):
         choice = "hf"  # which it is an instance of
     section = getattr(config, group)
@@ -294,6 +295,38 @@ def test_a_suggestion_never_repeats_what_was_typed_for_nothing():
         suggested = unknown_key(f"{path}x", "1", "here", GROUPS).partition("did you mean ")[2]
         assert f"{path}=" in suggested
         assert wrong not in suggested
+
+
+def test_sources_and_validation_sets_have_names_of_the_users():
+    argv = ["data.sources.web-2.name=text", "data.sources.web-2.path=~/books", "data.sources.web-2.weight=0.7"]
+    config = compose(["data=mixture", *argv, "data.sources.code.name=stdlib", "data.validation.held.name=stdlib"])
+    assert {name: (source.path, source.weight) for name, source in config.data.sources.items()} == {
+        "web-2": ("~/books", 0.7),
+        "code": (None, 1.0),
+    }
+    assert list(config.data.validation) == ["held"]
+    assert RunConfig.model_validate(yaml.safe_load(config_yaml(config))) == config
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["data=mixture"], "data=mixture needs sources: data.sources.NAME.name=text"),
+        (["data.sources.a.name=stdlib"], "data.sources is only read by data=mixture"),
+        (["data=mixture", "data.sources.a.weigth=3"], "did you mean data.sources.a.weight=3"),
+        (["data=mixture", "data.sources.a.path=x"], "data.sources.a.name is set by no YAML file"),
+        (["data=mixture", "data.sources.a.name=hf"], "data.sources.a.name=hf needs data.sources.a.path=OWNER/DATASET"),
+        (["data=mixture", "data.sources.a=x"], "data.sources.a is a section, not a key; the keys of data.sources.a"),
+        (["data.sources=x"], "it has a section for each name of yours, as in data.sources.web"),
+        (["data.sources.a/b.name=text"], "a/b is no name; it takes letters, digits, _ and -"),
+        (["data.sources.a.weight=0"], "data.sources.a.weight=0 (command line) is out of range: it must be above 0"),
+        (["data.sources.a.path.b=0"], "data.sources.a.path is a value with nothing below it"),
+        (["data.validation.validation.name=stdlib"], "give this set another name"),
+        (["mixture_weights=[1,2]"], "data=mixture data.sources.NAME.name=text"),
+    ],
+)
+def test_mistakes_below_a_users_name_are_told_as_any_others(argv: list[str], message: str):
+    assert message in refusal(*argv)
 
 
 def _typo(key: str, position: int, kind: str, letter: str) -> str:

@@ -214,6 +214,9 @@ def end_a_start(run_dir: Path, **status: object) -> tuple[int, str]:
 
 def test_what_is_worth_another_start(tmp_path: Path) -> None:
     assert end_a_start(tmp_path, state="stopped", step=5, reason="SIGUSR1 on all ranks")[0] == 75
+    (tmp_path / "slurm" / "1.stopped").touch()
+    assert end_a_start(tmp_path)[0] == 75, "a signal while the processes were joining"
+    (tmp_path / "slurm" / "1.stopped").unlink()
     assert end_a_start(tmp_path)[0] == 70, "the status is that of the start before"
     assert end_a_start(tmp_path, state="running", step=7)[0] == 75, "killed: it goes on from its checkpoint"
     code, line = end_a_start(tmp_path, state="running", step=7)

@@ -163,24 +163,24 @@ def test_batches_are_pinned(workers: int) -> None:
 
 @given(
     size=st.integers(1, 60),
-    sequences=st.integers(1, 60),
+    first=st.integers(0, 60),
     micro_batch=st.integers(1, 7),
     ranks=st.integers(1, 5),
 )
-def test_evaluation_deals_each_sample_once(size: int, sequences: int, micro_batch: int, ranks: int) -> None:
+def test_evaluation_deals_each_sample_once(size: int, first: int, micro_batch: int, ranks: int) -> None:
+    samples = np.arange(first, first + size)
     dealt = [
-        evaluation_ids(size, sequences=sequences, micro_batch=micro_batch, data_ranks=ranks, data_rank=rank)
-        for rank in range(ranks)
+        evaluation_ids(samples, micro_batch=micro_batch, data_ranks=ranks, data_rank=rank) for rank in range(ranks)
     ]
     assert len({len(batches) for batches in dealt}) == 1
     assert all(batch.shape == (micro_batch,) for batches in dealt for batch in batches)
     ids = np.concatenate([batch for batches in dealt for batch in batches])
-    assert sorted(ids[ids != PADDING_ID].tolist()) == list(range(min(size, sequences)))
+    assert sorted(ids[ids != PADDING_ID].tolist()) == samples.tolist()
     assert (ids == PADDING_ID).sum() < micro_batch * ranks
 
 
 def test_evaluation_reads_what_it_deals() -> None:
-    asked = {"sequences": 5, "micro_batch": 2, "data_ranks": 2}
+    asked = {"samples": np.arange(5), "micro_batch": 2, "data_ranks": 2}
     last = list(evaluation_batches(Squares(9), collate, data_rank=1, **asked))
     assert [batch.ids.tolist() for batch in last] == [[2, 3], [PADDING_ID, PADDING_ID]]
     assert last[0].values.tolist() == [4, 9]

@@ -84,4 +84,4 @@ def test_mistakes_are_one_line(
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["export", "--help"]])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
-    assert "usage: serried export" in capsys.readouterr().out
+    assert "serried export" in capsys.readouterr().out

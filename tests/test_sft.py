@@ -78,6 +78,14 @@ def test_a_row_to_learn_nothing_from_ends_the_run_before_it_begins(model: Path, 
     assert f"error: {chats} row 40: nothing in it is to be learned: no message is the assistant's" in ended.printed
 
 
+def test_another_column_is_not_taken_for_the_one_prepared_before(model: Path, tmp_path: Path) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", 40)
+    assert runs.run_here(sft(model, chats, tmp_path / "run", "trainer.stop_at=1")).code == 75
+    ended = runs.run_here(sft(model, chats, tmp_path / "other", "data.messages_column=conversations"))
+    assert ended.code == 78
+    assert "has no column 'conversations'; its columns are messages" in ended.printed
+
+
 def test_a_template_that_was_changed_is_other_data(model: Path, tmp_path: Path) -> None:
     chats, template = write_chats(tmp_path / "chats.jsonl"), tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}")

@@ -54,9 +54,9 @@ class _Struck(ObservedRecipe):
                 for number in self._numbers:
                     os.kill(os.getpid(), number)
 
-    def prepare(self) -> Any:
+    def prepare(self, *arguments: Any) -> Any:
         self.strike("set-up")
-        return super().prepare()
+        return super().prepare(*arguments)
 
     def collate(self, samples: Any, ids: Any) -> Any:
         self.strike("data")
@@ -149,12 +149,25 @@ def test_a_signal_ends_the_run_with_a_checkpoint_that_goes_on_bit_by_bit(
     goes_on_as_undisturbed(cluster, argv, run_dir, undisturbed)
 
 
+def test_on_a_gpu_a_signal_ends_the_run_at_most_a_step_later(text: Path, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("this machine has no GPU")
+
+    def ask(_: Trainer, step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), TERM)
+
+    assert run_here(tiny_overrides(text, tmp_path / "run", "trainer.log_every=0"), ask).code == 75
+    assert status(tmp_path / "run")["step"] in (3, 4)
+    assert steps_saved(tmp_path / "run")[-1] == status(tmp_path / "run")["step"]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_before_the_first_step_a_signal_ends_the_run_at_once_and_resumable(
     rank: int, cluster: Cluster, text: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    argv = arguments(text, run_dir, "launch.start_timeout_seconds=10")  # for rank 0, while rank 1's process lives on
+    argv = arguments(text, run_dir, "launch.start_timeout_seconds=6")  # for rank 0, while rank 1's process lives on
     struck = {"argv": argv, "count": 1, "numbers": [int(TERM)], "ranks": [rank]}
     if rank == 0:
         answers = cluster.run(2, "tests.test_shutdown:train_struck", at="set-up", **struck)
@@ -425,8 +438,11 @@ def test_no_process_outlives_its_torchrun_unsaved(
         os.kill(agent.pid, number)
         until(lambda: not any(map(is_alive, processes)))
     printed = (tmp_path / "output.txt").read_text()
-    reason = "SIGTERM on all ranks" if number == TERM else f"the end of torchrun (process {agent.pid})"
-    assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("stopped", reason), printed
+    reasons = ["SIGTERM on all ranks"]
+    if number == USR1:  # the kernel's SIGTERM may come before the last thread of torchrun has gone
+        reasons.append(f"the end of torchrun (process {agent.pid})")
+    assert status(run_dir)["state"] == "stopped", printed
+    assert status(run_dir)["reason"] in reasons
     assert steps_saved(run_dir)[-1] == status(run_dir)["step"]
     assert status(run_dir)["step"] == 3
     goes_on_as_undisturbed(cluster, argv, run_dir, undisturbed)

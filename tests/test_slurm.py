@@ -109,7 +109,7 @@ def check_nothing_was_lost(run_dir: Path, text: Path, tmp_path: Path) -> None:
 
 def test_two_nodes_train_what_one_process_trains(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    argv = tiny_overrides(text, run_dir)
+    argv = tiny_overrides(text, run_dir, "slurm.interface=eth0")
     job = submit(slurm, *argv)
     again = at_login(slurm, "serried", "submit", "launch.nodes=2", *argv)
     assert again.returncode == 78
@@ -140,6 +140,8 @@ def test_before_the_time_limit_it_saves_and_is_queued_again_and_goes_on(
     job = submit(slurm, *argv, "slurm.time_minutes=30", "slurm.signal_seconds=600")
     wait_for_steps(run_dir, 5)
     slurm.ask("scontrol", "update", f"jobid={job}", "timelimit=9")  # so that 600 s before the limit are over
+    wait_for(lambda: slurm.job(job).get("Restarts") == "1", "the requeue", 150, lambda: printed(run_dir))
+    slurm.ask("scontrol", "update", f"jobid={job}", "timelimit=30")
     wait_for_a_start(run_dir, 2)
     assert "SIGUSR1" in metrics(run_dir, "stop")[0]["reason"]
     assert slurm.job(job)["Restarts"] == "1"

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import islice
 from types import TracebackType
@@ -13,12 +13,15 @@ import numpy as np
 import torch
 
 from configs.errors import UserError
-from trainer.sampler import SampleOrder, micro_batch_indices
+from trainer.sampler import Order, Stream, micro_batch_indices
 
 PADDING_ID = -1
 """Stands for a sample in a row that only fills a micro-batch; ``collate`` leaves such a row without targets."""
 
 _LOOKAHEAD_STEPS = 2
+
+_STARVED_SECONDS = 30.0
+"""A wait for data that is worth a word; far below the time after which other ranks give up on this one."""
 
 _PLANNED_STEPS = 32
 """Steps whose sample numbers are computed at once: 0.3 ms, were it done for a single one."""
@@ -53,7 +56,7 @@ class BatchLoader:
         self,
         dataset: MapDataset,
         collate: Collate,
-        order: SampleOrder,
+        order: Order,
         *,
         steps: range,
         accumulation: int,
@@ -63,17 +66,18 @@ class BatchLoader:
         workers: int,
         pin_memory: bool,
         first_index: int | None = None,
+        on_starved: Callable[[float], None] | None = None,
     ) -> None:
         """``steps`` count from 0; the first of them takes its samples from ``first_index`` of the order on, by default
         from where all steps before it would have led. ``pin_memory`` puts batches where a GPU copies from without
-        waiting."""
+        waiting. ``on_starved`` is told of every 30 seconds that a batch is waited for."""
         self._dataset, self._collate, self._order = dataset, collate, order
         self._accumulation, self._micro_batch = accumulation, micro_batch
         self._data_ranks, self._data_rank = data_ranks, data_rank
         per_step = accumulation * data_ranks * micro_batch
         self._first_index = steps.start * per_step if first_index is None else first_index
         self._steps = self._plan(steps)
-        self._pin_memory = pin_memory
+        self._pin_memory, self._on_starved = pin_memory, on_starved
         self._waited_seconds = 0.0
         self._closed = False
         self._ahead: deque[list[Future[Any]]] = deque()
@@ -112,9 +116,17 @@ class BatchLoader:
         self._ask_ahead(threads)
         if not self._ahead:
             raise StopIteration
-        batches = [future.result() for future in self._ahead.popleft()]
+        batches = [self._result(future) for future in self._ahead.popleft()]
         self._ask_ahead(threads)  # at once, so that the threads work while the step does
         return batches
+
+    def _result(self, future: Future[Any]) -> Any:
+        waited = 0.0
+        while not future.done() and not wait([future], _STARVED_SECONDS).done:
+            waited += _STARVED_SECONDS
+            if self._on_starved is not None:
+                self._on_starved(waited)
+        return future.result()
 
     def _ask_ahead(self, threads: ThreadPoolExecutor) -> None:
         for step, ids in islice(self._steps, self._ahead_steps - len(self._ahead)):
@@ -148,6 +160,8 @@ class BatchLoader:
         """End the threads and drop what they read ahead. May be called more than once."""
         self._closed = True
         self._ahead.clear()
+        if isinstance(self._dataset, Stream):
+            self._dataset.close()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
 
@@ -160,37 +174,30 @@ class BatchLoader:
         self.close()
 
 
-def evaluation_ids(
-    dataset_length: int, *, sequences: int, micro_batch: int, data_ranks: int, data_rank: int
-) -> list[np.ndarray]:
+def evaluation_ids(samples: np.ndarray, *, micro_batch: int, data_ranks: int, data_rank: int) -> list[np.ndarray]:
     """Sample numbers of one rank's evaluation micro-batches: arrays [micro_batch], int64.
 
-    The first ``sequences`` samples (all, where there are fewer) are dealt out in order. Every rank gets as many
-    micro-batches as any other, since ranks that end apart wait for each other for ever; what is missing is
-    ``PADDING_ID``.
+    ``samples`` [samples] are dealt out in order. Every rank gets as many micro-batches as any other, since ranks that
+    end apart wait for each other for ever; what is missing is ``PADDING_ID``.
     """
-    samples = min(dataset_length, sequences)
     across_ranks = data_ranks * micro_batch
-    rounds = -(-samples // across_ranks)
-    dealt = np.arange(rounds * across_ranks, dtype=np.int64)
-    dealt[samples:] = PADDING_ID
+    rounds = -(-len(samples) // across_ranks)
+    dealt = np.full(rounds * across_ranks, PADDING_ID, np.int64)
+    dealt[: len(samples)] = samples
     return list(dealt.reshape(rounds, data_ranks, micro_batch)[:, data_rank])
 
 
 def evaluation_batches(
     dataset: MapDataset,
     collate: Collate,
+    samples: np.ndarray,
     *,
-    sequences: int,
     micro_batch: int,
     data_ranks: int,
     data_rank: int,
 ) -> Iterator[Any]:
-    """One rank's batches of an evaluation on the first ``sequences`` samples; see ``evaluation_ids``."""
-    dealt = evaluation_ids(
-        len(dataset), sequences=sequences, micro_batch=micro_batch, data_ranks=data_ranks, data_rank=data_rank
-    )
-    for ids in dealt:
+    """One rank's batches of an evaluation on ``samples``, numbers [samples]; see ``evaluation_ids``."""
+    for ids in evaluation_ids(samples, micro_batch=micro_batch, data_ranks=data_ranks, data_rank=data_rank):
         yield _read_batch(dataset, collate, ids, "of the evaluation")
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.pace import Pace, SlowRank
 from trainer.step import StepResult
 
 # Dense bf16 peak of one device in FLOP/s, from the vendors' datasheets, by the exact name the driver reports. A device
@@ -21,7 +22,9 @@ PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
 }
 
-RATES = ("step_seconds", "tokens_per_second", "mfu", "memory_bytes", "data_seconds")
+RATES = (
+    "step_seconds", "tokens_per_second", "mfu", "memory_bytes", "data_seconds", "slowest_rank", "slowest_share"
+)  # fmt: skip
 
 
 @dataclass
@@ -36,6 +39,10 @@ class Meter:
     _last_step: int = 0
     _last_tokens: int = 0
     _paused_seconds: float = 0.0
+    slow: SlowRank = field(default_factory=SlowRank)
+
+    def __post_init__(self) -> None:
+        self._pace = Pace(self.device)
 
     def add(self, step: int, result: Tensor) -> None:
         """Remember a TrainStep's result without reading it."""
@@ -56,7 +63,7 @@ class Meter:
         table = torch.stack([result for _, result in self._results]).tolist()
         steps = [step for step, _ in self._results]
         self._results.clear()
-        return [(step, StepResult(*row)) for step, row in zip(steps, table, strict=True)]
+        return [(step, StepResult.read(row)) for step, row in zip(steps, table, strict=True)]
 
     def rates(self, step: int, tokens: int, data_seconds: float) -> dict[str, float | int | None]:
         """Rates since the last call, now that ``step`` is done and ``tokens`` are trained. A collective.
@@ -70,15 +77,21 @@ class Meter:
         tokens_per_second = new_tokens / seconds
         peak = PEAK_FLOPS.get(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         # On the host, through Gloo: these are host numbers, and the device has better things to do.
-        worst = torch.tensor([float(peak_memory_bytes(self.device)), data_seconds], dtype=torch.float64)
+        mine = [float(peak_memory_bytes(self.device)), data_seconds, self._pace.seconds() if self.world_size > 1 else 0]
+        ranks = [torch.tensor(mine, dtype=torch.float64)]
         if dist.is_initialized():
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+            ranks = [torch.empty(3, dtype=torch.float64) for _ in range(self.world_size)]
+            dist.all_gather(ranks, torch.tensor(mine, dtype=torch.float64))
+        memory, waited, paces = zip(*(rank.tolist() for rank in ranks), strict=True)
+        rank, share = self.slow.judge(list(paces)) if self.world_size > 1 else (None, None)
         return {
             "step_seconds": seconds / steps,
             "tokens_per_second": tokens_per_second,
             "mfu": self.flops_per_token * tokens_per_second / (peak * self.world_size) if peak else None,
-            "memory_bytes": int(worst[0].item()),
-            "data_seconds": worst[1].item() / steps,
+            "memory_bytes": int(max(memory)),
+            "data_seconds": max(waited) / steps,
+            "slowest_rank": rank,
+            "slowest_share": share,
         }
 
 

@@ -10,10 +10,14 @@ from parallel.mesh import Layout
 from parallel.plan import ParallelPlan
 from trainer.checkpoint.resume import Start
 from trainer.optim import state_bytes
-from trainer.recipe import Recipe
+from trainer.recipe import Dataset, Recipe
+from trainer.sampler import passes
 from trainer.track import short, size
 
 _FP32_BYTES = 4
+_PASSES_THAT_TEACH = 16
+"""Muennighoff et al., "Scaling data-constrained language models", 2023: 4 passes are as good as new data, nearly; from
+16 on the return falls off sharply."""
 
 
 def overview(
@@ -25,8 +29,10 @@ def overview(
     plan: ParallelPlan,
     place: str,
     start: Start | None = None,
+    training: Dataset | None = None,
 ) -> list[str]:
-    """The plan. ``model`` may be on meta; ``place`` names the processes and where they compute."""
+    """The plan. ``model`` may be on meta; ``place`` names the processes and where they compute; ``training`` is the
+    data, where it is open."""
     trainer, data, parallel = config.trainer, config.data, config.parallel
     parameters = sum(parameter.numel() for parameter in model.parameters())
     step_tokens = trainer.global_batch * data.sequence_length
@@ -53,10 +59,12 @@ def overview(
             + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping"),
         ),
         ("memory", _memory(config, layout, accumulation, model, plan)),
-        ("data", recipe.describe_data()),
+        ("data", recipe.describe_data() + (_passes(config, training) if training is not None else "")),
         ("save", _saving(config, layout, parameters)),
         ("run", f"{config.run.dir}, {_beginning(start)}" if start else str(config.run.dir)),
     ]
+    if training is not None:
+        lines += [("WARNING", text) for text in _repetitions(config, training)]
     return [f"{name:<10} {text}" for name, text in lines]
 
 
@@ -66,6 +74,25 @@ def dry_run(config: RunConfig, recipe: Recipe, layout: Layout, accumulation: int
     place = f"planned for {layout.data_ranks} process{'es' if layout.data_ranks > 1 else ''}"
     lines = overview(config, recipe, layout, accumulation, model, recipe.parallel_plan(model), place)
     return "\n".join([*lines, "dry run: no model was allocated and no process started"])
+
+
+def _passes(config: RunConfig, training: Dataset) -> str:
+    each = passes(training, config.trainer.steps * config.trainer.global_batch)
+    if not each:
+        return ""
+    numbers = ", ".join(f"{name} {number:,.2g}".strip() for name, number in each.items())
+    return f"; {numbers} epoch{'s' if numbers != '1' else ''} in {config.trainer.steps:,} steps"
+
+
+def _repetitions(config: RunConfig, training: Dataset) -> list[str]:
+    each = passes(training, config.trainer.steps * config.trainer.global_batch)
+    return [
+        f"{f'source {name}' if name else 'the training data'} is gone through {number:,.0f} times in "
+        f"{config.trainer.steps:,} steps; beyond about {_PASSES_THAT_TEACH} a repetition teaches next to nothing "
+        f"(arXiv 2305.16264): use more data{', a lower weight' if name else ''} or fewer steps"
+        for name, number in each.items()
+        if number > _PASSES_THAT_TEACH
+    ]
 
 
 def _saving(config: RunConfig, layout: Layout, parameters: int) -> str:

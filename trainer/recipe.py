@@ -24,12 +24,12 @@ class Recipe(Protocol):
     """What is trained: model, data, loss. Knows no rank and no device."""
 
     def prepare(self, show: Callable[[str], None]) -> str:
-        """Make the data ready and return the folder it is in. Called by one process per node.
+        """Make the data ready and say where it is. Called by one process per node.
 
         ``show`` takes lines that say how far it is, each in place of the one before; an empty one ends them.
         """
 
-    def open_data(self, folder: str) -> None:
+    def open_data(self, place: str) -> None:
         """Open what ``prepare`` made. Called by every process."""
 
     def describe_data(self) -> str:
@@ -51,7 +51,10 @@ class Recipe(Protocol):
         """One line for the plan."""
 
     def dataset(self, split: str) -> Dataset:
-        """``train`` or ``validation``."""
+        """``train``, ``validation``, or one of ``further_validation``."""
+
+    def further_validation(self) -> Sequence[str]:
+        """Names of validation sets besides ``validation``."""
 
     def collate(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
         """Samples -> a named tuple of tensors (or None). An id below 0 marks padding, which must weigh nothing."""

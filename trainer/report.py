@@ -1,11 +1,12 @@
 """What a run says and records of itself: console lines, ``metrics.jsonl``, ``status.json``."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed
-from configs.schema import RunConfig
+from configs.schema import DEFAULT_VALIDATION, RunConfig
 from parallel.mesh import Layout
 from trainer.checkpoint.resume import CHECKPOINTS, Start
 from trainer.checkpoint.retention import folder_name
@@ -28,10 +29,14 @@ class Progress:
     last_loss: float | None = None
     validation_loss: float | None = None
     validated_step: int = 0
+    source_tokens: dict[str, int] = field(default_factory=dict)
+    """Of a mixture's sources, by name."""
 
-    def add(self, result: StepResult) -> None:
-        """Count a step."""
+    def add(self, result: StepResult, sources: Sequence[str]) -> None:
+        """Count a step; ``sources`` names those of a mixture, in the order of the result."""
         self.tokens += int(result.tokens)
+        for name, tokens in zip(sources, result.by_source, strict=True):
+            self.source_tokens[name] = self.source_tokens.get(name, 0) + int(tokens)
         if math.isfinite(result.loss):
             self.last_loss = result.loss
             self.first_loss = result.loss if self.first_loss is None else self.first_loss
@@ -70,6 +75,7 @@ class Report:
             "lr": lr,
             "samples": samples,
             "tokens": self.progress.tokens,
+            **({"source_tokens": dict(self.progress.source_tokens)} if result.by_source else {}),
             **rates,
             "skipped": bool(result.skipped),
             "scale": result.scale if self._config.precision.name == "fp16" else None,
@@ -77,19 +83,53 @@ class Report:
         self._record("step", **values)
         self._console.say(step_line(values, self._config.trainer.steps, self._session.world_size))
 
+    def spiked(self, step: int, result: StepResult, text: str) -> None:
+        """Tell of a step whose loss or gradient jumped."""
+        self._record(
+            "spike", step=step, loss=result.loss, grad_norm=result.grad_norm, loss_limit=result.loss_limit,
+            norm_limit=result.norm_limit, skipped=bool(result.skipped),
+        )  # fmt: skip
+        self._console.say(f"WARNING    {text}")
+
+    def slow(self, rank: int, host: str, share: float) -> None:
+        """Tell of a rank whose device is slower than the others', for which all wait."""
+        self._console.say(
+            f"WARNING    rank {rank} on {host} is slow: the same arithmetic takes {share:.2f}x the median of the ranks "
+            "there, and all wait for it. Is its device hot, or shared?"
+        )
+
+    def went_back(self, start: Start, from_step: int, samples: int, reason: str) -> None:
+        """Tell that the run goes on from the checkpoint ``start``, at the sample ``samples`` of the order."""
+        self.progress = Progress(**start.state["progress"])
+        if self._folder is not None:
+            self._folder.go_back(start.step)
+        left_out = samples - int(start.state["samples"])
+        self._record(
+            "rollback", step=start.step, from_step=from_step, samples=samples, left_out=left_out, reason=reason
+        )
+        self._console.say(
+            f"WARNING    {reason}. Gone back to {start.checkpoint}; the {left_out} samples since are left out"
+        )
+
     def running(self, step: int) -> None:
         """Have ``status.json`` say where the run is."""
         if self._folder is not None:
             self._folder.status("running", step=step)
 
-    def evaluated(self, step: int, loss: float, tokens: int, seconds: float) -> None:
-        """Tell of an evaluation."""
-        self.progress.validation_loss = loss if math.isfinite(loss) else None  # JSON has no name for others
-        self.progress.validated_step = step
-        self._record("eval", step=step, loss=loss, tokens=tokens)
+    def evaluated(
+        self, step: int, name: str, loss: float, tokens: int, seconds: float, by_source: Mapping[str, float]
+    ) -> None:
+        """Tell of an evaluation on the set ``name``; ``by_source`` are the losses of a mixture's sources."""
+        finite = {source: _finite(each) for source, each in by_source.items()}
+        if name == DEFAULT_VALIDATION:
+            self.progress.validation_loss = _finite(loss)
+            self.progress.validated_step = step
+        more: dict[str, Any] = {"source_losses": finite} if finite else {}
+        self._record("eval", step=step, set=name, loss=loss, tokens=tokens, **more)
+        parts = ", ".join(f"{source} {each:.4f}" for source, each in by_source.items())
         self._console.say(
-            f"eval {step:>{len(str(self._config.trainer.steps))}}/{self._config.trainer.steps}  validation loss "
-            f"{loss:.4f}  over {short(tokens)} tokens in {duration(seconds)}"
+            f"eval {step:>{len(str(self._config.trainer.steps))}}/{self._config.trainer.steps}  {name} loss "
+            f"{loss:.4f}{f' ({parts})' if parts else ''}  over {short(tokens)} tokens in {duration(seconds)}"
         )
 
     def saved(self, saved: Saved | None, *, is_last: bool = False) -> None:
@@ -178,6 +218,11 @@ class Report:
     def _record(self, event: str, **values: Any) -> None:
         if self._folder is not None:
             self._folder.record(event, **values)
+
+
+def _finite(loss: float) -> float | None:
+    """JSON has no name for other numbers."""
+    return loss if math.isfinite(loss) else None
 
 
 def _loss(loss: float | None) -> str:

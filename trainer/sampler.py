@@ -6,12 +6,26 @@ order, and a position in the data is one integer.
 """
 
 import hashlib
+import heapq
+import math
+from collections.abc import Mapping, Sequence, Sized
+from fractions import Fraction
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 _ROUNDS = 8
 _KEY_BYTES = 8 * _ROUNDS  # 64: what one BLAKE2b gives
 _LARGEST_SIZE = 2**62
+_LARGEST_BLOCK = 2**16
+"""Samples after which the choice of sources repeats, at most: what is kept in memory of a mixture."""
+
+
+class Order(Protocol):
+    """Which sample comes when."""
+
+    def __call__(self, indices: np.ndarray) -> np.ndarray:
+        """Global indices [n], int64, not negative -> sample numbers [n], int64."""
 
 
 class SampleOrder:
@@ -67,6 +81,166 @@ class SampleOrder:
             high = (numbers >> low_bits) ^ (_mix(low ^ key) & high_mask)
             numbers = (low << high_bits) | high
         return numbers
+
+
+class Part(Protocol):
+    """One source of a mixture."""
+
+    @property
+    def samples(self) -> int: ...
+    @property
+    def weight(self) -> float:
+        """Share of the samples, relative to the other sources' weights."""
+
+
+@runtime_checkable
+class Mixture(Protocol):
+    """A data set made of several sources, whose samples are numbered one after the other."""
+
+    parts: Mapping[str, Part]
+    """By name, two or more, in the order of their numbers."""
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """A data set that is read from front to back, sample i after all samples before it that have the same rest modulo
+    the global batch; each of them once."""
+
+    def state(self, samples: int) -> dict[str, Any]:
+        """This rank's part of where the data stands once ``samples`` samples are trained on, as JSON; the parts of all
+        ranks, merged by key, are what ``load`` takes."""
+
+    def load(self, state: dict[str, Any], samples: int) -> None:
+        """Go on after ``samples`` samples, from what all ranks' ``state`` came to, on whatever ranks."""
+
+    def rewind(self, samples: int) -> None:
+        """Go on after ``samples`` samples, a few steps before those that were read last, on the same ranks."""
+
+    def close(self) -> None:
+        """Nobody waits for samples any more."""
+
+
+class MixtureOrder:
+    """An endless order over several sources, numbered one after the other, each with the share of its weight.
+
+    The choice of source repeats after a block of samples that has an exact count of each. Within it, and so at any
+    index, the count of each source differs from its share by less than 1: at most 1 - 1/(2m - 2) for m sources, which
+    is the best there is (Tijdeman, "The chairman assignment problem", 1980). The k-th sample of a source is the k-th of
+    its own ``SampleOrder``, whose seed comes of the source's name: another source beside it does not reorder it.
+    """
+
+    def __init__(self, parts: Mapping[str, Part], seed: int) -> None:
+        """``parts`` by name, at least two; ``seed`` as for ``SampleOrder``."""
+        self._counts = block_counts([part.weight for part in parts.values()])
+        self._sources, self._earlier = _spread(self._counts)
+        self._orders = [SampleOrder(part.samples, _seed_of(name, seed)) for name, part in parts.items()]
+        self._first = np.cumsum([0, *(part.samples for part in parts.values())])
+
+    def __call__(self, indices: np.ndarray) -> np.ndarray:
+        """Global indices [n], int64, not negative -> sample numbers [n], int64, counted over all sources."""
+        sources, places = self.places(indices)
+        samples = np.empty_like(places)
+        for source, order in enumerate(self._orders):
+            here = sources == source
+            samples[here] = order(places[here]) + self._first[source]
+        return samples
+
+    def places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Global indices [n] -> whose turn it is [n], and how many samples of that source came before [n], int64."""
+        blocks, within = np.divmod(np.asarray(indices, np.int64), len(self._sources))
+        sources = self._sources[within]
+        return sources, blocks * np.array(self._counts)[sources] + self._earlier[within]
+
+    def in_turn(self, count: int) -> list[np.ndarray]:
+        """The first ``count`` samples with every source read from front to back, and again where it ends: sample
+        numbers of each source."""
+        sources, places = self.places(np.arange(count))
+        sizes = np.diff(self._first)
+        return [self._first[source] + places[sources == source] % size for source, size in enumerate(sizes)]
+
+
+def sample_order(dataset: Sized, seed: int) -> Order:
+    """The order a data set is trained on in."""
+    if isinstance(dataset, Stream):
+        return lambda indices: np.asarray(indices, np.int64)
+    if isinstance(dataset, Mixture):
+        return MixtureOrder(dataset.parts, seed)
+    return SampleOrder(len(dataset), seed)
+
+
+def evaluation_samples(dataset: Sized, count: int) -> dict[str, np.ndarray]:
+    """Which samples an evaluation on ``count`` samples (all, where there are fewer) takes: the first ones, of a mixture
+    in proportion; by source, and under the name "" where there is one."""
+    count = min(count, len(dataset))
+    if isinstance(dataset, Mixture):
+        samples = MixtureOrder(dataset.parts, 0).in_turn(count)
+        return {name: each for name, each in zip(dataset.parts, samples, strict=True) if len(each)}
+    return {"": np.arange(count)}
+
+
+def passes(dataset: Sized, samples: int) -> dict[str, float]:
+    """How often ``samples`` samples of training go through each source; under the name "" where there is one.
+    Of a stream nobody knows."""
+    if isinstance(dataset, Stream):
+        return {}
+    if not isinstance(dataset, Mixture):
+        return {"": samples / len(dataset)}
+    counts = block_counts([part.weight for part in dataset.parts.values()])
+    return {
+        name: samples * count / (sum(counts) * part.samples)
+        for (name, part), count in zip(dataset.parts.items(), counts, strict=True)
+    }
+
+
+def block_counts(weights: Sequence[float]) -> list[int]:
+    """Samples of each source in one block, in proportion to ``weights`` and at least 1.
+
+    Exact where the shares have a common denominator of at most 65,536, as have weights of a few decimals; else the
+    block has 65,536 samples, dealt out by largest remainder.
+    """
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    block = math.lcm(*(share.denominator for share in shares))
+    if block <= _LARGEST_BLOCK:
+        return [int(share * block) for share in shares]
+    counts = [max(1, int(share * _LARGEST_BLOCK)) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * _LARGEST_BLOCK)
+    for i in by_remainder[: max(0, _LARGEST_BLOCK - sum(counts))]:
+        counts[i] += 1
+    return counts
+
+
+def _spread(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Whose turn it is at each place of a block [block], and how many turns that source had before it [block], int64.
+
+    Sample k of a source may come once its share has reached k + d, and must before it passes k + 1 - d, with d = 1 /
+    (2m - 2). Whoever must come first of those who may, comes: that meets every deadline wherever it can be done, which
+    Tijdeman proved for this d.
+    """
+    block, pairs = sum(counts), 2 * len(counts) - 2
+    sources, earlier = np.empty(block, np.int64), np.empty(block, np.int64)
+
+    def window(source: int, k: int) -> tuple[int, int, int, int]:
+        may = -(-block * (k * pairs + 1) // (counts[source] * pairs))
+        must = block * ((k + 1) * pairs - 1) // (counts[source] * pairs) + 1
+        return may, must, source, k
+
+    waiting = [window(source, 0) for source in range(len(counts))]
+    heapq.heapify(waiting)
+    ready: list[tuple[int, int, int]] = []
+    for place in range(block):
+        while waiting and waiting[0][0] <= place + 1:
+            heapq.heappush(ready, heapq.heappop(waiting)[1:])
+        _, source, k = heapq.heappop(ready)
+        sources[place], earlier[place] = source, k
+        if k + 1 < counts[source]:
+            heapq.heappush(waiting, window(source, k + 1))
+    return sources, earlier
+
+
+def _seed_of(name: str, seed: int) -> int:
+    text = seed.to_bytes(8, "little") + name.encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def _mix(numbers: np.ndarray) -> np.ndarray:

@@ -1,14 +1,17 @@
 """One optimizer step: a transaction that all ranks commit or none does, without waiting for the device."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from configs.schema import HealthSection
 from parallel.data import LossFunction, Single
 from parallel.gradient import sum_of_squares
 from trainer.precision import GradScaler
+from trainer.spikes import SpikeWindow
 
 FAILURES_THAT_STOP = 3
 """After so many failed steps in a row no later step changes a weight, until the host has noticed and stops."""
@@ -27,10 +30,32 @@ class StepResult(NamedTuple):
     """1.0 where the step was rejected and changed nothing."""
     scale: float
     """Loss scale the step ran with; 1 unless fp16."""
+    loss_limit: float
+    """A higher loss is a spike."""
+    norm_limit: float
+    """A higher norm is a spike."""
     failed_in_row: float
     """Rejected steps in a row, this one included, less those that a smaller loss scale may cure."""
     votes: float
     """Sum of what the ranks voted; see ``trainer.shutdown``."""
+    by_source: tuple[float, ...] = ()
+    """Valid targets of each source of a mixture; empty: there is one source."""
+
+    @classmethod
+    def read(cls, row: Sequence[float]) -> "StepResult":
+        """From what ``TrainStep`` returned."""
+        single = len(cls._fields) - 1
+        return cls._make([*row[:single], tuple(row[single:])])
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient are numbers."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    @property
+    def is_spike(self) -> bool:
+        """Whether loss or gradient jumped."""
+        return self.is_finite and (self.loss > self.loss_limit or self.grad_norm > self.norm_limit)
 
 
 class TrainStep:
@@ -45,6 +70,7 @@ class TrainStep:
         *,
         max_grad_norm: float,
         nominal_weight: int,
+        health: HealthSection,
     ) -> None:
         """``nominal_weight``: targets of a global batch without masks. The loss is divided by it before backward, a
         constant that keeps fp16 in range for every cut, and by actual / nominal afterwards, when all ranks know it."""
@@ -54,12 +80,14 @@ class TrainStep:
         self.scaler = scaler
         self._max_grad_norm = max_grad_norm if max_grad_norm > 0 else float("inf")
         self._nominal_weight = nominal_weight
+        self._window, self._skips_spikes = SpikeWindow(health, parallel.device), health.spike == "skip"
         self._failed_in_row = torch.zeros((), dtype=torch.float64, device=parallel.device)
 
     def __call__(self, batches: Sequence[Any], lr: float, vote: Callable[[], float]) -> Tensor:
-        """Train on ``batches``, this rank's micro-batches of one global batch. Returns a StepResult as fp64 [7]."""
+        """Train on ``batches``, this rank's micro-batches of one global batch. Returns a StepResult as fp64 [9 +
+        sources of a mixture], for ``StepResult.read``."""
         scale = self.scaler.scale
-        loss_sum, weight, votes = self._parallel.forward_backward(
+        loss_sum, weight, votes, by_source = self._parallel.forward_backward(
             batches, self._loss, scale / self._nominal_weight, vote
         )
         with torch.no_grad():
@@ -70,9 +98,14 @@ class TrainStep:
             # A gradient of NaN times zero is NaN: a rejected step must not be computed at all. The fused optimizer
             # leaves parameters, moments and its step count alone where found_inf is 1, and divides by grad_scale.
             halted = self._failed_in_row >= FAILURES_THAT_STOP
-            rejected = ~(loss_sum.isfinite() & norm.isfinite()) | halted
-            overflow = loss_sum.isfinite() & (scale > 1)  # fp16 finding its scale: not a failure
+            mean_loss, limits = loss_sum / weight, self._window.limits()
+            failed = ~(loss_sum.isfinite() & norm.isfinite()) | halted
+            spike = (mean_loss > limits[0]) | (norm > limits[1])
+            rejected = failed | spike if self._skips_spikes else failed
+            # fp16 finding its scale is not a failure.
+            overflow = failed & loss_sum.isfinite() & (scale > 1)
             self._failed_in_row = (self._failed_in_row + ~overflow) * rejected
+            self._window.add(mean_loss, norm, ~rejected)
             clip = (norm / self._max_grad_norm).clamp(min=1.0)
             self._optimizer.grad_scale = (divisor * clip).float()  # type: ignore[attr-defined]
             self._optimizer.found_inf = rejected.float()  # type: ignore[attr-defined]
@@ -80,19 +113,25 @@ class TrainStep:
                 group["lr"] = lr
             self._optimizer.step()
             self._optimizer.zero_grad()
-            self.scaler.update(rejected)
-            return torch.stack(
-                (loss_sum / weight, weight, norm, rejected.double(), scale.double(), self._failed_in_row, votes)
+            self.scaler.update(failed)
+            result = torch.stack(
+                (mean_loss, weight, norm, rejected.double(), scale.double(), *limits, self._failed_in_row, votes)
             )
+            return torch.cat((result, by_source)) if len(by_source) else result
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside weights and optimizer state. Waits for the device."""
-        return {"scaler": self.scaler.state(), "failed_in_row": int(self._failed_in_row.item())}
+        return {
+            "scaler": self.scaler.state(),
+            "failed_in_row": int(self._failed_in_row.item()),
+            "window": self._window.state(),
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from ``state``."""
         self.scaler.load(state["scaler"])
         self._failed_in_row.fill_(state["failed_in_row"])
+        self._window.load(state.get("window"))
 
     def rehearse(self, batch: Any) -> None:
         """One pass on ``batch`` that changes nothing.

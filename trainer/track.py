@@ -86,6 +86,18 @@ class RunFolder:
         self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
         self.status("running", step=step)
 
+    def go_back(self, step: int) -> None:
+        """Put the lines of steps after ``step`` aside: these steps are trained again."""
+        self._unless_it_fails("metrics.jsonl", lambda: self._reopen_after(step))
+
+    def _reopen_after(self, step: int) -> None:
+        assert self._metrics is not None
+        self._write()
+        self._forget_after(step)
+        reopened = (self.path / "metrics.jsonl").open("ab", buffering=0)
+        self._metrics.close()
+        self._metrics = reopened
+
     def _forget_after(self, step: int) -> None:
         try:
             text = (self.path / "metrics.jsonl").read_text(errors="replace")
@@ -141,7 +153,7 @@ class RunFolder:
             self.status("failed", step=step, reason=reason, exit_code=exit_code)
 
     def stop_early(self, step: int, reason: str, exit_code: int) -> None:
-        """Record that a request ended the run before its first step: all there was at ``step`` is still there.
+        """Record that the run ended at ``step`` and can go on from its newest checkpoint, or begin again.
 
         Also where it had not begun, so that whoever started it knows that it may start it again.
         """
@@ -329,7 +341,8 @@ def step_line(values: dict[str, Any], steps: int, ranks: int) -> str:
             f"eta {duration((steps - values['step']) * values['step_seconds'])}",
         ]
     if values["skipped"]:
-        parts.append("SKIPPED: not finite, nothing changed")
+        is_finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        parts.append(f"SKIPPED: {'a spike' if is_finite else 'not finite'}, nothing changed")
     return "  ".join(parts)
 
 

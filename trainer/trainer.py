@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
@@ -13,25 +14,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
-from configs.schema import RunConfig
+from configs.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    StopRequested,
+    TrainingFailed,
+    TrainingStopped,
+    UserError,
+)
+from configs.schema import DEFAULT_VALIDATION, RunConfig
 from parallel.apply import parallelize
 from parallel.mesh import gradient_accumulation, resolve_layout
 from trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, find_start, make_room, plain
 from trainer.checkpoint.retention import sweep
 from trainer.checkpoint.save import Checkpointer, lack_of_space
 from trainer.checkpoint.state import check_names, load_state, load_weights, state_parts
+from trainer.health import GoBack, ReplicaCheck, respond
 from trainer.loader import PADDING_ID, BatchLoader, evaluation_batches
 from trainer.metrics import RATES, Meter
 from trainer.optim import build_optimizer, learning_rate, state_bytes
 from trainer.overview import overview
 from trainer.precision import LOW_DTYPES, GradScaler
-from trainer.recipe import Recipe, to_device
+from trainer.recipe import Dataset, Recipe, to_device
 from trainer.report import DONE, Report
-from trainer.sampler import SampleOrder
+from trainer.sampler import Mixture, Stream, evaluation_samples, sample_order
 from trainer.shutdown import Action, Shutdown
-from trainer.step import FAILURES_THAT_STOP, TrainStep
+from trainer.step import StepResult, TrainStep
 from trainer.track import Console, RunFolder, environment, tell_end
+from trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse, Watchdog
 
 if TYPE_CHECKING:
     from launch.session import Failure, Session
@@ -56,6 +67,7 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
     session.once(claim)
     console = Console(session.is_main, session.rank)
     start, trainer = Start(), None
+    watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
 
     def stop_unheard() -> int:
         failure = session.failure(StopRequested(session.signals.received))
@@ -72,22 +84,22 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
             check_data(start, recipe.dataset("train").fingerprint, config)
             check_names(start.checkpoint, recipe.build_model(), recipe.export_name)
             return _nothing_to_do(config, start, console, folder)
-        trainer = Trainer(config, recipe, session, folder, console, config_yaml, start)
+        trainer = Trainer(config, recipe, session, folder, console, config_yaml, start, watchdog.pulse)
         if folder is not None:
             session.signals.last_words = lambda: folder.fail(trainer.step, "interrupted twice", EXIT_FAILED)
         return trainer.run()
     except BaseException as error:
+        watchdog.pulse.enter(END, trainer.step if trainer else start.step)
         session.shield()
         failure = session.first_failure(error)
         console.log(traceback.format_exc())
         if trainer is not None:
             trainer.end_save()
-        is_request = failure.exit_code == EXIT_STOPPED
-        step = trainer.step if trainer and not is_request else start.step
+        step = trainer.step if trainer else start.step
         if folder is None:
             if failure.rank == session.rank:
                 _tell_end(config, step, failure)
-        elif is_request:
+        elif failure.exit_code == EXIT_STOPPED:
             folder.stop_early(step, failure.reason, failure.exit_code)
         else:
             folder.fail(step, failure.reason, failure.exit_code)
@@ -95,6 +107,7 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
     finally:
         if trainer is not None:
             trainer.checkpointer.close()
+        watchdog.close()
         if folder is not None:
             folder.close()
         console.close()
@@ -145,20 +158,25 @@ class Trainer:
         console: Console,
         config_yaml: str,
         start: Start,
+        pulse: Pulse,
     ) -> None:
         """Build everything, in the only order that works. ``folder`` is there on rank 0 alone."""
         self._config, self._recipe, self._session = config, recipe, session
-        self._console, self._origin = console, start.origin
+        self._console, self._origin, self._pulse = console, start.origin, pulse
         device, trainer = session.device, config.trainer
         layout = resolve_layout(config.parallel, session.world_size)
         accumulation = gradient_accumulation(trainer, layout)
         set_determinism(trainer.deterministic)
 
         recipe.open_data(session.once_per_node(partial(recipe.prepare, console.progress)))
-        training, self._validation = recipe.dataset("train"), recipe.dataset("validation")
+        training = recipe.dataset("train")
+        self._validation = {name: recipe.dataset(name) for name in (DEFAULT_VALIDATION, *recipe.further_validation())}
         session.same_everywhere("the prepared training data", training.fingerprint)
         self._fingerprint = training.fingerprint
         check_data(start, training.fingerprint, config)
+        self._stream = training if isinstance(training, Stream) else None
+        if self._stream is not None and start.checkpoint is not None:
+            self._stream.load(start.state.get("stream", {}), start.state["samples"])
 
         model = recipe.build_model()
         if start.weights is not None:
@@ -167,7 +185,7 @@ class Trainer:
             check_names(start.source, model, recipe.export_name)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         plan = recipe.parallel_plan(model)
-        for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start):
+        for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start, training):
             console.say(line)
         for line in recipe.describe_sample():
             console.say(line)
@@ -197,14 +215,17 @@ class Trainer:
             GradScaler(config.precision, device),
             max_grad_norm=trainer.max_grad_norm,
             nominal_weight=trainer.global_batch * recipe.targets_per_sequence(),
+            health=config.health,
         )
+        self._module, self._optimizer = module, optimizer
         if start.checkpoint is not None:
             load_state(start.checkpoint, module, optimizer, recipe.export_name)
             self._train_step.load(start.state["step_state"])
         elif start.weights is not None:
             load_weights(start.weights, module, recipe.export_name)
         if trainer.deterministic and layout.strategy == "ddp":
-            padding = recipe.collate([training[0]] * trainer.micro_batch, np.full(trainer.micro_batch, PADDING_ID))
+            any_sample = self._validation[DEFAULT_VALIDATION][0]
+            padding = recipe.collate([any_sample] * trainer.micro_batch, np.full(trainer.micro_batch, PADDING_ID))
             self._train_step.rehearse(to_device(padding, device))
         self.checkpointer = Checkpointer(
             config.run.dir / CHECKPOINTS,
@@ -215,20 +236,25 @@ class Trainer:
             recipe.export_files,
         )
         self.step = start.step
-        self._first_sample, self._first_step = start.state.get("samples", 0), start.step
-        self._loader = BatchLoader(
+        self._first_step = start.step
+        self._position = start.step, int(start.state.get("samples", 0))
+        self._rollbacks = int(start.state.get("rollbacks", 0))
+        self._replicas, self._compared_step = ReplicaCheck(layout, session), -1
+        self._open_loader = partial(
+            BatchLoader,
             training,
             recipe.collate,
-            SampleOrder(len(training), trainer.seed),
-            steps=range(start.step, trainer.last_step),
+            sample_order(training, trainer.seed),
             accumulation=accumulation,
             data_ranks=layout.data_ranks,
             data_rank=session.rank,
             micro_batch=trainer.micro_batch,
             workers=config.data.workers,
             pin_memory=device.type == "cuda",
-            first_index=self._first_sample,
+            on_starved=self._starved,
         )
+        self._sources = list(training.parts) if isinstance(training, Mixture) else []
+        self._loader = self._load_from_here()
         self._meter = Meter(device, session.world_size, recipe.flops_per_token(parameters))
         self._meter.start_at(start.step, self._report.progress.tokens)
         self._started = time.perf_counter()
@@ -238,6 +264,7 @@ class Trainer:
         code."""
         for _ in self.steps():
             pass
+        self._pulse.enter(END, self.step)
         seconds = time.perf_counter() - self._started
         self._parallel.reshard()
         return self._report.ended(self.step, seconds, self._sample(), self._shutdown.reason)
@@ -245,25 +272,78 @@ class Trainer:
     def steps(self) -> Generator[int, None, None]:
         """Train, report, evaluate and save, until the last step or a request to stop; yields the number of each step as
         it is done."""
-        with self._loader, self._shutdown, _scheduled_garbage_collection() as collect_garbage:
+        with self._shutdown, _scheduled_garbage_collection() as collect_garbage:
+            while True:
+                try:
+                    yield from self._steps_from_here(collect_garbage)
+                    return
+                except GoBack as back:
+                    self._go_back(back)
+
+    def _steps_from_here(self, collect_garbage: Callable[[int], None]) -> Generator[int, None, None]:
+        with self._loader:
+            self._pulse.enter(DATA, self.step + 1)
             for step, batches in enumerate(self._loader, start=self.step + 1):
                 self._train(step, batches)
                 self._log()
+                if self._is_due(self._config.health.replica_check_every):
+                    self._compare_replicas()
                 self._evaluate()
                 self._save()
                 collect_garbage(step)
                 yield step
                 if self._shutdown.stops:
                     return
+                self._pulse.enter(DATA, step + 1)
+
+    def _load_from_here(self) -> BatchLoader:
+        step, sample = self._position
+        return self._open_loader(steps=range(step, self._config.trainer.last_step), first_index=sample)
+
+    def _go_back(self, back: GoBack) -> None:
+        """Take up the newest checkpoint, and go on with the samples behind those of the steps that are undone.
+
+        Raises:
+            TrainingStopped: there is none, or the run has gone back as often as it may.
+        """
+        config = self._config
+        if self._rollbacks >= config.health.max_rollbacks:
+            raise TrainingStopped(f"{back}; health.max_rollbacks={config.health.max_rollbacks} are used up")
+        samples = self._samples(back.step)
+        if self._stream is not None:
+            self._stream.rewind(samples)
+        self._pulse.enter(SET_UP, self.step)
+        self._report.saved(self.checkpointer.wait())
+        resume = "auto" if config.checkpoint.resume == "never" else config.checkpoint.resume
+        checkpoint = config.checkpoint.model_copy(update={"resume": resume})
+        start = find_start(config.model_copy(update={"checkpoint": checkpoint}), self._session)
+        if start.checkpoint is None:
+            raise TrainingStopped(f"{back}; there is no checkpoint to go back to yet. Lower checkpoint.every")
+        self._parallel.reshard()
+        load_state(start.checkpoint, self._module, self._optimizer, self._recipe.export_name)
+        self._train_step.load(start.state["step_state"])
+        self._rollbacks += 1
+        self.step, self._position = start.step, (start.step, samples)
+        self._loader = self._load_from_here()
+        self._report.went_back(start, back.step, samples, str(back))
+        self._meter.start_at(start.step, self._report.progress.tokens)
+
+    def _compare_replicas(self) -> None:
+        """Compare the bits that replicas hold, unless that was done in this step."""
+        if self._config.health.replica_check_every and self._compared_step != self.step:
+            self._compared_step = self.step
+            parts = state_parts(self._module, self._optimizer, self._recipe.export_name)
+            self._replicas(self.step, (part.local for _, part in parts))
 
     def _train(self, step: int, batches: list[Any]) -> None:
         self.step = step
+        self._pulse.enter(TRAIN, step)
         on_device = [to_device(batch, self._session.device) for batch in batches]
         result = self._train_step(on_device, self._learning_rate(step), self._shutdown.vote)
         self._meter.add(step, result)
-        self._shutdown.count(result[-1])
+        self._shutdown.count(result[StepResult._fields.index("votes")])
         if step == self._first_step + 1:
-            self._session.first_step_done()
+            self._session.first_step_done(time.perf_counter() - self._started)
 
     def _learning_rate(self, step: int) -> float:
         config = self._config
@@ -272,8 +352,16 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self._config.trainer.last_step)
 
+    def _starved(self, seconds: float) -> None:
+        rank = self._session.rank
+        text = f"WARNING    rank {rank} has waited {seconds:.0f} s for data, after step {self.step}: a slow source?"
+        self._console.say(text)
+        if not self._session.is_main:  # whose console speaks for it alone
+            print(text, file=sys.stderr, flush=True)
+
     def _log(self) -> None:
         """Read results where that is due, log them, and stop the run where they say so."""
+        self._pulse.enter(LOG, self.step)
         log = self._is_due(self._config.trainer.log_every) or (self.step == 1 and self._config.trainer.log_every > 0)
         # Reading waits for the device. A CPU has nothing to wait for; a GPU is read now and then even without a log.
         if log or self._session.device.type == "cpu" or self._is_due(_READ_AT_LEAST_EVERY):
@@ -282,50 +370,74 @@ class Trainer:
     def _read_results(self, *, log: bool) -> None:
         for step, result in self._meter.read():
             progress = self._report.progress
-            progress.add(result)
+            progress.add(result, self._sources)
             is_logged = log and step == self.step
             if is_logged or result.skipped:
                 rates = dict.fromkeys(RATES)
                 if is_logged:
                     rates = self._meter.rates(step, progress.tokens, self._loader.take_waited_seconds())
                     self._report.running(step)
+                    if (slow := self._meter.slow.named()) is not None:
+                        rank, share = slow
+                        self._report.slow(rank, self._session.gather(self._session.host())[rank], share)
                 self._report.step(step, result, self._learning_rate(step), self._samples(step), rates)
-            if result.failed_in_row >= FAILURES_THAT_STOP:
-                raise TrainingFailed(
-                    f"loss or gradient was not finite in {FAILURES_THAT_STOP} steps in a row, to step {step}; "
-                    f"the weights are those from before. Lower optim.lr={self._config.optim.lr:g}, raise "
-                    f"schedule.warmup_steps={self._config.schedule.warmup_steps}, or look at the data of those steps"
-                )
+            self._respond(step, result)
+
+    def _respond(self, step: int, result: StepResult) -> None:
+        config = self._config
+        advice = (
+            f"Lower optim.lr={config.optim.lr:g}, raise schedule.warmup_steps={config.schedule.warmup_steps}, or look "
+            "at the data of those steps"
+        )
+        try:
+            if note := respond(config.health, step, result, advice):
+                self._report.spiked(step, result, note)
+        except (GoBack, TrainingFailed):
+            self._compare_replicas()  # a replica that holds a wrong number looks the same
+            raise
 
     def _evaluate(self) -> None:
-        """Mean loss over the first ``eval_batches`` batches of the validation split, where that is due."""
-        trainer = self._config.trainer
-        if not self._is_due(trainer.eval_every) or self._shutdown.stops:
+        """Mean loss over ``eval_batches`` batches of each validation set, where that is due."""
+        if not self._is_due(self._config.trainer.eval_every):
             return
+        for name, dataset in self._validation.items():
+            if not self._shutdown.stops:
+                self._evaluate_on(name, dataset)
+
+    def _evaluate_on(self, name: str, dataset: Dataset) -> None:
+        trainer = self._config.trainer
         if self._session.device.type == "cuda":
             torch.cuda.synchronize(self._session.device)  # steps still under way are not the evaluation's time
         started = time.perf_counter()
-        batches = evaluation_batches(
-            self._validation,
-            self._recipe.collate,
-            sequences=trainer.eval_batches * trainer.global_batch,
-            micro_batch=trainer.micro_batch,
-            data_ranks=self._session.world_size,
-            data_rank=self._session.rank,
-        )
-        on_device = (to_device(batch, self._session.device) for batch in batches)
-        terms = self._parallel.evaluate(self._shutdown.unless_stopped(on_device), self._recipe.loss)
-        if self._shutdown.stops:
-            return
-        tokens = int(terms.weight.item())
-        loss = terms.loss_sum.item() / tokens
+        losses, tokens = {}, {}
+        for source, samples in evaluation_samples(dataset, trainer.eval_batches * trainer.global_batch).items():
+            batches = evaluation_batches(
+                dataset,
+                self._recipe.collate,
+                samples,
+                micro_batch=trainer.micro_batch,
+                data_ranks=self._session.world_size,
+                data_rank=self._session.rank,
+            )
+            on_device = (self._to_evaluate(batch) for batch in batches)
+            terms = self._parallel.evaluate(self._shutdown.unless_stopped(on_device), self._recipe.loss)
+            if self._shutdown.stops:
+                return
+            losses[source], tokens[source] = terms.loss_sum.item(), int(terms.weight.item())
         seconds = time.perf_counter() - started
         self._meter.pause(seconds)
-        self._report.evaluated(self.step, loss, tokens, seconds)
+        total = sum(tokens.values())
+        by_source = {source: losses[source] / tokens[source] for source in losses if source}
+        self._report.evaluated(self.step, name, sum(losses.values()) / total, total, seconds, by_source)
+
+    def _to_evaluate(self, batch: Any) -> Any:
+        self._pulse.enter(EVALUATE, self.step)
+        return to_device(batch, self._session.device)
 
     def _samples(self, step: int) -> int:
         """Samples trained on when ``step`` is done: where the data order stands."""
-        return self._first_sample + (step - self._first_step) * self._config.trainer.global_batch
+        first_step, first_sample = self._position
+        return first_sample + (step - first_step) * self._config.trainer.global_batch
 
     def _save(self) -> None:
         """Begin a checkpoint where that is due, and tell of one that has ended."""
@@ -334,10 +446,12 @@ class Trainer:
         is_last = self.step == self._config.trainer.last_step or self._shutdown.stops
         if not (is_last or is_asked_for or (every and self.step % every == 0)):
             return
+        self._pulse.enter(SAVE, self.step)
         started = time.perf_counter()
         self._report.saved(self.checkpointer.wait())
         self._meter.pause(time.perf_counter() - started)
         self._read_results(log=False)
+        self._compare_replicas()
         started = time.perf_counter()
         self.checkpointer.save(self.step, self._state())
         saved = self.checkpointer.wait() if is_last else self.checkpointer.poll()
@@ -366,15 +480,24 @@ class Trainer:
             "version": 1,
             "step": self.step,
             "samples": self._samples(self.step),
+            "rollbacks": self._rollbacks,
             "validation_loss": progress.validation_loss if progress.validated_step == self.step else None,
             "progress": asdict(progress),
             "step_state": self._train_step.state(),
             "data_fingerprint": self._fingerprint,
+            **self._stream_state(),
             "origin": self._origin,
             "world_size": self._session.world_size,
             "torch": torch.__version__,
             "config": plain(self._config),
         }
+
+    def _stream_state(self) -> dict[str, Any]:
+        """Where a stream stands. A collective."""
+        if self._stream is None:
+            return {}
+        parts = self._session.gather(self._stream.state(self._samples(self.step)))
+        return {"stream": {key: value for part in parts for key, value in part.items()}}
 
 
 def _begin(folder: RunFolder | None, start: Start, config_yaml: str, parameters: int) -> list[str]:

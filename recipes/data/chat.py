@@ -74,6 +74,7 @@ class ChatEncoder:
         messages = _messages(row.content, where)
         try:
             text, replies = _replies(self._template, messages)
+            text.encode()  # tokenizers fail in ways of their own where it is no text
             ids, places = self._tokenizer.encode_marked(text)
         except UnicodeEncodeError as error:
             raise UserError(f"{where} holds half a character, which no text has; mend or remove the row") from error
@@ -82,7 +83,7 @@ class ChatEncoder:
         supervised = np.zeros(len(ids), np.uint8)
         for start, stop in replies:
             supervised[(start <= places) & (places < stop)] = 1
-        if not supervised.any():
+        if not supervised[1:].any():  # the first token is predicted from nothing
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
             said = (
                 "the assistant's messages are empty" if replies else f"no message is the assistant's (roles: {roles})"

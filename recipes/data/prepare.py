@@ -15,7 +15,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,19 @@ class Prepared:
     def stream(self, split: str) -> TokenStream:
         """The tokens of ``train`` or ``validation``, read from the disk where they are touched."""
         return TokenStream(self.shards[split])
+
+    def whole(self) -> "Prepared":
+        """The same with all documents in its validation split: what a validation set of its own is."""
+        documents = TokenCounts()
+        for split in self.splits.values():
+            documents.add(split)
+        shards = [shard for split in SPLITS for shard in self.shards[split]]
+        return replace(
+            self,
+            key=f"{self.key}-whole",
+            splits={"train": documents, "validation": documents},
+            shards={"train": [], "validation": shards},
+        )
 
     def describe(self) -> str:
         """Sizes for people: ``train 11,432,101 tokens of 721 files, validation 601,022 of 38``."""
@@ -146,7 +159,7 @@ def _prepare(section: DataSection, progress: Progress) -> Prepared:
     source = open_source(
         section,
         format=section.format,
-        validation_fraction=section.validation_fraction,
+        validation_fraction=section.validation_fraction or None,
         validation_split=section.validation_split,
     )
     settings = _settings(section, tokenizer)
@@ -245,7 +258,7 @@ def _fill(
 ) -> None:
     splitter = Splitter(section.validation_fraction, held_out_of(units) if section.validation_split else frozenset())
     tokenizer = tokenizer or _tokenizer_of_text(partial / "tokenizer.json", section, units, splitter, progress)
-    _write_json(partial / "tokenizer.json", tokenizer.spec())
+    write_json(partial / "tokenizer.json", tokenizer.spec())
     encoder = _encoder(section, tokenizer)
     # The threads are ours; those of the library would be one for each core, whatever was asked for.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -259,7 +272,7 @@ def _fill(
             counts.add(Counts.from_json(json.loads(done.read_bytes())))
             continue
         of_job = write_shards(partial, number, job, splitter, encoder, token_dtype(tokenizer.vocab_size), progress)
-        _write_json(done, of_job.as_json())
+        write_json(done, of_job.as_json())
         counts.add(of_job)
     _check(section, source, counts)
     shards = {
@@ -294,7 +307,7 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
         raise UserError(f"{where} has no documents: nothing to train on; name another source: data.path=...")
     if not documents:
         raise UserError(f"all {counts.empty:,} documents of {where} are empty: nothing to train on")
-    if source.noun == "file" or (train and validation):
+    if source.noun == "file" or (train and validation) or not section.validation_fraction:
         return  # a text too small for validation is refused by the sequences it lacks
     if section.validation_split:
         what = "training" if not train else "validation"
@@ -324,10 +337,11 @@ def write_summary(folder: Path, counts: Counts, shards: dict[str, list[Any]], no
         "held_out": counts.held_out, "splits": {split: asdict(getattr(counts, split)) for split in SPLITS},
         "shards": shards,
     }  # fmt: skip
-    _write_json(folder / "summary.json", summary)
+    write_json(folder / "summary.json", summary)
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write ``path`` whole or not at all."""
     unfinished = path.with_name(f"{path.name}.{socket.gethostname()}.{os.urandom(6).hex()}.tmp")
     try:
         with unfinished.open("wb") as stream:
@@ -387,7 +401,7 @@ def _prepare_tokens(section: DataSection, progress: Progress) -> Prepared:
     try:
         with claimed(folder, lambda: _open_if_intact(folder) is not None, progress) as partial:
             if partial is not None:
-                _write_json(partial / "tokenizer.json", tokenizer.spec())
+                write_json(partial / "tokenizer.json", tokenizer.spec())
                 write_summary(partial, found.counts, found.write(partial), "document")
                 publish(partial, folder, lambda: _open_if_intact(folder) is not None)
     except OSError as error:

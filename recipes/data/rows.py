@@ -1,5 +1,6 @@
 """Files with a document in each row: ``.jsonl``, compressed or not, and ``.parquet``."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -280,7 +281,8 @@ class RowFiles:
     def fingerprint(self, reading: Reading) -> bytes:
         hashed = hash_files(self._files, reading)
         self._stamps = [stamp for _, stamp in hashed]
-        return key_of_files(self._files, [digest for digest, _ in hashed])
+        content = key_of_files(self._files, [digest for digest, _ in hashed])
+        return hashlib.sha256(content + self._column.name.encode()).digest()  # another column is another text
 
     def units(self) -> list[Unit]:
         return [

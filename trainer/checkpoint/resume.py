@@ -217,12 +217,11 @@ def check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
 # what changed ---------------------------------------------------------------------------------------------------------
 
 _NOT_PART_OF_THE_NUMBERS = (
-    "recipe", "dry_run", "run.", "launch.", "slurm.", "checkpoint.", "parallel.", "model.name",
-    "model.max_sequence_length", "model.vocab_", "model.head_dim", "model.initializer_std", "data.name",
-    "data.path", "data.subset",
-    "data.split", "data.revision", "data.text_column", "data.messages_column", "data.token_dtype", "data.workers",
-    "data.cache_dir", "trainer.micro_batch", "trainer.log_every", "trainer.eval_", "trainer.sample_tokens",
-    "trainer.stop_at", "trainer.max_minutes", "trainer.deterministic",
+    "recipe", "dry_run", "run.", "launch.", "slurm.", "checkpoint.", "health.", "parallel.", "model.name",
+    "model.max_sequence_length", "model.vocab_", "model.head_dim", "model.initializer_std", "data.name", "data.path",
+    "data.subset", "data.split", "data.revision", "data.text_column", "data.messages_column", "data.token_dtype",
+    "data.workers", "data.cache_dir", "data.validation.", "trainer.micro_batch", "trainer.log_every",
+    "trainer.eval_", "trainer.sample_tokens", "trainer.stop_at", "trainer.max_minutes", "trainer.deterministic",
 )  # fmt: skip
 """Beginnings of keys that shape where, how fast and how visibly a run goes, not its numbers. What ``data.path`` leads
 to is compared by its content, and sizes of the model by the shapes of its tensors."""
@@ -241,11 +240,19 @@ def differences(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """``key: old -> new`` of all settings that differ between two resolved configs."""
     before, after = _flat(earlier), _flat(now)
     before = {key: _default(key) for key in after} | before  # an older version did not know all keys
-    return {
+    named_before, named_now = _named(earlier), _named(now)
+    whole = {name: f"{name} is {'new' if name in named_now else 'gone'}" for name in named_before ^ named_now}
+    return whole | {
         key: f"{key} {_shown(before.get(key))} -> {_shown(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
+        if before.get(key) != after.get(key) and key.rpartition(".")[0] not in whole
     }
+
+
+def _named(config: dict[str, Any]) -> set[str]:
+    """Sources and validation sets, which have names of the user's."""
+    data = config.get("data", {})
+    return {f"data.{kind}.{name}" for kind in ("sources", "validation") for name in data.get(kind, {})}
 
 
 def _default(key: str) -> Any:
@@ -269,12 +276,18 @@ def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> N
     for key, (other, values) in _ONLY_FOR.items():
         if before.get(other) not in values and after[other] not in values:
             changed.pop(key, None)
-    silent = [text for key, text in changed.items() if not key.startswith(_NOT_PART_OF_THE_NUMBERS)]
+    silent = [text for key, text in changed.items() if _shapes_numbers(key)]
     if silent:
         raise UserError(
             f"resuming from {path} would change the run: {'; '.join(silent)}; use checkpoint.allow_changes=true to "
             "go on with the new settings, run.name=OTHER to keep both, or checkpoint.resume=never to start anew"
         )
+
+
+def _shapes_numbers(key: str) -> bool:
+    if key.startswith("data.sources."):
+        return key.endswith(".weight")  # the rest is compared by content
+    return not key.startswith(_NOT_PART_OF_THE_NUMBERS)
 
 
 def _changed(state: dict[str, Any], config: RunConfig, world_size: int) -> list[str]:

@@ -1,0 +1,309 @@
+"""Are these nodes fit for a run: the same versions, sound and equally fast devices and wires, room on the disk."""
+
+import os
+import statistics
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs.errors import EXIT_FAILED, EXIT_FINISHED
+from configs.schema import LaunchSection
+from launch import probes
+from launch.session import Session, run_in_session
+
+_PATIENCE_SECONDS = 120.0
+_SLOW_SHARE = {"cuda": 0.8, "cpu": 0.5}
+"""Of the median: a CPU that others use too is no measure."""
+_SLOW_WIRE_SHARE = 0.5
+_FREE_SHARE = 0.9
+_CLOCK_SECONDS = 1.0
+_SHARED_MEMORY_BYTES_PER_RANK = 128 * 2**20
+_INODES = 1000
+_LOOKS = 10
+_WRITE_BYTES_PER_SECOND = 20e6
+
+
+@dataclass
+class Findings:
+    """What is wrong: with single hosts, and with what they have in common."""
+
+    by_host: dict[str, list[str]] = field(default_factory=dict)
+    common: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def blame(self, host: str, what: str) -> None:
+        """Count ``what`` against ``host``, once."""
+        if what not in self.by_host.setdefault(host, []):
+            self.by_host[host].append(what)
+
+
+def preflight(section: LaunchSection, run_dir: Path, needed_bytes: int | None, peaks: dict[str, float]) -> int:
+    """Examine all nodes of this start and print a table and a verdict. Returns the exit code: 0 fit, 70 not.
+
+    ``needed_bytes``: what the run's checkpoints take; ``peaks``: FLOP/s that devices are sold with, by name.
+    """
+    patience = min(section.start_timeout_seconds, _PATIENCE_SECONDS)
+    impatient = section.model_copy(update={"start_timeout_seconds": patience})
+
+    def work(session: Session) -> int:
+        facts = session.gather(examine(session, run_dir))
+        code = session.once(lambda: _tell(facts, session, run_dir, needed_bytes, peaks))
+        return int(code)
+
+    return run_in_session(impatient, work)
+
+
+def examine(session: Session, run_dir: Path) -> dict[str, Any]:
+    """Everything this rank finds out. A collective: the ranks measure their wires together, and all else each alone,
+    at the same time."""
+    facts: dict[str, Any] = {"rank": session.rank, "host": session.host(), "problems": []}
+
+    def alone(name: str, probe: Callable[[], Any]) -> None:
+        try:
+            facts[name] = probe()
+        except Exception as error:  # whatever it is, it is a finding, and the others go on
+            facts[name] = None
+            facts["problems"].append(f"{name.replace('_', ' ')}: {type(error).__name__}: {error}")
+
+    hosts = session.gather(facts["host"])
+    alone("versions", probes.versions)
+    alone("device", lambda: probes.device(session))
+    session.gather("imported")  # all multiply at the same time, as they do when they train
+    alone("matmul", lambda: probes.matmul_flops(session))
+    alone("unresolved", lambda: probes.unresolved([*hosts, os.environ.get("MASTER_ADDR", "localhost")]))
+    alone("shared_memory", probes.shared_memory_bytes)
+    alone("sees_run_dir", lambda: _sees_what_rank_0_writes(session, run_dir))
+    is_first = hosts.index(facts["host"]) == session.rank
+    alone("disk", lambda: probes.disk(run_dir) if is_first else None)
+    session.gather("measured")  # nobody measures wires while another still multiplies
+    if session.world_size > 1:
+        facts["collectives"] = probes.collectives(session)
+        firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
+        members = firsts if len(firsts) > 1 else list(range(session.world_size))
+        facts["pairs"] = probes.pairs_bytes_per_second(session, members)
+    facts["clock"] = probes.clock_ahead_seconds(session)
+    return facts
+
+
+def _sees_what_rank_0_writes(session: Session, run_dir: Path) -> bool | None:
+    """Whether the run folder is on a disk shared with rank 0; None where that cannot be known. A collective."""
+    folder, name = session.gather([str(probes.existing(run_dir).absolute()), f".preflight-{uuid.uuid4().hex}"])[0]
+    path = Path(folder) / name
+    problem: OSError | None = None
+    if session.is_main:
+        try:
+            path.touch()
+        except OSError as error:
+            problem = error
+    is_there = session.gather(problem is None)[0]
+    seen = is_there and _appears(path)
+    session.gather("looked")
+    if problem is not None:
+        raise problem
+    if session.is_main:
+        path.unlink(missing_ok=True)
+    return seen if is_there else None
+
+
+def _appears(path: Path) -> bool:
+    """A network disk may show a new file late."""
+    for _ in range(_LOOKS):
+        if path.exists():
+            return True
+        time.sleep(1)
+    return False
+
+
+def _tell(
+    facts: list[dict[str, Any]], session: Session, run_dir: Path, needed_bytes: int | None, peaks: dict[str, float]
+) -> int:
+    findings = judge(facts, session.device.type, session.local_world_size, run_dir, needed_bytes)
+    for line in report(facts, findings, peaks):
+        print(line, flush=True)
+    return EXIT_FAILED if findings.by_host or findings.common else EXIT_FINISHED
+
+
+# the verdict ----------------------------------------------------------------------------------------------------------
+
+
+def judge(
+    facts: list[dict[str, Any]], device_type: str, ranks_per_node: int, run_dir: Path, needed_bytes: int | None
+) -> Findings:
+    """What is wrong, from what all ranks found out."""
+    findings = Findings()
+    for fact in facts:
+        for problem in fact["problems"]:
+            findings.blame(fact["host"], f"rank {fact['rank']}: {problem}")
+    _judge_sameness(facts, findings)
+    _judge_speeds(facts, device_type, findings)
+    _judge_collectives(facts, findings)
+    _judge_node(facts, ranks_per_node, findings)
+    _judge_disk(facts, run_dir, needed_bytes, findings)
+    return findings
+
+
+def _judge_sameness(facts: list[dict[str, Any]], findings: Findings) -> None:
+    """Versions and devices: who differs from most is to blame; where there is no such most, nobody is."""
+    values: dict[str, list[tuple[dict[str, Any], Any]]] = {}
+    for fact in facts:
+        for name, value in (fact["versions"] or {}).items():
+            values.setdefault(name, []).append((fact, value))
+        for name in ("name", "count"):
+            if fact["device"] is not None:
+                values.setdefault(f"device {name}", []).append((fact, fact["device"][name]))
+    for name, found in values.items():
+        (usual, count), *others = Counter(value for _, value in found).most_common()
+        if others and 2 * count > len(found):
+            for fact, value in found:
+                if value != usual:
+                    findings.blame(fact["host"], f"{name} is {value}, elsewhere {usual}")
+        elif others:
+            told = "; ".join(
+                f"{value} on {next(fact['host'] for fact, v in found if v == value)}" for _, value in found
+            )
+            findings.common.append(f"{name} differs: {'; '.join(dict.fromkeys(told.split('; ')))}")
+
+
+def _judge_speeds(facts: list[dict[str, Any]], device_type: str, findings: Findings) -> None:
+    for name, what, least in (
+        ("matmul", "matrix products run at", _SLOW_SHARE[device_type]),
+        ("pairs", "exchange of data with the others runs at", _SLOW_WIRE_SHARE),
+    ):
+        known = [fact for fact in facts if fact.get(name)]
+        if not known:
+            continue
+        usual = statistics.median_high(fact[name] for fact in known)
+        for fact in known:
+            if fact[name] < least * usual:
+                findings.blame(fact["host"], f"rank {fact['rank']}: {what} {fact[name] / usual:.0%} of the median")
+
+
+def _judge_collectives(facts: list[dict[str, Any]], findings: Findings) -> None:
+    """A rank whose part arrives wrong at most others sends it wrong; one that alone gets wrong results reads wrong."""
+    known = [fact for fact in facts if fact.get("collectives")]
+    wrong = [fact for fact in known if fact["collectives"]["is_reduce_wrong"] or fact["collectives"]["gather_wrong"]]
+    if not wrong:
+        return
+    by_rank = {fact["rank"]: fact for fact in known}
+    senders = Counter(rank for fact in wrong for rank in fact["collectives"]["gather_wrong"] if rank != fact["rank"])
+    guilty = [rank for rank, times in senders.items() if 2 * times > len(known) - 1 and len(known) > 2]
+    for rank in guilty:
+        findings.blame(by_rank[rank]["host"], f"rank {rank}: what it sends in an all-gather arrives wrong")
+    if guilty:
+        return
+    if 2 * len(wrong) < len(known):
+        for fact in wrong:
+            findings.blame(fact["host"], f"rank {fact['rank']}: gets wrong results of collectives, alone")
+        return
+    ranks = ", ".join(str(fact["rank"]) for fact in wrong)
+    findings.common.append(f"collectives give wrong results, on rank {ranks}; run with fewer nodes to find the one")
+
+
+def _judge_node(facts: list[dict[str, Any]], ranks_per_node: int, findings: Findings) -> None:
+    middle = statistics.median_high(fact["clock"] for fact in facts)
+    for fact in facts:
+        host, ahead = fact["host"], fact["clock"] - middle
+        if abs(ahead) > _CLOCK_SECONDS:
+            findings.blame(host, f"its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the others'")
+        if fact["device"] is not None and fact["device"]["free_share"] < _FREE_SHARE:
+            free = fact["device"]["free_share"]
+            findings.blame(host, f"rank {fact['rank']}: {free:.0%} of the device's memory is free: who else uses it?")
+        if fact["unresolved"]:
+            text = f"{host}: no address for {', '.join(fact['unresolved'])}"
+            if text not in findings.warnings:
+                findings.warnings.append(text)
+        shared = fact["shared_memory"]
+        text = f"{host}: /dev/shm has {_size(shared or 0)}, below {ranks_per_node} x 128 MiB; containers: --shm-size=8g"
+        if (shared or 0) < ranks_per_node * _SHARED_MEMORY_BYTES_PER_RANK and text not in findings.warnings:
+            findings.warnings.append(text)
+
+
+def _judge_disk(facts: list[dict[str, Any]], run_dir: Path, needed_bytes: int | None, findings: Findings) -> None:
+    for fact in facts:
+        if fact["sees_run_dir"] is False:
+            findings.blame(fact["host"], f"does not see what rank 0 writes to {run_dir}: it must be on a shared disk")
+    known = [fact["disk"] for fact in facts if fact["disk"]]
+    if not known:
+        return
+    free, inodes = min(found["free_bytes"] for found in known), [found["free_inodes"] for found in known]
+    if needed_bytes is not None and free < needed_bytes:
+        findings.common.append(
+            f"{run_dir} has {_size(free)} free, and the checkpoints that stay take {_size(needed_bytes)}; use "
+            "run.dir=FOLDER on another disk, or lower checkpoint.keep"
+        )
+    if any(count is not None and count < _INODES for count in inodes):
+        findings.common.append(f"{run_dir} has room for {min(count for count in inodes if count is not None)} files")
+    for fact in facts:
+        if fact["disk"] and fact["disk"]["write_bytes_per_second"] < _WRITE_BYTES_PER_SECOND:
+            speed = _size(fact["disk"]["write_bytes_per_second"])
+            findings.warnings.append(f"{fact['host']} writes {speed} a second to {run_dir}: saving will take its time")
+
+
+# the table ------------------------------------------------------------------------------------------------------------
+
+
+_COLUMNS = ("node", "ranks", "device", "matmul", "all-reduce", "all-gather", "pairs", "write", "free", "clock", "")
+
+
+def report(facts: list[dict[str, Any]], findings: Findings, peaks: dict[str, float]) -> list[str]:
+    """The table, what is wrong, and the verdict, as lines."""
+    hosts = list(dict.fromkeys(fact["host"] for fact in facts))
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    rows += [_row(host, [fact for fact in facts if fact["host"] == host], findings, peaks) for host in hosts]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    versions: dict[str, str] = next((fact["versions"] for fact in facts if fact["versions"]), {})
+    lines.append("versions   " + ", ".join(f"{name} {value}" for name, value in versions.items() if value))
+    lines += [f"WARNING    {text}" for text in findings.warnings]
+    lines += [f"unfit      {host}: {what}" for host, whats in findings.by_host.items() for what in whats]
+    lines += [f"unfit      {what}" for what in findings.common]
+    ranks = f"{len(hosts)} node{'s' if len(hosts) > 1 else ''}, {len(facts)} rank{'s' if len(facts) > 1 else ''}"
+    if not findings.by_host and not findings.common:
+        return [*lines, f"verdict    fit: {ranks}"]
+    if findings.by_host and len(findings.by_host) < len(hosts):
+        lines.append(f"exclude    --exclude={','.join(findings.by_host)}")
+    return [*lines, f"verdict    not fit: {ranks}"]
+
+
+def _row(host: str, facts: list[dict[str, Any]], findings: Findings, peaks: dict[str, float]) -> tuple[str, ...]:
+    """The worst of the node's ranks in each column."""
+    ranks = [fact["rank"] for fact in facts]
+    device = next((fact["device"] for fact in facts if fact["device"]), None)
+    slowest = min((fact["matmul"] for fact in facts if fact["matmul"]), default=None)
+    peak = peaks.get(device["name"]) if device else None
+    collective = [fact["collectives"] for fact in facts if fact.get("collectives")]
+    pairs = min((fact["pairs"] for fact in facts if fact.get("pairs")), default=None)
+    disk = next((fact["disk"] for fact in facts if fact["disk"]), None)
+    share = f" ({slowest / peak:.0%} of peak)" if slowest and peak else ""
+
+    def rate(name: str) -> str:
+        return f"{_size(min(found[name] for found in collective))}/s" if collective else "-"
+
+    return (
+        host,
+        str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}",
+        f"{device['name']} x{device['count']}" if device else "-",
+        f"{_flops(slowest)}{share}" if slowest else "-",
+        rate("reduce_bytes_per_second"),
+        rate("gather_bytes_per_second"),
+        f"{_size(pairs)}/s" if pairs else "-",
+        f"{_size(disk['write_bytes_per_second'])}/s" if disk else "-",
+        _size(disk["free_bytes"]) if disk else "-",
+        f"{max((fact['clock'] for fact in facts), key=abs):+.3f} s",
+        "NOT FIT" if host in findings.by_host else "fit",
+    )
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
+
+
+def _size(nbytes: float) -> str:
+    for limit, unit in ((2**20, "KiB"), (2**30, "MiB"), (2**40, "GiB")):
+        if nbytes < limit:
+            return f"{nbytes / limit * 1024:.1f} {unit}"
+    return f"{nbytes / 2**40:.1f} TiB"

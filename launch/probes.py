@@ -1,0 +1,239 @@
+"""What one process finds out about its node, its device and its wires. Nothing here judges; see ``preflight``."""
+
+import os
+import platform
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from launch.session import Session
+
+_WRITE_BYTES = 64 * 2**20
+_SHARED_MEMORY = Path("/dev/shm")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_TIMED = 3
+_CLOCK_ROUNDS = 5
+
+
+def versions() -> dict[str, str | None]:
+    """What has to be the same on all nodes."""
+    import torch
+
+    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and torch.version.cuda else None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
+        "driver": _driver(),
+    }
+
+
+def _driver() -> str | None:
+    try:
+        found = re.search(r"Module\s+([0-9.]+)", _DRIVER.read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def device(session: "Session") -> dict[str, Any]:
+    """Name and number of the node's devices, and the share of this rank's memory that is free."""
+    import torch
+
+    if session.device.type == "cpu":
+        return {"name": platform.machine() or "cpu", "count": os.cpu_count() or 1, "free_share": 1.0}
+    free, total = torch.cuda.mem_get_info(session.device)
+    name = torch.cuda.get_device_name(session.device)
+    return {"name": name, "count": torch.cuda.device_count(), "free_share": free / total}
+
+
+def matmul_flops(session: "Session") -> float:
+    """Rate of a large matrix product (bf16 on a GPU, fp32 on a CPU), in FLOP/s: the best of a few."""
+    import torch
+
+    size, dtype = (8192, torch.bfloat16) if session.device.type == "cuda" else (512, torch.float32)
+    matrix = torch.full((size, size), 1 / size, dtype=dtype, device=session.device)
+    seconds = min(_timed(session, lambda: torch.mm(matrix, matrix)) for _ in range(4 * _TIMED))
+    return float(2 * size**3 / seconds)
+
+
+def collectives(session: "Session") -> dict[str, Any]:
+    """All-reduce and all-gather between all ranks. A collective.
+
+    ``reduce_bytes_per_second`` and ``gather_bytes_per_second``: what each rank sends and receives, as nccl-tests count
+    it. ``is_reduce_wrong``; ``gather_wrong``: ranks whose part came out wrong.
+    """
+    import torch
+    import torch.distributed as dist
+
+    ranks = session.world_size
+    count = 2**24 if session.device.type == "cuda" else 2**20
+    mine = _pattern(session.rank, count, session.device)
+    of_rank_0 = _pattern(0, count, session.device)
+    parts = [torch.empty_like(mine) for _ in range(ranks)]
+    reduced = all_reduce(mine.clone())
+    dist.all_gather(parts, mine)
+    found = {  # small whole numbers, whose sums are exact in fp32
+        "is_reduce_wrong": not torch.equal(reduced, ranks * of_rank_0 + sum(range(ranks))),
+        "gather_wrong": [rank for rank, part in enumerate(parts) if not torch.equal(part, of_rank_0 + rank)],
+    }
+    nbytes = mine.nbytes * (ranks - 1) / ranks
+    reduce_seconds = min(_timed(session, lambda: all_reduce(reduced.zero_())) for _ in range(_TIMED))
+    gather_seconds = min(_timed(session, lambda: dist.all_gather(parts, mine)) for _ in range(_TIMED))
+    return found | {
+        "reduce_bytes_per_second": 2 * nbytes / reduce_seconds,
+        "gather_bytes_per_second": nbytes * ranks / gather_seconds,
+    }
+
+
+def all_reduce(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Sum ``tensor`` over all ranks, in place."""
+    import torch.distributed as dist
+
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def _pattern(rank: int, count: int, device: "torch.device") -> "torch.Tensor":
+    """Whole numbers; those of rank r are r more than those of rank 0."""
+    import torch
+
+    return (torch.arange(count, device=device) % 1009 + rank).float()
+
+
+def pairs_bytes_per_second(session: "Session", members: list[int]) -> float | None:
+    """Mean rate at which this rank exchanges data with each other of ``members`` in turn, each in a pair of its own; a
+    slow wire shows up in all pairs of one rank. None for a rank that is no member, or alone. A collective."""
+    import torch
+    import torch.distributed as dist
+
+    count = 2**24 if session.device.type == "cuda" else 2**20
+    out, into = (torch.ones(count, device=session.device) for _ in range(2))
+    rates = []
+    for pairs in tournament(members):
+        partner = next((b if a == session.rank else a for a, b in pairs if session.rank in (a, b)), None)
+        if partner is not None:
+
+            def exchange(partner: int = partner) -> None:
+                works = [dist.isend(out, partner), dist.irecv(into, partner)]
+                for work in works:
+                    if work is not None:
+                        work.wait()
+
+            exchange()  # the first one connects
+            rates.append(2 * out.nbytes / min(_timed(session, exchange) for _ in range(_TIMED)))
+        dist.barrier()
+    return sum(rates) / len(rates) if rates else None
+
+
+def tournament(members: list[int]) -> Iterator[list[tuple[int, int]]]:
+    """Rounds of disjoint pairs in which each of ``members`` meets each other once (the circle method)."""
+    circle: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        met = zip(circle[:half], reversed(circle[half:]), strict=True)
+        yield [(a, b) for a, b in met if a is not None and b is not None]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+
+
+def _timed(session: "Session", work: Callable[[], Any]) -> float:
+    import torch
+
+    def wait() -> None:
+        if session.device.type == "cuda":
+            torch.cuda.synchronize(session.device)
+
+    wait()
+    started = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - started
+
+
+def clock() -> float:
+    """This machine's time, in Unix seconds."""
+    return time.time()
+
+
+def clock_ahead_seconds(session: "Session") -> float:
+    """How far this machine's clock is ahead of rank 0's, but for the time a barrier takes. A collective."""
+    import torch
+    import torch.distributed as dist
+
+    if session.world_size == 1:
+        return 0.0
+    found = []
+    for _ in range(_CLOCK_ROUNDS):
+        dist.barrier()
+        times = [torch.zeros(1, dtype=torch.float64) for _ in range(session.world_size)]
+        dist.all_gather(times, torch.tensor([clock()], dtype=torch.float64))
+        found.append(float(times[session.rank] - times[0]))
+    return min(found, key=abs)
+
+
+def unresolved(hosts: list[str]) -> list[str]:
+    """Those of ``hosts`` that have no address here."""
+    missing = []
+    for host in sorted(set(hosts)):
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            missing.append(host)
+    return missing
+
+
+def shared_memory_bytes() -> int | None:
+    """Size of ``/dev/shm``; None where there is none."""
+    try:
+        return shutil.disk_usage(_SHARED_MEMORY).total
+    except OSError:
+        return None
+
+
+def disk(folder: Path) -> dict[str, Any]:
+    """Free bytes and inodes of the disk that ``folder`` (or what there is of it) lies on, and the speed of writing."""
+    there = existing(folder)
+    stat = os.statvfs(there)
+    return {
+        "free_bytes": stat.f_bavail * stat.f_frsize,
+        "free_inodes": stat.f_favail if stat.f_files else None,  # some file systems count none
+        "write_bytes_per_second": _WRITE_BYTES / _write_seconds(there),
+    }
+
+
+def existing(folder: Path) -> Path:
+    """``folder``, or the nearest folder above it that is there."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+
+
+def _write_seconds(folder: Path) -> float:
+    data = os.urandom(2**20)
+    with marker(folder, f".preflight-{uuid.uuid4().hex}") as path:
+        started = time.perf_counter()
+        with path.open("wb") as file:
+            for _ in range(_WRITE_BYTES // len(data)):
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return time.perf_counter() - started
+
+
+@contextmanager
+def marker(folder: Path, name: str) -> Iterator[Path]:
+    """A file that is there for a while."""
+    path = folder / name
+    try:
+        path.touch()
+        yield path
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,387 @@
+"""A source that is read while it is trained on: lanes of documents, each read from front to back.
+
+A step takes one sequence of every lane, and there are as many lanes as sequences in a step: the sequence at place p of
+any step is lane p's. So however a step is cut into ranks and micro-batches, a lane is read in order by one rank, and
+what it reads depends on nothing but the lane. A lane stands at a cursor, four integers; a run that resumes, on any
+number of ranks, reads on from the cursors of all lanes.
+"""
+
+import hashlib
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from configs.errors import UserError
+from recipes.data.dataset import Sample, positions_in_documents
+from recipes.data.encode import Encoder
+from recipes.data.source import Row, Unit
+from recipes.models.head import IGNORE
+
+_ROWS_AT_ONCE = 16
+_CHARACTERS_AT_ONCE = 1 << 16
+"""Documents are tokenised together until there are so many of one or the other; a lane holds as many in memory."""
+
+_BALANCED = 2
+"""Parts per lane, from which on it does not matter that some lanes have one more than others."""
+
+_ENDLESS = 2**62
+
+_ATTEMPTS = 8
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0  # so that all attempts take about two minutes
+_NETWORK_LIBRARIES = ("aiohttp", "fsspec", "httpcore", "httpx", "requests", "urllib3")
+
+
+class Cursor(NamedTuple):
+    """Where in its documents a lane stands."""
+
+    epoch: int = 0
+    place: int = 0
+    """Of the unit, in the lane's order of this epoch."""
+    row: int = 0
+    token: int = 0
+    """Of the row's document."""
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Which rows of which units each lane reads.
+
+    Units go to lanes in turn. Where there are too few for that, each unit is cut into ``cut`` parts first, of every
+    ``cut``-th row, and as many lanes read all of it for their part of it.
+    """
+
+    units: int
+    lanes: int
+    seed: int
+
+    @cached_property
+    def cut(self) -> int:
+        """Parts of a unit."""
+        cut = -(-self.lanes // self.units)
+        while self.units * cut % self.lanes and self.units * cut < _BALANCED * self.lanes:
+            cut += 1
+        return cut
+
+    def part(self, lane: int, epoch: int, place: int) -> tuple[int, int] | None:
+        """Unit and remainder of its rows that the lane reads at ``place`` of an epoch; None: the epoch is over."""
+        cut = self.cut
+        count = len(range(lane, self.units * cut, self.lanes))
+        if place >= count:
+            return None
+        order = sorted(range(count), key=lambda i: self._key(f"{lane} {epoch} {i}"))
+        return divmod(self._dealt[lane + order[place] * self.lanes], cut)
+
+    @cached_property
+    def _dealt(self) -> list[int]:
+        """Parts in the order in which they are dealt, so that neighbours come to different lanes at different times."""
+        return sorted(range(self.units * self.cut), key=lambda part: self._key(f"part {part}"))
+
+    def _key(self, text: str) -> bytes:
+        return hashlib.blake2b(f"{self.seed} {text}".encode(), digest_size=16).digest()
+
+
+class StreamDataset:
+    """Sample i is the next sequence of lane i mod ``lanes``. Each lane's samples are taken once, and in order.
+
+    A sequence has the tokens of documents one after the other, as they come; the next one begins with its last token.
+    May be called from any number of threads: who comes too early waits for those before.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        encoder: Encoder,
+        is_training: Callable[[Row, str], bool],
+        *,
+        lanes: int,
+        sequence_length: int,
+        seed: int,
+        isolate_documents: bool,
+        remembered: int,
+        identity: str,
+    ) -> None:
+        """``is_training`` says of a row, and the name of its unit, whether it is trained on. ``state`` may be asked up
+        to ``remembered`` samples of a lane behind what was read last. ``identity`` stands for the encoder and the rule
+        of the split."""
+        self._units, self._encoder, self._is_training = units, encoder, is_training
+        self._deal = Deal(len(units), lanes, seed)
+        self._sequence_length, self._isolate, self._remembered = sequence_length, isolate_documents, remembered
+        self._starts = dict.fromkeys(range(lanes), Cursor())
+        self._first_sample, self._is_anew = 0, False
+        self._lanes: dict[int, _Lane] = {}
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        names = [[unit.name.rpartition("/")[2], unit.size_bytes] for unit in units]
+        text = json.dumps([names, lanes, sequence_length, seed, isolate_documents, identity])
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
+        """Equal for equal samples, on any machine, as far as names and sizes of files can tell."""
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def __getitem__(self, index: int) -> Sample:
+        number, lane = divmod(index, self._deal.lanes)
+        return self._lane(lane).take(number)
+
+    def describe(self) -> str:
+        """How it is read, for the plan."""
+        cut = self._deal.cut
+        again = f", each of which {cut} lanes read whole for their part of the rows" if cut > 1 else ""
+        anew = "; they begin anew, since the checkpoint had others" if self._is_anew else ""
+        return f"streamed: {self._deal.lanes} lanes over {len(self._units):,} files or parts of files{again}{anew}"
+
+    def state(self, samples: int) -> dict[str, Any]:
+        """Cursors of the lanes this process has read, once ``samples`` samples of the whole run are trained on."""
+        if samples == self._first_sample:  # perhaps nobody has read some lanes yet
+            return {str(lane): list(cursor) for lane, cursor in self._starts.items()}
+        with self._lock:
+            lanes = dict(self._lanes)
+        return {str(number): list(lane.cursor(self._first(number, samples))) for number, lane in lanes.items()}
+
+    def load(self, state: dict[str, Any], samples: int) -> None:
+        """Go on from the cursors of all lanes after ``samples`` samples. Before the first sample is taken.
+
+        Cursors of another number of lanes mean nothing here: every lane begins anew.
+        """
+        self._first_sample = samples
+        self._is_anew = len(state) != self._deal.lanes
+        if not self._is_anew:
+            self._starts = {int(lane): Cursor(*cursor) for lane, cursor in state.items()}
+
+    def rewind(self, samples: int) -> None:
+        """Go on after ``samples`` samples, which are not further back than is remembered, in this process."""
+        cursors = self.state(samples)
+        self._first_sample = samples
+        self._starts = {int(lane): Cursor(*cursor) for lane, cursor in cursors.items()}
+        self._lanes.clear()
+        self._closed.clear()
+
+    def close(self) -> None:
+        """Let nobody wait for a network that fails any longer."""
+        self._closed.set()
+
+    def _first(self, lane: int, samples: int) -> int:
+        """Number of the first sample of ``lane`` that is not among the first ``samples``."""
+        return -(-(samples - lane) // self._deal.lanes)
+
+    def _lane(self, number: int) -> "_Lane":
+        with self._lock:
+            if number not in self._lanes:
+                documents = _Documents(
+                    self._units, self._encoder, self._is_training, self._deal, number, self._closed.wait
+                )
+                self._lanes[number] = _Lane(
+                    documents,
+                    self._first(number, self._first_sample),
+                    self._starts[number],
+                    self._sequence_length,
+                    self._remembered,
+                    isolate=self._isolate,
+                )
+            return self._lanes[number]
+
+
+class _Lane:
+    """Sequences of one lane, each taken once."""
+
+    def __init__(
+        self,
+        documents: "_Documents",
+        first: int,
+        cursor: Cursor,
+        sequence_length: int,
+        remembered: int,
+        *,
+        isolate: bool,
+    ) -> None:
+        self._documents = documents.read(cursor)
+        self._sequence_length, self._isolate, self._remembered = sequence_length, isolate, remembered
+        self._next = first
+        self._cursors = deque([cursor], maxlen=remembered + 1)
+        """Before the next sample, and before those taken last."""
+        self._pieces: deque[_Piece] = deque()
+        self._skip = cursor.token
+        self._turn = threading.Condition()
+        self._failure: Exception | None = None
+
+    def take(self, number: int) -> Sample:
+        with self._turn:
+            if not 0 <= number - self._next <= self._remembered:
+                raise RuntimeError(f"sample {number} of a lane is asked for where {self._next} is next")
+            self._turn.wait_for(lambda: self._next == number or self._failure is not None)
+            if self._failure is not None:
+                raise self._failure
+        try:
+            sample = self._read()
+        except Exception as error:
+            with self._turn:
+                self._failure = error
+                self._turn.notify_all()
+            raise
+        with self._turn:
+            self._cursors.append(self._pieces[0].cursor)
+            self._next += 1
+            self._turn.notify_all()
+        return sample
+
+    def cursor(self, number: int) -> Cursor:
+        """Where the lane stands before sample ``number``."""
+        with self._turn:
+            behind = self._next - number
+            assert 0 <= behind < len(self._cursors), "the trainer is behind by what the loader reads ahead, at most"
+            return self._cursors[-1 - behind]
+
+    def _read(self) -> Sample:
+        window = np.empty(self._sequence_length + 1, np.int64)
+        begins, filled, used = [], 0, 0
+        while filled < len(window):
+            if used == len(self._pieces):
+                self._pieces.append(self._next_piece())
+            piece = self._pieces[used]
+            tokens = piece.tokens[: len(window) - filled]
+            if piece.begins and filled:
+                begins.append(filled)
+            window[filled : filled + len(tokens)] = tokens
+            filled += len(tokens)
+            used += 1
+        self._go_on(self._sequence_length)
+        tokens, targets = window[:-1], window[1:]
+        if not self._isolate:
+            return Sample(tokens, targets)
+        starts = np.array(begins, np.int64)
+        targets = targets.copy()
+        targets[starts - 1] = IGNORE
+        return Sample(tokens, targets, positions_in_documents(starts, self._sequence_length))
+
+    def _next_piece(self) -> "_Piece":
+        piece = next(self._documents)
+        while self._skip >= len(piece.tokens):  # of the document the cursor stands in
+            self._skip -= len(piece.tokens)
+            piece = next(self._documents)
+        piece, self._skip = piece.after(self._skip), 0
+        return piece
+
+    def _go_on(self, tokens: int) -> None:
+        while tokens >= len(self._pieces[0].tokens):
+            tokens -= len(self._pieces.popleft().tokens)
+        self._pieces[0] = self._pieces[0].after(tokens)
+
+
+class _Piece(NamedTuple):
+    """Tokens of one document, the rest of them or a part."""
+
+    cursor: Cursor
+    """Of the first of them."""
+    tokens: np.ndarray
+    begins: bool
+    """Whether the first of them is the document's first."""
+
+    def after(self, tokens: int) -> "_Piece":
+        if tokens == 0:
+            return self
+        cursor = self.cursor._replace(token=self.cursor.token + tokens)
+        return _Piece(cursor, self.tokens[tokens:], begins=False)
+
+
+@dataclass(frozen=True)
+class _Documents:
+    """The documents of one lane, without end."""
+
+    units: Sequence[Unit]
+    encoder: Encoder
+    is_training: Callable[[Row, str], bool]
+    deal: Deal
+    lane: int
+    pause: Callable[[float], bool]
+    """Waits so many seconds; returns True, perhaps earlier, where there is nobody left to read for."""
+
+    def read(self, cursor: Cursor) -> Iterator[_Piece]:
+        """From the row of ``cursor`` on, from its first token on; forever."""
+        epoch, place, row = cursor[:3]
+        while True:
+            count = 0
+            whole_epoch = place == row == 0
+            while (part := self.deal.part(self.lane, epoch, place)) is not None:
+                for piece in self._of_part(*part, epoch, place, row):
+                    count += len(piece.tokens)
+                    yield piece
+                place, row = place + 1, 0
+            if whole_epoch and not count:
+                raise UserError(
+                    f"lane {self.lane} of {self.deal.lanes} has no document to train on: the data is too small for "
+                    f"trainer.global_batch={self.deal.lanes} sequences a step with data.streaming=true; use "
+                    "data.streaming=false"
+                )
+            epoch, place = epoch + 1, 0
+
+    def _of_part(self, number: int, remainder: int, epoch: int, place: int, first: int) -> Iterator[_Piece]:
+        unit, mine, token, takes = self.units[number], list[Row](), 0, False
+        for row in _patiently(unit, first, self.pause):
+            if row.begins:  # which decides for all pieces of a document
+                takes = row.number % self.deal.cut == remainder and self.is_training(row, unit.name)
+            if takes:
+                mine.append(row)
+            if len(mine) == _ROWS_AT_ONCE or sum(len(row.content) for row in mine) > _CHARACTERS_AT_ONCE:
+                token = yield from self._encoded(mine, unit, epoch, place, token)
+                mine = []
+        if mine:
+            yield from self._encoded(mine, unit, epoch, place, token)
+
+    def _encoded(
+        self, rows: Sequence[Row], unit: Unit, epoch: int, place: int, token: int
+    ) -> Generator[_Piece, None, int]:
+        """Returns how many tokens of the last row's document there are so far."""
+        for row, encoded in zip(rows, self.encoder(rows, unit.name), strict=True):
+            token = 0 if row.begins else token
+            if len(encoded.tokens):
+                yield _Piece(Cursor(epoch, place, row.number, token), encoded.tokens, row.begins)
+            token += len(encoded.tokens)
+        return token
+
+
+def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterator[Row]:
+    """Rows from ``first`` on; where the network fails, the same again after a while, a few times."""
+    number, given, failures = first, 0, 0
+    while True:
+        seen = 0
+        try:
+            for row in unit.rows(number):
+                if row.number != number:
+                    number, given, seen = row.number, 0, 0
+                seen += 1
+                if seen > given:  # else a piece of a row that was given before the failure
+                    given, failures = seen, 0
+                    yield row
+            return
+        except Exception as error:
+            failures += 1
+            if not _may_pass(error):
+                raise
+            wait = min(_FIRST_PAUSE_SECONDS * 2 ** (failures - 1), _LONGEST_PAUSE_SECONDS)
+            if failures == _ATTEMPTS or pause(wait):
+                raise UserError(
+                    f"{unit.name} cannot be read from row {number + (given > 0):,} on, after {failures} "
+                    f"attempt{'s' if failures > 1 else ''}: {type(error).__name__}: "
+                    f"{' '.join(str(error).split())}; start the same command again, which goes on from the newest "
+                    "checkpoint"
+                ) from error
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether it may be gone a little later: a failure of the network, or of a server."""
+    while error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status", None)
+        if isinstance(status, int):
+            return status == 429 or status >= 500
+        if isinstance(error, ConnectionError | TimeoutError):
+            return True
+        if type(error).__module__.partition(".")[0] in _NETWORK_LIBRARIES:
+            return True
+        error = error.__cause__
+    return False

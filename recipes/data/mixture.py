@@ -1,0 +1,123 @@
+"""Several sources as one data set, and the parts of the data section that each of them is."""
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.schema import DataSection, SourceSection
+from recipes.data.dataset import Batch, Sample
+from recipes.models.head import IGNORE
+
+_MEASURED_SAMPLES = 256
+"""Of each source, to learn how many tokens a sample has."""
+
+
+class Samples(Protocol):
+    """One source's sequences, by number."""
+
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Sample: ...
+    def describe(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class MixedPart:
+    """What the order of a mixture has to know of one source."""
+
+    samples: int
+    weight: float
+    """Share of the samples, relative to the other sources' weights."""
+
+
+class MixtureDataset:
+    """The samples of several sources, numbered one source after the other. Which comes when is not decided here."""
+
+    def __init__(
+        self, sources: Mapping[str, Samples], weights: Mapping[str, float], weigh_by: Literal["tokens", "samples"]
+    ) -> None:
+        """``weights`` are shares, by the names of ``sources``, of the samples or of the tokens that are learned."""
+        self._sources = list(sources.values())
+        self._first = [0, *accumulate(len(source) for source in self._sources)]
+        self._later = torch.tensor(self._first[1:-1])
+        """Where each source but the first begins, on the device of the last batch."""
+        if weigh_by == "tokens":
+            tokens = {name: _mean_targets(source) for name, source in sources.items()}
+            if len(set(tokens.values())) > 1:  # else the weights are left as exact as they are
+                weights = {name: weight / tokens[name] for name, weight in weights.items()}
+        self.parts = {name: MixedPart(len(source), float(weights[name])) for name, source in sources.items()}
+        """By name, in the order of their numbers."""
+        identity = [[name, part.weight, sources[name].fingerprint] for name, part in self.parts.items()]
+        self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+        """Equal for equal samples in equal shares, on any machine."""
+
+    def __len__(self) -> int:
+        return self._first[-1]
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        source = bisect_right(self._first, index) - 1
+        return self._sources[source][index - self._first[source]]
+
+    def describe(self) -> str:
+        """How documents become sequences, for the plan; empty where that is as usual."""
+        each = zip(self.parts, (source.describe() for source in self._sources), strict=True)
+        return "; ".join(f"{name} {text}" for name, text in each if text)
+
+    def targets_by_source(self, batch: Batch) -> Tensor:
+        """Targets of each source in ``batch``, [sources], int64."""
+        self._later = self._later.to(batch.sample_ids.device)
+        owners = torch.bucketize(batch.sample_ids, self._later, right=True)
+        mine = owners[:, None] == torch.arange(len(self._sources), device=owners.device)
+        # Padding has no targets, so it does not matter that it counts as the first source's.
+        return (mine * (batch.targets != IGNORE).sum(1, keepdim=True)).sum(0)
+
+
+def _mean_targets(source: Samples) -> float:
+    """Targets of a sample, on average over some that lie evenly over the whole source."""
+    chosen = np.linspace(0, len(source) - 1, min(_MEASURED_SAMPLES, len(source))).astype(np.int64)
+    return float(np.mean([(source[i].targets != IGNORE).sum() for i in chosen.tolist()]))
+
+
+def source_sections(section: DataSection) -> dict[str, DataSection]:
+    """What is trained on: of each source by name the section of it alone. One source has the name ""."""
+    if section.name != "mixture":
+        return {"": section}
+    return {name: _alone(section, source) for name, source in section.sources.items()}
+
+
+def validation_sections(section: DataSection) -> dict[str, DataSection]:
+    """Of each further validation set by name the section of it alone: nothing of it is kept back."""
+    nothing = {"validation_fraction": 0.0, "validation_split": None}
+    return {name: _alone(section, source).model_copy(update=nothing) for name, source in section.validation.items()}
+
+
+def _alone(section: DataSection, source: SourceSection) -> DataSection:
+    own = {name: getattr(source, name) for name in SourceSection.model_fields}
+    split = section.validation_split if source.name == "hf" else None
+    return section.model_copy(update={**own, "sources": {}, "validation": {}, "validation_split": split})
+
+
+def describe_sources(section: DataSection) -> str:
+    """``stdlib``, ``text books``, ``web (text books) 70 %, code (stdlib) 30 % of the tokens``."""
+    if section.name != "mixture":
+        return _described(section)
+    whole = sum(source.weight for source in section.sources.values())
+    parts: Sequence[str] = [
+        f"{name} ({_described(source)}) {100 * source.weight / whole:.3g} %" for name, source in section.sources.items()
+    ]
+    return f"{', '.join(parts)} of the {section.weigh_by}"
+
+
+def _described(source: SourceSection) -> str:
+    return f"{source.name} {source.path}" if source.path else source.name

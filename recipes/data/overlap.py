@@ -1,0 +1,101 @@
+"""Validation sets without the documents that are trained on: a loss on those would say nothing."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from configs.errors import UserError
+from recipes.data.encode import Encoded
+from recipes.data.partial import claimed, publish
+from recipes.data.prepare import Prepared, write_json, write_summary
+from recipes.data.progress import Progress, Show
+from recipes.data.shards import ShardWriter, TokenStream
+from recipes.data.tokenize import Counts
+from recipes.data.tokenizer import token_dtype
+
+_SHARED = "shared.json"
+_BLOCK_TOKENS = 1 << 26
+
+
+def kept_apart(name: str, held: Prepared, training: Sequence[Prepared], cache: Path, show: Show | None) -> Path | None:
+    """A folder with the validation split of ``held`` less what is in the training split of any of ``training``, or None
+    where nothing is in both. Made once; found later.
+
+    Raises:
+        UserError: all of the validation set ``name`` is trained on.
+    """
+    keys = [held.key, *sorted(prepared.key for prepared in training)]
+    folder = cache / f"apart-{hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:32]}"
+    progress = Progress(show, 1)
+    with claimed(folder, lambda: (folder / _SHARED).exists(), progress) as partial:
+        if partial is not None:
+            stream = held.stream("validation")
+            shared = _shared(stream, [prepared.stream("train") for prepared in training])
+            if len(shared) and shared.all():
+                raise UserError(
+                    f"all {len(shared):,} documents of the validation set {name} are in the training data too; leave "
+                    "them out of one or the other"
+                )
+            if shared.any():
+                _write(partial, held, stream, shared)
+            write_json(partial / _SHARED, int(shared.sum()))
+            publish(partial, folder, lambda: (folder / _SHARED).exists())
+    progress.end()
+    return folder if left_out(folder) else None
+
+
+def left_out(folder: Path) -> int:
+    """Documents that a folder of ``kept_apart`` lacks since they are trained on."""
+    return int(json.loads((folder / _SHARED).read_bytes()))
+
+
+def _shared(held: TokenStream, training: Sequence[TokenStream]) -> np.ndarray:
+    """Which documents of ``held`` are in ``training`` too, [documents], bool.
+
+    Of the training documents only those are read that are as long as one of ``held``; of the others, where they begin.
+    """
+    own: dict[bytes, list[int]] = {}
+    lengths = set[int]()
+    shared = np.zeros(held.documents, bool)
+    for number, (start, stop) in enumerate(_documents(held)):
+        own.setdefault(_digest(held, start, stop), []).append(number)
+        lengths.add(stop - start)
+    asked = np.array(sorted(lengths))
+    for stream in training:
+        for start, stop in _documents(stream, lambda sizes: np.isin(sizes, asked)):
+            shared[own.get(_digest(stream, start, stop), [])] = True
+    return shared
+
+
+def _documents(
+    stream: TokenStream, wanted: Callable[[np.ndarray], np.ndarray] = lambda sizes: sizes > 0
+) -> Iterator[tuple[int, int]]:
+    """Start and stop of each document whose length is ``wanted``."""
+    begun = np.empty(0, np.int64)
+    for first in range(0, stream.tokens, _BLOCK_TOKENS):
+        bounds = np.concatenate((begun, stream.document_starts(first, min(first + _BLOCK_TOKENS, stream.tokens))))
+        if first + _BLOCK_TOKENS >= stream.tokens:
+            bounds = np.append(bounds, stream.tokens)
+        chosen = np.flatnonzero(wanted(np.diff(bounds)))
+        yield from zip(bounds[chosen].tolist(), bounds[chosen + 1].tolist(), strict=True)
+        begun = bounds[-1:]
+
+
+def _digest(stream: TokenStream, start: int, stop: int) -> bytes:
+    return hashlib.blake2b(stream.read(start, stop).astype("<u4").tobytes(), digest_size=16).digest()
+
+
+def _write(folder: Path, held: Prepared, stream: TokenStream, shared: np.ndarray) -> None:
+    counts, name = Counts(), "validation-00000.safetensors"
+    with ShardWriter(folder / name, token_dtype(held.tokenizer.vocab_size)) as shard:
+        for number, (start, stop) in enumerate(_documents(stream)):
+            if not shared[number]:
+                supervised = stream.supervised(start, stop) if stream.is_supervised else None
+                shard.add(Encoded(stream.read(start, stop), supervised), begins=True)
+                counts.validation.documents += 1
+        counts.validation.tokens = shard.tokens
+    write_json(folder / "tokenizer.json", held.tokenizer.spec())
+    write_summary(folder, counts, {"train": [], "validation": [name]}, held.noun)

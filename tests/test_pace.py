@@ -1,0 +1,71 @@
+"""A rank whose device is slow is named, and one that was slow by chance is not."""
+
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from launch.session import Session
+from tests.cluster import Cluster
+from tests.runs import metrics, tiny_overrides
+from train import main
+from trainer.pace import Pace, SlowRank
+
+
+def test_who_is_slow_several_times_in_a_row_is_named_once() -> None:
+    slow = SlowRank()
+    named = []
+    for turn in range(8):
+        assert slow.judge([1.0, 1.1, 1.0, 1.5 + turn]) == (3, 1.5 + turn)
+        named.append(slow.named())
+    assert named == [None] * 4 + [(3, 5.5)] + [None] * 3
+
+
+def test_what_was_measured_once_counts_once() -> None:
+    slow = SlowRank()
+    for _ in range(8):
+        assert slow.judge([1.0, 1.1, 1.0, 1.5]) == (3, 1.5)
+        assert slow.named() is None
+
+
+def test_who_is_slow_now_and_then_is_not() -> None:
+    slow = SlowRank()
+    for turn in range(12):
+        slow.judge([1.0, 1.0 + turn * (turn % 4 > 0), 1.0])
+        assert slow.named() is None
+    for turn in range(12):
+        slow.judge([1.0 + turn * (turn % 2), 2.0 + turn * (1 - turn % 2), 1.0])
+        assert slow.named() is None
+
+
+def test_of_two_the_slower_has_a_share_too() -> None:
+    assert SlowRank().judge([3.0, 1.0]) == (0, 3.0)
+
+
+def test_the_probe_is_a_thousandth_of_the_time() -> None:
+    pace, measured = Pace(torch.device("cpu")), []
+    with patch.object(Pace, "_measure", lambda _: measured.append(1) or 1e-3):
+        assert [pace.seconds() for _ in range(50)] == [1e-3] * 50
+    assert len(measured) == 3
+
+
+def train_with_a_slow_rank(argv: list[str], rank: int) -> int:
+    measured = []
+
+    def seconds(_: Pace) -> float:
+        measured.append(1)
+        return len(measured) * (2.0 if os.environ["RANK"] == str(rank) else 1.0)
+
+    with patch.object(Pace, "seconds", seconds), patch.object(Session, "host", lambda self: f"node{self.rank}"):
+        return main(argv)
+
+
+def test_a_run_names_its_slow_rank(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    argv = tiny_overrides(text, tmp_path, "trainer.steps=8")
+    answers = cluster.run(2, "tests.test_pace:train_with_a_slow_rank", argv=argv, rank=1)
+    assert {answer.value for answer in answers} == {0}
+    told = [line for line in answers[0].printed.splitlines() if " is slow: " in line]
+    assert len(told) == 1
+    assert told[0].startswith("WARNING    rank 1 on node1 is slow: the same arithmetic takes 2.00x the median")
+    assert {(line["slowest_rank"], line["slowest_share"]) for line in metrics(tmp_path)} == {(1, 2.0)}

@@ -1,0 +1,263 @@
+"""A rank that holds the others up is named, with what it does and where, and the run ends resumably."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from configs.schema import LaunchSection
+from launch.session import leave, open_session
+from tests.cluster import ROOT, Cluster
+from tests.runs import metrics, steps_saved, tiny_overrides
+from train import main
+from trainer.loader import BatchLoader
+from trainer.trainer import Trainer
+from trainer.watchdog import DATA, END, LOG, SAVE, SET_UP, TRAIN, Beat, Patience, Pulse, diagnose, last_collectives
+
+SUM = ("gloo/0", 8, "all_reduce of 2 numbers", False)
+BARRIER = ("gloo/0", 8, "barrier", False)
+BEFORE = ("gloo/0", 7, "all_reduce of 9 numbers", True)
+
+
+HSDP = ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=2", "trainer.global_batch=8"]
+
+
+def beat(rank: int, phase: str = TRAIN, step: int = 812, age: float = 61, **more: Any) -> Beat:
+    return Beat(rank, f"n{rank // 4}", 1, phase, step, age, 300.0, 60.0, **more)
+
+
+def test_who_has_not_come_to_the_collective_that_the_others_wait_in_is_named() -> None:
+    beats = [beat(rank, collectives=[BEFORE, SUM]) for rank in range(8)]
+    beats[5] = beat(5, DATA, collectives=[BEFORE])
+    assert str(diagnose(beats)) == (
+        "rank 5 on n1 in data.next of step 812 for 61 s; the others wait in all_reduce of 2 numbers of step 812"
+    )
+
+
+def test_who_entered_another_collective_than_most_is_named_although_it_is_further_on() -> None:
+    beats = [beat(0, LOG, 811, collectives=[BEFORE, BARRIER]), beat(1, collectives=[BEFORE, SUM])]
+    beats += [beat(2, LOG, 811, collectives=[BEFORE, BARRIER])]
+    verdict = diagnose(beats)
+    assert [culprit.rank for culprit in verdict.culprits] == [1]
+    assert "rank 1 is in all_reduce of 2 numbers where the others are in barrier" in str(verdict)
+    assert [culprit.rank for culprit in diagnose(beats[:2]).culprits] == [0, 1], "of two, either may be wrong"
+
+
+def test_who_waits_in_one_group_is_not_blamed_for_being_late_in_another() -> None:
+    """A mesh of 2x2: rank 3 is missing from its shard group; rank 2 waits for it there and rank 0 waits for rank 2."""
+    rows, columns = [("gloo/r0", 4, "x", True)], [("gloo/c0", 4, "x", True)]
+    beats = [
+        beat(0, collectives=[*rows, ("gloo/c0", 5, "x", False)]),
+        beat(2, collectives=[*columns, ("gloo/r1", 5, "x", False)]),
+        beat(3, collectives=[("gloo/r1", 4, "x", True)]),
+    ]
+    assert [culprit.rank for culprit in diagnose(beats).culprits] == [3]
+
+
+def test_who_tells_nothing_any_more_is_named() -> None:
+    beats = [beat(0), beat(1, age=1, silent_seconds=60)]
+    assert str(diagnose(beats)) == (
+        "rank 1 on n0 in forward, backward and update of step 812 when its heartbeat stopped 60 s ago; "
+        "the others are in forward, backward and update of step 812"
+    )
+
+
+def test_without_a_record_of_collectives_the_last_is_named_and_who_waits_is_not() -> None:
+    beats = [beat(0, SET_UP, 0), beat(1, SET_UP, 0, waits_for="the first process of the world")]
+    assert [culprit.rank for culprit in diagnose(beats).culprits] == [0]
+    assert [culprit.rank for culprit in diagnose([beat(0, SAVE, 4), beat(1, DATA, 5)]).culprits] == [0]
+
+
+def test_where_none_is_missing_all_are_named() -> None:
+    verdict = diagnose([beat(rank, collectives=[SUM]) for rank in range(8)])
+    assert len(verdict.culprits) == 8
+    assert "and 5 more; all wait in all_reduce" in str(verdict)
+
+
+def test_how_long_is_long_depends_on_what_the_laggard_does() -> None:
+    slow = Beat(0, "n", 1, SAVE, 4, 400.0, 1800.0, 360.0)
+    assert diagnose([slow, beat(1, DATA, 5, 400)]).limit_seconds == 1800
+
+
+def test_what_is_done_for_the_first_time_is_known() -> None:
+    pulse = Pulse()
+    told = []
+    for phase in (DATA, TRAIN, DATA, END):
+        pulse.enter(phase, 1)
+        told.append(pulse.now.is_first)
+    assert told == [True, True, False, True]
+
+
+def test_a_slow_run_is_left_alone() -> None:
+    """Steps of 400 s with a limit of 300: the first one, under the long limit, shows that they are so."""
+    patience = Patience(LaunchSection(start_timeout_seconds=1800, step_timeout_seconds=300), is_alone=False)
+    pulse = Pulse()
+    assert patience.measure(pulse.now, 1.0) == (1.0, 1800, 360)
+    for step in range(1, 4):
+        pulse.enter(TRAIN, step)
+        age, limit, warn = patience.measure(pulse.now, 400.0)
+        assert age == 400
+        assert limit == (1800 if step == 1 else 800)
+        assert warn == (360 if step == 1 else 600)
+    pulse.enter(DATA, 4)
+    patience.measure(pulse.now, 1.0)
+    pulse.enter(DATA, 5)
+    assert patience.measure(pulse.now, 1.0) == (1.0, 300, 60)
+    assert patience.measure(pulse.now, 300.0)[0] == 301
+
+
+def test_a_process_alone_may_set_up_and_save_for_as_long_as_it_takes() -> None:
+    patience, pulse = Patience(LaunchSection(), is_alone=True), Pulse()
+    assert patience.measure(pulse.now, 9000.0) == (9000.0, None, 0.0)
+    pulse.enter(SAVE, 1)
+    assert patience.measure(pulse.now, 9000.0)[1] is None
+
+
+def enter_collectives() -> list[Any]:
+    with open_session(LaunchSection()) as session:
+        dist.all_reduce(torch.ones(3))
+        background = session.background_group([range(2)])
+        dist.all_reduce(torch.ones(5), group=background)
+        if session.rank == 0:
+            waiting = dist.all_reduce(torch.ones(2, 4), async_op=True)
+            seen = last_collectives(session.background_names())
+            session.gather(None)
+            waiting.wait()
+        else:
+            session.gather(None)
+            seen = last_collectives(session.background_names())
+            dist.all_reduce(torch.ones(2, 4))
+        return [entry for entry in seen if "all_reduce" in entry[2]][-2:]
+
+
+def test_collectives_are_told_with_their_sizes_and_whether_they_are_done(cluster: Cluster) -> None:
+    """Guards the private record that is read; groups of background work are left out."""
+    first, second = (answer.value for answer in cluster.run(2, "tests.test_watchdog:enter_collectives"))
+    assert [entry[2:] for entry in first] == [["all_reduce of 3 numbers", True], ["all_reduce of 8 numbers", False]]
+    assert [entry[2:] for entry in second] == [["all_reduce of 3 numbers", True]]
+    assert first[0] == second[0]
+
+
+@contextmanager
+def hanging(how: str, rank: int, step: int) -> Iterator[None]:
+    """On ``rank``, in ``step``: sleep in the data loader, skip a collective, or be stopped."""
+    mine = int(os.environ["RANK"]) == rank
+    train, read = Trainer._train, BatchLoader._read
+
+    def faulty_train(self: Trainer, number: int, batches: list[Any]) -> None:
+        if number == step and how == "skip" and not mine:
+            dist.barrier()
+        if number == step and how == "stop" and mine:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        train(self, number, batches)
+
+    def faulty_read(self: BatchLoader, number: int, ids: Any) -> Any:
+        if number + 1 == step and how == "sleep" and mine:
+            time.sleep(1000)
+        return read(self, number, ids)
+
+    with patch.object(Trainer, "_train", faulty_train), patch.object(BatchLoader, "_read", faulty_read):
+        yield
+
+
+def train_hanging(argv: list[str], how: str, rank: int, step: int) -> int:
+    with hanging(how, rank, step):
+        return main(argv)
+
+
+def short(text: Path, run_dir: Path, *more: str) -> list[str]:
+    batch = ["trainer.global_batch=6", "trainer.micro_batch=1"]
+    return tiny_overrides(text, run_dir, *batch, "launch.step_timeout_seconds=2", *more)
+
+
+def check_ended(run_dir: Path) -> str:
+    status = json.loads((run_dir / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    assert metrics(run_dir, "stop")[-1]["state"] == "stopped"
+    return str(status["reason"])
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("sleep", "in data.next of step 5 for"),
+        ("skip", "is in all_reduce of 3 numbers where the others are in barrier: a collective was skipped"),
+    ],
+)
+def test_a_hanging_rank_is_named_and_the_run_ends_and_goes_on(
+    how: str, says: str, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    ranks, layout = (4, HSDP) if how == "sleep" else (3, [])
+    argv = short(text, tmp_path, *layout)
+    with pytest.raises(AssertionError) as ended:
+        cluster.run(ranks, "tests.test_watchdog:train_hanging", argv=argv, how=how, rank=1, step=5)
+    printed = str(ended.value)
+    assert printed.count("the process ended with 75") == ranks
+    assert "Traceback" not in printed
+    assert "WARNING    no progress: rank 1 on " in printed
+    reason = check_ended(tmp_path)
+    assert says in reason
+    assert f"rank 1 on {os.uname().nodename} " in reason
+    told = (tmp_path / "log" / "hang.txt").read_text()
+    assert all(f"  rank {rank} on " in told for rank in range(ranks))
+    assert "trainer/loader.py" in told if how == "sleep" else "parallel/data.py" in told
+    assert how != "sleep" or "it waits for data. Is its disk slow, or data.workers too small?" in printed
+    assert json.loads((tmp_path / "log" / "collectives-2.json").read_text())
+    answers = cluster.run(ranks, "tests.runs:train_small", argv=argv)
+    assert metrics(tmp_path, "start")[-1]["resumed_from"] >= 2
+    assert [answer.value["code"] for answer in answers] == [0] * ranks
+    assert steps_saved(tmp_path)[-1] == 6
+
+
+def test_a_stopped_rank_is_named_and_torchrun_leaves_nothing_behind(text: Path, tmp_path: Path) -> None:
+    """Rank 0 is the one: its neighbour speaks for it."""
+    argv = short(text, tmp_path)
+    code = f"from tests.test_watchdog import *; leave(train_hanging({argv}, 'stop', 0, 5))"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--shutdown-timeout=1",
+        "--no-python", sys.executable, "-c", code,
+    ]  # fmt: skip
+    ended = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PYTHONPATH": "."},
+    )
+    assert ended.returncode == 1
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    assert "rank 0 on " in status["reason"]
+    assert "when its heartbeat stopped" in status["reason"]
+    assert f"stopped    {status['reason']}" in ended.stderr
+    assert "exitcode  : 75" in ended.stderr
+    assert "exitcode  : -9" in ended.stderr
+    left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _read(path)]
+    assert not left
+    again = subprocess.run(
+        [sys.executable, "train.py", *argv], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert again.returncode == 0, again.stderr
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+__all__ = ["leave", "train_hanging"]

@@ -1,0 +1,140 @@
+"""Is the run still sound: what is done about steps that went wrong, and replicas that no longer hold the same bits."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from configs.errors import TrainingFailed, TrainingStopped
+from configs.schema import HealthSection
+from parallel.gradient import local
+from parallel.mesh import Layout
+from trainer.step import FAILURES_THAT_STOP, StepResult
+
+if TYPE_CHECKING:
+    from launch.session import Session
+
+_CHUNK_WORDS = 2**20
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as a signed number
+_FOLD = 0xD1342543DE82EF95 - 2**64
+
+
+class GoBack(Exception):
+    """The steps up to ``step`` are to be undone, and their samples left out. Raised on all ranks alike."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(reason)
+        self.step = step
+
+
+def respond(section: HealthSection, step: int, result: StepResult, advice: str) -> str | None:
+    """What there is to tell of a step that went wrong but does not end the run; None: it is sound, or said already.
+
+    ``advice`` ends the sentence of a run that fails.
+
+    Raises:
+        GoBack, TrainingStopped, TrainingFailed: as ``section`` wants it.
+    """
+    is_overflow = not result.is_finite and math.isfinite(result.loss) and result.scale > 1  # fp16 finding its scale
+    if result.failed_in_row >= FAILURES_THAT_STOP:
+        what = "jumped" if result.is_finite else "was not finite"
+        reason = f"loss or gradient {what} in {FAILURES_THAT_STOP} steps in a row, to step {step}"
+        if section.non_finite == "rollback":
+            raise GoBack(step, reason)
+        raise TrainingFailed(f"{reason}; the weights are those from before. {advice}")
+    if not result.is_finite and not is_overflow and section.non_finite == "stop":
+        raise TrainingStopped(f"loss or gradient was not finite at step {step} (health.non_finite=stop)")
+    if not result.is_spike:
+        return None
+    reason = (
+        f"spike at step {step}: loss {result.loss:.4f} (limit {result.loss_limit:.4f}), gradient norm "
+        f"{result.grad_norm:.3g} (limit {result.norm_limit:.3g})"
+    )
+    if section.spike == "rollback":
+        raise GoBack(step, reason)
+    if section.spike == "stop":
+        raise TrainingStopped(f"{reason} (health.spike=stop)")
+    return f"{reason}{'; skipped' if result.skipped else ''}"
+
+
+class ReplicaCheck:
+    """Compares the bits of all replicas of the model and of the optimizer's state, which never differ unless memory, a
+    device or a wire has failed."""
+
+    def __init__(self, layout: Layout, session: "Session") -> None:
+        self._shard, self._session = layout.shard, session
+        self.is_possible = layout.replicate > 1
+        """Whether there is anything to compare."""
+
+    def __call__(self, step: int, tensors: Iterable[Tensor]) -> None:
+        """Compare ``tensors``, this rank's part of the state after ``step``. A collective; waits for the device.
+
+        Raises:
+            TrainingStopped: replicas differ; names the ranks that hold other bits than most.
+        """
+        if not self.is_possible:
+            return
+        mine = digest(local(tensor.detach()) for tensor in tensors)
+        # Through Gloo: what NCCL may have broken is not asked for the verdict.
+        digests = [torch.zeros(1, dtype=torch.int64) for _ in range(self._session.world_size)]
+        dist.all_gather(digests, mine.cpu().view(1))
+        odd, is_majority = differing([int(value) for value in digests], self._shard)
+        if not odd:
+            return
+        hosts = self._session.gather(self._session.host())
+        named = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in odd)
+        which = "holds" if len(odd) == 1 else "hold"
+        doubt = "other bits than its replicas" if is_majority else "different bits where they should hold the same"
+        raise TrainingStopped(
+            f"silent corruption, seen at step {step}: {named} {which} {doubt}. Nothing of this is saved. "
+            "Test the memory and the devices of that node, or leave it out"
+        )
+
+
+def differing(digests: list[int], shard: int) -> tuple[list[int], bool]:
+    """Ranks whose digest is not that of most of those that hold the same shard, and whether there is such a most; where
+    there is none, all that differ."""
+    odd: list[int] = []
+    is_majority = True
+    for first in range(shard):
+        ranks = list(range(first, len(digests), shard))
+        (usual, count), *others = Counter(digests[rank] for rank in ranks).most_common()
+        if not others:
+            continue
+        if 2 * count > len(ranks):
+            odd += [rank for rank in ranks if digests[rank] != usual]
+        else:
+            odd, is_majority = odd + ranks, False
+    return sorted(odd), is_majority
+
+
+@torch.no_grad()
+def digest(tensors: Iterable[Tensor]) -> Tensor:
+    """A hash of the bits of ``tensors``, int64 scalar on their device, computed there without a wait.
+
+    Sums of words of 64 bits times odd numbers that depend on the position, modulo 2^64: one changed bit, wherever,
+    always changes it.
+    """
+    total = factors = torch.empty(0, dtype=torch.int64)
+    for number, tensor in enumerate(tensors):
+        if number == 0:
+            total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+            factors = torch.arange(1, 2 * _CHUNK_WORDS, 2, dtype=torch.int64, device=tensor.device) * _ODD
+        for words in _words(tensor.contiguous().view(-1)):
+            for chunk in words.split(_CHUNK_WORDS):
+                total = total * _FOLD + (factors[: len(chunk)] * chunk).sum()
+    return total
+
+
+def _words(flat: Tensor) -> Iterator[Tensor]:
+    """The bits of ``flat`` as 64-bit words, and the few numbers at the end that fill none."""
+    per_word = 8 // flat.element_size()
+    whole = len(flat) // per_word * per_word
+    if flat.storage_offset() % per_word:  # a view that begins inside a word
+        flat = flat.clone()
+    yield flat[:whole].view(torch.int64)
+    yield flat[whole:].view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])

@@ -286,7 +286,7 @@ def test_switches_become_choices():
     for name, override in _SWITCHES.items():
         assert override in unknown_key(name, "true", "here", GROUPS)
         assert override in refusal(f"--{name}")
-        compose(override.split())
+        compose(["data=text", "data.path=chats.jsonl", *override.split()])  # conversations need rows
 
 
 def test_a_suggestion_never_repeats_what_was_typed_for_nothing():

@@ -74,7 +74,7 @@ def test_text_that_names_a_mark_is_text(folder: Path) -> None:
     text = "before <|end|> after <|begin|>"
     assert not {tokenizer.end_id, *tokenizer.start_ids} & set(tokenizer.encode(text).tolist())
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.end_id in tokenizer.encode_with_marks(text).tolist()
+    assert tokenizer.end_id in tokenizer.encode_marked(text)[0].tolist()
 
 
 def test_decode_takes_any_id(folder: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -21,6 +22,7 @@ from safetensors.numpy import load_file
 
 import recipes.data.files
 import recipes.data.prepare as preparing
+import recipes.data.progress
 import recipes.data.rows
 import recipes.data.shards
 import recipes.data.tokenize
@@ -285,8 +287,8 @@ def test_the_stream_does_not_depend_on_where_shards_end(tmp_path: Path, monkeypa
 
 def test_a_document_longer_than_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipes.data.tokenize, "_SHARD_BYTES", 2000)
-    text = "".join(f"word {i} né " for i in range(300_000))
-    assert len(text) > 3 * (1 << 20)
+    text = "".join(f"word {i} né " for i in range(100_000))
+    assert len(text) > 1 << 20
     lines = [json.dumps({"text": each}) + "\n" for each in [*"abcdefghij" * 6, text]]
     source = write(tmp_path / "rows", {"a.jsonl": "".join(lines)})
     prepared = prepare(section(source, tmp_path / "cache", validation_fraction=0.3, tokenizer="chars"))
@@ -304,6 +306,36 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert prepared.splits["train"].text_bytes > 0.9 * size_bytes
     assert peak_bytes < size_bytes / 2
+
+
+def test_it_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes.data.progress, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(recipes.data.progress, "_EVERY_SECONDS", 0.0)
+    source, said = write(tmp_path / "text", {f"{i}.txt": f"{i} " * 200_000 for i in range(9)}), list[str]()
+    prepare(section(source, tmp_path / "cache"), said.append)
+    *lines, end = said
+    assert end == ""
+    for line in lines:
+        assert re.fullmatch(
+            r"preparing data: (reading|tokenising) [\d.]+ of 3\.6 MB, [\d,.]+ MB/s, eta (\d+m)?\d+s", line
+        ), line
+    assert {line.split()[2] for line in lines} == {"reading", "tokenising"}
+    assert " 3.6 of 3.6 MB" in lines[-1]
+
+
+def test_another_machine_without_our_locks_may_be_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the same ``.partial``, and renames it while this one still writes."""
+    source, cache = rows(tmp_path / "rows"), tmp_path / "cache"
+    theirs = prepare(section(source, tmp_path / "theirs"))
+    write_shards = preparing.write_shards
+
+    def overtaken(partial: Path, *arguments: Any) -> Any:
+        partial.rename(cache / "gone")
+        shutil.copytree(theirs.folder, cache / theirs.key)
+        return write_shards(partial, *arguments)
+
+    monkeypatch.setattr(preparing, "write_shards", overtaken)
+    assert prepare(section(source, cache)).folder == cache / theirs.key
 
 
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,19 +102,26 @@ class TableRows(WithoutEmpty):
     def digest(self) -> bytes:
         """Hash of the documents: the same however the rows lie in files."""
         arrow = library("pyarrow", "data=hf")
-        values = self.table[self.start : self.stop].column(0)
         sha256 = hashlib.sha256()
-        if self.column.format == "chat" or not _is_text(values.type, arrow):
-            for value in values.to_pylist():
-                sha256.update(json.dumps(value, sort_keys=True, default=str).encode() + b"\n")
-            return sha256.digest()
-        array = arrow.concat_arrays([chunk.cast(arrow.large_binary()) for chunk in values.chunks]).fill_null(b"")
-        _, offsets, content = array.buffers()
-        bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
-        sha256.update(np.diff(bounds).astype("<i8").tobytes())
-        if content is not None:
-            sha256.update(memoryview(content)[int(bounds[0]) : int(bounds[-1])])
+        for start in range(self.start, self.stop, _BATCH_ROWS):
+            values = self.table[start : min(start + _BATCH_ROWS, self.stop)].column(0)
+            if _is_text(values.type, arrow):
+                for part in _bytes_of(values, arrow):
+                    sha256.update(part)
+            else:
+                for value in values.to_pylist():
+                    sha256.update(json.dumps(value, sort_keys=True, default=str).encode() + b"\n")
         return sha256.digest()
+
+
+def _bytes_of(values: Any, arrow: Any) -> Iterator[bytes | memoryview]:
+    """The lengths of texts and then the texts, as they lie in memory."""
+    array = arrow.concat_arrays([chunk.cast(arrow.large_binary()) for chunk in values.chunks]).fill_null(b"")
+    _, offsets, content = array.buffers()
+    bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+    yield np.diff(bounds).astype("<i8").tobytes()
+    if content is not None:
+        yield memoryview(content)[int(bounds[0]) : int(bounds[-1])]
 
 
 def _is_text(kind: Any, arrow: Any) -> bool:

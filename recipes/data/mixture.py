@@ -141,4 +141,4 @@ def describe_sources(section: DataSection) -> str:
 
 
 def _described(source: SourceSection) -> str:
-    return f"{source.name} {source.path}" if source.path else source.name
+    return " ".join(filter(None, (source.name, source.path, source.subset)))

@@ -240,7 +240,9 @@ def _make(
                         shutil.rmtree(partial, ignore_errors=True)
                     raise
     except OSError as error:
-        raise _cannot_write(folder.parent, error, sum(unit.size_bytes for unit in units)) from error
+        if _open_if_intact(folder) is None:
+            raise _cannot_write(folder.parent, error, sum(unit.size_bytes for unit in units)) from error
+        # Another machine, which shares the disk and not its locks, was first and took the folder away under us.
     for done in folder.glob("done-*.json"):
         done.unlink(missing_ok=True)
     return open_prepared(folder)

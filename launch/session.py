@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _GLOO_SETTLES_SECONDS = 0.2
 _NO_ANSWER = ("Timed out waiting", "Application timeout")  # Gloo's words
 _BROKEN_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-_PATIENCE_BEYOND_LIMIT = 1.25
+_LEAST_TIME_TO_NAME_SECONDS = 5.0
 _RECORDED_COLLECTIVES = "2000"
 _LONGEST_NAP_SECONDS = 0.5
 
@@ -158,7 +158,8 @@ class Session:
         # Private, and the only way to shorten a live group's patience; tests/test_session.py guards it.
         from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
 
-        timeout = timedelta(seconds=_PATIENCE_BEYOND_LIMIT * max(self.section.step_timeout_seconds, 2 * seconds))
+        limit = max(self.section.step_timeout_seconds, 2 * seconds)
+        timeout = timedelta(seconds=limit + max(limit / 4, _LEAST_TIME_TO_NAME_SECONDS))
         groups = {id(group): group for group in [_get_default_group(), *dist.distributed_c10d._world.pg_map]}
         for group in groups.values():
             if not any(group is patient for patient in self._patient):

@@ -11,7 +11,7 @@ from launch.session import open_session
 from parallel.mesh import Layout, build_mesh
 from tests.cluster import Cluster
 
-SILENT_SECONDS = 6.0
+SILENT_SECONDS = 12.0
 
 
 def wait_on_each_axis_for_a_silent_peer() -> float:

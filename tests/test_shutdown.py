@@ -71,6 +71,7 @@ def train_struck(argv: list[str], at: str, count: int, numbers: list[int], ranks
     """As ``train.py`` does it; each of ``ranks`` gets the signals when it is ``at`` some work the ``count``-th time."""
     if int(os.environ.get("RANK", "0")) not in ranks:
         return main(argv)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     write = Checkpointer._write
     struck: list[_Struck] = []
 

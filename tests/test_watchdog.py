@@ -127,26 +127,29 @@ def test_a_process_alone_may_set_up_and_save_for_as_long_as_it_takes() -> None:
 
 def enter_collectives() -> list[Any]:
     with open_session(LaunchSection()) as session:
-        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(1013))  # sizes that nothing else has: the record holds earlier tests of these ranks
         background = session.background_group([range(2)])
-        dist.all_reduce(torch.ones(5), group=background)
+        dist.all_reduce(torch.ones(1019), group=background)
         if session.rank == 0:
-            waiting = dist.all_reduce(torch.ones(2, 4), async_op=True)
+            waiting = dist.all_reduce(torch.ones(2, 557), async_op=True)
             seen = last_collectives(session.background_names())
             session.gather(None)
             waiting.wait()
         else:
             session.gather(None)
             seen = last_collectives(session.background_names())
-            dist.all_reduce(torch.ones(2, 4))
-        return [entry for entry in seen if "all_reduce" in entry[2]][-2:]
+            dist.all_reduce(torch.ones(2, 557))
+        return [entry for entry in seen if any(f"of {size} " in entry[2] for size in (1013, 1019, 1114))]
 
 
 def test_collectives_are_told_with_their_sizes_and_whether_they_are_done(cluster: Cluster) -> None:
     """Guards the private record that is read; groups of background work are left out."""
     first, second = (answer.value for answer in cluster.run(2, "tests.test_watchdog:enter_collectives"))
-    assert [entry[2:] for entry in first] == [["all_reduce of 3 numbers", True], ["all_reduce of 8 numbers", False]]
-    assert [entry[2:] for entry in second] == [["all_reduce of 3 numbers", True]]
+    assert [entry[2:] for entry in first] == [
+        ["all_reduce of 1013 numbers", True],
+        ["all_reduce of 1114 numbers", False],
+    ]
+    assert [entry[2:] for entry in second] == [["all_reduce of 1013 numbers", True]]
     assert first[0] == second[0]
 
 
@@ -184,7 +187,7 @@ def short(text: Path, run_dir: Path, *more: str) -> list[str]:
 
 def check_ended(run_dir: Path) -> str:
     status = json.loads((run_dir / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    assert (status["state"], status["exit_code"]) == ("stopped", 75), status
     assert metrics(run_dir, "stop")[-1]["state"] == "stopped"
     return str(status["reason"])
 
@@ -240,7 +243,7 @@ def test_a_stopped_rank_is_named_and_torchrun_leaves_nothing_behind(text: Path, 
     )
     assert ended.returncode == 1
     status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    assert (status["state"], status["exit_code"]) == ("stopped", 75), status
     assert "rank 0 on " in status["reason"]
     assert "when its heartbeat stopped" in status["reason"]
     assert f"stopped    {status['reason']}" in ended.stderr

@@ -147,7 +147,7 @@ class FlatFiles:
 
 def _npy_layout(path: Path) -> tuple[str, int, int]:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.lib.format.open_memmap(path, mode="r")  # which refuses Python objects
     except (ValueError, EOFError) as error:
         raise UserError(f"{path} is no whole .npy file: {' '.join(str(error).split())}; make it anew") from error
     if array.ndim != 1 or array.dtype.name not in _NPY_TYPES or not len(array):

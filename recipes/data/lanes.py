@@ -366,7 +366,7 @@ def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterat
             wait = min(_FIRST_PAUSE_SECONDS * 2 ** (failures - 1), _LONGEST_PAUSE_SECONDS)
             if failures == _ATTEMPTS or pause(wait):
                 raise UserError(
-                    f"{unit.name} cannot be read from row {number + (given > 0):,} on, after {failures} "
+                    f"{unit.name} cannot be read from row {number + 1 + (given > 0):,} on, after {failures} "
                     f"attempt{'s' if failures > 1 else ''}: {type(error).__name__}: "
                     f"{' '.join(str(error).split())}; start the same command again, which goes on from the newest "
                     "checkpoint"

@@ -87,7 +87,7 @@ class Prepared:
         """Sizes for people: ``train 11,432,101 tokens of 721 files, validation 601,022 of 38``."""
         train, validation = (self.splits[name] for name in SPLITS)
         return (
-            f"train {train.tokens:,} tokens of {train.documents:,} {self.noun}s, "
+            f"train {train.tokens:,} tokens of {train.documents:,} {self.noun}{'' if train.documents == 1 else 's'}, "
             f"validation {validation.tokens:,} of {validation.documents:,}"
         )
 

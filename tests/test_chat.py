@@ -10,7 +10,7 @@ import pytest
 from configs.errors import UserError
 from recipes.data.chat import CHATML, ChatEncoder, chat_encoder, chat_template
 from recipes.data.encode import Encoded
-from recipes.data.hugging_face import HuggingFaceTokenizer
+from recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from recipes.data.source import Row
 from recipes.data.tokenizer import BytesTokenizer
 from tests.texts import section

@@ -20,9 +20,9 @@ import pytest
 import recipes.data.rows
 from configs.errors import UserError
 from configs.schema import DataSection, SourceSection
+from recipes.data.choose_source import open_source, open_stream
 from recipes.data.prepare import Prepared, prepare
 from recipes.data.source import Row
-from recipes.data.sources import open_source, open_stream
 from tests.cluster import ROOT
 from tests.texts import Reading, documents, everything, many_files, section, write
 

@@ -18,7 +18,7 @@ from configs.errors import UserError
 from configs.schema import DataSection
 from recipes.data.encode import Encoded, row_of_unit
 from recipes.data.files import library
-from recipes.data.hugging_face import HuggingFaceTokenizer
+from recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from recipes.data.source import Row
 from recipes.data.tokenizer import Tokenizer, token_dtype
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from configs.errors import UserError
+from recipes.data.atomic_folder import claimed, publish
 from recipes.data.encode import Encoded
-from recipes.data.partial import claimed, publish
 from recipes.data.prepare import Prepared, write_json, write_summary
 from recipes.data.progress import Progress, Show
 from recipes.data.shards import ShardWriter, TokenStream

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from configs.errors import UserError
 from configs.schema import DataSection
+from recipes.data.atomic_folder import claimed, publish
+from recipes.data.choose_source import open_stream
 from recipes.data.encode import TextEncoder
-from recipes.data.hub import HubStream
+from recipes.data.hugging_face_dataset import HubStream
 from recipes.data.lanes import StreamDataset
-from recipes.data.partial import claimed, publish
 from recipes.data.prepare import Prepared, cache_folder, named_tokenizer, open_prepared, write_json, write_summary
 from recipes.data.progress import Progress, Show
 from recipes.data.shards import ShardWriter
 from recipes.data.source import Row, Unit
-from recipes.data.sources import open_stream
 from recipes.data.tokenize import Counts, place_of
 from recipes.data.tokenizer import Tokenizer, token_dtype
 

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 
 from configs.schema import DataSection
 from recipes.data.dataset import TokenDataset, collate
-from recipes.data.hugging_face import find_tokenizer, train_tokenizer
+from recipes.data.hugging_face_tokenizer import find_tokenizer, train_tokenizer
 from recipes.data.prepare import Prepared, prepare
 from recipes.data.shards import TokenStream
 from recipes.data.tokenize import TokenCounts

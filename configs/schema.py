@@ -180,6 +180,9 @@ class SourceSection(Section):
 
 _PATHS = {"text": "FILE_OR_FOLDER_OR_GLOB", "hf": "OWNER/DATASET", "tokens": "FOLDER"}
 
+TRAINING = "train"
+"""Name of the training data among the data sets of a recipe."""
+
 DEFAULT_VALIDATION = "validation"
 """Name of the validation set that is made of the training data's own documents."""
 
@@ -302,6 +305,8 @@ class DataSection(SourceSection):
                 f"data.validation.{DEFAULT_VALIDATION}: that is the name of what is kept back of the training data; "
                 "give this set another name"
             )
+        if TRAINING in self.validation:
+            raise ValueError(f"data.validation.{TRAINING}: that is what is trained on; give this set another name")
         return self
 
     @model_validator(mode="after")

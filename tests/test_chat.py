@@ -10,7 +10,7 @@ import pytest
 from configs.errors import UserError
 from recipes.data.chat import CHATML, ChatEncoder, chat_encoder, chat_template
 from recipes.data.encode import Encoded
-from recipes.data.hugging_face import HuggingFaceTokenizer
+from recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from recipes.data.source import Row
 from recipes.data.tokenizer import BytesTokenizer
 from tests.texts import section
@@ -170,7 +170,7 @@ def test_the_reasoning_of_the_last_reply_is_learned(tokenizer: HuggingFaceTokeni
 def test_reasoning_that_a_template_drops_is_refused(template: str, tokenizer: HuggingFaceTokenizer) -> None:
     thought = {"role": "assistant", "content": "<think>\n2 + 2\n</think>\n\nFour"}
     with pytest.raises(
-        UserError, match=r"^chats\.jsonl row 4: the template renders message 2 \(assistant\) in another"
+        UserError, match=r"^row 5 of chats\.jsonl: the template renders message 2 \(assistant\) in another"
     ):
         encode(tokenizer, template, [PLAIN[0], thought, *PLAIN[2:]])
 
@@ -215,24 +215,26 @@ def test_a_row_that_is_no_conversation_is_named(messages: Any, said: str, tokeni
     for each in (BytesTokenizer(), tokenizer):
         with pytest.raises(UserError) as caught:
             encode(each, CHATML, messages)
-        assert str(caught.value).startswith("chats.jsonl row 4")
+        assert str(caught.value).startswith("row 5 of chats.jsonl")
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)
 
 
 def test_an_empty_reply_teaches_nothing() -> None:
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    with pytest.raises(UserError, match="row 4: nothing in it is to be learned: the assistant's messages are empty"):
+    with pytest.raises(
+        UserError, match=r"row 5 of chats\.jsonl: nothing in it is to be learned: the assistant's messages are empty"
+    ):
         encode(BytesTokenizer(), template, [PLAIN[0], {"role": "assistant", "content": ""}])
 
 
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (LLAMA2, "row 4: the template refuses it: Conversation roles must alternate user/assistant/user/assistant/..."),
-        ("{{ messages[0].content + 1 }}", "row 4: the template fails with TypeError: "),
-        ("{{ messages.clear() }}", "row 4: the template refuses it: "),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "row 4: the template refuses it: access to attribute"),
+        (LLAMA2, "row 5 of chats.jsonl: the template refuses it: Conversation roles must alternate user/assistant/"),
+        ("{{ messages[0].content + 1 }}", ": the template fails with TypeError: "),
+        ("{{ messages.clear() }}", ": the template refuses it: "),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ": the template refuses it: access to attribute"),
     ],
 )
 def test_a_template_that_fails_or_breaks_out_is_one_line(template: str, said: str) -> None:

@@ -9,12 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from configs.errors import TrainingFailed
 from configs.schema import HealthSection
 from tests.cluster import Cluster
 from tests.runs import metrics, steps_saved, tiny_overrides, weights
 from train import main
-from trainer.health import differing, digest
+from trainer.health import differing, digest, respond
 from trainer.spikes import SpikeWindow
+from trainer.step import StepResult
 from trainer.trainer import Trainer
 
 BATCH = 4
@@ -218,3 +220,11 @@ def test_a_replica_with_one_wrong_bit_is_named_and_nothing_of_it_is_saved(
         assert all(step < flipped_after for step in steps_saved(tmp_path))
         for path in (tmp_path / "checkpoints").glob("*"):
             path.rename(tmp_path / f"{path.name}-of-{flipped_after}")
+
+
+def test_steps_without_a_target_are_told_as_that() -> None:
+    nothing = StepResult(math.nan, 0, math.nan, 1, 1, math.inf, math.inf, 3, 0)
+    with pytest.raises(
+        TrainingFailed, match="since no sequence had anything to predict, in 3 steps in a row, to step 5"
+    ):
+        respond(HealthSection(), 5, nothing, "advice")

@@ -16,7 +16,7 @@ from tokenizers import processors
 from configs.compose import compose
 from configs.errors import UserError
 from recipes.causal_lm import CausalLM
-from recipes.data.hugging_face import HuggingFaceTokenizer, find_tokenizer, train_tokenizer
+from recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer, train_tokenizer
 from recipes.data.prepare import prepare
 from recipes.data.tokenizer import hugging_face_files, tokenizer_from_spec
 from tests.cluster import ROOT

@@ -1,15 +1,17 @@
 """Lanes: documents that are read while they are trained on, all of them once an epoch, from wherever a lane stands."""
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from configs.errors import UserError
@@ -17,7 +19,9 @@ from recipes.data import lanes
 from recipes.data.encode import Encoded
 from recipes.data.lanes import Deal, StreamDataset
 from recipes.data.source import Row
+from recipes.data.stream import open_training, prepare_stream
 from recipes.models.head import IGNORE
+from tests.texts import section, write
 
 END = 9999
 
@@ -146,6 +150,7 @@ def test_a_lane_goes_on_from_its_cursor(sizes: list[list[int]], samples: int, is
 
 @settings(max_examples=20)
 @given(samples=st.integers(0, 30), ahead=st.integers(0, 20))
+@example(samples=1, ahead=0)  # not every lane had a turn
 def test_a_stream_goes_back_a_few_steps_in_the_same_process(samples: int, ahead: int) -> None:
     units = numbered([[20, 7, 3, 12]] * 5)
     straight, dataset = stream(units), stream(units)
@@ -221,7 +226,7 @@ def test_a_network_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) ->
     assert tokens_of(stream([failing], lanes=1, sequence_length=2), 0, 1, 9) == expected
     for_ever = Rows("unit 7", documents, [ConnectionError("gone")] * 100, fails_at=2)
     with pytest.raises(
-        UserError, match=r"unit 7 cannot be read from row 2 on, after 8 attempts: ConnectionError: gone"
+        UserError, match=r"unit 7 cannot be read from row 3 on, after 8 attempts: ConnectionError: gone"
     ):
         tokens_of(stream([for_ever], lanes=1, sequence_length=2), 0, 1, 9)
 
@@ -264,3 +269,20 @@ def test_the_fingerprint_is_of_what_shapes_the_samples() -> None:
     for change in ({"lanes": 2}, {"seed": 2}, {"sequence_length": 9}, {"isolate_documents": True}, {"identity": "x"}):
         assert stream(units, **change).fingerprint != first
     assert stream(units[:3]).fingerprint != first
+
+
+def test_none_of_a_validation_split_is_trained_on_however_much_of_it_is_evaluated(tmp_path: Path) -> None:
+    texts = [f"<{number:04d}>" * 8 for number in range(60)]
+    for name, chosen in (("train", texts), ("validation", texts[40:])):
+        rows = "".join(json.dumps({"text": text}) + "\n" for text in chosen)
+        write(tmp_path / "set", {f"{name}.jsonl": rows})
+    data = section(
+        tmp_path / "set", tmp_path / "cache", name="hf", streaming=True, validation_split="validation",
+        sequence_length=48,
+    )  # fmt: skip
+    some, more = (prepare_stream(data, sequences) for sequences in (2, 9))
+    assert some.splits["validation"].documents < more.splits["validation"].documents < 20
+    training = open_training(data, some, lanes=1, seed=1)
+    assert training.fingerprint == open_training(data, more, lanes=1, seed=1).fingerprint
+    seen = bytes(token for i in range(80) for token in training[i].tokens.tolist() if token < 256).decode()
+    assert all((text in seen) == (number < 40) for number, text in enumerate(texts))

@@ -50,8 +50,8 @@ def test_shares_and_counters_are_exact_on_every_cut(sources: dict[str, Path], cl
     answer = cluster.run(1, "tests.runs:train_small", argv=mixed(sources, straight), ragged=True)[0].value
     ids = [sample for micro_batch in answer["sample_ids"] for sample in micro_batch]
     dealt = []
-    for ranks, how in ((2, "trainer.stop_at=2"), (3, "trainer.stop_at=4"), (2, "parallel=fsdp")):
-        argv = mixed(sources, pieces, how)
+    for ranks, *how in ((2, "trainer.stop_at=2"), (3, "parallel=fsdp")):
+        argv = mixed(sources, pieces, *how)
         answers = cluster.run(ranks, "tests.runs:train_small", argv=argv, ragged=True)
         dealt += [sample for each in answers for ids_ in each.value["sample_ids"] for sample in ids_]
     assert sorted(dealt) == sorted(ids)

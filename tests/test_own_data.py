@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import serried
-from recipes.data.hugging_face import train_tokenizer
+from recipes.data.hugging_face_tokenizer import train_tokenizer
 from recipes.data.prepare import open_prepared
 from recipes.data.tokenizer import hugging_face_files
 from tests.cluster import ROOT

@@ -143,6 +143,11 @@ def test_every_source_has_its_share_at_any_sample(parts: dict[str, Part]) -> Non
     assert (after[np.arange(len(after)), sources] - 1 == earlier).all(), "how many of the source came before"
 
 
+def test_a_mixture_of_one_is_that_source() -> None:
+    order = MixtureOrder({"web": Part(7, 0.3)}, 1)
+    assert sorted(order(np.arange(7, 14)).tolist()) == list(range(7))
+
+
 @settings(max_examples=60)
 @given(parts=mixtures, seed=seeds, start=st.integers(0, 2**40))
 def test_a_mixture_goes_through_each_source_epoch_by_epoch(parts: dict[str, Part], seed: int, start: int) -> None:

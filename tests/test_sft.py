@@ -75,7 +75,21 @@ def test_a_row_to_learn_nothing_from_ends_the_run_before_it_begins(model: Path, 
     ended = runs.run_here(sft(model, chats, tmp_path / "run"))
     assert ended.code == 78
     assert ended.printed.count("error: ") == 1
-    assert f"error: {chats} row 40: nothing in it is to be learned: no message is the assistant's" in ended.printed
+    assert f"error: row 41 of {chats}: nothing in it is to be learned: no message is the assistant's" in ended.printed
+
+
+def test_an_evaluation_that_finds_nothing_to_predict_says_so(model: Path, tmp_path: Path) -> None:
+    """A question that takes more sequences than are evaluated."""
+    question = [{"role": "user", "content": "One, two? " * 300}, {"role": "assistant", "content": "Three."}]
+    (tmp_path / "long.jsonl").write_text(json.dumps({"messages": question}) + "\n")
+    more = ["data.validation.long.name=text", f"data.validation.long.path={tmp_path / 'long.jsonl'}"]
+    more += ["data.packing=split", "trainer.eval_batches=1", "trainer.sample_tokens=0"]
+    ended = runs.run_here(sft(model, write_chats(tmp_path / "chats.jsonl"), tmp_path / "run", *more))
+    assert ended.code == 0, ended.printed
+    assert "the evaluation on long found nothing to predict in its sequences" in ended.printed
+    evaluated = {line["set"]: (line["loss"], line["tokens"]) for line in runs.metrics(tmp_path / "run", "eval")}
+    assert evaluated["long"] == (None, 0)
+    assert evaluated["validation"][1] > 0
 
 
 def test_another_column_is_not_taken_for_the_one_prepared_before(model: Path, tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ import pytest
 import recipes.data.rows
 from configs.errors import UserError
 from configs.schema import DataSection, SourceSection
+from recipes.data.choose_source import open_source, open_stream
 from recipes.data.prepare import Prepared, prepare
 from recipes.data.source import Row
-from recipes.data.sources import open_source, open_stream
 from tests.cluster import ROOT
 from tests.texts import Reading, documents, everything, many_files, section, write
 
@@ -201,8 +201,8 @@ def invalid_utf8(path: Path) -> None:
         (lambda path: os.truncate(path, 0), r"a\.parquet is no whole parquet file"),
         (lambda path: damaged(path, 1500, 1700), r"a\.parquet cannot be read from row [\d,]+ on \(row group \d\)"),
         (lambda path: table(path, column="body"), r"no column 'text'; its columns are id, body; .*text_column=id"),
-        (lambda path: table(path, list(range(9))), r"a\.parquet row 0: column 'text' is a number \(0\), not text"),
-        (invalid_utf8, r"a\.parquet row 1 is not UTF-8: byte 0xff at offset 1 of its text"),
+        (lambda path: table(path, list(range(9))), r"a\.parquet row 1: column 'text' is a number \(0\), not text"),
+        (invalid_utf8, r"a\.parquet row 2 is not UTF-8: byte 0xff at offset 1 of its text"),
     ],
 )
 def test_bad_tables_are_named(tmp_path: Path, damage: Callable[[Path], Any], expected: str) -> None:
@@ -314,7 +314,7 @@ def test_a_dataset_is_streamed_by_its_files(tmp_path: Path, dataset: Path) -> No
         ),
         ({"subset": "en"}, "has no subset 'en'; it has default; use data.subset=default"),
         ({"text_column": "content"}, "has no column 'content'; its columns are id, text; use data.text_column="),
-        ({"text_column": "id"}, "row 0: column 'id' is a number (0), not text"),
+        ({"text_column": "id"}, "row 1: column 'id' is a number (0), not text"),
     ],
 )
 def test_mistakes_about_a_dataset(tmp_path: Path, dataset: Path, changes: dict[str, Any], expected: str) -> None:
@@ -341,6 +341,22 @@ def test_a_dataset_of_several_subsets(tmp_path: Path) -> None:
     assert sorted(both(prepare(of_hub(tmp_path / "set", tmp_path / "cache", subset="new")))) == sorted(TEXTS)
 
 
+def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
+    for name, files, expected in (
+        ("bare", {"a.unknown": "a"}, "cannot be read: No .* data files found in "),
+        ("empty", {"a.jsonl": ""}, "has no rows: nothing to train on"),
+    ):
+        message = refusal(write(tmp_path / name, files), tmp_path / "cache", name="hf")
+        assert re.search(expected, message), message
+
+
+def test_a_broken_row_of_a_dataset_of_conversations_is_named(tmp_path: Path) -> None:
+    row = json.dumps({"messages": [{"role": "user", "content": "a"}]})
+    write(tmp_path / "rows", {"a.jsonl": f"{row}\n{row[:20]}"})
+    message = refusal(tmp_path / "rows", tmp_path / "cache", name="hf", format="chat")
+    assert "a.jsonl line 2 is not JSON" in message
+
+
 def test_a_broken_file_of_a_dataset_is_named(tmp_path: Path, dataset: Path) -> None:
     os.truncate(dataset / "train-00001-of-00002.parquet", 1000)
     assert "train-00001-of-00002.parquet is no whole parquet" in refusal(dataset, tmp_path / "cache", name="hf")
@@ -349,7 +365,7 @@ def test_a_broken_file_of_a_dataset_is_named(tmp_path: Path, dataset: Path) -> N
 
 
 def test_without_network_it_says_what_to_do(tmp_path: Path) -> None:
-    message = refusal("some-owner/some-set", tmp_path / "cache", name="hf")
+    message = refusal("some-owner/aggregated", tmp_path / "cache", name="hf")  # which is not gated, for all we know
     for part in ("not on this machine", "cannot be reached", "serried prepare", "data.cache_dir", "HF_HOME"):
         assert part in message
 

@@ -42,6 +42,8 @@ def respond(section: HealthSection, step: int, result: StepResult, advice: str) 
     is_overflow = not result.is_finite and math.isfinite(result.loss) and result.scale > 1  # fp16 finding its scale
     if result.failed_in_row >= FAILURES_THAT_STOP:
         what = "jumped" if result.is_finite else "was not finite"
+        if not result.tokens:
+            what = "was not there, since no sequence had anything to predict,"
         reason = f"loss or gradient {what} in {FAILURES_THAT_STOP} steps in a row, to step {step}"
         if section.non_finite == "rollback":
             raise GoBack(step, reason)

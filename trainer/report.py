@@ -132,6 +132,15 @@ class Report:
             f"{loss:.4f}{f' ({parts})' if parts else ''}  over {short(tokens)} tokens in {duration(seconds)}"
         )
 
+    def not_evaluated(self, step: int, name: str) -> None:
+        """Tell of an evaluation on the set ``name`` that found nothing to predict, and so has no loss."""
+        self._record("eval", step=step, set=name, loss=None, tokens=0)
+        self._console.say(
+            f"WARNING    the evaluation on {name} found nothing to predict in its sequences, so it has no loss; "
+            "give it more documents, longer sequences (data.sequence_length), or more of them "
+            f"(trainer.eval_batches={self._config.trainer.eval_batches})"
+        )
+
     def saved(self, saved: Saved | None, *, is_last: bool = False) -> None:
         """Tell of a save that has ended, if one has.
 

@@ -98,7 +98,7 @@ class Mixture(Protocol):
     """A data set made of several sources, whose samples are numbered one after the other."""
 
     parts: Mapping[str, Part]
-    """By name, two or more, in the order of their numbers."""
+    """By name, in the order of their numbers."""
 
 
 @runtime_checkable
@@ -130,7 +130,7 @@ class MixtureOrder:
     """
 
     def __init__(self, parts: Mapping[str, Part], seed: int) -> None:
-        """``parts`` by name, at least two; ``seed`` as for ``SampleOrder``."""
+        """``parts`` by name, at least one; ``seed`` as for ``SampleOrder``."""
         self._counts = block_counts([part.weight for part in parts.values()])
         self._sources, self._earlier = _spread(self._counts)
         self._orders = [SampleOrder(part.samples, _seed_of(name, seed)) for name, part in parts.items()]
@@ -217,7 +217,7 @@ def _spread(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     (2m - 2). Whoever must come first of those who may, comes: that meets every deadline wherever it can be done, which
     Tijdeman proved for this d.
     """
-    block, pairs = sum(counts), 2 * len(counts) - 2
+    block, pairs = sum(counts), max(2, 2 * len(counts) - 2)  # a single source has no other to keep a distance from
     sources, earlier = np.empty(block, np.int64), np.empty(block, np.int64)
 
     def window(source: int, k: int) -> tuple[int, int, int, int]:

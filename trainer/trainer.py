@@ -446,7 +446,10 @@ class Trainer:
         seconds = time.perf_counter() - started
         self._meter.pause(seconds)
         total = sum(tokens.values())
-        by_source = {source: losses[source] / tokens[source] for source in losses if source}
+        if not total:
+            self._report.not_evaluated(self.step, name)
+            return
+        by_source = {source: losses[source] / tokens[source] for source in losses if source and tokens[source]}
         self._report.evaluated(self.step, name, sum(losses.values()) / total, total, seconds, by_source)
 
     def _to_evaluate(self, batch: Any) -> Any:

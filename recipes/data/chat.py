@@ -16,9 +16,9 @@ import numpy as np
 
 from configs.errors import UserError
 from configs.schema import DataSection
-from recipes.data.encode import Encoded
+from recipes.data.encode import Encoded, row_of_unit
 from recipes.data.files import library
-from recipes.data.hugging_face import HuggingFaceTokenizer
+from recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from recipes.data.source import Row
 from recipes.data.tokenizer import Tokenizer, token_dtype
 
@@ -68,7 +68,7 @@ class ChatEncoder:
         return {"format": _FORMAT, "template": self._template.text}
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded]:
-        return [self._encode(row, f"{unit} row {row.number:,}") for row in rows]
+        return [self._encode(row, row_of_unit(row, unit)) for row in rows]
 
     def _encode(self, row: Row, where: str) -> Encoded:
         messages = _messages(row.content, where)

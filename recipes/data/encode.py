@@ -77,14 +77,19 @@ def as_bytes(row: Row, unit: str) -> bytes:
     if isinstance(row.content, bytes):
         return row.content
     if not isinstance(row.content, str):
-        raise UserError(f"{unit} row {row.number:,} is a conversation, not text; use data.format=chat")
+        raise UserError(f"{row_of_unit(row, unit)} is a conversation, not text; use data.format=chat")
     try:
         return row.content.encode("utf-8")
     except UnicodeEncodeError as error:
         half = ord(row.content[error.start])
         raise UserError(
-            f"{unit} row {row.number:,} holds half a character (U+{half:04X}), which no text has; mend the row"
+            f"{row_of_unit(row, unit)} holds half a character (U+{half:04X}), which no text has; mend the row"
         ) from error
+
+
+def row_of_unit(row: Row, unit: str) -> str:
+    """``row 41 of chats.jsonl``: what users know a row by. Counted from 1, as lines are."""
+    return f"row {row.number + 1:,} of {unit}"
 
 
 def not_utf8(unit: str, offset_bytes: int, error: UnicodeDecodeError, tokenizer: str) -> UserError:

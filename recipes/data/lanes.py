@@ -156,9 +156,14 @@ class StreamDataset:
 
     def rewind(self, samples: int) -> None:
         """Go on after ``samples`` samples, which are not further back than is remembered, in this process."""
-        cursors = self.state(samples)
-        self._first_sample = samples
-        self._starts = {int(lane): Cursor(*cursor) for lane, cursor in cursors.items()}
+        cursors = {int(lane): Cursor(*cursor) for lane, cursor in self.state(samples).items()}
+        # Another rank's lanes have moved on meanwhile: only those that had no turn are where they were.
+        still = {
+            lane: cursor
+            for lane, cursor in self._starts.items()
+            if self._first(lane, samples) == self._first(lane, self._first_sample)
+        }
+        self._first_sample, self._starts = samples, still | cursors
         self._lanes.clear()
         self._closed.clear()
 
@@ -366,7 +371,7 @@ def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterat
             wait = min(_FIRST_PAUSE_SECONDS * 2 ** (failures - 1), _LONGEST_PAUSE_SECONDS)
             if failures == _ATTEMPTS or pause(wait):
                 raise UserError(
-                    f"{unit.name} cannot be read from row {number + (given > 0):,} on, after {failures} "
+                    f"{unit.name} cannot be read from row {number + 1 + (given > 0):,} on, after {failures} "
                     f"attempt{'s' if failures > 1 else ''}: {type(error).__name__}: "
                     f"{' '.join(str(error).split())}; start the same command again, which goes on from the newest "
                     "checkpoint"

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from configs.errors import UserError
+from recipes.data.atomic_folder import claimed, publish
 from recipes.data.encode import Encoded
-from recipes.data.partial import claimed, publish
 from recipes.data.prepare import Prepared, write_json, write_summary
 from recipes.data.progress import Progress, Show
 from recipes.data.shards import ShardWriter, TokenStream
@@ -25,25 +25,32 @@ def kept_apart(name: str, held: Prepared, training: Sequence[Prepared], cache: P
     where nothing is in both. Made once; found later.
 
     Raises:
-        UserError: all of the validation set ``name`` is trained on.
+        UserError: all of the validation set ``name`` is trained on, or the cache cannot be written.
     """
     keys = [held.key, *sorted(prepared.key for prepared in training)]
     folder = cache / f"apart-{hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:32]}"
     progress = Progress(show, 1)
-    with claimed(folder, lambda: (folder / _SHARED).exists(), progress) as partial:
-        if partial is not None:
-            stream = held.stream("validation")
-            shared = _shared(stream, [prepared.stream("train") for prepared in training])
-            if len(shared) and shared.all():
-                raise UserError(
-                    f"all {len(shared):,} documents of the validation set {name} are in the training data too; leave "
-                    "them out of one or the other"
-                )
-            if shared.any():
-                _write(partial, held, stream, shared)
-            write_json(partial / _SHARED, int(shared.sum()))
-            publish(partial, folder, lambda: (folder / _SHARED).exists())
-    progress.end()
+    try:
+        with claimed(folder, lambda: (folder / _SHARED).exists(), progress) as partial:
+            if partial is not None:
+                stream = held.stream("validation")
+                shared = _shared(stream, [prepared.stream("train") for prepared in training])
+                if len(shared) and shared.all():
+                    raise UserError(
+                        f"all {len(shared):,} documents of the validation set {name} are in the training data too; "
+                        "leave them out of one or the other"
+                    )
+                if shared.any():
+                    _write(partial, held, stream, shared)
+                write_json(partial / _SHARED, int(shared.sum()))
+                publish(partial, folder, lambda: (folder / _SHARED).exists())
+    except OSError as error:
+        raise UserError(
+            f"cannot write the validation set {name} to {error.filename or cache}: {error.strerror}; use "
+            "data.cache_dir=FOLDER on another disk"
+        ) from error
+    finally:
+        progress.end()
     return folder if left_out(folder) else None
 
 

@@ -21,16 +21,16 @@ from typing import Any
 
 from configs.errors import UserError
 from configs.schema import DataSection
+from recipes.data.atomic_folder import claimed, publish
 from recipes.data.chat import chat_encoder
+from recipes.data.choose_source import open_source
 from recipes.data.encode import Encoder, TextEncoder
 from recipes.data.files import assignment
 from recipes.data.flat import FlatFiles
-from recipes.data.hugging_face import find_tokenizer, train_tokenizer
-from recipes.data.partial import claimed, publish
+from recipes.data.hugging_face_tokenizer import find_tokenizer, train_tokenizer
 from recipes.data.progress import Progress, Show, usable_cores
 from recipes.data.shards import FlatTokens, TokenStream, to_disk
 from recipes.data.source import SPLITS, Source, Unit
-from recipes.data.sources import open_source
 from recipes.data.tokenize import (
     Counts,
     Splitter,
@@ -87,7 +87,7 @@ class Prepared:
         """Sizes for people: ``train 11,432,101 tokens of 721 files, validation 601,022 of 38``."""
         train, validation = (self.splits[name] for name in SPLITS)
         return (
-            f"train {train.tokens:,} tokens of {train.documents:,} {self.noun}s, "
+            f"train {train.tokens:,} tokens of {train.documents:,} {self.noun}{'' if train.documents == 1 else 's'}, "
             f"validation {validation.tokens:,} of {validation.documents:,}"
         )
 

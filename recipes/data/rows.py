@@ -173,7 +173,7 @@ class ParquetRows(WithoutEmpty):
 
     @property
     def name(self) -> str:
-        return str(self.path) if self.groups is None else f"{self.path} row group {self.groups.start}"
+        return str(self.path) if self.groups is None else f"{self.path} row group {self.groups.start + 1}"
 
     def all_rows(self, first: int = 0) -> Iterator[Row]:
         with unchanged(self.path, self.stamp), open_parquet(self.path) as file:
@@ -197,8 +197,8 @@ class ParquetRows(WithoutEmpty):
                 batch = next(batches, None)
             except (arrow.ArrowException, OSError) as error:
                 raise UserError(
-                    f"{self.path} cannot be read from row {number:,} on (row group {group}): {_reason(error)}; make it "
-                    "anew, or leave it out with data.path=..."
+                    f"{self.path} cannot be read from row {number + 1:,} on (row group {group + 1}): {_reason(error)}; "
+                    "make it anew, or leave it out with data.path=..."
                 ) from error
             if batch is None:
                 return
@@ -211,13 +211,13 @@ def rows_of(values: Any, column: Column, first: int, name: str) -> Iterator[Row]
     try:
         contents = values.to_pylist()
     except UnicodeDecodeError:
-        contents = [_checked_text(value, f"{name} row {number:,}") for number, value in enumerate(values, first)]
+        contents = [_checked_text(value, _row_place(name, number)) for number, value in enumerate(values, first)]
     for number, content in enumerate(contents, first):
         yield Row(number, column.content(content, partial(_row_place, name, number)))
 
 
 def _row_place(name: str, number: int) -> str:
-    return f"{name} row {number:,}"
+    return f"{name} row {number + 1:,}"  # counted from 1, as lines are
 
 
 def _checked_text(value: Any, where: str) -> Any:

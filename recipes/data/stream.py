@@ -8,19 +8,24 @@ from pathlib import Path
 
 from configs.errors import UserError
 from configs.schema import DataSection
+from recipes.data.atomic_folder import claimed, publish
+from recipes.data.choose_source import open_stream
 from recipes.data.encode import TextEncoder
-from recipes.data.hub import HubStream
+from recipes.data.hugging_face_dataset import HubStream
 from recipes.data.lanes import StreamDataset
-from recipes.data.partial import claimed, publish
 from recipes.data.prepare import Prepared, cache_folder, named_tokenizer, open_prepared, write_json, write_summary
 from recipes.data.progress import Progress, Show
 from recipes.data.shards import ShardWriter
 from recipes.data.source import Row, Unit
-from recipes.data.sources import open_stream
 from recipes.data.tokenize import Counts, place_of
 from recipes.data.tokenizer import Tokenizer, token_dtype
 
+_FORMAT = 2
+"""Version of what is kept of a stream."""
+
 _HELD_OUT = "held-out.json"
+"""Places (``place_of``) of the documents of ``data.validation_split``, sorted."""
+
 _ROWS_AT_ONCE = 64
 _REMEMBERED_STEPS = 64
 """A run that goes back after a spike goes on behind it; it may have noticed some fifty steps later."""
@@ -30,7 +35,8 @@ def prepare_stream(section: DataSection, sequences: int, show: Show | None = Non
     """Tokenise enough documents for ``sequences`` sequences of validation, of those that come first, or find them done.
 
     They are those of ``data.validation_split``, else those whose content's hash is below ``data.validation_fraction``:
-    of all that pass it, whether they are in the validation set or not, none is trained on.
+    of all that pass it, whether they are in the validation set or not, none is trained on. For that the whole of a
+    ``data.validation_split`` is read.
 
     Raises:
         UserError: the source cannot be read, or has too little for one sequence.
@@ -38,7 +44,7 @@ def prepare_stream(section: DataSection, sequences: int, show: Show | None = Non
     tokenizer = _tokenizer(section)
     units = _validation_units(section)
     wanted = sequences * section.sequence_length + 1
-    identity = [_identity(section, tokenizer), _names(units), wanted, section.validation_split]
+    identity = [_FORMAT, _identity(section, tokenizer), _names(units), wanted, section.validation_split]
     folder = cache_folder(section) / f"stream-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}"
     progress = Progress(show, 1)
 
@@ -70,7 +76,8 @@ def open_training(section: DataSection, prepared: Prepared, *, lanes: int, seed:
         UserError: there is no such dataset, subset or split, or it cannot be had.
     """
     tokenizer = _tokenizer(section)
-    held_out = frozenset(json.loads((prepared.folder / _HELD_OUT).read_bytes()))
+    places = (prepared.folder / _HELD_OUT).read_bytes()
+    held_out = frozenset(json.loads(places))
     fraction = 0.0 if section.validation_split else section.validation_fraction
 
     def is_training(row: Row, unit: str) -> bool:
@@ -87,7 +94,7 @@ def open_training(section: DataSection, prepared: Prepared, *, lanes: int, seed:
         isolate_documents=section.isolate_documents,
         # The loader reads two steps ahead, or one for each of its threads.
         remembered=_REMEMBERED_STEPS + section.workers,
-        identity=json.dumps([_identity(section, tokenizer), prepared.key if section.validation_split else ""]),
+        identity=json.dumps([_identity(section, tokenizer), hashlib.sha256(places).hexdigest()]),
     )
 
 
@@ -118,14 +125,17 @@ def _write(folder: Path, section: DataSection, units: Sequence[Unit], tokenizer:
     encoder = TextEncoder(tokenizer, section.tokenizer)
     with ShardWriter(folder / name, token_dtype(tokenizer.vocab_size)) as shard:
         for unit, rows in _held_out_rows(section, units):
-            for row, encoded in zip(rows, encoder(rows, unit.name), strict=True):
+            if section.validation_split:  # all of it, however much an evaluation takes: that may change
+                held_out.update(place_of(row, unit.name) for row in rows)
+            elif shard.tokens >= wanted:
+                break
+            if shard.tokens >= wanted:
+                continue
+            for encoded in encoder(rows, unit.name):
                 if shard.tokens >= wanted:
                     break
-                held_out.add(place_of(row, unit.name))
                 shard.add(encoded, begins=True)
                 counts.validation.documents += 1
-            if shard.tokens >= wanted:
-                break
         counts.validation.tokens = shard.tokens
     if counts.validation.tokens <= section.sequence_length:
         keep = f"data.validation_fraction={section.validation_fraction:g}"

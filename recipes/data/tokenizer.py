@@ -163,7 +163,7 @@ def tokenizer_from_spec(spec: dict[str, Any]) -> Tokenizer:
     if kind == "chars" and isinstance(spec.get("characters"), str):
         return CharsTokenizer(spec["characters"])
     if kind == "hugging_face":
-        from recipes.data.hugging_face import HuggingFaceTokenizer  # which imports the protocol from here
+        from recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer  # which imports the protocol from here
 
         return HuggingFaceTokenizer(spec["files"])
     raise ValueError(f"unknown tokenizer {kind!r}")

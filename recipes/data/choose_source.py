@@ -3,7 +3,7 @@
 from configs.errors import UserError
 from configs.schema import SourceSection
 from recipes.data.files import assignment, kind_of
-from recipes.data.hub import HubDataset, HubStream
+from recipes.data.hugging_face_dataset import HubDataset, HubStream
 from recipes.data.rows import RowFiles
 from recipes.data.source import Format, Source
 from recipes.data.text import ROW_SUFFIXES, TextFiles, find_files

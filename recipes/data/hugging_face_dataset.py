@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -35,9 +35,9 @@ class HubDataset:
             UserError: there is no such dataset, subset, split or column, or it cannot be had here.
         """
         self.section, self._column = section, _column(section, format)
-        self._tables: list[tuple[Any, str | None]] = [(_load(section, section.split), None)]
+        self._tables: list[tuple[Any, str | None]] = [(_load(section, section.split, format), None)]
         if validation_split:
-            self._tables = [(self._tables[0][0], "train"), (_load(section, validation_split), "validation")]
+            self._tables = [(self._tables[0][0], "train"), (_load(section, validation_split, format), "validation")]
         for table, _ in self._tables:
             self._column.check(table.column_names, _name_of(section))
 
@@ -62,7 +62,7 @@ class HubDataset:
         for unit, found in zip(units, reading.map(digest, units), strict=True):
             key.update(str(unit.split).encode() + found)
         if not units:
-            raise UserError(f"{_name_of(self.section)} has no rows: nothing to train on; name another: data.path=...")
+            raise _no_rows(self.section)
         return key.digest()
 
     def units(self) -> list["TableRows"]:
@@ -91,7 +91,7 @@ class TableRows(WithoutEmpty):
 
     @property
     def name(self) -> str:
-        return f"{self.dataset} rows {self.start:,} to {self.stop - 1:,}"
+        return f"{self.dataset} rows {self.start + 1:,} to {self.stop:,}"
 
     def all_rows(self, first: int = 0) -> Iterator[Row]:
         for start in range(self.start + first, self.stop, _BATCH_ROWS):
@@ -139,7 +139,7 @@ class HubStream:
     def __init__(self, section: SourceSection, format: Format) -> None:
         """Asks for the list of files. Raises ``UserError`` as ``HubDataset`` does."""
         self.section, self._column = section, _column(section, format)
-        self._builder = _guarded(section, section.split, _builder)
+        self._builder = _guarded(section, section.split, partial(_builder, section), format)
         self._files = self._builder.config.data_files or {}
         if section.split not in self._files:
             raise _no_split(section, section.split, [str(name) for name in self._files])
@@ -159,18 +159,24 @@ class HubStream:
 
     def units(self) -> list[Unit]:
         """A unit for each file on the Hub, smaller ones for local files; in the order of the dataset."""
-        return [unit for file in self._files[self.section.split] for unit in self._units(str(file))]
+        return _units_of(self._builder, self.section.split, self._column)
 
-    def _units(self, file: str) -> list[Unit]:
-        kind = kind_of(file)
-        if "://" not in file and kind in (".jsonl", ".parquet"):
-            return list(units_of_file(Path(file), self._column, Path(file).stat().st_size, None))
-        size_bytes = _bytes_per_file(self._builder, self.section.split, len(self._files[self.section.split]))
-        if kind == ".parquet":
-            return [ParquetRows(file, self._column, None, size_bytes, None)]
-        if kind == ".jsonl":
-            return [JsonLines(file, self._column, 0, None, size_bytes, None)]
-        return [StreamedFile(file, self._builder.name, self._column, size_bytes)]
+
+def _units_of(builder: Any, split: str, column: Column) -> list[Unit]:
+    files = [str(file) for file in (builder.config.data_files or {}).get(split, ())]
+    size_bytes = _bytes_per_file(builder, split, len(files))
+    return [unit for file in files for unit in _units_of_file(file, builder.name, column, size_bytes)]
+
+
+def _units_of_file(file: str, loader: str, column: Column, size_bytes: int) -> list[Unit]:
+    kind = kind_of(file)
+    if "://" not in file and kind in (".jsonl", ".parquet"):
+        return list(units_of_file(Path(file), column, Path(file).stat().st_size, None))
+    if kind == ".parquet":
+        return [ParquetRows(file, column, None, size_bytes, None)]
+    if kind == ".jsonl":
+        return [JsonLines(file, column, 0, None, size_bytes, None)]
+    return [StreamedFile(file, loader, column, size_bytes)]
 
 
 def _bytes_per_file(builder: Any, split: str, files: int) -> int:
@@ -200,7 +206,7 @@ class StreamedFile(WithoutEmpty):
             raise UserError(f"{self.name} cannot be read: {_sentence(error)}") from error
 
     def _place(self, number: int) -> str:
-        return f"{self.name} row {number:,}"
+        return f"{self.name} row {number + 1:,}"
 
 
 # loading --------------------------------------------------------------------------------------------------------------
@@ -218,13 +224,13 @@ def _library() -> Any:
     return library("datasets", "data=hf")
 
 
-def _load(section: SourceSection, split: str) -> Any:
+def _load(section: SourceSection, split: str, format: Format) -> Any:
     """A split as a table on this disk."""
-    return _guarded(
-        section,
-        split,
-        lambda: _library().load_dataset(_path(section), section.subset, split=split, revision=section.revision),
-    )
+
+    def load() -> Any:
+        return _library().load_dataset(_path(section), section.subset, split=split, revision=section.revision)
+
+    return _guarded(section, split, load, format)
 
 
 def _builder(section: SourceSection) -> Any:
@@ -249,21 +255,21 @@ def _path(section: SourceSection) -> str:
     return section.path
 
 
-def _guarded(section: SourceSection, split: str, action: Any) -> Any:
+def _guarded(section: SourceSection, split: str, action: Callable[[], Any], format: Format) -> Any:
     """What ``action`` returns; what it raises, as one sentence with what to do."""
     datasets = _library()
     if not sys.stderr.isatty():  # bars are for whoever looks on
         datasets.disable_progress_bars()
     with quiet():
         try:
-            return action(section) if action is _builder else action()
+            return action()
         except UserError:
             raise
         except Exception as error:
-            raise _explained(section, split, error, datasets) from error
+            raise _explained(section, split, error, datasets, format) from error
 
 
-def _explained(section: SourceSection, split: str, error: Exception, datasets: Any) -> UserError:
+def _explained(section: SourceSection, split: str, error: Exception, datasets: Any, format: Format) -> UserError:
     text, name = _sentence(error), _name_of(section)
     if "Unknown split" in text or "Bad split" in text:
         return _no_split(section, split, _listed(text))
@@ -274,10 +280,10 @@ def _explained(section: SourceSection, split: str, error: Exception, datasets: A
     if isinstance(error, OSError) and error.errno:
         return UserError(f"cannot read or store {name}: {error.strerror} ({error.filename}); HF_HOME says where to")
     if Path(str(section.path)).expanduser().is_dir():
-        return _broken_file(section, split) or UserError(
+        return _broken_file(section, split, format) or UserError(
             f"{name} cannot be read: {text}; name another folder: data.path=..."
         )
-    if "gated" in text or "authenticated" in text:
+    if "is a gated dataset" in text:
         return UserError(
             f"{name} is gated: ask for access at https://huggingface.co/datasets/{section.path}, then run "
             "`hf auth login` (or set HF_TOKEN) and start again"
@@ -296,16 +302,21 @@ def _explained(section: SourceSection, split: str, error: Exception, datasets: A
     return UserError(f"{name} cannot be loaded: {type(error).__name__}: {text}")
 
 
-def _broken_file(section: SourceSection, split: str) -> UserError | None:
+def _broken_file(section: SourceSection, split: str, format: Format) -> UserError | None:
     """``datasets`` names neither file nor row: read the files one by one until the one that is broken says so."""
+    rows = 0
     try:
-        stream = HubStream(section.model_copy(update={"split": split.partition("[")[0]}), "text")
-        for unit in stream.units():
-            for _ in unit.all_rows():
-                pass
+        for unit in _units_of(_builder(section), split.partition("[")[0], _column(section, format)):
+            rows += sum(1 for _ in unit.all_rows())
     except UserError as error:
         return error
-    return None
+    except Exception:  # what is to be explained, most likely
+        return None
+    return None if rows else _no_rows(section)
+
+
+def _no_rows(section: SourceSection) -> UserError:
+    return UserError(f"{_name_of(section)} has no rows: nothing to train on; name another: data.path=...")
 
 
 def _no_split(section: SourceSection, split: str, there: list[str]) -> UserError:

@@ -1,5 +1,5 @@
-# make train: set up .venv and train the recipe `tiny`; make test: set up the same way and run every test that needs
-# no root; make test-slurm: run those on a real Slurm cluster and on two hosts, both made on this machine.
+# make train: set up .venv and train the recipe `tiny`; make test: set up the same way and run the tests; make test-slow:
+# storms of kills and signals; make test-slurm: a real Slurm cluster and two hosts, both made on this machine, as root.
 # Add overrides with ARGS, choose the interpreter with PYTHON: make train PYTHON=python3.12 ARGS="trainer.steps=100"
 
 PYTHON ?= python3
@@ -10,13 +10,16 @@ BIN := .venv/bin
 
 # OMP_NUM_THREADS only quiets torchrun, which would set it to 1 with a warning; train.py divides the cores itself.
 
-.PHONY: train test test-slurm lint clean
+.PHONY: train test test-slow test-slurm lint clean
 
 train: .venv/.ready
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(PROCESSES) train.py $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=loadfile $(ARGS)
+
+test-slow: .venv/.ready-dev
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 # Slurm comes from Debian's packages, and its nodes are network namespaces: both need root. Elsewhere the tests skip.
 test-slurm: .venv/.ready-dev

@@ -12,7 +12,8 @@ from configs.errors import UserError
 class Mistake:
     """A wrong command line.
 
-    ``stage`` says who finds out: ``compose`` from the words and the YAML files alone, ``run`` only once the number of
+    ``stage`` says who finds out: ``parse`` before anything is composed, ``compose`` from the words and the YAML files
+    alone, ``run`` only once the number of
     processes or the files are known. ``{empty}``, ``{short}``, ``{absent}`` and ``{file}`` in ``argv`` stand for paths:
     an empty file, a text of ten bytes, a path where nothing is, and a file where a folder should be.
     """
@@ -71,7 +72,7 @@ MISTAKES = [
     _mistake("idle subset", "data.subset=en", "add data=hf"),
     _mistake("idle column", "data=tokens|data.path=x|data.text_column=body", "data=text and data=hf"),
     _mistake("idle vocabulary", "data.vocab_size=300", "data.tokenizer=train", "model.vocab_size=300"),
-    _mistake("sweep", "-m|trainer.seed=1,2", "with launch=torchrun is not in this version yet", stage="run"),
+    _mistake("sweep", "-m|trainer.seed=1,2", "with launch=torchrun is not in this version yet", stage="parse"),
     _mistake("several values", "trainer.seed=1,2", "holds several values: give one, or sweep", "launch=slurm -m"),
     # form
     _mistake("dashes", "--trainer.lr=1", "no dashes", "optim.lr=1"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from configs.errors import (
     EXIT_FAILED,
@@ -25,7 +26,8 @@ from configs.errors import (
 )
 from configs.schema import DEFAULT_VALIDATION, RunConfig
 from parallel.apply import parallelize
-from parallel.mesh import gradient_accumulation, resolve_layout
+from parallel.mesh import Layout, gradient_accumulation, resolve_layout
+from parallel.plan import ParallelPlan
 from trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, find_start, make_room, plain
 from trainer.checkpoint.retention import sweep
 from trainer.checkpoint.save import Checkpointer, lack_of_space
@@ -170,22 +172,8 @@ class Trainer:
         layout = resolve_layout(config.parallel, session.world_size)
         accumulation = gradient_accumulation(trainer, layout)
         set_determinism(trainer.deterministic)
-
-        recipe.open_data(session.once_per_node(partial(recipe.prepare, console.progress)))
-        training = recipe.dataset("train")
-        self._validation = {name: recipe.dataset(name) for name in (DEFAULT_VALIDATION, *recipe.further_validation())}
-        session.same_everywhere("the prepared training data", training.fingerprint)
-        self._fingerprint = training.fingerprint
-        check_data(start, training.fingerprint, config)
-        self._stream = training if isinstance(training, Stream) else None
-        if self._stream is not None and start.checkpoint is not None:
-            self._stream.load(start.state.get("stream", {}), start.state["samples"])
-
-        model = recipe.build_model()
-        if start.weights is not None:
-            session.once(partial(recipe.check_weights, start.weights))
-        if start.source is not None:
-            check_names(start.source, model, recipe.export_name)
+        training = self._open_data(start)
+        model = self._build_model(start)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         plan = recipe.parallel_plan(model)
         for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start, training):
@@ -198,51 +186,19 @@ class Trainer:
         self._report = Report(config, session, folder, console, start)
         self._report.begun(layout, parameters, start)
         self._shutdown = Shutdown(config, session, console, lambda: self._report.last_save_seconds)
-
-        self._parallel = parallelize(
-            model,
-            plan,
-            None if start.source else recipe.initial_std,
-            seed=trainer.seed,
-            layout=layout,
-            section=config.parallel,
-            low_dtype=LOW_DTYPES[config.precision.name],
-            device=device,
-        )
-        module = self._parallel.module
-        optimizer = build_optimizer(module.parameters(), config.optim)
-        self._train_step = TrainStep(
-            self._parallel,
-            optimizer,
-            recipe.loss,
-            GradScaler(config.precision, device),
-            max_grad_norm=trainer.max_grad_norm,
-            nominal_weight=trainer.global_batch * recipe.targets_per_sequence(),
-            health=config.health,
-        )
-        self._module, self._optimizer = module, optimizer
-        if start.checkpoint is not None:
-            load_state(start.checkpoint, module, optimizer, recipe.export_name)
-            self._train_step.load(start.state["step_state"])
-        elif start.weights is not None:
-            load_weights(start.weights, module, recipe.export_name)
-        if trainer.deterministic and layout.strategy == "ddp":
-            any_sample = self._validation[DEFAULT_VALIDATION][0]
-            padding = recipe.collate([any_sample] * trainer.micro_batch, np.full(trainer.micro_batch, PADDING_ID))
-            self._train_step.rehearse(to_device(padding, device))
+        self._build_step(model, plan, layout, start)
         self.checkpointer = Checkpointer(
             config.run.dir / CHECKPOINTS,
             config.checkpoint,
             layout,
             session,
-            lambda: state_parts(module, optimizer, recipe.export_name),
+            lambda: state_parts(self._module, self._optimizer, recipe.export_name),
             recipe.export_files,
         )
-        self.step = start.step
-        self._first_step = start.step
+        self._replicas, self._compared_step = ReplicaCheck(layout, session), -1
+        self.step = self._first_step = start.step
         self._position = start.step, int(start.state.get("samples", 0))
         self._rollbacks = int(start.state.get("rollbacks", 0))
-        self._replicas, self._compared_step = ReplicaCheck(layout, session), -1
         self._open_loader = partial(
             BatchLoader,
             training,
@@ -256,11 +212,74 @@ class Trainer:
             pin_memory=device.type == "cuda",
             on_starved=self._starved,
         )
-        self._sources = list(training.parts) if isinstance(training, Mixture) else []
         self._loader = self._load_from_here()
         self._meter = Meter(device, session.world_size, recipe.flops_per_token(parameters))
         self._meter.start_at(start.step, self._report.progress.tokens)
         self._started = time.perf_counter()
+
+    def _open_data(self, start: Start) -> Dataset:
+        """Prepare what is not prepared yet, and check that it is what the run began with. Returns the training data."""
+        recipe, session = self._recipe, self._session
+        recipe.open_data(session.once_per_node(partial(recipe.prepare, self._console.progress)))
+        training = recipe.dataset("train")
+        self._validation = {name: recipe.dataset(name) for name in (DEFAULT_VALIDATION, *recipe.further_validation())}
+        session.same_everywhere("the prepared training data", training.fingerprint)
+        check_data(start, training.fingerprint, self._config)
+        self._fingerprint = training.fingerprint
+        self._sources = list(training.parts) if isinstance(training, Mixture) else []
+        self._stream = training if isinstance(training, Stream) else None
+        if self._stream is not None and start.checkpoint is not None:
+            self._stream.load(start.state.get("stream", {}), start.state["samples"])
+        return training
+
+    def _build_model(self, start: Start) -> nn.Module:
+        """The model on the meta device, once it is clear that the weights to begin with fit it."""
+        model = self._recipe.build_model()
+        if start.weights is not None:
+            self._session.once(partial(self._recipe.check_weights, start.weights))
+        if start.source is not None:
+            check_names(start.source, model, self._recipe.export_name)
+        return model
+
+    def _build_step(self, model: nn.Module, plan: ParallelPlan, layout: Layout, start: Start) -> None:
+        """Cut the model, make the optimizer, and fill both."""
+        config, recipe, device = self._config, self._recipe, self._session.device
+        self._parallel = parallelize(
+            model,
+            plan,
+            None if start.source else recipe.initial_std,
+            seed=config.trainer.seed,
+            layout=layout,
+            section=config.parallel,
+            low_dtype=LOW_DTYPES[config.precision.name],
+            device=device,
+        )
+        self._module = self._parallel.module
+        self._optimizer = build_optimizer(self._module.parameters(), config.optim)
+        self._train_step = TrainStep(
+            self._parallel,
+            self._optimizer,
+            recipe.loss,
+            GradScaler(config.precision, device),
+            max_grad_norm=config.trainer.max_grad_norm,
+            nominal_weight=config.trainer.global_batch * recipe.targets_per_sequence(),
+            health=config.health,
+        )
+        if start.checkpoint is not None:
+            self._take_up(start)
+        elif start.weights is not None:
+            load_weights(start.weights, self._module, recipe.export_name)
+        if config.trainer.deterministic and layout.strategy == "ddp":
+            # Not one of the training data: a stream gives each sample once.
+            batch = [self._validation[DEFAULT_VALIDATION][0]] * config.trainer.micro_batch
+            padding = recipe.collate(batch, np.full(len(batch), PADDING_ID))
+            self._train_step.rehearse(to_device(padding, device))
+
+    def _take_up(self, start: Start) -> None:
+        """Have weights, optimizer and step as a checkpoint has them."""
+        assert start.checkpoint is not None
+        load_state(start.checkpoint, self._module, self._optimizer, self._recipe.export_name)
+        self._train_step.load(start.state["step_state"])
 
     def run(self) -> int:
         """Train to the last step, evaluating and saving where that is due, and say what happened. Returns the exit
@@ -323,8 +342,7 @@ class Trainer:
         if start.checkpoint is None:
             raise TrainingStopped(f"{back}; there is no checkpoint to go back to yet. Lower checkpoint.every")
         self._parallel.reshard()
-        load_state(start.checkpoint, self._module, self._optimizer, self._recipe.export_name)
-        self._train_step.load(start.state["step_state"])
+        self._take_up(start)
         self._rollbacks += 1
         self.step, self._position = start.step, (start.step, samples)
         self._loader = self._load_from_here()

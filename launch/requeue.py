@@ -35,9 +35,9 @@ def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
         if state in ("finished", "failed"):
             _note(run_dir, start, state, step, reason)
             return status.exit_code or 0, f"{state} {where}: {reason}"
-    elif (stopped := start.with_suffix(".stopped")).exists():  # made by a rank, or by the script where it got SIGTERM
+    elif _was_stopped(start):
         state, step, where = "stopped", -1, "before training began"
-        reason = stopped.read_text().strip() or "a signal"
+        reason = start.with_suffix(".stopped").read_text().strip() or "a signal"
     else:
         return EXIT_FAILED, f"failed before training began: see the logs of the nodes beside {start}"
     is_same, fruitless = _note(run_dir, start, state, step, reason)
@@ -51,6 +51,12 @@ def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
             "slurm.time_minutes, or lower checkpoint.every), and submit the same command",
         )
     return EXIT_STOPPED, f"stopped {where}: {reason}"
+
+
+def _was_stopped(start: Path) -> bool:
+    """Whether a request ended the start before there was a status: a rank or a node's shell has left a file. Not where
+    a node failed by itself, for which Slurm has sent SIGTERM to the others."""
+    return start.with_suffix(".stopped").exists() and not start.with_suffix(".failed").exists()
 
 
 def _note(run_dir: Path, start: Path, state: str, step: int, reason: str) -> tuple[bool, int]:

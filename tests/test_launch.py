@@ -243,6 +243,8 @@ def test_the_same_hang_twice_is_a_crash_loop_and_two_preemptions_are_none(tmp_pa
     (tmp_path / "slurm" / "1.stopped").write_text("SIGTERM\n")
     for _ in range(3):
         assert end_a_start(tmp_path)[0] == 75, "before training began, too"
+    (tmp_path / "slurm" / "1.failed").touch()
+    assert end_a_start(tmp_path)[0] == 70, "one node failed, and Slurm ended the other"
 
 
 def test_two_starts_that_save_nothing_are_a_crash_loop(tmp_path: Path) -> None:

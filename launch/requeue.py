@@ -1,6 +1,6 @@
 """At the end of a Slurm job: how did the run end, and is another start worth it?
 
-``python -m launch.requeue RUN START`` prints a line about it, and exits with the run's exit code.
+``python -m launch.requeue RUN START`` prints a line about it, and exits with 75 where the job is to be queued again.
 """
 
 import json
@@ -9,50 +9,85 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from configs.errors import EXIT_FAILED, EXIT_STOPPED
+from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from launch.status import read_status
 
 ENDS = "ends.jsonl"
 """In ``run.dir/slurm``: how each start of the run under Slurm ended, one line of JSON each."""
 
-_ASKED_FOR = ("SIGTERM", "SIGINT", "SIGHUP", "control")  # preemption, or a person: no fault of the run's
+_WANTED = ("control", "trainer.stop_at")  # a person wants no more of it for now
+_ASKED_FOR = ("SIGTERM", "SIGINT", "SIGHUP")  # preemption, mostly: no fault of the run's
+_CHECKPOINT = re.compile(r"step-([0-9]{8,})")
+_FRUITLESS_STARTS = 2
 
 
 def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
     """The exit code of the job, 75 where another start is worth it, and a line that says why.
 
-    ``start`` is a file made when this start of the job began: an older ``status.json`` is an earlier start's. A run
-    that is still ``running`` was killed, and goes on from its checkpoint. Twice the same end at the same step is not
-    worth a third: that is a crash loop.
+    ``start`` is a file named for the job and made when this start of it began: an older ``status.json`` is an earlier
+    start's. A run that is still ``running`` was killed, and goes on from its checkpoint. Twice the same end at the same
+    step is not worth a third start, and neither are two starts in a row that saved nothing: that is a crash loop.
     """
     status = read_status(run_dir)
-    if status is None or status.time < start.stat().st_mtime:
-        if start.with_suffix(".stopped").exists():  # made by a rank
-            return EXIT_STOPPED, "stopped before training began"
+    if status is not None and status.time >= start.stat().st_mtime:
+        state, step, where = status.state, status.step, f"at step {status.step}"
+        reason = "killed without a word" if state == "running" else status.reason or ""
+        if state in ("finished", "failed"):
+            _note(run_dir, start, state, step, reason)
+            return status.exit_code or 0, f"{state} {where}: {reason}"
+    elif _was_stopped(start):
+        state, step, where = "stopped", -1, "before training began"
+        reason = start.with_suffix(".stopped").read_text().strip() or "a signal"
+    else:
         return EXIT_FAILED, f"failed before training began: see the logs of the nodes beside {start}"
-    reason = status.reason if status.state != "running" else "killed without a word"
-    # Numbers aside: ranks, seconds and hours differ from one time to the next.
-    alike = re.sub(r"\d+", "N", reason or "")
-    known = {"state": status.state, "step": status.step, "reason": alike}
-    before = _last_end(run_dir)
-    with (run_dir / "slurm" / ENDS).open("a") as file:
-        file.write(json.dumps(known) + "\n")
-    if status.state in ("finished", "failed"):
-        return status.exit_code or 0, f"{status.state} at step {status.step}: {reason}"
-    if before == known and not alike.startswith(_ASKED_FOR):
+    is_same, fruitless = _note(run_dir, start, state, step, reason)
+    if reason.startswith(_WANTED):
+        return EXIT_FINISHED, f"stopped {where}: {reason}. Not queued again; the same command goes on"
+    if not reason.startswith(_ASKED_FOR) and (is_same or fruitless >= _FRUITLESS_STARTS):
+        what = f"have ended {where}" if is_same else f"have saved nothing, the last one has ended {where}"
         return (
             EXIT_FAILED,
-            f"crash loop: two starts in a row have ended at step {status.step} ({reason}). Not queued again; mend "
-            "that, and submit the same command",
+            f"crash loop: two starts in a row {what} ({reason}). Not queued again; mend that (for want of time: raise "
+            "slurm.time_minutes, or lower checkpoint.every), and submit the same command",
         )
-    return EXIT_STOPPED, f"stopped at step {status.step}: {reason}"
+    return EXIT_STOPPED, f"stopped {where}: {reason}"
 
 
-def _last_end(run_dir: Path) -> Any:
+def _was_stopped(start: Path) -> bool:
+    """Whether a request ended the start before there was a status: a rank or a node's shell has left a file. Not where
+    a node failed by itself, for which Slurm has sent SIGTERM to the others."""
+    return start.with_suffix(".stopped").exists() and not start.with_suffix(".failed").exists()
+
+
+def _note(run_dir: Path, start: Path, state: str, step: int, reason: str) -> tuple[bool, int]:
+    """Write down how this start ended. Returns whether the one before, of the same job, ended alike, and how many in a
+    row have saved nothing. Those that were asked to end are not among them: they may have had no time to."""
+    before = _last_end(run_dir)
+    # Numbers aside: ranks, seconds and hours differ from one time to the next.
+    now = {"job": start.stem, "state": state, "step": step, "reason": re.sub(r"\d+", "N", reason)}
+    is_same = all(before.get(key) == value for key, value in now.items())
+    newest = _newest_checkpoint(run_dir)
+    fruitless = before.get("fruitless", 0) if before.get("job") == start.stem else 0
+    if newest != before.get("newest_checkpoint"):
+        fruitless = 0
+    elif not reason.startswith(_ASKED_FOR):
+        fruitless += 1
+    with (run_dir / "slurm" / ENDS).open("a") as file:
+        file.write(json.dumps({**now, "newest_checkpoint": newest, "fruitless": fruitless}) + "\n")
+    return is_same, fruitless
+
+
+def _newest_checkpoint(run_dir: Path) -> int | None:
+    """Step of the newest checkpoint; None where there is none. A name without a dot is a whole one."""
+    names = (_CHECKPOINT.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*"))
+    return max((int(name[1]) for name in names if name is not None), default=None)
+
+
+def _last_end(run_dir: Path) -> dict[str, Any]:
     try:
-        return json.loads((run_dir / "slurm" / ENDS).read_text().splitlines()[-1])
-    except (OSError, ValueError, IndexError):
-        return None
+        return dict(json.loads((run_dir / "slurm" / ENDS).read_text().splitlines()[-1]))
+    except (OSError, ValueError, IndexError, TypeError):
+        return {}
 
 
 if __name__ == "__main__":

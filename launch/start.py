@@ -26,7 +26,14 @@ def start_elsewhere(points: Mapping[tuple[str, ...], RunConfig], *, is_sweep: bo
             f"a sweep (-m) with launch={config.launch.name} is not in this version yet; use launch=slurm, which makes "
             "it one array job, or start one run for each value"
         )
-    if config.launch.name == "torchrun" or is_started():
+    if is_started():
+        return None
+    if config.slurm.dry_run and config.launch.name != "slurm":
+        raise UserError(
+            f"slurm.dry_run=true prints what launch=slurm would submit, and this is launch={config.launch.name}; use "
+            "launch=slurm, or dry_run=true for the plan of the run"
+        )
+    if config.launch.name == "torchrun":
         return None
     if config.launch.name == "local":
         from launch.local import run_local

@@ -95,6 +95,13 @@ def test_a_mistake_is_told_before_torch_is_imported() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_the_script_of_a_run_that_slurm_does_not_start_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    from train import main
+
+    assert main(["slurm.dry_run=true"]) == 78
+    assert "use launch=slurm" in capsys.readouterr().err
+
+
 def test_a_mistake_that_the_ranks_find_is_one_line_too(text: Path, tmp_path: Path) -> None:
     run = Local(*tiny_overrides(text, tmp_path / "run", "checkpoint.resume=must"))
     code, stdout, stderr = run.end()
@@ -200,11 +207,13 @@ def test_a_sweep_inside_torchrun_is_refused(
     assert "type it without torchrun" in capsys.readouterr().err
 
 
-def end_a_start(run_dir: Path, **status: object) -> tuple[int, str]:
-    """A start of a job that ends with ``status``."""
+def end_a_start(run_dir: Path, job: str = "1", saved: int | None = None, **status: object) -> tuple[int, str]:
+    """A start of a job that ends with ``status``, and has saved after step ``saved``."""
     (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
-    start = run_dir / "slurm" / "1.start"
+    start = run_dir / "slurm" / f"{job}.start"
     start.touch()
+    if saved is not None:
+        (run_dir / "checkpoints" / f"step-{saved:08}").mkdir(parents=True)
     if status:
         (run_dir / "status.json").write_text(json.dumps({"reason": None, "exit_code": None} | status))
     else:
@@ -213,12 +222,12 @@ def end_a_start(run_dir: Path, **status: object) -> tuple[int, str]:
 
 
 def test_what_is_worth_another_start(tmp_path: Path) -> None:
-    assert end_a_start(tmp_path, state="stopped", step=5, reason="SIGUSR1 on all ranks")[0] == 75
+    assert end_a_start(tmp_path, saved=5, state="stopped", step=5, reason="SIGUSR1 on all ranks")[0] == 75
     (tmp_path / "slurm" / "1.stopped").touch()
     assert end_a_start(tmp_path)[0] == 75, "a signal while the processes were joining"
     (tmp_path / "slurm" / "1.stopped").unlink()
     assert end_a_start(tmp_path)[0] == 70, "the status is that of the start before"
-    assert end_a_start(tmp_path, state="running", step=7)[0] == 75, "killed: it goes on from its checkpoint"
+    assert end_a_start(tmp_path, saved=6, state="running", step=7)[0] == 75, "killed: it goes on from its checkpoint"
     code, line = end_a_start(tmp_path, state="running", step=7)
     assert code == 70
     assert "crash loop: two starts in a row have ended at step 7" in line
@@ -229,8 +238,33 @@ def test_what_is_worth_another_start(tmp_path: Path) -> None:
 def test_the_same_hang_twice_is_a_crash_loop_and_two_preemptions_are_none(tmp_path: Path) -> None:
     assert end_a_start(tmp_path, state="stopped", step=8, reason="rank 5 hangs in data.next for 61 s")[0] == 75
     assert end_a_start(tmp_path, state="stopped", step=8, reason="rank 3 hangs in data.next for 60 s")[0] == 70
-    for _ in range(2):
+    for _ in range(3):
         assert end_a_start(tmp_path, state="stopped", step=8, reason="SIGTERM on all ranks")[0] == 75
+    (tmp_path / "slurm" / "1.stopped").write_text("SIGTERM\n")
+    for _ in range(3):
+        assert end_a_start(tmp_path)[0] == 75, "before training began, too"
+    (tmp_path / "slurm" / "1.failed").touch()
+    assert end_a_start(tmp_path)[0] == 70, "one node failed, and Slurm ended the other"
+
+
+def test_two_starts_that_save_nothing_are_a_crash_loop(tmp_path: Path) -> None:
+    """Whatever ends them, and wherever: a limit too short for a step would be queued again for ever."""
+    assert end_a_start(tmp_path, saved=100, state="stopped", step=130, reason="rank 1 in data.next")[0] == 75
+    assert end_a_start(tmp_path, state="running", step=150)[0] == 75
+    assert end_a_start(tmp_path, state="stopped", step=99, reason="SIGTERM on all ranks")[0] == 75
+    code, line = end_a_start(tmp_path, state="stopped", step=140, reason="SIGUSR1 on rank 0")
+    assert code == 70
+    assert "two starts in a row have saved nothing, the last one has ended at step 140 (SIGUSR1 on rank 0)" in line
+    assert end_a_start(tmp_path, "2", state="running", step=150)[0] == 75, "who submits again has mended something"
+    (tmp_path / "slurm" / "2.stopped").touch()
+    assert end_a_start(tmp_path, "2")[0] == 70, "the limit ends it while the processes join"
+
+
+@pytest.mark.parametrize("reason", ["control: stop", "trainer.stop_at=5"])
+def test_what_a_person_has_stopped_is_not_queued_again(reason: str, tmp_path: Path) -> None:
+    code, line = end_a_start(tmp_path, saved=5, state="stopped", step=5, reason=reason, exit_code=75)
+    assert code == 0
+    assert "Not queued again; the same command goes on" in line
 
 
 def test_jobs_are_found_by_their_run(tmp_path: Path) -> None:

@@ -276,7 +276,9 @@ def test_stopping_and_nothing_to_do(text: Path, tmp_path: Path) -> None:
     assert status() == ("stopped", 3, 75)
     assert steps_saved(run_dir) == [2, 3]
     before = tree(run_dir)
+    told = (run_dir / "status.json").stat().st_mtime_ns
     printed = train(text, run_dir, "trainer.stop_at=3", code=75).printed
+    assert (run_dir / "status.json").stat().st_mtime_ns > told, "a batch script must see that this start has stopped"
     assert "is at step 3, where trainer.stop_at=3 stops. Nothing to do." in printed
     assert tree(run_dir) == before
     train(text, run_dir)

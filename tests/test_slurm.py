@@ -200,3 +200,24 @@ def test_what_slurm_refuses_is_one_line(slurm: SlurmCluster, text: Path, tmp_pat
     assert done.stderr.startswith("error: Slurm refuses the job: ")
     assert "invalid partition specified: no-such" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_run_that_is_preempted_while_python_starts_is_queued_again(
+    slurm: SlurmCluster, text: Path, tmp_path: Path
+) -> None:
+    """Nobody but the script can tell: no handler is there yet, neither torchrun's nor the ranks'."""
+    run_dir, begun = tmp_path / "run", tmp_path / "begun"
+    slow = tmp_path / "slow" / "sitecustomize.py"
+    slow.parent.mkdir()
+    slow.write_text(
+        f"import os, time\nif 'SLURM_STEP_ID' in os.environ:\n    open({str(begun)!r}, 'w')\n    time.sleep(60)\n"
+    )
+    setup = f"[ -e {begun} ] || export PYTHONPATH={slow.parent}"
+    job = submit(slurm, *tiny_overrides(text, run_dir), "slurm.partition=low", f"slurm.setup='{setup}'")
+    wait_for(begun.exists, "Python to start", 60, lambda: printed(run_dir))
+    urgent = slurm.ask(
+        "sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
+    ).strip()
+    slurm.wait_for_state(urgent, "COMPLETED")
+    wait_for_state(run_dir, "finished")
+    assert slurm.job(job)["Restarts"] == "1"

@@ -155,7 +155,8 @@ def test_collectives_are_told_with_their_sizes_and_whether_they_are_done(cluster
 
 @contextmanager
 def hanging(how: str, rank: int, step: int) -> Iterator[None]:
-    """On ``rank``, in ``step``: sleep in the data loader, skip a collective, or be stopped."""
+    """On ``rank``, in ``step``: sleep in the data loader, skip a collective, be stopped, or fail while the others
+    sleep."""
     mine = int(os.environ["RANK"]) == rank
     train, read = Trainer._train, BatchLoader._read
 
@@ -167,8 +168,10 @@ def hanging(how: str, rank: int, step: int) -> Iterator[None]:
         train(self, number, batches)
 
     def faulty_read(self: BatchLoader, number: int, ids: Any) -> Any:
-        if number + 1 == step and how == "sleep" and mine:
+        if number + 1 == step and (how, mine) in (("sleep", True), ("fail", False)):
             time.sleep(1000)
+        if number + 1 == step and how == "fail":
+            raise ZeroDivisionError("here")
         return read(self, number, ids)
 
     with patch.object(Trainer, "_train", faulty_train), patch.object(BatchLoader, "_read", faulty_read):
@@ -222,6 +225,16 @@ def test_a_hanging_rank_is_named_and_the_run_ends_and_goes_on(
     assert metrics(tmp_path, "start")[-1]["resumed_from"] >= 2
     assert [answer.value["code"] for answer in answers] == [0] * ranks
     assert steps_saved(tmp_path)[-1] == 6
+
+
+def test_ranks_that_do_not_notice_a_failure_end_and_it_stays_the_reason(
+    cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    """As on a GPU, where who waits for a rank on another node hears nothing of its end."""
+    with pytest.raises(AssertionError, match="the process ended with 75"):
+        cluster.run(2, "tests.test_watchdog:train_hanging", argv=short(text, tmp_path), how="fail", rank=1, step=5)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["reason"], status["exit_code"]) == ("failed", "ZeroDivisionError: here", 70)
 
 
 def test_a_stopped_rank_is_named_and_torchrun_leaves_nothing_behind(text: Path, tmp_path: Path) -> None:

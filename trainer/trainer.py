@@ -134,6 +134,8 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
     if start.step < config.trainer.steps:
         stop_at = config.trainer.stop_at
         end = f"where trainer.stop_at={stop_at} stops" if start.step == stop_at else f"past trainer.stop_at={stop_at}"
+        if folder is not None:  # a batch script looks there whether to queue this again
+            folder.status("stopped", step=start.step, reason=f"trainer.stop_at={stop_at}", exit_code=EXIT_STOPPED)
         console.say(
             f"{start.checkpoint} is at step {start.step}, {end}. "
             f"Nothing to do.\ngo on: leave trainer.stop_at out, or raise it, up to trainer.steps={config.trainer.steps}"

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from configs.errors import EXIT_STOPPED
 from configs.schema import LaunchSection
-from trainer.track import Console, RunFolder, tell_end
+from trainer.track import Console, RunFolder, read_status, tell_end
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -45,6 +45,7 @@ _WARN_AT_TIMES_LONGEST, _END_AT_TIMES_FIRST = 1.5, 2.0
 _STACK_FRAMES = 40
 _COLLECTIVES_TOLD = 8
 _OTHERS_READY_WITHIN_SECONDS = 5.0
+_ECHOES = ("no answer from another process", "another process ended")  # of a hang, in the words of Session
 
 
 class Moment(NamedTuple):
@@ -168,6 +169,17 @@ class Patience:
         return self._age_seconds, limit, warn
 
 
+def forget_who_left(beats: list[Beat]) -> None:
+    """A rank that fell silent at its end has left, and no longer takes the time that an end may take: what the others
+    do decides how long they may wait for it."""
+    awake = [beat for beat in beats if not beat.silent_seconds]
+    for beat in beats:
+        if beat.silent_seconds and beat.phase == END and awake:
+            limits = [other.limit_seconds for other in awake]
+            beat.limit_seconds = None if None in limits else max(limit for limit in limits if limit is not None)
+            beat.warn_seconds = max(other.warn_seconds for other in awake)
+
+
 def diagnose(beats: list[Beat]) -> Verdict:
     """Who of the ranks, which all stand still, is the one that the others wait for."""
     culprits, others = _silent(beats) or _missing_from_collective(beats) or _behind(beats)
@@ -274,7 +286,8 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching and telling."""
+        """Stop watching and telling, once the others have been told that this rank has come to its end."""
+        self.pulse.enter(END, self.pulse.now.step)
         self._closing.set()
         self._thread.join(2 * self._interval)
 
@@ -295,16 +308,22 @@ class Watchdog:
                     self._failed_by.add(type(error))
                     self._console.say(f"WARNING    the watchdog of rank {self._session.rank} fails: {error!r}")
                     self._console.log(traceback.format_exc())
+        if self._store is not None:
+            with suppress(RuntimeError):
+                self._tell(0.0)
 
-    def _beat(self, elapsed: float) -> None:
+    def _tell(self, elapsed: float) -> "Store":
         if self._store is None:
             self._store = self._session.own_connection("watchdog")
-        mine = self._my_beat(elapsed)
-        self._store.set(self._keys[self._session.rank], json.dumps(vars(mine)))
-        if self._store.check(["end"]):
-            self._obey(json.loads(self._store.get("end")))
+        self._store.set(self._keys[self._session.rank], json.dumps(vars(self._my_beat(elapsed))))
+        return self._store
+
+    def _beat(self, elapsed: float) -> None:
+        store = self._tell(elapsed)
+        if store.check(["end"]):
+            self._obey(json.loads(store.get("end")))
         if self._session.rank <= 1:
-            self._are_all_there = self._are_all_there or self._store.check(self._keys)
+            self._are_all_there = self._are_all_there or store.check(self._keys)
             if self._are_all_there:
                 self._judge(self._read(elapsed))
 
@@ -337,6 +356,7 @@ class Watchdog:
             silent = silent + elapsed if number == beat.number else 0.0
             self._seen[beat.rank] = beat.number, silent
             beat.silent_seconds = silent if silent > 5 * self._interval else 0.0
+        forget_who_left(beats)
         return beats
 
     def _judge(self, beats: list[Beat]) -> None:
@@ -394,7 +414,10 @@ class Watchdog:
         with suppress(OSError):
             text = "\n".join([reason, *_told_at_length(beats)])
             (self._run_dir / "log" / "hang.txt").write_text(f"{text}\n")
-        if self._folder is not None:
+        status = read_status(self._run_dir)
+        if status.get("state") == "failed" and not str(status.get("reason")).startswith(_ECHOES):
+            pass  # a rank has told why it left; that the others waited for it is only what came of that
+        elif self._folder is not None:
             self._folder.stop_early(step, reason, EXIT_STOPPED)
         else:
             with suppress(OSError):

@@ -9,6 +9,7 @@ from configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from configs.schema import parse_count
 from configs.suggest import nearest
 from launch.ending import leave, report_mistake
+from launch.ranks import is_started
 
 USAGE = """\
 usage: serried prepare [recipe=RECIPE] [key=value ...]
@@ -133,6 +134,12 @@ def preflight(words: list[str]) -> int:
     from trainer.optim import state_bytes
 
     config = compose(words)
+    if (config.launch.nodes or 1) > 1 and not is_started():
+        raise UserError(
+            f"launch.nodes={config.launch.nodes}, and this is one process on one of them; start it on all: srun "
+            f"--nodes={config.launch.nodes} --ntasks-per-node=1 torchrun --nnodes={config.launch.nodes} ... serried.py "
+            "preflight ..., or leave launch.nodes out to examine this node alone"
+        )
     parameters = sum(parameter.numel() for parameter in CausalLM(config).build_model().parameters())
     return examine(config.launch, config.run.dir, (config.checkpoint.keep + 1) * state_bytes(parameters), PEAK_FLOPS)
 

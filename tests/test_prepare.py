@@ -296,7 +296,7 @@ def test_a_document_longer_than_a_shard(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
-    size_bytes = 48 << 20
+    size_bytes = 96 << 20
     source = write(tmp_path / "text", {"a.txt": b"some words on a line\n" * (size_bytes // 21)})
     tracemalloc.start()
     try:

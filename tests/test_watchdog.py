@@ -24,7 +24,20 @@ from tests.runs import metrics, steps_saved, tiny_overrides
 from train import main
 from trainer.loader import BatchLoader
 from trainer.trainer import Trainer
-from trainer.watchdog import DATA, END, LOG, SAVE, SET_UP, TRAIN, Beat, Patience, Pulse, diagnose, last_collectives
+from trainer.watchdog import (
+    DATA,
+    END,
+    LOG,
+    SAVE,
+    SET_UP,
+    TRAIN,
+    Beat,
+    Patience,
+    Pulse,
+    diagnose,
+    judge_silent_by_others,
+    last_collectives,
+)
 
 SUM = ("gloo/0", 8, "all_reduce of 2 numbers", False)
 BARRIER = ("gloo/0", 8, "barrier", False)
@@ -64,6 +77,15 @@ def test_who_waits_in_one_group_is_not_blamed_for_being_late_in_another() -> Non
         beat(3, collectives=[("gloo/r1", 4, "x", True)]),
     ]
     assert [culprit.rank for culprit in diagnose(beats).culprits] == [3]
+
+
+def test_who_tells_nothing_any_more_has_the_time_of_those_who_wait_for_it() -> None:
+    """Whatever it told last: it may have gone on from there."""
+    saving = beat(1, SAVE, 811, age=1, silent_seconds=60)
+    saving.limit_seconds = 1800.0
+    beats = [beat(0), saving]
+    judge_silent_by_others(beats)
+    assert diagnose(beats).limit_seconds == 300.0
 
 
 def test_who_tells_nothing_any_more_is_named() -> None:

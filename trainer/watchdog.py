@@ -169,12 +169,12 @@ class Patience:
         return self._age_seconds, limit, warn
 
 
-def forget_who_left(beats: list[Beat]) -> None:
-    """A rank that fell silent at its end has left, and no longer takes the time that an end may take: what the others
-    do decides how long they may wait for it."""
+def judge_silent_by_others(beats: list[Beat]) -> None:
+    """A rank that fell silent may have left, stopped, or gone on from what it told last, a save, say, that has much
+    time: what the others do decides how long they may wait for it."""
     awake = [beat for beat in beats if not beat.silent_seconds]
     for beat in beats:
-        if beat.silent_seconds and beat.phase == END and awake:
+        if beat.silent_seconds and awake:
             limits = [other.limit_seconds for other in awake]
             beat.limit_seconds = None if None in limits else max(limit for limit in limits if limit is not None)
             beat.warn_seconds = max(other.warn_seconds for other in awake)
@@ -356,7 +356,7 @@ class Watchdog:
             silent = silent + elapsed if number == beat.number else 0.0
             self._seen[beat.rank] = beat.number, silent
             beat.silent_seconds = silent if silent > 5 * self._interval else 0.0
-        forget_who_left(beats)
+        judge_silent_by_others(beats)
         return beats
 
     def _judge(self, beats: list[Beat]) -> None:

@@ -110,6 +110,7 @@ def test_a_mistake_that_the_ranks_find_is_one_line_too(text: Path, tmp_path: Pat
     assert len(stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_failure_of_another_rank_is_told_last_with_its_traceback(text: Path, tmp_path: Path) -> None:
     broken = tmp_path / "sitecustomize.py"
     broken.write_text(
@@ -130,6 +131,7 @@ def test_a_failure_of_another_rank_is_told_last_with_its_traceback(text: Path, t
     assert status(tmp_path / "run")["reason"] == "ZeroDivisionError: here"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_to_the_launcher_ends_in_a_checkpoint(name: str, started: Local, tmp_path: Path) -> None:
     started.process.send_signal(getattr(signal, name))
@@ -141,6 +143,7 @@ def test_a_signal_to_the_launcher_ends_in_a_checkpoint(name: str, started: Local
     assert (tmp_path / "run" / "checkpoints" / f"step-{ended['step']:08}").is_dir()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named_and_takes_the_others_with_it(started: Local, tmp_path: Path) -> None:
     os.kill(started.ranks()[1], signal.SIGKILL)
     code, _, stderr = started.end()
@@ -149,6 +152,7 @@ def test_a_rank_that_is_killed_is_named_and_takes_the_others_with_it(started: Lo
     assert str(status(tmp_path / "run")["reason"]).startswith("rank 1 was killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_leaves_no_rank(started: Local, tmp_path: Path) -> None:
     ranks = started.ranks()
     started.process.kill()

@@ -426,6 +426,7 @@ def test_ctrl_c_twice_ends_at_once(text: Path, tmp_path: Path) -> None:
 # torchrun --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [TERM, USR1])
 def test_no_process_outlives_its_torchrun_unsaved(
     number: int, cluster: Cluster, text: Path, tmp_path: Path, undisturbed: Path

@@ -259,6 +259,7 @@ def test_ranks_that_do_not_notice_a_failure_end_and_it_stays_the_reason(
     assert (status["state"], status["reason"], status["exit_code"]) == ("failed", "ZeroDivisionError: here", 70)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_torchrun_leaves_nothing_behind(text: Path, tmp_path: Path) -> None:
     """Rank 0 is the one: its neighbour speaks for it."""
     argv = short(text, tmp_path)

@@ -83,10 +83,15 @@ def test_a_mistake_is_one_line_and_exit_78(
 
 # Found out before any process is made known to another (the first two), and by one process for all.
 UNDER_TORCHRUN_TOO = ("recipe", "all at once", "absent file", "short text", "no such checkpoint")
-UNDER_TORCHRUN = [m for m in MISTAKES if m.processes > 1 or m.name in UNDER_TORCHRUN_TOO]
+ONE_OF_EACH_KIND = ("recipe", "absent file", "batch over ranks")
+UNDER_TORCHRUN = [
+    pytest.param(m, id=m.name, marks=[] if m.name in ONE_OF_EACH_KIND else [pytest.mark.slow])
+    for m in MISTAKES
+    if m.processes > 1 or m.name in UNDER_TORCHRUN_TOO
+]
 
 
-@pytest.mark.parametrize("mistake", UNDER_TORCHRUN, ids=lambda m: m.name)
+@pytest.mark.parametrize("mistake", UNDER_TORCHRUN)
 def test_under_torchrun_a_mistake_is_still_one_line(mistake: Mistake, places: dict[str, str]) -> None:
     is_found_by_one = mistake.processes == 1 and mistake.stage == "run"
     extra = ["launch.device=cpu", f"run.dir={places['run']}"] if is_found_by_one else []

@@ -71,7 +71,7 @@ def assert_same_tensors(one: Path, other: Path) -> None:
         assert not different, f"{len(different)} of {len(a)} differ in bits: {different[:3]}"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", SAME_COMMAND)
 def test_stopped_killed_and_resumed_is_bitwise_the_straight_run(
     layout: str, precision: str, cluster: Cluster, text: Path, tmp_path: Path

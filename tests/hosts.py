@@ -1,5 +1,6 @@
 """Hosts on this machine: network namespaces on one bridge, each with a name and an address of its own. Needs root."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -20,13 +21,17 @@ def why_not() -> str | None:
     return "this machine allows no network namespaces" if probe.returncode else None
 
 
+_NUMBERS = itertools.count()
+
+
 class Hosts:
     """``count`` hosts, ``node0`` and so on, at ``address(i)``; this machine is at ``address()`` on the same bridge."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self.count = count
-        self._tag = f"s{os.getpid() % 100_000}"  # interface names hold 15 characters
-        self._net = f"10.{64 + os.getpid() % 128}.{os.getpid() // 128 % 256}"
+        number = next(_NUMBERS)
+        self._tag = f"s{os.getpid() % 100_000}x{number}"  # interface names hold 15 characters
+        self._net = f"10.{64 + os.getpid() % 128}.{(os.getpid() // 128 + number) % 256}"
         self._files = (folder / "hosts", folder / "nsswitch.conf")
         names = [f"{self.address(index)} node{index}" for index in range(count)]
         own = f"{self.address()} {os.uname().nodename}"

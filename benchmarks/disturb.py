@@ -1,12 +1,14 @@
 """Starting a run under torchrun, watching it, and what must hold after it was disturbed."""
 
+import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -173,3 +175,22 @@ def differences(stormy: Path, calm: Path, steps: int) -> list[str]:
         if different or a.keys() != b.keys():
             problems.append(f"{stem}: {len(different)} of {len(b)} tensors differ in bits: {different[:3]}")
     return problems
+
+
+# the command ----------------------------------------------------------------------------------------------------------
+
+
+def run_storm(documentation: str | None, what: str, default: int, storm: Callable[..., Any]) -> None:
+    """Run ``storm`` as the command line says, ``--<what>`` times, and exit: 1 where anything did not hold."""
+    parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(f"--{what}", type=int, default=default)
+    parser.add_argument("--processes", type=int, default=2, choices=(1, 2, 3, 4, 6))
+    parser.add_argument("--layout", default="fsdp", choices=("single", "ddp", "fsdp", "hsdp"))
+    parser.add_argument("--seed", type=int, default=1)
+    options = vars(parser.parse_args())
+    with tempfile.TemporaryDirectory(prefix="serried-storm-") as folder:
+        result = storm(Path(folder) / "storm", **options, say=lambda line: print(line, flush=True))
+    for violation in result.violations:
+        print(f"VIOLATION: {violation}")
+    print(result.summary())
+    sys.exit(1 if result.violations else 0)

@@ -10,12 +10,9 @@ start resumes from the newest; in the end metrics.jsonl tells each step once, in
 run, and so do weights and optimizer state. Exit code 1 where anything does not.
 """
 
-import argparse
 import random
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -33,6 +30,7 @@ from benchmarks.disturb import (
     lines,
     newest_step,
     parent,
+    run_storm,
     send,
     torchrun,
     torn_or_lost,
@@ -217,23 +215,5 @@ def _extent(steps: list[int]) -> str:
     return f"{min(steps)} to {max(steps)}" if steps else "none"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--processes", type=int, default=2, choices=(1, 2, 3, 4, 6))
-    parser.add_argument("--layout", default="fsdp", choices=("single", "ddp", "fsdp", "hsdp"))
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="serried-storm-") as folder:
-        result = storm(
-            Path(folder) / "storm", kills=options.kills, processes=options.processes, layout=options.layout,
-            seed=options.seed, say=lambda line: print(line, flush=True),
-        )  # fmt: skip
-    for violation in result.violations:
-        print(f"VIOLATION: {violation}")
-    print(result.summary())
-    sys.exit(1 if result.violations else 0)
-
-
 if __name__ == "__main__":
-    main()
+    run_storm(__doc__, "kills", 50, storm)

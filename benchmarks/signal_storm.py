@@ -11,13 +11,10 @@ it; the next start resumes from there; no step is trained twice; in the end metr
 have the bits of the undisturbed run. Exit code 1 where anything does not.
 """
 
-import argparse
 import json
 import random
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -36,6 +33,7 @@ from benchmarks.disturb import (
     lines,
     newest_step,
     parent,
+    run_storm,
     send,
     torchrun,
     torn_or_lost,
@@ -201,23 +199,5 @@ def _status(run_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--signals", type=int, default=100)
-    parser.add_argument("--processes", type=int, default=2, choices=(1, 2, 3, 4, 6))
-    parser.add_argument("--layout", default="fsdp", choices=("single", "ddp", "fsdp", "hsdp"))
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="serried-storm-") as folder:
-        result = storm(
-            Path(folder) / "storm", signals=options.signals, processes=options.processes, layout=options.layout,
-            seed=options.seed, say=lambda line: print(line, flush=True),
-        )  # fmt: skip
-    for violation in result.violations:
-        print(f"VIOLATION: {violation}")
-    print(result.summary())
-    sys.exit(1 if result.violations else 0)
-
-
 if __name__ == "__main__":
-    main()
+    run_storm(__doc__, "signals", 100, storm)

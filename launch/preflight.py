@@ -2,7 +2,6 @@
 
 import os
 import statistics
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -23,7 +22,6 @@ _FREE_SHARE = 0.9
 _CLOCK_SECONDS = 1.0
 _SHARED_MEMORY_BYTES_PER_RANK = 128 * 2**20
 _INODES = 1000
-_LOOKS = 10
 _WRITE_BYTES_PER_SECOND = 20e6
 
 
@@ -100,22 +98,13 @@ def _sees_what_rank_0_writes(session: Session, run_dir: Path) -> bool | None:
         except OSError as error:
             problem = error
     is_there = session.gather(problem is None)[0]
-    seen = is_there and _appears(path)
+    seen = is_there and session.appears(path)
     session.gather("looked")
     if problem is not None:
         raise problem
     if session.is_main:
         path.unlink(missing_ok=True)
     return seen if is_there else None
-
-
-def _appears(path: Path) -> bool:
-    """A network disk may show a new file late."""
-    for _ in range(_LOOKS):
-        if path.exists():
-            return True
-        time.sleep(1)
-    return False
 
 
 def _tell(

@@ -202,18 +202,26 @@ def test_what_slurm_refuses_is_one_line(slurm: SlurmCluster, text: Path, tmp_pat
     assert len(done.stderr.splitlines()) == 1
 
 
+def slow_start(tmp_path: Path, begun: Path, seconds: int) -> str:
+    """A setup that has each Python take ``seconds`` longer to start, in the first start of the job."""
+    slow = tmp_path / "slow" / "sitecustomize.py"
+    slow.parent.mkdir()
+    slow.write_text(
+        "import os, time\n"
+        "if 'SLURM_STEP_ID' in os.environ:\n"
+        f"    open({str(begun)!r}, 'w')\n"
+        f"    time.sleep({seconds})\n"
+    )
+    return f"slurm.setup='[ -e {begun} ] || export PYTHONPATH={slow.parent}'"
+
+
 def test_a_run_that_is_preempted_while_python_starts_is_queued_again(
     slurm: SlurmCluster, text: Path, tmp_path: Path
 ) -> None:
     """Nobody but the script can tell: no handler is there yet, neither torchrun's nor the ranks'."""
     run_dir, begun = tmp_path / "run", tmp_path / "begun"
-    slow = tmp_path / "slow" / "sitecustomize.py"
-    slow.parent.mkdir()
-    slow.write_text(
-        f"import os, time\nif 'SLURM_STEP_ID' in os.environ:\n    open({str(begun)!r}, 'w')\n    time.sleep(60)\n"
-    )
-    setup = f"[ -e {begun} ] || export PYTHONPATH={slow.parent}"
-    job = submit(slurm, *tiny_overrides(text, run_dir), "slurm.partition=low", f"slurm.setup='{setup}'")
+    setup = slow_start(tmp_path, begun, 60)
+    job = submit(slurm, *tiny_overrides(text, run_dir), "slurm.partition=low", setup)
     wait_for(begun.exists, "Python to start", 60, lambda: printed(run_dir))
     urgent = slurm.ask(
         "sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
@@ -221,3 +229,15 @@ def test_a_run_that_is_preempted_while_python_starts_is_queued_again(
     slurm.wait_for_state(urgent, "COMPLETED")
     wait_for_state(run_dir, "finished")
     assert slurm.job(job)["Restarts"] == "1"
+
+
+def test_a_signal_while_python_starts_is_not_forgotten(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+    """torchrun has to ignore SIGUSR1, and so would the ranks, which come later."""
+    run_dir, begun = tmp_path / "run", tmp_path / "begun"
+    job = submit(slurm, *tiny_overrides(text, run_dir, *_ENDLESS), slow_start(tmp_path, begun, 5))
+    wait_for(begun.exists, "Python to start", 60, lambda: printed(run_dir))
+    slurm.ask("scancel", "--signal=USR1", job)  # as Slurm does before the time limit, at a time of its own
+    wait_for(lambda: slurm.job(job).get("Restarts") == "1", "the requeue", 150, lambda: printed(run_dir))
+    assert "stopped: SIGUSR1 while the processes were joining" in printed(run_dir)
+    assert "stopped before training began: SIGUSR1" in printed(run_dir)
+    wait_for_steps(run_dir, 1)

@@ -11,6 +11,7 @@ from typing import Any
 
 from configs.errors import EXIT_FAILED, EXIT_FINISHED
 from configs.schema import LaunchSection
+from configs.suggest import pasteable
 from launch import probes
 from launch.session import Session, run_in_session
 
@@ -39,17 +40,24 @@ class Findings:
             self.by_host[host].append(what)
 
 
-def preflight(section: LaunchSection, run_dir: Path, needed_bytes: int | None, peaks: dict[str, float]) -> int:
+def preflight(
+    section: LaunchSection,
+    run_dir: Path,
+    needed_bytes: int | None,
+    peaks: dict[str, float],
+    excluded: str | None = None,
+) -> int:
     """Examine all nodes of this start and print a table and a verdict. Returns the exit code: 0 fit, 70 not.
 
-    ``needed_bytes``: what the run's checkpoints take; ``peaks``: FLOP/s that devices are sold with, by name.
+    ``needed_bytes``: what the run's checkpoints take; ``peaks``: FLOP/s that devices are sold with, by name;
+    ``excluded``: nodes that are left out already, with commas between them.
     """
     patience = min(section.start_timeout_seconds, _PATIENCE_SECONDS)
     impatient = section.model_copy(update={"start_timeout_seconds": patience})
 
     def work(session: Session) -> int:
         facts = session.gather(examine(session, run_dir))
-        code = session.once(lambda: _tell(facts, session, run_dir, needed_bytes, peaks))
+        code = session.once(lambda: _tell(facts, session, run_dir, needed_bytes, peaks, excluded))
         return int(code)
 
     return run_in_session(impatient, work)
@@ -108,10 +116,15 @@ def _sees_what_rank_0_writes(session: Session, run_dir: Path) -> bool | None:
 
 
 def _tell(
-    facts: list[dict[str, Any]], session: Session, run_dir: Path, needed_bytes: int | None, peaks: dict[str, float]
+    facts: list[dict[str, Any]],
+    session: Session,
+    run_dir: Path,
+    needed_bytes: int | None,
+    peaks: dict[str, float],
+    excluded: str | None,
 ) -> int:
     findings = judge(facts, session.device.type, session.local_world_size, run_dir, needed_bytes)
-    for line in report(facts, findings, peaks):
+    for line in report(facts, findings, peaks, excluded):
         print(line, flush=True)
     return EXIT_FAILED if findings.by_host or findings.common else EXIT_FINISHED
 
@@ -238,8 +251,10 @@ def _judge_disk(facts: list[dict[str, Any]], run_dir: Path, needed_bytes: int | 
 _COLUMNS = ("node", "ranks", "device", "matmul", "all-reduce", "all-gather", "pairs", "write", "free", "clock", "")
 
 
-def report(facts: list[dict[str, Any]], findings: Findings, peaks: dict[str, float]) -> list[str]:
-    """The table, what is wrong, and the verdict, as lines."""
+def report(
+    facts: list[dict[str, Any]], findings: Findings, peaks: dict[str, float], excluded: str | None = None
+) -> list[str]:
+    """The table, what is wrong, what to leave out besides the nodes ``excluded``, and the verdict, as lines."""
     hosts = list(dict.fromkeys(fact["host"] for fact in facts))
     rows: list[tuple[str, ...]] = [_COLUMNS]
     rows += [_row(host, [fact for fact in facts if fact["host"] == host], findings, peaks) for host in hosts]
@@ -254,7 +269,9 @@ def report(facts: list[dict[str, Any]], findings: Findings, peaks: dict[str, flo
     if not findings.by_host and not findings.common:
         return [*lines, f"verdict    fit: {ranks}"]
     if findings.by_host and len(findings.by_host) < len(hosts):
-        lines.append(f"exclude    --exclude={','.join(findings.by_host)}")
+        names = ",".join([*([excluded] if excluded else []), *findings.by_host])
+        value = f'"{names}"' if "," in names else names  # Hydra takes a comma for a list
+        lines.append(f"exclude    {pasteable('slurm.exclude', value)}, or sbatch --exclude={names}")
     return [*lines, f"verdict    not fit: {ranks}"]
 
 

@@ -216,8 +216,8 @@ class Session:
         return False
 
     def host(self) -> str:
-        """Name of this machine."""
-        return socket.gethostname()
+        """Name of this machine; under Slurm, Slurm's for it."""
+        return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
     def background_names(self) -> list[str]:
         """Names of the groups that ``background_group`` made and this rank is in."""

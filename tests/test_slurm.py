@@ -241,3 +241,37 @@ def test_a_signal_while_python_starts_is_not_forgotten(slurm: SlurmCluster, text
     assert "stopped: SIGUSR1 while the processes were joining" in printed(run_dir)
     assert "stopped before training began: SIGUSR1" in printed(run_dir)
     wait_for_steps(run_dir, 1)
+
+
+def test_preflight_is_a_job_that_is_waited_for(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+    argv = [*tiny_overrides(text, tmp_path / "run"), "launch=slurm", "launch.nodes=2", "launch.device=cpu"]
+    done = at_login(slurm, "serried", "preflight", *argv)
+    assert re.match(r"submitted  job \d+: 2 nodes x 1 process\n", done.stdout), done.stderr
+    assert done.stdout.endswith("fit: 2 nodes, 2 ranks\n")
+    unfit = [line for line in done.stdout.splitlines() if line.startswith("unfit ")]
+    assert all("of the median" in line for line in unfit), "nothing but what a busy machine does to speeds"
+    assert done.returncode == (70 if unfit else 0)
+    assert "\nnode0  0 " in done.stdout
+    assert "\nnode1  1 " in done.stdout
+
+
+def test_preflight_names_the_node_that_is_not_fit(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+    """One of two has another disk in place of the shared one, in a container as it were."""
+    disk, container = tmp_path / "disk", tmp_path / "container.sh"
+    disk.mkdir()
+    container.write_text(
+        "#!/usr/bin/env bash\n"
+        f'[ $SLURM_NODEID = 1 ] || exec "$@"\n'
+        f'exec unshare --mount bash -c \'mount -t tmpfs none {disk} && mkdir {disk}/run && exec "$@"\' bash "$@"\n'
+    )
+    container.chmod(0o755)
+    argv = [*tiny_overrides(text, disk / "run"), "launch=slurm", "launch.nodes=2", "launch.device=cpu"]
+    done = at_login(slurm, "serried", "preflight", *argv, f"slurm.container={container}", "slurm.exclude=node9")
+    assert done.returncode == 78
+    assert "Invalid node name specified" in done.stderr
+    done = at_login(slurm, "serried", "preflight", *argv, f"slurm.container={container}")
+    assert done.returncode == 70, done.stdout + done.stderr
+    assert (
+        f"\nunfit      node1: does not see what rank 0 writes to {disk / 'run'}: it must be on a shared" in done.stdout
+    )
+    assert "\nexclude    slurm.exclude=node1, or sbatch --exclude=node1\nverdict    not fit: 2 nodes" in done.stdout

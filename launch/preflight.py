@@ -71,6 +71,10 @@ def examine(session: Session, run_dir: Path) -> dict[str, Any]:
     def alone(name: str, probe: Callable[[], Any]) -> None:
         try:
             facts[name] = probe()
+        except _Unwritable as error:
+            facts[name] = None
+            if str(error) not in facts["problems"]:
+                facts["problems"].append(str(error))
         except Exception as error:  # whatever it is, it is a finding, and the others go on
             facts[name] = None
             facts["problems"].append(f"{name.replace('_', ' ')}: {type(error).__name__}: {error}")
@@ -82,9 +86,9 @@ def examine(session: Session, run_dir: Path) -> dict[str, Any]:
     alone("matmul", lambda: probes.matmul_flops(session))
     alone("unresolved", lambda: probes.unresolved([*hosts, os.environ.get("MASTER_ADDR", "localhost")]))
     alone("shared_memory", probes.shared_memory_bytes)
-    alone("sees_run_dir", lambda: _sees_what_rank_0_writes(session, run_dir))
+    alone("sees_run_dir", lambda: _writing(run_dir, lambda: _sees_what_rank_0_writes(session, run_dir)))
     is_first = hosts.index(facts["host"]) == session.rank
-    alone("disk", lambda: probes.disk(run_dir) if is_first else None)
+    alone("disk", lambda: _writing(run_dir, lambda: probes.disk(run_dir)) if is_first else None)
     session.gather("measured")  # nobody measures wires while another still multiplies
     if session.world_size > 1:
         facts["collectives"] = probes.collectives(session)
@@ -93,6 +97,18 @@ def examine(session: Session, run_dir: Path) -> dict[str, Any]:
         facts["pairs"] = probes.pairs_bytes_per_second(session, members)
     facts["clock"] = probes.clock_ahead_seconds(session)
     return facts
+
+
+class _Unwritable(Exception):
+    """The run folder cannot be written."""
+
+
+def _writing(run_dir: Path, probe: Callable[[], Any]) -> Any:
+    try:
+        return probe()
+    except OSError as error:
+        reason = f"cannot write to {run_dir}: {error.strerror}; use run.dir=FOLDER on another disk"
+        raise _Unwritable(reason) from None
 
 
 def _sees_what_rank_0_writes(session: Session, run_dir: Path) -> bool | None:

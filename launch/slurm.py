@@ -18,6 +18,7 @@ from launch.ranks import processes_per_node, say
 _ROOT = Path(__file__).resolve().parent.parent
 _MARK = "# ---- From here on every script is the same. ----\n"
 _PATIENCE_SECONDS = 120
+_UNCONFIGURED = "Could not establish a configuration source"  # sbatch's words
 _EXAMINATION_MINUTES = 10
 _LOOK_SECONDS = 2.0
 _LOOKS = 10
@@ -237,6 +238,11 @@ def _sbatch(path: Path) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise UserError(f"sbatch has not answered for {_PATIENCE_SECONDS} s; see `sinfo`, and try again") from None
+    if done.returncode and _UNCONFIGURED in done.stderr:
+        raise UserError(
+            "Slurm is installed here but finds no configuration: no slurm.conf in /etc/slurm, and no server that has "
+            "it; submit from a login node of the cluster, or set SLURM_CONF=FILE"
+        )
     if done.returncode:
         said = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines())
         raise UserError(f"Slurm refuses the job: {said}; the script is {path}")

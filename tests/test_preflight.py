@@ -180,6 +180,12 @@ def test_the_command_alone(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("verdict    fit: 1 node, 1 rank\n")
     assert "TFLOP/s" in done.stdout or "GFLOP/s" in done.stdout
+    unwritable = subprocess.run(
+        [sys.executable, "serried.py", "preflight", "run.dir=/proc/run", "launch.device=cpu"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert unwritable.returncode == 70
+    assert unwritable.stdout.count("unfit ") == unwritable.stdout.count("rank 0: cannot write to /proc/run: ") == 1
     mistaken = subprocess.run(
         [sys.executable, "serried.py", "preflight", "run.dri=x"],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,

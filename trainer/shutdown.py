@@ -107,7 +107,7 @@ class Shutdown:
             total = arrived.read() if arrived is not None else 0.0
             self._spare = arrived
         self.action = Action(min(int(total), Action.STOP))
-        if self.stops:
+        if self.stops and self.reason is None:  # it is known already where the run has gone back in between
             self._settle()
 
     def unless_stopped(self, batches: Iterable[_T]) -> Iterator[_T]:

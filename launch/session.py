@@ -404,7 +404,7 @@ def _report(error: BaseException, session: Session) -> int:
     if session._is_told:
         return failure.exit_code
     if failure.exit_code == EXIT_STOPPED:
-        if failure.rank == session.rank:
+        if session.is_main:  # whose console is the user's, whoever was asked
             say_why(f"stopped: {failure.reason}; go on: the same command")
         return EXIT_STOPPED
     if failure.rank != session.rank:

@@ -169,7 +169,7 @@ def _script(options: Sequence[str], config: RunConfig, program: str, runs: Seque
     lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
     lines += [*runs, f"cd {shlex.quote(str(Path.cwd()))} || exit 70"]
     if slurm.modules:
-        lines.append(f"module load {shlex.join(slurm.modules.split())}")
+        lines.append(f"module load {shlex.join(slurm.modules.split())} || exit 70")
     if slurm.setup:
         lines.append(slurm.setup)
     return "\n".join(lines) + "\n\n" + _MARK + template.partition(_MARK)[2]

@@ -243,6 +243,28 @@ def test_a_signal_while_python_starts_is_not_forgotten(slurm: SlurmCluster, text
     wait_for_steps(run_dir, 1)
 
 
+def test_modules_setup_and_container_are_those_of_the_ranks(
+    slurm: SlurmCluster, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``module`` is a shell function, where there is one; a container is any command that runs another."""
+    monkeypatch.setitem(slurm.environment, "BASH_FUNC_module%%", '() { export LOADED="$*"; }')
+    run_dir, seen, container = tmp_path / "run", tmp_path / "seen", tmp_path / "container.sh"
+    seen.mkdir()
+    container.write_text(f'#!/usr/bin/env bash\nenv >{seen}/${{SLURM_NODEID:-batch}}-$SLURM_STEP_ID\nexec "$@"\n')
+    container.chmod(0o755)
+    job = submit(
+        slurm, *tiny_overrides(text, run_dir, "trainer.steps=2"), "slurm.modules='cuda/12 nccl'",
+        "slurm.setup='export SET_UP=\"two words\"'", f"slurm.container='env CONTAINED=yes {container}'",
+        "slurm.time_minutes=9",
+    )  # fmt: skip
+    assert slurm.wait_for_state(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED", printed(run_dir)
+    assert len(list(seen.iterdir())) == 3, "the ranks of each node, and the look at the end"
+    for path in seen.iterdir():
+        lines = path.read_text().splitlines()
+        assert {"LOADED=load cuda/12 nccl", "SET_UP=two words", "CONTAINED=yes"} <= set(lines)
+        assert any(re.fullmatch(r"SLURM_JOB_END_TIME=\d+", line) for line in lines), "the ranks look at the clock"
+
+
 def test_preflight_is_a_job_that_is_waited_for(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
     argv = [*tiny_overrides(text, tmp_path / "run"), "launch=slurm", "launch.nodes=2", "launch.device=cpu"]
     done = at_login(slurm, "serried", "preflight", *argv)

@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not installed: their names are too plain
 
 from configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
-from configs.schema import parse_count
+from configs.schema import RunConfig, parse_count
 from configs.suggest import nearest
 from launch.ending import leave, report_mistake
 from launch.ranks import is_started
@@ -33,6 +33,7 @@ export, a checkpoint as a plain model:
 
 preflight, are these nodes fit: alone, or on all nodes of a run, on each of them with torchrun's usual words:
   torchrun --nnodes=2 --nproc_per_node=8 ... serried.py preflight run.dir=RUN
+  serried preflight launch=slurm launch.nodes=2 ... run.dir=RUN    in a Slurm job: submits it, waits, prints its table
 submit, a run to Slurm: as python train.py launch=slurm
 status, how a run stands, and its job; without overrides, all in runs/
 
@@ -128,20 +129,28 @@ def preflight(words: list[str]) -> int:
         UserError: an override is mistaken.
     """
     from configs.compose import compose
+    from launch.slurm import preflight_by_job
+
+    config = compose(words)
+    if config.launch.name == "slurm" and not is_started():
+        return preflight_by_job(words, config)
+    if (config.launch.nodes or 1) > 1 and not is_started():
+        raise UserError(
+            f"launch.nodes={config.launch.nodes}, and this is one process on one of them; use launch=slurm, which "
+            "examines them in a job, torchrun on each of them, or leave launch.nodes out to examine this node alone"
+        )
+    return _preflight_here(config)
+
+
+def _preflight_here(config: RunConfig) -> int:
     from launch.preflight import preflight as examine
     from recipes.causal_lm import CausalLM
     from trainer.metrics import PEAK_FLOPS
     from trainer.optim import state_bytes
 
-    config = compose(words)
-    if (config.launch.nodes or 1) > 1 and not is_started():
-        raise UserError(
-            f"launch.nodes={config.launch.nodes}, and this is one process on one of them; start it on all: srun "
-            f"--nodes={config.launch.nodes} --ntasks-per-node=1 torchrun --nnodes={config.launch.nodes} ... serried.py "
-            "preflight ..., or leave launch.nodes out to examine this node alone"
-        )
     parameters = sum(parameter.numel() for parameter in CausalLM(config).build_model().parameters())
-    return examine(config.launch, config.run.dir, (config.checkpoint.keep + 1) * state_bytes(parameters), PEAK_FLOPS)
+    needed_bytes = (config.checkpoint.keep + 1) * state_bytes(parameters)
+    return examine(config.launch, config.run.dir, needed_bytes, PEAK_FLOPS, config.slurm.exclude)
 
 
 def export(given: dict[str, str]) -> str:

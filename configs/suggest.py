@@ -287,10 +287,24 @@ def meant(key: str, value: str, groups: Mapping[str, Sequence[str]]) -> list[str
 
 
 def _assignment(name: str, value: str, groups: Mapping[str, Sequence[str]]) -> str:
+    if name == "slurm.time_minutes":
+        value = _in_minutes(value)
     if name not in groups:
         return pasteable(name, value) if value else all_keys()[name].example
     chosen = value if value in groups[name] else _CHOICE_ALIASES.get(value.lower(), "")
     return f"{name}={chosen}" if chosen in groups[name] else f"{name}={'|'.join(groups[name])}"
+
+
+def _in_minutes(limit: str) -> str:
+    """A time limit as Slurm writes it, ``4:00:00``, ``30:00`` or ``1-12``, in minutes; as it is where it is none."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if found is None:
+        return limit
+    days, *parts = (int(part or 0) for part in found.groups())
+    if found[1] is None and found[4] is None:  # minutes, or minutes:seconds
+        parts = [0, parts[0], parts[1]]
+    hours, minutes, seconds = parts
+    return str(60 * (24 * days + hours) + minutes + (seconds > 0))
 
 
 def explanation(key: str, value: str) -> str | None:

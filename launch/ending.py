@@ -80,20 +80,27 @@ def let_another_end_first() -> None:
         time.sleep(10)
 
 
-def leave(code: int) -> NoReturn:
-    """End the process at once.
-
-    Past the point where work is done, Gloo's threads can abort an interpreter that is shutting down
-    (https://github.com/pytorch/pytorch/issues/179291), which would turn success into exit code -6.
+def code_for_agent(code: int) -> int:
+    """The code to end with where the run's own is ``code``.
 
     An agent of torchrun takes every code but 0 for a failure. With restarts left it would start a run again that was
     stopped on request, and a Slurm job of ours asks ``status.json`` anyway: for these, stopped is 0.
     """
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if code == EXIT_STOPPED and (restarts or STATUS_DECIDES in os.environ):
-        code = EXIT_FINISHED
-        with suppress(OSError, KeyError):
-            Path(os.environ[STATUS_DECIDES]).touch()
+    if code != EXIT_STOPPED or not (restarts or STATUS_DECIDES in os.environ):
+        return code
+    with suppress(OSError, KeyError):
+        Path(os.environ[STATUS_DECIDES]).touch()
+    return EXIT_FINISHED
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once.
+
+    Past the point where work is done, Gloo's threads can abort an interpreter that is shutting down
+    (https://github.com/pytorch/pytorch/issues/179291), which would turn success into exit code -6.
+    """
+    code = code_for_agent(code)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # whoever listened is gone
             stream.flush()

@@ -2,7 +2,6 @@
 
 import os
 import statistics
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 from configs.errors import EXIT_FAILED, EXIT_FINISHED
 from configs.schema import LaunchSection
+from configs.suggest import pasteable
 from launch import probes
 from launch.session import Session, run_in_session
 
@@ -23,7 +23,6 @@ _FREE_SHARE = 0.9
 _CLOCK_SECONDS = 1.0
 _SHARED_MEMORY_BYTES_PER_RANK = 128 * 2**20
 _INODES = 1000
-_LOOKS = 10
 _WRITE_BYTES_PER_SECOND = 20e6
 
 
@@ -41,17 +40,24 @@ class Findings:
             self.by_host[host].append(what)
 
 
-def preflight(section: LaunchSection, run_dir: Path, needed_bytes: int | None, peaks: dict[str, float]) -> int:
+def preflight(
+    section: LaunchSection,
+    run_dir: Path,
+    needed_bytes: int | None,
+    peaks: dict[str, float],
+    excluded: str | None = None,
+) -> int:
     """Examine all nodes of this start and print a table and a verdict. Returns the exit code: 0 fit, 70 not.
 
-    ``needed_bytes``: what the run's checkpoints take; ``peaks``: FLOP/s that devices are sold with, by name.
+    ``needed_bytes``: what the run's checkpoints take; ``peaks``: FLOP/s that devices are sold with, by name;
+    ``excluded``: nodes that are left out already, with commas between them.
     """
     patience = min(section.start_timeout_seconds, _PATIENCE_SECONDS)
     impatient = section.model_copy(update={"start_timeout_seconds": patience})
 
     def work(session: Session) -> int:
         facts = session.gather(examine(session, run_dir))
-        code = session.once(lambda: _tell(facts, session, run_dir, needed_bytes, peaks))
+        code = session.once(lambda: _tell(facts, session, run_dir, needed_bytes, peaks, excluded))
         return int(code)
 
     return run_in_session(impatient, work)
@@ -65,6 +71,10 @@ def examine(session: Session, run_dir: Path) -> dict[str, Any]:
     def alone(name: str, probe: Callable[[], Any]) -> None:
         try:
             facts[name] = probe()
+        except _Unwritable as error:
+            facts[name] = None
+            if str(error) not in facts["problems"]:
+                facts["problems"].append(str(error))
         except Exception as error:  # whatever it is, it is a finding, and the others go on
             facts[name] = None
             facts["problems"].append(f"{name.replace('_', ' ')}: {type(error).__name__}: {error}")
@@ -76,9 +86,9 @@ def examine(session: Session, run_dir: Path) -> dict[str, Any]:
     alone("matmul", lambda: probes.matmul_flops(session))
     alone("unresolved", lambda: probes.unresolved([*hosts, os.environ.get("MASTER_ADDR", "localhost")]))
     alone("shared_memory", probes.shared_memory_bytes)
-    alone("sees_run_dir", lambda: _sees_what_rank_0_writes(session, run_dir))
+    alone("sees_run_dir", lambda: _writing(run_dir, lambda: _sees_what_rank_0_writes(session, run_dir)))
     is_first = hosts.index(facts["host"]) == session.rank
-    alone("disk", lambda: probes.disk(run_dir) if is_first else None)
+    alone("disk", lambda: _writing(run_dir, lambda: probes.disk(run_dir)) if is_first else None)
     session.gather("measured")  # nobody measures wires while another still multiplies
     if session.world_size > 1:
         facts["collectives"] = probes.collectives(session)
@@ -87,6 +97,18 @@ def examine(session: Session, run_dir: Path) -> dict[str, Any]:
         facts["pairs"] = probes.pairs_bytes_per_second(session, members)
     facts["clock"] = probes.clock_ahead_seconds(session)
     return facts
+
+
+class _Unwritable(Exception):
+    """The run folder cannot be written."""
+
+
+def _writing(run_dir: Path, probe: Callable[[], Any]) -> Any:
+    try:
+        return probe()
+    except OSError as error:
+        reason = f"cannot write to {run_dir}: {error.strerror}; use run.dir=FOLDER on another disk"
+        raise _Unwritable(reason) from None
 
 
 def _sees_what_rank_0_writes(session: Session, run_dir: Path) -> bool | None:
@@ -100,7 +122,7 @@ def _sees_what_rank_0_writes(session: Session, run_dir: Path) -> bool | None:
         except OSError as error:
             problem = error
     is_there = session.gather(problem is None)[0]
-    seen = is_there and _appears(path)
+    seen = is_there and session.appears(path)
     session.gather("looked")
     if problem is not None:
         raise problem
@@ -109,20 +131,16 @@ def _sees_what_rank_0_writes(session: Session, run_dir: Path) -> bool | None:
     return seen if is_there else None
 
 
-def _appears(path: Path) -> bool:
-    """A network disk may show a new file late."""
-    for _ in range(_LOOKS):
-        if path.exists():
-            return True
-        time.sleep(1)
-    return False
-
-
 def _tell(
-    facts: list[dict[str, Any]], session: Session, run_dir: Path, needed_bytes: int | None, peaks: dict[str, float]
+    facts: list[dict[str, Any]],
+    session: Session,
+    run_dir: Path,
+    needed_bytes: int | None,
+    peaks: dict[str, float],
+    excluded: str | None,
 ) -> int:
     findings = judge(facts, session.device.type, session.local_world_size, run_dir, needed_bytes)
-    for line in report(facts, findings, peaks):
+    for line in report(facts, findings, peaks, excluded):
         print(line, flush=True)
     return EXIT_FAILED if findings.by_host or findings.common else EXIT_FINISHED
 
@@ -249,8 +267,10 @@ def _judge_disk(facts: list[dict[str, Any]], run_dir: Path, needed_bytes: int | 
 _COLUMNS = ("node", "ranks", "device", "matmul", "all-reduce", "all-gather", "pairs", "write", "free", "clock", "")
 
 
-def report(facts: list[dict[str, Any]], findings: Findings, peaks: dict[str, float]) -> list[str]:
-    """The table, what is wrong, and the verdict, as lines."""
+def report(
+    facts: list[dict[str, Any]], findings: Findings, peaks: dict[str, float], excluded: str | None = None
+) -> list[str]:
+    """The table, what is wrong, what to leave out besides the nodes ``excluded``, and the verdict, as lines."""
     hosts = list(dict.fromkeys(fact["host"] for fact in facts))
     rows: list[tuple[str, ...]] = [_COLUMNS]
     rows += [_row(host, [fact for fact in facts if fact["host"] == host], findings, peaks) for host in hosts]
@@ -265,7 +285,9 @@ def report(facts: list[dict[str, Any]], findings: Findings, peaks: dict[str, flo
     if not findings.by_host and not findings.common:
         return [*lines, f"verdict    fit: {ranks}"]
     if findings.by_host and len(findings.by_host) < len(hosts):
-        lines.append(f"exclude    --exclude={','.join(findings.by_host)}")
+        names = ",".join([*([excluded] if excluded else []), *findings.by_host])
+        value = f'"{names}"' if "," in names else names  # Hydra takes a comma for a list
+        lines.append(f"exclude    {pasteable('slurm.exclude', value)}, or sbatch --exclude={names}")
     return [*lines, f"verdict    not fit: {ranks}"]
 
 

@@ -17,6 +17,7 @@ ENDS = "ends.jsonl"
 
 _WANTED = ("control", "trainer.stop_at")  # a person wants no more of it for now
 _ASKED_FOR = ("SIGTERM", "SIGINT", "SIGHUP")  # preemption, mostly: no fault of the run's
+_OUT_OF_TIME = ("SIGUSR1", "Slurm ends this job")
 _CHECKPOINT = re.compile(r"step-([0-9]{8,})")
 _FRUITLESS_STARTS = 2
 
@@ -45,10 +46,10 @@ def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
         return EXIT_FINISHED, f"stopped {where}: {reason}. Not queued again; the same command goes on"
     if not reason.startswith(_ASKED_FOR) and (is_same or fruitless >= _FRUITLESS_STARTS):
         what = f"have ended {where}" if is_same else f"have saved nothing, the last one has ended {where}"
+        mend = "raise slurm.time_minutes, or lower checkpoint.every" if reason.startswith(_OUT_OF_TIME) else "mend that"
         return (
             EXIT_FAILED,
-            f"crash loop: two starts in a row {what} ({reason}). Not queued again; mend that (for want of time: raise "
-            "slurm.time_minutes, or lower checkpoint.every), and submit the same command",
+            f"crash loop: two starts in a row {what} ({reason}). Not queued again; {mend}, and submit the same command",
         )
     return EXIT_STOPPED, f"stopped {where}: {reason}"
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
 _GLOO_SETTLES_SECONDS = 0.2
 _NO_ANSWER = ("Timed out waiting", "Application timeout")  # Gloo's words
 _BROKEN_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_SILENCE, _END_OF_ANOTHER = "no answer from another process", "another process ended"
 _LEAST_TIME_TO_NAME_SECONDS = 5.0
 _RECORDED_COLLECTIVES = "2000"
 _LONGEST_NAP_SECONDS = 0.5
+_LOOKS = 10
 
 
 @dataclass
@@ -151,6 +154,7 @@ class Session:
         """From here on a silent peer is waited for only a little longer than ``launch.step_timeout_seconds``, or twice
         the ``seconds`` that the first step took: by then the watchdog should have named it."""
         self._first_step_is_done = True
+        self.signals.has_begun()
         if self._store is None:
             return
         import torch.distributed as dist
@@ -203,9 +207,17 @@ class Session:
             nap = min(2 * nap, _LONGEST_NAP_SECONDS)
         self.waits_for = None
 
+    def appears(self, path: Path) -> bool:
+        """Whether a file that another node has written is here; a network disk may show it late."""
+        for _ in range(_LOOKS):
+            if path.exists():
+                return True
+            time.sleep(1)
+        return False
+
     def host(self) -> str:
-        """Name of this machine."""
-        return socket.gethostname()
+        """Name of this machine; under Slurm, Slurm's for it."""
+        return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
     def background_names(self) -> list[str]:
         """Names of the groups that ``background_group`` made and this rank is in."""
@@ -255,21 +267,32 @@ class Session:
     def failure(self, error: BaseException) -> Failure:
         """``error`` of this rank, as far as it knows by itself."""
         if not isinstance(error, StopRequested):
-            return Failure(self.rank, self._reason(error), exit_code_of(error))
+            reason = self._reason(error)
+            if self.signals.is_overdue and not self._first_step_is_done and self.is_echo(reason):
+                return Failure(self.rank, f"{self.signals.deadline} before the first step", EXIT_STOPPED)
+            return Failure(self.rank, reason, exit_code_of(error))
+        asked = str(error)
+        if not asked.startswith("SIG"):  # the same on every rank
+            return Failure(self.rank, f"{asked} before the first step", EXIT_STOPPED)
         first = self.rank - self.local_rank
         for peer, process in enumerate(self._processes[first : first + self.local_world_size], start=first):
             if not _is_running(process):  # torchrun sends SIGTERM to all when one has died: that is no request to stop
                 return Failure(self.rank, f"rank {peer} died without a word before the first step", EXIT_FAILED)
         where = f" on rank {self.rank}" if self.world_size > 1 else ""
-        return Failure(self.rank, f"{error}{where} before the first step", EXIT_STOPPED)
+        return Failure(self.rank, f"{asked}{where} before the first step", EXIT_STOPPED)
+
+    @staticmethod
+    def is_echo(reason: str) -> bool:
+        """Whether ``reason``, of a ``Failure``, only says that another rank has hung, or gone."""
+        return reason.startswith((_SILENCE, _END_OF_ANOTHER))
 
     def _reason(self, error: BaseException) -> str:
         text = in_one_line(error)
         if isinstance(error, RuntimeError) and any(words in text for words in _NO_ANSWER):
             patience = f"launch.step_timeout_seconds={self.section.step_timeout_seconds:g}"
-            return f"no answer from another process in time ({patience}): {text}"
+            return f"{_SILENCE} in time ({patience}): {text}"
         if isinstance(error, RuntimeError) and any(words in text for words in _BROKEN_OFF):
-            return f"another process ended, or the network between them broke: {text}"
+            return f"{_END_OF_ANOTHER}, or the network between them broke: {text}"
         return text
 
 
@@ -329,6 +352,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
     if device.type == "cpu":
         keep_freed_memory()
     session = Session(rank, local_rank, world, local_world, device, section, signals, began)
+    signals.last_words_unheard = lambda: report_alone(StopRequested(signals.received), is_heard=local_rank == 0)
     if world > 1:
         try:
             session._store = _start_group(session)
@@ -380,7 +404,7 @@ def _report(error: BaseException, session: Session) -> int:
     if session._is_told:
         return failure.exit_code
     if failure.exit_code == EXIT_STOPPED:
-        if failure.rank == session.rank:
+        if session.is_main:  # whose console is the user's, whoever was asked
             say_why(f"stopped: {failure.reason}; go on: the same command")
         return EXIT_STOPPED
     if failure.rank != session.rank:

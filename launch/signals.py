@@ -14,6 +14,8 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested
+from launch.deadline import deadline_of_job
+from launch.ending import STATUS_DECIDES, code_for_agent
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Preemption and torchrun, Ctrl-C, Slurm before a time limit, a terminal that is gone."""
@@ -24,6 +26,7 @@ LAUNCHER = "SERRIED_LAUNCHER"
 
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _UNHEARD_SECONDS = 5.0
+_LOOK_SECONDS = 2.0
 _TWICE_SECONDS = 1.0  # a terminal and torchrun may both pass on one Ctrl-C
 _SET_DEATH_SIGNAL, _GET_DEATH_SIGNAL = 1, 2  # prctl.h
 
@@ -44,6 +47,9 @@ class Signals:
 
     Python calls handlers between two of its own instructions, and the main thread may be inside a call that waits for a
     peer. So a thread listens, too: where there is nothing to save, it ends a process that does not hear.
+
+    Under Slurm another thread looks, until the first step is done, for a request that came before there were handlers
+    (the script of the job has made a file of it) and at the clock. Later whoever trains looks at the clock.
     """
 
     def __init__(self) -> None:
@@ -53,6 +59,11 @@ class Signals:
         """Called where nothing was to save and the main thread did not hear. Returns the exit code."""
         self._phase = _Phase.RAISE
         self._received: int | None = None
+        self.deadline = deadline_of_job()
+        self.is_overdue = False
+        """Whether the time of the job was up before the first step was done."""
+        self._told: str | None = None
+        self._looked_enough = threading.Event()
         self._interrupted_at: float | None = None
         self._parent = os.getppid()
         self._earlier: dict[int, Any] = {}
@@ -69,11 +80,14 @@ class Signals:
         for number in ASKING:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 self._earlier[number] = signal.signal(number, self._handle)
+        if self.deadline is not None or STATUS_DECIDES in os.environ:
+            threading.Thread(target=self._look_out, name="deadline", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.has_begun()
         for number, handler in self._earlier.items():
             signal.signal(number, handler)
         if self._pipe is not None:
@@ -91,6 +105,8 @@ class Signals:
     @property
     def received(self) -> str | None:
         """What asked first, in words; None: nothing."""
+        if self._told is not None:
+            return self._told
         if self._received == signal.SIGTERM and self.end_of_parent is not None:
             return self.end_of_parent
         return None if self._received is None else signal.Signals(self._received).name
@@ -99,6 +115,10 @@ class Signals:
         """From here on a signal only leaves its name."""
         if self._phase is _Phase.RAISE:
             self._phase = _Phase.HOLD
+
+    def has_begun(self) -> None:
+        """The first step is done: from here on there is something to save, and the clock is another's to look at."""
+        self._looked_enough.set()
 
     def clean_up(self) -> None:
         """From here on nothing interrupts but Ctrl-C."""
@@ -157,7 +177,43 @@ class Signals:
         if self.last_words_unheard is not None:
             with suppress(Exception):
                 code = self.last_words_unheard()
-        os._exit(code)
+        os._exit(code_for_agent(code))
+
+    def _look_out(self) -> None:
+        """Until the first step is done: act on a request that was made before, and on the end of the job."""
+        while True:
+            if self._told is None and (asked := _asked_before()) is not None:
+                self._tell(asked)
+            left = self.deadline.left_seconds() if self.deadline is not None else _LOOK_SECONDS
+            if left <= 0:
+                break
+            if self._looked_enough.wait(min(left, _LOOK_SECONDS)):
+                return
+        assert self.deadline is not None
+        self.is_overdue = True
+        self._tell(str(self.deadline))
+        # Half of what is left is for the first step to end. It cannot be broken off otherwise, and has nothing to save.
+        if not self._looked_enough.wait(self.deadline.spare_seconds / 2) and self._phase is _Phase.HOLD:
+            self._end_unheard(signal.SIGUSR1)
+
+    def _tell(self, asked: str) -> None:
+        """Have ``asked`` heard, as if a signal had come."""
+        if self._received is not None or self._looked_enough.is_set():
+            return
+        self._told = asked
+        if self._phase is _Phase.RAISE:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        else:
+            self._received = signal.SIGUSR1
+
+
+def _asked_before() -> str | None:
+    """Who had asked this start of a Slurm job to stop before this process could hear; None: nobody, as far as known."""
+    try:
+        # Opened, not looked for: a network disk may show a file of the start before, which is gone.
+        return Path(os.environ[STATUS_DECIDES]).read_text().strip() or "a request"
+    except (OSError, KeyError):
+        return None
 
 
 def end_with_torchrun() -> None:

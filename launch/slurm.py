@@ -1,14 +1,16 @@
-"""``launch=slurm``: write the batch script of a run, or of a sweep as one array job, and submit it. Needs no torch."""
+"""``launch=slurm``: write and submit the batch script of a run, of a sweep as one array job, or of a look at the nodes.
+Needs no torch."""
 
 import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from configs.errors import UserError
+from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError
 from configs.schema import RunConfig
 from launch.queue import jobs_of, note_job, queued_jobs
 from launch.ranks import processes_per_node, say
@@ -16,6 +18,10 @@ from launch.ranks import processes_per_node, say
 _ROOT = Path(__file__).resolve().parent.parent
 _MARK = "# ---- From here on every script is the same. ----\n"
 _PATIENCE_SECONDS = 120
+_UNCONFIGURED = "Could not establish a configuration source"  # sbatch's words
+_EXAMINATION_MINUTES = 10
+_LOOK_SECONDS = 2.0
+_LOOKS = 10
 
 
 def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
@@ -35,25 +41,125 @@ def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
     try:
         for folder in folders:
             (folder / "slurm").mkdir(parents=True, exist_ok=True)
-        path = folders[0] / "slurm" / "submitted.sbatch"
-        path.write_text(text)
-        job = _sbatch(path)
-        path = path.rename(path.with_name(f"{job}.sbatch"))
+        job, path = _submit(text, folders[0])
         for task, folder in enumerate(folders):
             note_job(folder, job, task if len(folders) > 1 else None)
     except OSError as error:
-        raise UserError(f"cannot write {error.filename}: {error.strerror}; use run.dir=FOLDER") from None
+        raise _unwritable(error) from None
     return say(_what_to_watch(job, path, configs, folders))
+
+
+def preflight_by_job(argv: Sequence[str], config: RunConfig) -> int:
+    """Examine nodes in a job: submit it, wait for it, and print what it has found. Returns the exit code.
+
+    Ctrl-C cancels the job.
+
+    Raises:
+        UserError: Slurm refuses the job, or the run folder cannot be written.
+    """
+    text = preflight_script(argv, config)
+    if config.slurm.dry_run:
+        return say(text)
+    folder = _absolute(config.run.dir) / "slurm"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        job, _ = _submit(text, folder.parent)
+    except OSError as error:
+        raise _unwritable(error) from None
+    say(f"submitted  job {job}: {_size(config, text)}")
+    try:
+        _wait_for(job)
+        return _result(job, folder)
+    except BaseException:
+        subprocess.run(["scancel", job], capture_output=True, timeout=_PATIENCE_SECONDS, check=False)
+        raise
+
+
+def _wait_for(job: str) -> None:
+    """Until the queue no longer has ``job``; what it is about is told as it changes."""
+    told = None
+    while (queued := queued_jobs()) is None or any(each.name == job for each in queued):
+        now = next((each for each in queued or [] if each.name == job), None)
+        # At first Slurm has not looked at it yet, and says (None).
+        if (
+            now is not None
+            and now.state != "COMPLETING"
+            and (now.state, now.where) not in (told, ("PENDING", "(None)"))
+        ):
+            told = now.state, now.where
+            say(f"job        {now.describe()}")
+        time.sleep(_LOOK_SECONDS)
+
+
+def _result(job: str, folder: Path) -> int:
+    """Print what rank 0 has found, up to the verdict. Returns the exit code."""
+    found: list[str] = []
+    for _ in range(_LOOKS):  # a network disk may show it late
+        try:
+            found = (folder / f"{job}-node-0.log").read_text(errors="replace").splitlines()
+            code = int((folder / f"{job}.code").read_text())
+            break
+        except (OSError, ValueError):
+            time.sleep(1)
+    else:
+        code = EXIT_FAILED
+    verdict = next((number for number, line in enumerate(found) if line.startswith("verdict ")), None)
+    say("\n".join(found if verdict is None else found[: verdict + 1]))
+    if verdict is None:
+        say(f"failed: job {job} has come to no verdict; see {folder / job}*.log")
+        return EXIT_STOPPED if code == EXIT_STOPPED else EXIT_FAILED
+    return EXIT_FINISHED if code == EXIT_FINISHED else EXIT_FAILED
+
+
+def _submit(text: str, run_dir: Path) -> tuple[str, Path]:
+    """Hand over the script ``text``. Returns the job's number, and the path of the script in ``run_dir``."""
+    path = run_dir / "slurm" / "submitted.sbatch"
+    path.write_text(text)
+    job = _sbatch(path)
+    return job, path.rename(path.with_name(f"{job}.sbatch"))
+
+
+def _unwritable(error: OSError) -> UserError:
+    return UserError(f"cannot write {error.filename}: {error.strerror}; use run.dir=FOLDER")
 
 
 def script(points: Mapping[tuple[str, ...], RunConfig]) -> str:
     """The batch script for ``points``: their options and settings, then what ``slurm/train.sbatch`` has in common."""
+    runs = [
+        (f"run_dir={shlex.quote(str(_absolute(each.run.dir)))}", f"arguments=({shlex.join(_without_dry_run(argv))})")
+        for argv, each in points.items()
+    ]
+    if len(runs) == 1:
+        return _script(_options(list(points.values())), next(iter(points.values())), "train.py", runs[0])
+    lines = ['case "$SLURM_ARRAY_TASK_ID" in']
+    for task, (folder, arguments) in enumerate(runs):
+        lines += [f"{task})", f"    {folder}", f"    {arguments}", "    ;;"]
+    return _script(_options(list(points.values())), next(iter(points.values())), "train.py", [*lines, "esac"])
+
+
+def preflight_script(argv: Sequence[str], config: RunConfig) -> str:
+    """The batch script of a job that examines the nodes it gets."""
+    changes = {"time_minutes": _EXAMINATION_MINUTES, "signal_seconds": 60, "requeue": False}
+    short = config.model_copy(update={
+        "run": config.run.model_copy(update={"name": f"{config.run.name}-preflight"}),
+        "slurm": config.slurm.model_copy(update=changes),
+    })  # fmt: skip
+    folder = f"run_dir={shlex.quote(str(_absolute(config.run.dir)))}"
+    words = f"arguments=({shlex.join(['preflight', *_without_dry_run(argv)])})"
+    return _script(_options([short]), short, "serried.py", [folder, words])
+
+
+def _without_dry_run(argv: Sequence[str]) -> list[str]:
+    return [word for word in argv if not word.startswith("slurm.dry_run=")]
+
+
+def _script(options: Sequence[str], config: RunConfig, program: str, runs: Sequence[str]) -> str:
     template = (_ROOT / "slurm" / "train.sbatch").read_text()
-    config = next(iter(points.values()))
     slurm = config.slurm
-    lines = ["#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in _options(list(points.values()))), ""]
+    lines = ["#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in options), ""]
     settings = {
         "root": str(_ROOT),
+        "program": program,
         "python": slurm.python or sys.executable,
         "container": slurm.container or "",
         "interface": slurm.interface or "",
@@ -61,20 +167,9 @@ def script(points: Mapping[tuple[str, ...], RunConfig]) -> str:
         "processes": str(processes_per_node(config.launch)),
     }
     lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
-    runs = [
-        (f"run_dir={shlex.quote(str(_absolute(each.run.dir)))}", f"arguments=({shlex.join(argv)})")
-        for argv, each in points.items()
-    ]
-    if len(runs) == 1:
-        lines += runs[0]
-    else:
-        lines.append('case "$SLURM_ARRAY_TASK_ID" in')
-        for task, (folder, arguments) in enumerate(runs):
-            lines += [f"{task})", f"    {folder}", f"    {arguments}", "    ;;"]
-        lines.append("esac")
-    lines.append(f"cd {shlex.quote(str(Path.cwd()))} || exit 70")
+    lines += [*runs, f"cd {shlex.quote(str(Path.cwd()))} || exit 70"]
     if slurm.modules:
-        lines.append(f"module load {shlex.join(slurm.modules.split())}")
+        lines.append(f"module load {shlex.join(slurm.modules.split())} || exit 70")
     if slurm.setup:
         lines.append(slurm.setup)
     return "\n".join(lines) + "\n\n" + _MARK + template.partition(_MARK)[2]
@@ -143,6 +238,11 @@ def _sbatch(path: Path) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise UserError(f"sbatch has not answered for {_PATIENCE_SECONDS} s; see `sinfo`, and try again") from None
+    if done.returncode and _UNCONFIGURED in done.stderr:
+        raise UserError(
+            "Slurm is installed here but finds no configuration: no slurm.conf in /etc/slurm, and no server that has "
+            "it; submit from a login node of the cluster, or set SLURM_CONF=FILE"
+        )
     if done.returncode:
         said = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines())
         raise UserError(f"Slurm refuses the job: {said}; the script is {path}")
@@ -151,10 +251,7 @@ def _sbatch(path: Path) -> str:
 
 def _what_to_watch(job: str, path: Path, configs: Sequence[RunConfig], folders: Sequence[Path]) -> str:
     config = configs[0]
-    nodes, processes = config.launch.nodes or 1, processes_per_node(config.launch)
-    asks = config.launch.device == "cpu" or "--gpus-per-node" in path.read_text()
-    no_gpu = "" if asks else "; no GPUs were asked for (slurm.gpus_per_node=8 asks)"
-    size = f"{nodes} node{'s' if nodes > 1 else ''} x {processes} process{'es' if processes > 1 else ''}{no_gpu}"
+    size = _size(config, path.read_text())
     if len(configs) == 1:
         watch = f"tail -F {shlex.quote(str(folders[0] / 'slurm' / f'{job}-node-0.log'))}"
         lines = [("submitted", f"job {job}: {size}"), ("script", str(path)), ("watch", watch)]
@@ -164,6 +261,14 @@ def _what_to_watch(job: str, path: Path, configs: Sequence[RunConfig], folders: 
         lines += [("run", f"{job}_{task}: {each.run.dir}") for task, each in enumerate(configs)]
         lines.append(("watch", "serried status"))
     return "\n".join(f"{name:<10} {text}".rstrip() for name, text in [*lines, ("cancel", f"scancel {job}")])
+
+
+def _size(config: RunConfig, text: str) -> str:
+    """``2 nodes x 8 processes``, of the job whose script is ``text``."""
+    nodes, processes = config.launch.nodes or 1, processes_per_node(config.launch)
+    asks = config.launch.device == "cpu" or "--gpus-per-node" in text
+    no_gpu = "" if asks else "; no GPUs were asked for (slurm.gpus_per_node=8 asks)"
+    return f"{nodes} node{'s' if nodes > 1 else ''} x {processes} process{'es' if processes > 1 else ''}{no_gpu}"
 
 
 def _absolute(path: Path) -> Path:

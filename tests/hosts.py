@@ -1,11 +1,12 @@
 """Hosts on this machine: network namespaces on one bridge, each with a name and an address of its own. Needs root."""
 
-import itertools
 import os
 import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+
+from tests.guardian import Guardian
 
 _ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && mount --bind "$3" /etc/nsswitch.conf && shift 3 && exec "$@"'
 
@@ -21,16 +22,15 @@ def why_not() -> str | None:
     return "this machine allows no network namespaces" if probe.returncode else None
 
 
-_NUMBERS = itertools.count()
-
-
 class Hosts:
     """``count`` hosts, ``node0`` and so on, at ``address(i)``; this machine is at ``address()`` on the same bridge."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self.count = count
-        number = next(_NUMBERS)
-        self._tag = f"s{os.getpid() % 100_000}x{number}"  # interface names hold 15 characters
+        self._guardian = Guardian()
+        self.mark = self._guardian.mark
+        """What all that belongs to them bears."""
+        number = int(self.mark.rpartition("x")[2])
         self._net = f"10.{64 + os.getpid() % 128}.{(os.getpid() // 128 + number) % 256}"
         self._files = (folder / "hosts", folder / "nsswitch.conf")
         names = [f"{self.address(index)} node{index}" for index in range(count)]
@@ -46,7 +46,7 @@ class Hosts:
             raise
 
     def _up(self) -> None:
-        bridge = f"{self._tag}br"
+        bridge = f"{self.mark}br"
         _ip(f"link add {bridge} type bridge")
         _ip(f"addr add {self.address()}/24 dev {bridge}")
         _ip(f"link set {bridge} up")
@@ -64,10 +64,10 @@ class Hosts:
         return f"{self._net}.{10 + index}"
 
     def _space(self, index: int) -> str:
-        return f"{self._tag}n{index}"
+        return f"{self.mark}n{index}"
 
     def _cable(self, index: int) -> str:
-        return f"{self._tag}v{index}"
+        return f"{self.mark}v{index}"
 
     def command(self, index: int, command: Sequence[str], *, own_processes: bool = False) -> list[str]:
         """``command`` on host ``index``. With ``own_processes``, to kill what this starts kills all that it started."""
@@ -83,12 +83,9 @@ class Hosts:
         _ip(f"link set {self._cable(index)} {state}")
 
     def close(self) -> None:
-        """Take all away, also what was begun only."""
-        for index in range(self.count):
-            _ip(f"netns del {self._space(index)}", check=False)
-            _ip(f"link del {self._cable(index)}", check=False)
-        _ip(f"link del {self._tag}br", check=False)
+        """Take all away, also what was begun only, and what runs there."""
+        self._guardian.close()
 
 
-def _ip(arguments: str, *, check: bool = True) -> None:
-    subprocess.run(["ip", *arguments.split()], check=check, capture_output=not check)
+def _ip(arguments: str) -> None:
+    subprocess.run(["ip", *arguments.split()], check=True)

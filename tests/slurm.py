@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests import hosts
+from tests import guardian, hosts
 
 NODES, CPUS = 2, 2
 
@@ -31,7 +31,9 @@ class SlurmCluster:
         for name in ("state", "munge", "log", *(f"spool/node{index}" for index in range(NODES))):
             (folder / name).mkdir(parents=True, mode=0o755)
         self.hosts = hosts.Hosts(NODES, folder)
-        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.environment = os.environ | {
+            "SLURM_CONF": str(folder / "slurm.conf"), guardian.MARK: self.hosts.mark,
+        }  # fmt: skip
         try:
             self._up()
         except BaseException:
@@ -66,10 +68,7 @@ class SlurmCluster:
 
     def _start(self, *command: str) -> None:
         with (self._folder / "log" / f"daemon-{len(self._daemons)}.out").open("wb") as output:
-            # Whatever ends the tests, the daemons end with them.
-            self._daemons.append(subprocess.Popen(
-                ["setpriv", "--pdeathsig", "TERM", *command], stdout=output, stderr=output, env=self.environment,
-            ))  # fmt: skip
+            self._daemons.append(subprocess.Popen(command, stdout=output, stderr=output, env=self.environment))
 
     def _idle(self) -> int:
         return len(set(self.ask("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").split()))

@@ -281,11 +281,13 @@ def test_a_file_that_may_not_grow(mode: str, text: Path, tmp_path: Path) -> None
     """Without a disk of one's own: the model's file is written, the optimizer's is not."""
     run_dir = tmp_path / "run"
 
-    def act(_: Any, step: int) -> None:
+    def act(trainer: Any, step: int) -> None:
         if step == 3:
             wait_for(run_dir, 2)
             stack.enter_context(no_file_above(64_000))
         if step == 5:
+            if (under_way := trainer.checkpointer._running) is not None:
+                under_way.exception()  # waits
             stack.close()
 
     with contextlib.ExitStack() as stack:

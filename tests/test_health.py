@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +14,7 @@ import torch
 from configs.errors import TrainingFailed
 from configs.schema import HealthSection
 from tests.cluster import Cluster
-from tests.runs import metrics, steps_saved, tiny_overrides, weights
+from tests.runs import metrics, steps_saved, tiny_overrides, train_small, weights
 from train import main
 from trainer.health import differing, digest, respond
 from trainer.spikes import SpikeWindow
@@ -123,6 +125,35 @@ def test_a_run_goes_back_and_leaves_the_samples_since_the_checkpoint_out(
     taken = [sample for answer in answers for ids in answer.value["sample_ids"] for sample in ids]
     state = json.loads((tmp_path / "checkpoints" / "step-00000012" / "state.json").read_text())
     assert (state["samples"], state["rollbacks"]) == (14 * BATCH, 1)
+    assert len(taken) == len(set(taken)) == 14 * BATCH, "no sample was taken twice"
+
+
+def spike_and_be_asked_to_stop(argv: list[str], at: int) -> dict[str, Any]:
+    """Rank 1 is asked to in the very step that spikes."""
+    step = Trainer._train
+
+    def train(self: Trainer, number: int, batches: Any) -> None:
+        if number == at and self._session.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        step(self, number, batches)
+
+    with patch.object(Trainer, "_train", train):
+        return train_small(argv, fault=spike_at(at))
+
+
+def test_a_run_that_goes_back_in_the_step_that_stops_it_stops_behind_the_spike(
+    cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    argv = tiny_overrides(text, tmp_path, *DDP2, "health.spike=rollback")
+    answers = cluster.run(2, "tests.test_health:spike_and_be_asked_to_stop", argv=argv, at=8)
+    assert [answer.value["code"] for answer in answers] == [75, 75]
+    printed = answers[0].printed
+    assert printed.count("stopping   SIGTERM on rank 1") == printed.count("Gone back to ") == 1
+    state = json.loads((tmp_path / "checkpoints" / "step-00000007" / "state.json").read_text())
+    assert (state["samples"], state["rollbacks"]) == (9 * BATCH, 1), "the step that saves that it has gone back"
+    again = cluster.run(2, "tests.runs:train_small", argv=argv)
+    assert [answer.value["code"] for answer in again] == [0, 0]
+    taken = [sample for answer in (*answers, *again) for ids in answer.value["sample_ids"] for sample in ids]
     assert len(taken) == len(set(taken)) == 14 * BATCH, "no sample was taken twice"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.disturb import is_alive
 from tests.cluster import ROOT
 from tests.hosts import Hosts, why_not
 from tests.runs import metrics, tiny_overrides
@@ -148,3 +150,34 @@ def test_a_cut_cable_is_noticed_and_told_and_training_goes_on(
     assert "when its heartbeat stopped" in told["reason"]
     run.stop()
     check_every_sample_once(run.run_dir, text, tmp_path)
+
+
+def make_a_host_and_die(folder: str, how: str) -> None:
+    """``how``: ``alone``, or ``with its guardian``."""
+    made = Hosts(1, Path(folder))
+    command = made.command(0, ["setsid", "sleep", "1000"])
+    process = subprocess.Popen(command[command.index("nsenter") :])  # which does not end with this one
+    Path(folder, "made").write_text(f"{made.mark} {process.pid}")
+    if how == "with its guardian":
+        os.kill(made._guardian._process.pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGTERM if how == "alone" else signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["alone", "with its guardian"])
+def test_what_tests_have_made_goes_with_them(how: str, tmp_path: Path) -> None:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    code = f"from tests.test_hosts import *; make_a_host_and_die({str(tmp_path)!r}, {how!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
+    mark, process = (tmp_path / "made").read_text().split()
+
+    def left() -> str:
+        named = subprocess.run("ip netns list; ip -brief link", shell=True, capture_output=True, text=True, check=True)
+        names = [line.split()[0] for line in named.stdout.splitlines() if line.startswith(mark)]
+        return " ".join(names + [process] * is_alive(int(process)))
+
+    if how == "with its guardian":
+        assert process in left().split(), "nobody has cleared it"
+        Hosts(0, tmp_path).close()
+    wait_for(lambda: not left(), "all of it to be gone", 30, left)

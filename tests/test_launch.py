@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import serried
 from configs.compose import sweep
 from configs.errors import UserError
 from launch.queue import Job, jobs_of, note_job
@@ -169,15 +170,44 @@ def points(*words: str) -> str:
 
 def test_the_script_is_the_one_for_hand_use_with_other_settings() -> None:
     by_hand = (ROOT / "slurm" / "train.sbatch").read_text()
-    text = points("optim.lr=1e-3,3e-3", "slurm.gpus_per_node=4", "trainer.global_batch=64", "slurm.partition=gpu")
+    words = ("slurm.gpus_per_node=4", "trainer.global_batch=64", "slurm.partition=gpu", "slurm.dry_run=true")
+    text = points("optim.lr=1e-3,3e-3", *words)
     mark = "# ---- From here on every script is the same. ----"
     assert text.partition(mark)[2] == by_hand.partition(mark)[2]
     assert by_hand.partition(mark)[2]
     lines = text.splitlines()
     assert {"#SBATCH --gpus-per-node=4", "#SBATCH --partition=gpu", "#SBATCH --array=0-1", "processes=4"} <= set(lines)
     assert [line for line in lines if "run_dir=" in line and "tiny-lr-0.003" in line]
+    assert "dry_run" not in text, "it would only print itself"
     for shell in (text, by_hand):
         subprocess.run(["bash", "-n"], input=shell, text=True, check=True)
+
+
+def test_preflight_in_a_job_prints_its_script(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch=slurm", "launch.nodes=4", "slurm.gpus_per_node=8", "slurm.time_minutes=2000", "run.name=big"]
+    assert serried.preflight([*words, "slurm.dry_run=true"]) == 0
+    text = capsys.readouterr().out
+    lines = set(text.splitlines())
+    assert {"#SBATCH --nodes=4", "#SBATCH --time=10", "#SBATCH --no-requeue", "program=serried.py"} <= lines
+    assert f"arguments=(preflight {' '.join(words)})" in lines
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_a_slurm_without_a_configuration_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(
+        "#!/bin/sh\nfor line in 'error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host' "
+        "'fatal: Could not establish a configuration source'; do echo \"sbatch: $line\" >&2; done\nexit 1\n"
+    )
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert serried.main(["submit", f"run.dir={tmp_path / 'run'}"]) == 78
+    told = capsys.readouterr().err
+    assert told.startswith("error: Slurm is installed here but finds no configuration: ")
+    assert "res_nsearch" not in told
+    assert len(told.splitlines()) == 1
 
 
 def test_a_sweep_makes_a_run_of_every_combination() -> None:
@@ -235,6 +265,7 @@ def test_what_is_worth_another_start(tmp_path: Path) -> None:
     code, line = end_a_start(tmp_path, state="running", step=7)
     assert code == 70
     assert "crash loop: two starts in a row have ended at step 7" in line
+    assert "time_minutes" not in line, "nobody knows that it was for want of time"
     assert end_a_start(tmp_path, state="failed", step=9, exit_code=70)[0] == 70
     assert end_a_start(tmp_path, state="finished", step=9, exit_code=0)[0] == 0
 
@@ -259,6 +290,7 @@ def test_two_starts_that_save_nothing_are_a_crash_loop(tmp_path: Path) -> None:
     code, line = end_a_start(tmp_path, state="stopped", step=140, reason="SIGUSR1 on rank 0")
     assert code == 70
     assert "two starts in a row have saved nothing, the last one has ended at step 140 (SIGUSR1 on rank 0)" in line
+    assert "raise slurm.time_minutes" in line
     assert end_a_start(tmp_path, "2", state="running", step=150)[0] == 75, "who submits again has mended something"
     (tmp_path / "slurm" / "2.stopped").touch()
     assert end_a_start(tmp_path, "2")[0] == 70, "the limit ends it while the processes join"

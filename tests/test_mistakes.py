@@ -45,6 +45,10 @@ MISTAKES = [
     _mistake("capitals", "Trainer.Steps=5", "trainer.steps=5"),
     # names from elsewhere
     _mistake("learning_rate", "learning_rate=1e-3", "optim.lr=1e-3"),
+    *(
+        _mistake(f"a time limit in Slurm's words, {given}", f"slurm.time={given}", f"slurm.time_minutes={minutes}?")
+        for given, minutes in (("4:00:00", 240), ("90:30", 91), ("1-12", 2160), ("1-00:30:00", 1470), ("45", 45))
+    ),
     _mistake("nested alias", "trainer.max_steps=100", "trainer.steps=100"),
     _mistake("misspelt alias", "train.learning_rte=1e-3", "optim.lr=1e-3"),
     _mistake("num_gpus", "num_gpus=8", "torchrun --nproc_per_node=8"),

@@ -71,7 +71,9 @@ def test_the_node_that_is_not_fit_is_named_and_left_out(finding: dict[str, Any],
     text = told(node(3, **{key: value for key, value in finding.items() if value is not None}, **_nothing(finding)))
     assert f"unfit      node3: {expected}" in text
     assert text.count("unfit") == 1
-    assert text.endswith("exclude    --exclude=node3\nverdict    not fit: 5 nodes, 5 ranks")
+    assert text.endswith(
+        "exclude    slurm.exclude=node3, or sbatch --exclude=node3\nverdict    not fit: 5 nodes, 5 ranks"
+    )
 
 
 def _nothing(finding: dict[str, Any]) -> dict[str, None]:
@@ -148,7 +150,10 @@ def test_a_bad_rank_of_three_is_found(how: str, expected: str, cluster: Cluster,
     answers = cluster.run(3, "tests.test_preflight:examine", run_dir=str(tmp_path / "run"), bad=1, how=how)
     assert {answer.value for answer in answers} == {70}
     assert f"unfit      node1: {expected}" in answers[0].printed
-    assert "exclude    --exclude=node1\nverdict    not fit: 3 nodes, 3 ranks" in answers[0].printed
+    assert (
+        "exclude    slurm.exclude=node1, or sbatch --exclude=node1\nverdict    not fit: 3 nodes, 3 ranks"
+        in answers[0].printed
+    )
     assert answers[1].printed == answers[2].printed == ""
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
@@ -175,6 +180,12 @@ def test_the_command_alone(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("verdict    fit: 1 node, 1 rank\n")
     assert "TFLOP/s" in done.stdout or "GFLOP/s" in done.stdout
+    unwritable = subprocess.run(
+        [sys.executable, "serried.py", "preflight", "run.dir=/proc/run", "launch.device=cpu"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert unwritable.returncode == 70
+    assert unwritable.stdout.count("unfit ") == unwritable.stdout.count("rank 0: cannot write to /proc/run: ") == 1
     mistaken = subprocess.run(
         [sys.executable, "serried.py", "preflight", "run.dri=x"],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,

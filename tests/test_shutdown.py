@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from trainer.checkpoint.save import Checkpointer
 from trainer.trainer import Trainer
 
 STEPS = 6
+_OUT_OF_TIME = r"Slurm ends this job at \d\d:\d\d"
 SAME_LINE = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "skipped")
 
 
@@ -352,19 +354,88 @@ def test_max_minutes_stops(text: Path, tmp_path: Path) -> None:
     assert "changed since" not in ended.printed
 
 
-@pytest.mark.parametrize(("left", "step"), [(20, STEPS), (0.5, 1), (4e9, STEPS)])
-def test_a_run_ends_before_slurm_ends_it(
-    left: float, step: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("left", [400, 4e9])
+def test_a_run_that_has_the_time_ends_by_itself(
+    left: float, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end = int(time.time() + left)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + left)))
+    assert run_here(tiny_overrides(text, tmp_path / "run")).code == 0
+
+
+def test_a_run_ends_before_slurm_ends_it(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(end))
-    with patch("trainer.shutdown._SPARE_SECONDS", 1.0):
-        ended = run_here(tiny_overrides(text, run_dir))
-    assert (ended.code, status(run_dir)["step"]) == (75 if step == 1 else 0, step)
-    if step == 1:
-        clock = time.strftime("%H:%M", time.localtime(end))
-        assert status(run_dir)["reason"] == f"Slurm ends this job at {clock}"
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 400)))
+    with patch("trainer.shutdown.Shutdown._needed_seconds", lambda _: 500.0):
+        assert run_here(tiny_overrides(text, run_dir)).code == 75
+    assert status(run_dir)["step"] == 1
+    assert re.fullmatch(_OUT_OF_TIME, status(run_dir)["reason"])
+
+
+# before anybody can hear ----------------------------------------------------------------------------------------------
+
+
+def start_apart(code: str, *argv: str, **environment: str) -> subprocess.Popen[str]:
+    """``code``, and then ``train.py`` with ``argv``, in a process that ignores SIGUSR1, as under a batch script."""
+    script = (
+        f"import sys, time; from unittest.mock import patch\n{code}\nfrom train import *; leave(main(sys.argv[1:]))"
+    )
+    return subprocess.Popen(
+        ["bash", "-c", 'trap "" USR1; exec "$@"', "bash", sys.executable, "-c", script, *argv],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Its exit code, and what it has said of its end."""
+    try:
+        _, said = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+_OF_TWO = {  # of whom the other never comes
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}  # fmt: skip
+_PREPARE = "patch('recipes.causal_lm.CausalLM.prepare', lambda *_: [time.sleep(0.1) for _ in range(1000)]).start()"
+_FIRST_STEP = "patch('trainer.step.TrainStep.__call__', lambda *_: time.sleep(100)).start()"
+_ENDS_SOON = """\
+import os, trainer.trainer, recipes.causal_lm  # which take their time on a busy machine
+os.environ["SLURM_JOB_END_TIME"] = str(int(time.time() + 12))
+"""
+
+
+def test_before_the_first_step_a_run_ends_before_slurm_ends_it(text: Path, tmp_path: Path) -> None:
+    """Wherever it is: it waits for another process, prepares data, or is in a first step that cannot be broken off."""
+    processes = [
+        start_apart(_ENDS_SOON + code, *tiny_overrides(text, tmp_path / str(number)), **environment)
+        for number, (code, environment) in enumerate([
+            ("", _OF_TWO), (_PREPARE, {}), (_FIRST_STEP, {}), (_FIRST_STEP, {"TORCHELASTIC_MAX_RESTARTS": "2"}),
+        ])
+    ]  # fmt: skip
+    (code, said), *others = [ended(process) for process in processes]
+    assert code == 75
+    assert re.fullmatch(rf"stopped: {_OUT_OF_TIME} while the processes were joining; go on: the same command\n", said)
+    assert [code for code, _ in others] == [75, 75, 0], others  # for 75 torchrun would start it again
+    for number in (1, 2, 3):
+        now = status(tmp_path / str(number))
+        assert (now["state"], now["step"], now["exit_code"]) == ("stopped", 0, 75)
+        assert re.fullmatch(f"{_OUT_OF_TIME} before the first step", now["reason"])
+
+
+def test_a_request_from_before_there_was_a_process_is_heard(text: Path, tmp_path: Path) -> None:
+    """The script of a Slurm job hears what comes while Python starts, and leaves it in a file."""
+    before, later = tmp_path / "17.stopped", tmp_path / "18.stopped"
+    before.write_text("SIGUSR1\n")
+    argv = tiny_overrides(text, tmp_path / "run")
+    waits = start_apart("", *argv, **_OF_TWO, SERRIED_STATUS_DECIDES=str(before))
+    prepares = start_apart(_PREPARE, *argv, SERRIED_STATUS_DECIDES=str(later))
+    assert ended(waits) == (0, "stopped: SIGUSR1 while the processes were joining; go on: the same command\n")
+    until(lambda: (tmp_path / "run" / ".lock").exists())
+    later.write_text("SIGUSR1\n")
+    assert ended(prepares) == (0, "stopped: SIGUSR1 before the first step; go on: the same command\n")
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["exit_code"]) == ("stopped", 75)
 
 
 # failing again and again, and ending at once --------------------------------------------------------------------------

@@ -202,18 +202,26 @@ def test_what_slurm_refuses_is_one_line(slurm: SlurmCluster, text: Path, tmp_pat
     assert len(done.stderr.splitlines()) == 1
 
 
+def slow_start(tmp_path: Path, begun: Path, seconds: int) -> str:
+    """A setup that has each Python take ``seconds`` longer to start, in the first start of the job."""
+    slow = tmp_path / "slow" / "sitecustomize.py"
+    slow.parent.mkdir()
+    slow.write_text(
+        "import os, time\n"
+        "if 'SLURM_STEP_ID' in os.environ:\n"
+        f"    open({str(begun)!r}, 'w')\n"
+        f"    time.sleep({seconds})\n"
+    )
+    return f"slurm.setup='[ -e {begun} ] || export PYTHONPATH={slow.parent}'"
+
+
 def test_a_run_that_is_preempted_while_python_starts_is_queued_again(
     slurm: SlurmCluster, text: Path, tmp_path: Path
 ) -> None:
     """Nobody but the script can tell: no handler is there yet, neither torchrun's nor the ranks'."""
     run_dir, begun = tmp_path / "run", tmp_path / "begun"
-    slow = tmp_path / "slow" / "sitecustomize.py"
-    slow.parent.mkdir()
-    slow.write_text(
-        f"import os, time\nif 'SLURM_STEP_ID' in os.environ:\n    open({str(begun)!r}, 'w')\n    time.sleep(60)\n"
-    )
-    setup = f"[ -e {begun} ] || export PYTHONPATH={slow.parent}"
-    job = submit(slurm, *tiny_overrides(text, run_dir), "slurm.partition=low", f"slurm.setup='{setup}'")
+    setup = slow_start(tmp_path, begun, 60)
+    job = submit(slurm, *tiny_overrides(text, run_dir), "slurm.partition=low", setup)
     wait_for(begun.exists, "Python to start", 60, lambda: printed(run_dir))
     urgent = slurm.ask(
         "sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
@@ -221,3 +229,71 @@ def test_a_run_that_is_preempted_while_python_starts_is_queued_again(
     slurm.wait_for_state(urgent, "COMPLETED")
     wait_for_state(run_dir, "finished")
     assert slurm.job(job)["Restarts"] == "1"
+
+
+def test_a_signal_while_python_starts_is_not_forgotten(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+    """torchrun has to ignore SIGUSR1, and so would the ranks, which come later."""
+    run_dir, begun = tmp_path / "run", tmp_path / "begun"
+    job = submit(slurm, *tiny_overrides(text, run_dir, *_ENDLESS), slow_start(tmp_path, begun, 5))
+    wait_for(begun.exists, "Python to start", 60, lambda: printed(run_dir))
+    slurm.ask("scancel", "--signal=USR1", job)  # as Slurm does before the time limit, at a time of its own
+    wait_for(lambda: slurm.job(job).get("Restarts") == "1", "the requeue", 150, lambda: printed(run_dir))
+    assert "stopped: SIGUSR1 while the processes were joining" in printed(run_dir)
+    assert "stopped before training began: SIGUSR1" in printed(run_dir)
+    wait_for_steps(run_dir, 1)
+
+
+def test_modules_setup_and_container_are_those_of_the_ranks(
+    slurm: SlurmCluster, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``module`` is a shell function, where there is one; a container is any command that runs another."""
+    monkeypatch.setitem(slurm.environment, "BASH_FUNC_module%%", '() { export LOADED="$*"; }')
+    run_dir, seen, container = tmp_path / "run", tmp_path / "seen", tmp_path / "container.sh"
+    seen.mkdir()
+    container.write_text(f'#!/usr/bin/env bash\nenv >{seen}/${{SLURM_NODEID:-batch}}-$SLURM_STEP_ID\nexec "$@"\n')
+    container.chmod(0o755)
+    job = submit(
+        slurm, *tiny_overrides(text, run_dir, "trainer.steps=2"), "slurm.modules='cuda/12 nccl'",
+        "slurm.setup='export SET_UP=\"two words\"'", f"slurm.container='env CONTAINED=yes {container}'",
+        "slurm.time_minutes=9",
+    )  # fmt: skip
+    assert slurm.wait_for_state(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED", printed(run_dir)
+    assert len(list(seen.iterdir())) == 3, "the ranks of each node, and the look at the end"
+    for path in seen.iterdir():
+        lines = path.read_text().splitlines()
+        assert {"LOADED=load cuda/12 nccl", "SET_UP=two words", "CONTAINED=yes"} <= set(lines)
+        assert any(re.fullmatch(r"SLURM_JOB_END_TIME=\d+", line) for line in lines), "the ranks look at the clock"
+
+
+def test_preflight_is_a_job_that_is_waited_for(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+    argv = [*tiny_overrides(text, tmp_path / "run"), "launch=slurm", "launch.nodes=2", "launch.device=cpu"]
+    done = at_login(slurm, "serried", "preflight", *argv)
+    assert re.match(r"submitted  job \d+: 2 nodes x 1 process\n", done.stdout), done.stderr
+    assert done.stdout.endswith("fit: 2 nodes, 2 ranks\n")
+    unfit = [line for line in done.stdout.splitlines() if line.startswith("unfit ")]
+    assert all("of the median" in line for line in unfit), "nothing but what a busy machine does to speeds"
+    assert done.returncode == (70 if unfit else 0)
+    assert "\nnode0  0 " in done.stdout
+    assert "\nnode1  1 " in done.stdout
+
+
+def test_preflight_names_the_node_that_is_not_fit(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+    """One of two has another disk in place of the shared one, in a container as it were."""
+    disk, container = tmp_path / "disk", tmp_path / "container.sh"
+    disk.mkdir()
+    container.write_text(
+        "#!/usr/bin/env bash\n"
+        f'[ $SLURM_NODEID = 1 ] || exec "$@"\n'
+        f'exec unshare --mount bash -c \'mount -t tmpfs none {disk} && mkdir {disk}/run && exec "$@"\' bash "$@"\n'
+    )
+    container.chmod(0o755)
+    argv = [*tiny_overrides(text, disk / "run"), "launch=slurm", "launch.nodes=2", "launch.device=cpu"]
+    done = at_login(slurm, "serried", "preflight", *argv, f"slurm.container={container}", "slurm.exclude=node9")
+    assert done.returncode == 78
+    assert "Invalid node name specified" in done.stderr
+    done = at_login(slurm, "serried", "preflight", *argv, f"slurm.container={container}")
+    assert done.returncode == 70, done.stdout + done.stderr
+    assert (
+        f"\nunfit      node1: does not see what rank 0 writes to {disk / 'run'}: it must be on a shared" in done.stdout
+    )
+    assert "\nexclude    slurm.exclude=node1, or sbatch --exclude=node1\nverdict    not fit: 2 nodes" in done.stdout

@@ -4,7 +4,6 @@ Every rank votes with each step; the votes travel with the step's totals, so ask
 the device. All ranks read the sum of the same step, so they come to the same decision after the same step.
 """
 
-import os
 import threading
 import time
 from collections import deque
@@ -29,8 +28,6 @@ CONTROL = "control"
 """File in the run folder; a word in it is obeyed."""
 
 _LOOK_SECONDS = 1.0
-_SPARE_SECONDS = 60.0  # before Slurm ends a job, at least; less where a job is short
-_FAR_SECONDS = 3e8  # ten years: an end that far is none
 _REASON_BYTES = 200
 _T = TypeVar("_T")
 
@@ -59,8 +56,6 @@ class Shutdown:
         self._asked: str | None = None
         self._asked_to_save = threading.Event()
         self._control = _ControlFile(config.run.dir / CONTROL, self.request, self._asked_to_save.set, console)
-        self._slurm_end = _slurm_end()
-        self._slurm_left_at_first = (self._slurm_end or 0.0) - time.time()
         self._step_seconds: deque[float] = deque(maxlen=10)
         self._boundary = time.monotonic()
         self._travelling: _Votes | None = None
@@ -112,7 +107,7 @@ class Shutdown:
             total = arrived.read() if arrived is not None else 0.0
             self._spare = arrived
         self.action = Action(min(int(total), Action.STOP))
-        if self.stops:
+        if self.stops and self.reason is None:  # it is known already where the run has gone back in between
             self._settle()
 
     def unless_stopped(self, batches: Iterable[_T]) -> Iterator[_T]:
@@ -150,14 +145,14 @@ class Shutdown:
         minutes = self._config.trainer.max_minutes
         if minutes is not None and time.monotonic() - self._session.started >= 60 * minutes:
             return f"trainer.max_minutes={minutes:g}"
-        if self._slurm_end is not None and time.time() >= self._slurm_end - self._slurm_margin():
-            return f"Slurm ends this job at {time.strftime('%H:%M', time.localtime(self._slurm_end))}"
+        deadline = self._session.signals.deadline
+        if deadline is not None and deadline.is_near(self._needed_seconds()):
+            return str(deadline)
         return None
 
-    def _slurm_margin(self) -> float:
-        """Seconds before Slurm's end at which to stop: time for this step, the next, and a save."""
-        needed = self._last_save_seconds() + 2 * max(self._step_seconds, default=0.0)
-        return max(needed, min(_SPARE_SECONDS, self._slurm_left_at_first / 4))
+    def _needed_seconds(self) -> float:
+        """For this step, the next, and a save."""
+        return self._last_save_seconds() + 2 * max(self._step_seconds, default=0.0)
 
     def _settle(self) -> None:
         """Have every rank know who asked. A collective, of those who have agreed to stop."""
@@ -201,15 +196,6 @@ class _Votes:
     def read(self) -> float:
         self._arrived.synchronize()
         return self._number.item()
-
-
-def _slurm_end() -> float | None:
-    """When Slurm ends this job, in Unix seconds; None: it does not say, or never."""
-    try:
-        end = float(os.environ["SLURM_JOB_END_TIME"])
-    except (KeyError, ValueError):
-        return None
-    return end if 0 < end < time.time() + _FAR_SECONDS else None
 
 
 class _ControlFile:

@@ -75,6 +75,8 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
     def stop_unheard() -> int:
         failure = session.failure(StopRequested(session.signals.received))
         _tell_end(config, start.step, failure)
+        if failure.exit_code == EXIT_STOPPED:
+            console.say(f"stopped    {failure.reason}; go on: the same command")
         return failure.exit_code
 
     session.signals.last_words_unheard = stop_unheard

@@ -45,7 +45,6 @@ _WARN_AT_TIMES_LONGEST, _END_AT_TIMES_FIRST = 1.5, 2.0
 _STACK_FRAMES = 40
 _COLLECTIVES_TOLD = 8
 _OTHERS_READY_WITHIN_SECONDS = 5.0
-_ECHOES = ("no answer from another process", "another process ended")  # of a hang, in the words of Session
 
 
 class Moment(NamedTuple):
@@ -415,7 +414,7 @@ class Watchdog:
             text = "\n".join([reason, *_told_at_length(beats)])
             (self._run_dir / "log" / "hang.txt").write_text(f"{text}\n")
         status = read_status(self._run_dir)
-        if status.get("state") == "failed" and not str(status.get("reason")).startswith(_ECHOES):
+        if status.get("state") == "failed" and not self._session.is_echo(str(status.get("reason"))):
             pass  # a rank has told why it left; that the others waited for it is only what came of that
         elif self._folder is not None:
             self._folder.stop_early(step, reason, EXIT_STOPPED)

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _SPARE_BYTES = 64 * 2**20
 _CHUNK_BYTES = 2**29
-_LOOKS = 10
 _ABANDONED_AFTER_SECONDS = 20.0  # torchrun kills 30 s after it asked to end
 
 
@@ -259,7 +258,7 @@ class Checkpointer:
             self._write_extras(partial)
             (partial / STATE).write_text(json.dumps(state, indent=2, allow_nan=False) + "\n")
             for name in files:
-                if not _appears(partial / name):
+                if not self._session.appears(partial / name):
                     return f"{partial / name} was written by another node and is not here; " + NOT_SHARED
             for name in sorted({path.name for path in partial.iterdir()} - files.keys()):
                 with (partial / name).open("rb") as file:
@@ -293,15 +292,6 @@ class Checkpointer:
         return [
             json.loads(bytes(tensor_bytes(text)[: int(length)])) for text, length in zip(texts, lengths, strict=True)
         ]
-
-
-def _appears(path: Path) -> bool:
-    """Whether a file of another node is there; a network disk may show it late."""
-    for _ in range(_LOOKS):
-        if path.exists():
-            return True
-        time.sleep(1)
-    return False
 
 
 def lack_of_space(folder: Path, nbytes: int) -> str | None:

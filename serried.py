@@ -130,8 +130,8 @@ def preflight(words: list[str]) -> int:
     from configs.compose import compose
     from launch.preflight import preflight as examine
     from recipes.causal_lm import CausalLM
-    from trainer.metrics import PEAK_FLOPS
     from trainer.optim import state_bytes
+    from trainer.peak_flops import PEAK_FLOPS
 
     config = compose(words)
     if (config.launch.nodes or 1) > 1 and not is_started():
@@ -141,7 +141,8 @@ def preflight(words: list[str]) -> int:
             "preflight ..., or leave launch.nodes out to examine this node alone"
         )
     parameters = sum(parameter.numel() for parameter in CausalLM(config).build_model().parameters())
-    return examine(config.launch, config.run.dir, (config.checkpoint.keep + 1) * state_bytes(parameters), PEAK_FLOPS)
+    peaks = {name: peaks["bf16"] for name, peaks in PEAK_FLOPS.items() if "bf16" in peaks}  # what it measures
+    return examine(config.launch, config.run.dir, (config.checkpoint.keep + 1) * state_bytes(parameters), peaks)
 
 
 def export(given: dict[str, str]) -> str:

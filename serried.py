@@ -145,12 +145,13 @@ def preflight(words: list[str]) -> int:
 def _preflight_here(config: RunConfig) -> int:
     from launch.preflight import preflight as examine
     from recipes.causal_lm import CausalLM
-    from trainer.metrics import PEAK_FLOPS
     from trainer.optim import state_bytes
+    from trainer.peak_flops import PEAK_FLOPS
 
     parameters = sum(parameter.numel() for parameter in CausalLM(config).build_model().parameters())
     needed_bytes = (config.checkpoint.keep + 1) * state_bytes(parameters)
-    return examine(config.launch, config.run.dir, needed_bytes, PEAK_FLOPS, config.slurm.exclude)
+    peaks = {name: peaks["bf16"] for name, peaks in PEAK_FLOPS.items() if "bf16" in peaks}  # what it measures
+    return examine(config.launch, config.run.dir, needed_bytes, peaks, config.slurm.exclude)
 
 
 def export(given: dict[str, str]) -> str:

@@ -2,10 +2,14 @@
 
     python -m benchmarks.step_overhead                     # all layouts; a real model and one of almost no compute
     python -m benchmarks.step_overhead --layouts ddp --turns 40
+    python -m benchmarks.step_overhead --against unmarked  # what it costs to mark a step's phases
 
 Both stay alive in the same processes and take turns of a few steps, so that a machine that slows down slows both. The
 hand-written loop has DDP or FSDP2, skipped gradient syncs, clipping, fused AdamW and a loss logged every ten
 steps, and nothing else; its batches lie ready in memory, while the trainer reads, collates and counts its own.
+
+Against ``unmarked`` the trainer takes turns with itself, of ten steps: in one it marks the phases of the tenth, as it
+does by itself, in the other of none. There processor time is compared, which other work on the machine disturbs less.
 """
 
 import argparse
@@ -16,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -47,6 +52,8 @@ MODELS = {
                           "data.sequence_length=16", "trainer.global_batch=8", "trainer.micro_batch=2"],
 }  # fmt: skip
 STEPS_IN_A_TURN = {"real": 2, "almost no compute": 20}
+STEPS_IN_A_TURN_OF_MARKS = 10
+"""The trainer marks one of so many."""
 
 
 def race(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[float]]:
@@ -72,6 +79,28 @@ def race(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[fl
         ours.close()
         trainer.checkpointer.close()
         return {name: values[2:] for name, values in seconds.items()}
+
+
+def race_against_unmarked(argv: list[str], turns: int) -> dict[str, list[float]]:
+    """Processor seconds a step of each turn, with and without marks. Runs on every rank."""
+    config = compose(argv)
+    with open_session(config.launch) as session:
+        folder = RunFolder(config.run.dir) if session.is_main else None
+        console = Console(False, session.rank)
+        recipe = CausalLM(config)
+        trainer = Trainer(config, recipe, session, folder, console, config_yaml(config), Start(), Pulse())
+        steps, phases = trainer.steps(), trainer._parallel.phases
+        seconds: dict[str, list[float]] = {"trainer": [], "unmarked": []}
+        for turn in range(turns + 1):  # the first warms up
+            for name in ("trainer", "unmarked") if turn % 2 else ("unmarked", "trainer"):
+                with patch.object(phases, "begin", lambda: None) if name == "unmarked" else nullcontext():
+                    started = time.process_time()
+                    for _ in range(STEPS_IN_A_TURN_OF_MARKS):
+                        next(steps)
+                    seconds[name].append((time.process_time() - started) / STEPS_IN_A_TURN_OF_MARKS)
+        steps.close()
+        trainer.checkpointer.close()
+        return {name: values[1:] for name, values in seconds.items()}
 
 
 def by_hand(config: Any, recipe: CausalLM, device: torch.device) -> Iterator[None]:
@@ -138,10 +167,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--against", choices=["by-hand", "unmarked"], default="by-hand")
     parser.add_argument("--turns", type=int, default=20)
     options = parser.parse_args()
+    other = options.against.replace("-", " ")
     print(
-        "| model | layout | by hand, ms/step | speed of the trainer against it: median (quartiles) | added, ms/step |"
+        f"| model | layout | {other}, ms/step | speed of the trainer against it: median (quartiles) | added, ms/step |"
     )
     print("| --- | --- | --- | --- | --- |")
     cluster = Cluster(2)
@@ -156,11 +187,14 @@ def main() -> None:
                     f"run.dir={temporary}/{model.split()[0]}-{layout}", f"parallel={layout}", "trainer.steps=1M",
                     "trainer.eval_every=0", "trainer.log_every=10", "checkpoint.every=0",
                 ]  # fmt: skip
+                function, turns = "race_against_unmarked", {}
+                if options.against == "by-hand":
+                    function, turns = "race", {"steps_in_a_turn": STEPS_IN_A_TURN[model]}
                 seconds = cluster.run(
-                    LAYOUTS[layout], "benchmarks.step_overhead:race", timeout_seconds=3600,
-                    argv=argv, turns=options.turns, steps_in_a_turn=STEPS_IN_A_TURN[model],
+                    LAYOUTS[layout], f"benchmarks.step_overhead:{function}", timeout_seconds=3600,
+                    argv=argv, turns=options.turns, **turns,
                 )[0].value  # fmt: skip
-                row = _row(seconds["trainer"], seconds["by hand"])
+                row = _row(seconds["trainer"], seconds[other])
                 print(f"| {model} | {layout} x{LAYOUTS[layout]} | {row} |", flush=True)
     cluster.stop()
 

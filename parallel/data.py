@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from configs.schema import ParallelSection
 from parallel.mesh import Layout, build_mesh
+from parallel.phases import Phases
 from parallel.plan import LossTerms, ParallelPlan
+from parallel.unit_waits import UnitWaits
 
 LossFunction = Callable[[nn.Module, Any], LossTerms]
 
@@ -41,6 +44,8 @@ class Single:
         """``.grad`` times this is the sum over ranks."""
         self.layout = layout
         self.device = device
+        self.phases = Phases(device)
+        """Where the time of a step goes, if it is marked."""
         self._autocast_dtype = autocast_dtype
 
     def forward_backward(
@@ -57,8 +62,10 @@ class Single:
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             with self._gradient_exchange(is_last):
+                self.phases.enter("forward")
                 with self.autocast():
                     terms = loss(self.model, batch)
+                self.phases.enter("backward")
                 mine = terms.totals()
                 if index == 0:  # the vote comes last
                     totals = mine.new_zeros(len(mine) + 1)
@@ -69,6 +76,7 @@ class Single:
                     travelling = dist.all_reduce(totals, async_op=True)
                 (terms.loss_sum * scale).backward()
         if travelling is not None:
+            self.phases.enter("communication")
             travelling.wait()
         return Totals(totals[0], totals[1], totals[-1], totals[2:-1])
 
@@ -104,6 +112,15 @@ class Single:
         del is_last
         return nullcontext()
 
+    @contextmanager
+    def _waits_after(self, gradients_of: Sequence[Tensor]) -> Iterator[None]:
+        """Once backward has computed these gradients, the rest of it is waiting for other ranks."""
+        hook = register_multi_grad_hook(gradients_of, lambda _: self.phases.enter("communication"))
+        try:
+            yield
+        finally:
+            hook.remove()
+
 
 class Replicated(Single):
     """DistributedDataParallel: every rank holds the model, gradients are summed in buckets while backward runs."""
@@ -124,7 +141,11 @@ class Replicated(Single):
         self.gradient_divisor = layout.replicate
 
     def _gradient_exchange(self, is_last: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if is_last else self._replicas.no_sync()
+        if not is_last:
+            return self._replicas.no_sync()
+        if not self.phases.are_marked:
+            return nullcontext()
+        return self._waits_after([p for p in self.module.parameters() if p.requires_grad])
 
 
 class Sharded(Single):
@@ -159,6 +180,7 @@ class Sharded(Single):
             unit_module.set_gradient_divide_factor(1.0)
         super().__init__(model, layout, device, autocast_dtype=None)
         self._root = self._units[0]
+        self._waits = UnitWaits(self._units, self.phases)
         self._sync_every_micro_batch = section.sync_every_micro_batch
         self._keep_gathered = not reshard
 
@@ -174,13 +196,17 @@ class Sharded(Single):
 
     def sum_squares(self, squares: Tensor) -> Tensor:
         # All holders of a copy contribute, so that a bad number on any rank reaches all.
+        self.phases.begin_wait()
         dist.all_reduce(squares)
+        self.phases.end_wait()
         return squares / self.layout.replicate
 
     @contextmanager
     def _gradient_exchange(self, is_last: bool) -> Iterator[None]:
+        self._waits.reduces = is_last or self._sync_every_micro_batch
         self._root.set_is_last_backward(is_last)
-        self._root.set_requires_gradient_sync(is_last or self._sync_every_micro_batch)
+        self._root.set_requires_gradient_sync(self._waits.reduces)
         # ZeRO-2 holds gathered parameters from forward to backward anyway: keep them for the next micro-batch too.
         self._root.set_reshard_after_backward(is_last or not self._keep_gathered)
         yield
+        self._waits.forget()

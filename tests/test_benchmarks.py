@@ -19,3 +19,10 @@ def test_the_trainer_races_the_loop_by_hand(
     )
     seconds = answer[0].value
     assert all(len(seconds[name]) == 2 and min(seconds[name]) > 0 for name in ("trainer", "by hand"))
+
+
+def test_the_trainer_races_itself_without_marks(text: Path, tmp_path: Path, cluster: Cluster) -> None:
+    argv = overrides(text, tmp_path / "run", "trainer.steps=1000", *MODELS["almost no compute"], "checkpoint.every=0")
+    answer = cluster.run(2, "benchmarks.step_overhead:race_against_unmarked", argv=argv, turns=2)
+    seconds = answer[0].value
+    assert all(len(seconds[name]) == 2 and min(seconds[name]) > 0 for name in ("trainer", "unmarked"))

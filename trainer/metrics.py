@@ -3,27 +3,24 @@
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from configs.schema import RunConfig
 from trainer.pace import Pace, SlowRank
 from trainer.step import StepResult
 
-# Dense bf16 peak of one device in FLOP/s, from the vendors' datasheets, by the exact name the driver reports. A device
-# that is not here gets no utilisation rather than a guess.
-PEAK_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989e12,
-}
+SAVING = ""
+"""The pause that is no evaluation: those have the names of their sets."""
 
 RATES = (
-    "step_seconds", "tokens_per_second", "mfu", "memory_bytes", "data_seconds", "slowest_rank", "slowest_share"
+    "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "memory_bytes", "memory_reserved_bytes",
+    "data_seconds", "slowest_rank", "slowest_share", "time_split", "eta_seconds",
 )  # fmt: skip
 
 
@@ -33,7 +30,12 @@ class Meter:
 
     device: torch.device
     world_size: int
-    flops_per_token: float
+    flops_per_step: float
+    """Of the model, for the whole global batch."""
+    peak_flops: float | None
+    """Of one device, FLOP/s; None: not known."""
+    pauses: dict[str, float] = field(default_factory=dict)
+    """How long each kind of pause took when it was last made, seconds."""
     _results: list[tuple[int, Tensor]] = field(default_factory=list)
     _last_time: float = field(default_factory=time.perf_counter)
     _last_step: int = 0
@@ -52,8 +54,9 @@ class Meter:
         """Count from here: ``step`` steps and ``tokens`` tokens were done before."""
         self._last_step, self._last_tokens, self._last_time = step, tokens, time.perf_counter()
 
-    def pause(self, seconds: float) -> None:
-        """Leave ``seconds`` (an evaluation, say) out of the rates."""
+    def pause(self, what: str, seconds: float) -> None:
+        """Leave ``seconds`` of ``what`` (an evaluation, say) out of the rates."""
+        self.pauses[what] = seconds
         self._paused_seconds += seconds
 
     def read(self) -> list[tuple[int, StepResult]]:
@@ -65,39 +68,66 @@ class Meter:
         self._results.clear()
         return [(step, StepResult.read(row)) for step, row in zip(steps, table, strict=True)]
 
-    def rates(self, step: int, tokens: int, data_seconds: float) -> dict[str, float | int | None]:
+    def rates(
+        self, step: int, tokens: int, data_seconds: float, time_split: Mapping[str, float] | None
+    ) -> dict[str, Any]:
         """Rates since the last call, now that ``step`` is done and ``tokens`` are trained. A collective.
 
-        ``data_seconds``: what this rank waited for data since the last call.
+        ``data_seconds``: what this rank waited for data since the last call. ``time_split``: seconds of the phases of
+        a step on this rank; all ranks give those of the same one, or none does.
         """
         now = time.perf_counter()
         seconds = max(now - self._last_time - self._paused_seconds, 1e-9)
         steps, new_tokens = step - self._last_step, tokens - self._last_tokens
         self._last_time, self._last_step, self._last_tokens, self._paused_seconds = now, step, tokens, 0.0
-        tokens_per_second = new_tokens / seconds
-        peak = PEAK_FLOPS.get(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        tokens_per_second, step_seconds = new_tokens / seconds, seconds / steps
+        parts = list((time_split or {}).values())
+        allocated, reserved = peak_memory_bytes(self.device)
+        pace = self._pace.seconds() if self.world_size > 1 else 0.0
         # On the host, through Gloo: these are host numbers, and the device has better things to do.
-        mine = [float(peak_memory_bytes(self.device)), data_seconds, self._pace.seconds() if self.world_size > 1 else 0]
-        ranks = [torch.tensor(mine, dtype=torch.float64)]
+        mine = torch.tensor([float(allocated), float(reserved or 0), data_seconds, pace, *parts], dtype=torch.float64)
+        ranks = [mine]
         if dist.is_initialized():
-            ranks = [torch.empty(3, dtype=torch.float64) for _ in range(self.world_size)]
-            dist.all_gather(ranks, torch.tensor(mine, dtype=torch.float64))
-        memory, waited, paces = zip(*(rank.tolist() for rank in ranks), strict=True)
-        rank, share = self.slow.judge(list(paces)) if self.world_size > 1 else (None, None)
+            ranks = [torch.empty_like(mine) for _ in range(self.world_size)]
+            dist.all_gather(ranks, mine)
+        table = torch.stack(ranks)
+        most_allocated, most_reserved, waited = table[:, :3].amax(0).tolist()
+        rank, share = self.slow.judge(table[:, 3].tolist()) if self.world_size > 1 else (None, None)
+        peak = self.peak_flops
         return {
-            "step_seconds": seconds / steps,
+            "step_seconds": step_seconds,
             "tokens_per_second": tokens_per_second,
-            "mfu": self.flops_per_token * tokens_per_second / (peak * self.world_size) if peak else None,
-            "memory_bytes": int(max(memory)),
-            "data_seconds": max(waited) / steps,
+            "tokens_per_second_per_device": tokens_per_second / self.world_size,
+            "mfu": self.flops_per_step / step_seconds / (peak * self.world_size) if peak else None,
+            "memory_bytes": int(most_allocated),
+            "memory_reserved_bytes": int(most_reserved) if reserved is not None else None,
+            "data_seconds": waited / steps,
             "slowest_rank": rank,
             "slowest_share": share,
+            "time_split": dict(zip(time_split, table[:, 4:].mean(0).tolist(), strict=True)) if time_split else None,
         }
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this process has held: allocated on the GPU, resident on the CPU."""
+def eta_seconds(config: RunConfig, step: int, step_seconds: float, pauses: Mapping[str, float]) -> float:
+    """Time left when ``step`` has been trained, until this start of the run ends: what steps take, and what
+    evaluations and saves have been seen to take (``Meter.pauses``), those of this step included."""
+    last = config.trainer.last_step
+    evaluations = sum(seconds for what, seconds in pauses.items() if what != SAVING)
+    return (
+        (last - step) * step_seconds
+        + _times_due(config.trainer.eval_every, step, last) * evaluations
+        + _times_due(config.checkpoint.every or last, step, last) * pauses.get(SAVING, 0.0)
+    )
+
+
+def _times_due(every: int, step: int, last: int) -> int:
+    """How often what is due every so many steps, and after the last, is due from ``step`` on."""
+    return last // every - (step - 1) // every + (last % every > 0) if every else 0
+
+
+def peak_memory_bytes(device: torch.device) -> tuple[int, int | None]:
+    """Most memory this process has held: allocated and reserved on the GPU; resident on the CPU, and None."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, None

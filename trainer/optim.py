@@ -21,8 +21,8 @@ def build_optimizer(parameters: Iterable[Tensor], section: OptimSection) -> torc
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": section.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+            {"name": "matrices", "params": [p for p in trained if p.ndim >= 2], "weight_decay": section.weight_decay},
+            {"name": "norms", "params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ],
         lr=section.lr,
         betas=section.betas,

@@ -11,6 +11,7 @@ from parallel.mesh import Layout
 from trainer.checkpoint.resume import CHECKPOINTS, Start
 from trainer.checkpoint.retention import folder_name
 from trainer.checkpoint.save import Saved
+from trainer.peak_flops import device_name
 from trainer.step import StepResult
 from trainer.track import Console, RunFolder, duration, short, size, step_line
 
@@ -56,23 +57,36 @@ class Report:
         self.last_save_seconds = 0.0
         """How long the latest save took; 0: there was none."""
 
-    def begun(self, layout: Layout, parameters: int, start: Start) -> None:
-        """Record how the run began."""
+    def begun(
+        self,
+        layout: Layout,
+        parameters: int,
+        start: Start,
+        flops_per_token: float,
+        peak_flops: float | None,
+        hosts: Sequence[str],
+    ) -> None:
+        """Record how the run began. ``hosts``: of each rank; ``peak_flops``: of one device, None where not known."""
         self._record(
             "start",
             world_size=self._session.world_size,
             mesh={"replicate": layout.replicate, "shard": layout.shard},
             parameters=parameters,
             resumed_from=start.step if start.checkpoint is not None else None,
+            device=device_name(self._session.device),
+            hosts=list(hosts),
+            peak_flops_per_device=peak_flops,
+            flops_per_token=flops_per_token,
         )
 
-    def step(self, step: int, result: StepResult, lr: float, samples: int, rates: dict[str, Any]) -> None:
-        """Tell of a step; ``rates`` are those of ``Meter.rates``, None each for a step between two log lines."""
+    def step(self, step: int, result: StepResult, lr: Mapping[str, float], samples: int, rates: dict[str, Any]) -> None:
+        """Tell of a step; ``lr`` is by parameter group, ``rates`` are ``RATES``, None each between two log lines."""
         values = {
             "step": step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "lr": lr,
+            "lr": next(iter(lr.values())),
+            "lr_by_group": dict(lr),
             "samples": samples,
             "tokens": self.progress.tokens,
             **({"source_tokens": dict(self.progress.source_tokens)} if result.by_source else {}),

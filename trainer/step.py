@@ -90,6 +90,7 @@ class TrainStep:
         loss_sum, weight, votes, by_source = self._parallel.forward_backward(
             batches, self._loss, scale / self._nominal_weight, vote
         )
+        self._parallel.phases.enter("optimizer")
         with torch.no_grad():
             squares = self._parallel.sum_squares(sum_of_squares(self._gradients()))
             # What .grad has to be divided by to be the gradient of the mean loss.

@@ -329,7 +329,8 @@ def step_line(values: dict[str, Any], steps: int, ranks: int) -> str:
     ]
     rate = values["tokens_per_second"]
     if rate is not None:
-        parts.append(f"tok/s {short(rate)}" + (f" ({short(rate / ranks)}/rank)" if ranks > 1 else ""))
+        each = f" ({short(values['tokens_per_second_per_device'])}/rank)" if ranks > 1 else ""
+        parts.append(f"tok/s {short(rate)}{each}")
     if values["mfu"] is not None:
         parts.append(f"mfu {values['mfu']:.1%}")
     if values["scale"] is not None:
@@ -338,7 +339,7 @@ def step_line(values: dict[str, Any], steps: int, ranks: int) -> str:
         parts += [
             f"mem {size(values['memory_bytes'])}",
             f"data {values['data_seconds'] / values['step_seconds']:.1%}",
-            f"eta {duration((steps - values['step']) * values['step_seconds'])}",
+            f"eta {duration(values['eta_seconds'])}",
         ]
     if values["skipped"]:
         is_finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])

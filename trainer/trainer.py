@@ -34,9 +34,10 @@ from trainer.checkpoint.save import Checkpointer, lack_of_space
 from trainer.checkpoint.state import check_names, load_state, load_weights, state_parts
 from trainer.health import GoBack, ReplicaCheck, respond
 from trainer.loader import PADDING_ID, BatchLoader, evaluation_batches
-from trainer.metrics import RATES, Meter
+from trainer.metrics import RATES, SAVING, Meter, eta_seconds
 from trainer.optim import build_optimizer, learning_rate, state_bytes
 from trainer.overview import overview
+from trainer.peak_flops import device_name, peak_flops
 from trainer.precision import LOW_DTYPES, GradScaler
 from trainer.recipe import Dataset, Recipe, to_device
 from trainer.report import DONE, Report
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 
 _READ_AT_LEAST_EVERY = 50
 _COLLECT_GARBAGE_EVERY = 50
+_STEPS_BETWEEN_MARKED = 10
+"""Of so many steps at most one has its phases marked: a share of the time that does not show."""
 
 
 def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: str) -> int:
@@ -186,7 +189,9 @@ class Trainer:
             console.say(note)
         console.open(config.run.dir)
         self._report = Report(config, session, folder, console, start)
-        self._report.begun(layout, parameters, start)
+        flops_per_token = recipe.flops_per_token(parameters)
+        peak = peak_flops(device_name(device), config.precision.name)
+        self._report.begun(layout, parameters, start, flops_per_token, peak, session.gather(session.host()))
         self._shutdown = Shutdown(config, session, console, lambda: self._report.last_save_seconds)
         self._build_step(model, plan, layout, start)
         self.checkpointer = Checkpointer(
@@ -198,7 +203,7 @@ class Trainer:
             recipe.export_files,
         )
         self._replicas, self._compared_step = ReplicaCheck(layout, session), -1
-        self.step = self._first_step = start.step
+        self.step = self._first_step = self._marked_step = start.step
         self._position = start.step, int(start.state.get("samples", 0))
         self._rollbacks = int(start.state.get("rollbacks", 0))
         self._open_loader = partial(
@@ -215,7 +220,8 @@ class Trainer:
             on_starved=self._starved,
         )
         self._loader = self._load_from_here()
-        self._meter = Meter(device, session.world_size, recipe.flops_per_token(parameters))
+        positions = trainer.global_batch * recipe.targets_per_sequence()
+        self._meter = Meter(device, session.world_size, flops_per_token * positions, peak)
         self._meter.start_at(start.step, self._report.progress.tokens)
         self._started = time.perf_counter()
 
@@ -306,7 +312,7 @@ class Trainer:
 
     def _steps_from_here(self, collect_garbage: Callable[[int], None]) -> Generator[int, None, None]:
         with self._loader:
-            self._pulse.enter(DATA, self.step + 1)
+            self._begin_step()
             for step, batches in enumerate(self._loader, start=self.step + 1):
                 self._train(step, batches)
                 self._log()
@@ -318,7 +324,15 @@ class Trainer:
                 yield step
                 if self._shutdown.stops:
                     return
-                self._pulse.enter(DATA, step + 1)
+                self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Say that the next step waits for its data, and have its phases marked where its log line will tell them."""
+        step, every = self.step + 1, self._config.trainer.log_every
+        self._pulse.enter(DATA, step)
+        if every and step % every == 0 and step >= self._marked_step + _STEPS_BETWEEN_MARKED:
+            self._marked_step = step
+            self._parallel.phases.begin()
 
     def _load_from_here(self) -> BatchLoader:
         step, sample = self._position
@@ -347,6 +361,7 @@ class Trainer:
         self._take_up(start)
         self._rollbacks += 1
         self.step, self._position = start.step, (start.step, samples)
+        self._marked_step = start.step
         self._loader = self._load_from_here()
         self._report.went_back(start, back.step, samples, str(back))
         self._meter.start_at(start.step, self._report.progress.tokens)
@@ -361,8 +376,10 @@ class Trainer:
     def _train(self, step: int, batches: list[Any]) -> None:
         self.step = step
         self._pulse.enter(TRAIN, step)
+        self._parallel.phases.enter("host")
         on_device = [to_device(batch, self._session.device) for batch in batches]
         result = self._train_step(on_device, self._learning_rate(step), self._shutdown.vote)
+        self._parallel.phases.end()
         self._meter.add(step, result)
         self._shutdown.count(result[StepResult._fields.index("votes")])
         if step == self._first_step + 1:
@@ -398,12 +415,15 @@ class Trainer:
             if is_logged or result.skipped:
                 rates = dict.fromkeys(RATES)
                 if is_logged:
-                    rates = self._meter.rates(step, progress.tokens, self._loader.take_waited_seconds())
+                    waited, split = self._loader.take_waited_seconds(), self._parallel.phases.take()
+                    rates = self._meter.rates(step, progress.tokens, waited, split)
+                    rates["eta_seconds"] = eta_seconds(self._config, step, rates["step_seconds"], self._meter.pauses)
                     self._report.running(step)
                     if (slow := self._meter.slow.named()) is not None:
                         rank, share = slow
                         self._report.slow(rank, self._session.gather(self._session.host())[rank], share)
-                self._report.step(step, result, self._learning_rate(step), self._samples(step), rates)
+                lr = {group["name"]: self._learning_rate(step) for group in self._optimizer.param_groups}
+                self._report.step(step, result, lr, self._samples(step), rates)
             self._respond(step, result)
 
     def _respond(self, step: int, result: StepResult) -> None:
@@ -448,7 +468,7 @@ class Trainer:
                 return
             losses[source], tokens[source] = terms.loss_sum.item(), int(terms.weight.item())
         seconds = time.perf_counter() - started
-        self._meter.pause(seconds)
+        self._meter.pause(name, seconds)
         total = sum(tokens.values())
         if not total:
             self._report.not_evaluated(self.step, name)
@@ -475,14 +495,14 @@ class Trainer:
         self._pulse.enter(SAVE, self.step)
         started = time.perf_counter()
         self._report.saved(self.checkpointer.wait())
-        self._meter.pause(time.perf_counter() - started)
+        waited = time.perf_counter() - started
         self._read_results(log=False)
         self._compare_replicas()
         started = time.perf_counter()
         self.checkpointer.save(self.step, self._state())
         saved = self.checkpointer.wait() if is_last else self.checkpointer.poll()
         self._report.saved(saved, is_last=is_last)
-        self._meter.pause(time.perf_counter() - started)
+        self._meter.pause(SAVING, waited + time.perf_counter() - started)
 
     def end_save(self) -> None:
         """Whatever ended the run: let a save under way end, if it does so soon, and say what there is to go on from."""

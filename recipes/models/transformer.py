@@ -197,8 +197,9 @@ def initial_std(config: ModelSection, name: str) -> float | None:
 def flops_per_token(config: ModelSection, parameters: int, vocab_size: int, sequence_length: int) -> float:
     """Forward and backward FLOPs per token, PaLM's formula (https://arxiv.org/abs/2204.02311, appendix B).
 
-    6 per parameter that multiplies (the embedding look-up does not, unless it is the head too), and 12 x layers x heads
-    x head_dim x sequence for attention scores, causality not discounted.
+    6 per parameter that multiplies (the embedding look-up does not, unless it is the head too; the few weights of norms
+    are counted as if they did), and 12 x layers x heads x head_dim x sequence for attention scores, causality not
+    discounted: the products in which a kernel may leave out the masked half count as computed.
     """
     lookup = 0 if config.tie_embeddings else vocab_size * config.dim
     attention = 12 * config.layers * config.heads * config.attention_head_dim * sequence_length

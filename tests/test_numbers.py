@@ -1,0 +1,230 @@
+"""The numbers that a run tells of itself, beside a stopwatch and a count by hand."""
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import recipes.models.head
+import recipes.models.transformer
+import trainer.trainer
+from configs.compose import compose
+from parallel.phases import PHASES, Phases
+from recipes.models.transformer import Transformer, flops_per_token
+from tests.cluster import ROOT, Cluster
+from tests.runs import metrics, overrides, run_here, tiny_overrides, train_small
+from trainer.metrics import eta_seconds
+from trainer.peak_flops import PEAK_FLOPS, peak_flops
+from trainer.step import TrainStep
+
+_ON_ONE_CORE = """
+import os, runpy, sys
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # two threads on a busy machine wait for each other
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["model.tie_embeddings=true"], ["model.kv_heads=4", "model.layers=1"]])
+def test_flops_per_token_are_those_of_the_matrix_products(more: list[str], tmp_path: Path) -> None:
+    config = compose(overrides(tmp_path, tmp_path, "model.dim=64", "model.hidden_dim=160", "model.heads=4", *more))
+    model = Transformer(config.model, vocab_size=257).to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+    tokens = torch.zeros(2, 48, dtype=torch.int64)
+    # Products in place are products too; and the kernel that multiplies plainly, since others compute scores a second
+    # time in backward, which is no model FLOP.
+    in_place = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * math.prod(left) * right[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counted, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, tokens).backward()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    said = flops_per_token(config.model, parameters, vocab_size=257, sequence_length=48)
+    # The formula also has 6 for each weight of a norm, which is in no product.
+    assert said * tokens.numel() == pytest.approx(counted.get_total_flops(), rel=0.02)
+
+
+def test_tokens_per_second_are_those_of_a_stopwatch(text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    argv = overrides(
+        text, run, "model.dim=64", "model.hidden_dim=128", "trainer.steps=61", "trainer.log_every=20",
+        "trainer.global_batch=12", "trainer.micro_batch=6", "data.sequence_length=64",
+    )  # fmt: skip
+    started = time.time()
+    process = subprocess.run(
+        [sys.executable, "-c", _ON_ONE_CORE, *argv], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    ended = time.time()
+    assert process.returncode == 0, process.stdout + process.stderr
+    (start,), (stop,), lines = metrics(run, "start"), metrics(run, "stop"), metrics(run)
+    assert started - 0.001 <= start["time"] <= stop["time"] <= ended + 0.001
+    assert [line["step"] for line in lines] == [1, 20, 40, 60, 61]
+    first, last = lines[1], lines[3]
+    tokens = 40 * 12 * 64
+    assert last["tokens"] - first["tokens"] == tokens
+    seconds = sum(20 * line["step_seconds"] for line in lines[2:4])
+    assert seconds == pytest.approx(last["time"] - first["time"], rel=0.02)
+    assert all(line["tokens_per_second"] * line["step_seconds"] == pytest.approx(12 * 64) for line in lines[1:])
+    # All that the process did, start-up apart, is steps.
+    trained = sum(steps * line["step_seconds"] for steps, line in zip([1, 19, 20, 20, 1], lines, strict=True))
+    assert trained < ended - start["time"]
+
+
+def test_utilisation_is_what_the_model_takes_over_what_the_devices_could(text: Path, tmp_path: Path) -> None:
+    with patch.object(trainer.trainer, "peak_flops", lambda _, precision: 1e12 if precision == "bf16" else None):
+        for precision in ("bf16", "fp32"):
+            assert run_here(tiny_overrides(text, tmp_path / precision, f"precision={precision}")).code == 0
+    assert {line["mfu"] for line in metrics(tmp_path / "fp32")} == {None}
+    (start,) = metrics(tmp_path / "bf16", "start")
+    assert start["peak_flops_per_device"] == 1e12
+    for line in metrics(tmp_path / "bf16"):
+        assert line["mfu"] * 1e12 * line["step_seconds"] == pytest.approx(start["flops_per_token"] * 4 * 32)
+
+
+def test_peaks_are_those_of_the_precision_and_of_dense_products() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989.5e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", "fp32") == 67e12
+    assert peak_flops("Tesla V100-SXM2-32GB", "bf16") is None
+    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None
+    assert peak_flops("cpu", "fp32") is None
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 156e12
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for name, peaks in PEAK_FLOPS.items():
+        assert peaks["fp16"] > peaks.get("tf32", 0), name
+        assert all(1e12 < peak < 3e15 for peak in peaks.values()), name
+
+
+def test_what_is_left_counts_evaluations_and_saves_by_what_they_took(tmp_path: Path) -> None:
+    def left(step: int, *more: str) -> float:
+        config = compose(overrides(tmp_path, tmp_path, "trainer.steps=100", "trainer.eval_every=40", *more))
+        return eta_seconds(config, step, 2.0, {"validation": 10.0, "other": 5.0, "": 1.0})
+
+    evaluations, save = 15, 1
+    assert left(1, "checkpoint.every=30") == 99 * 2 + 3 * evaluations + 4 * save
+    assert left(40, "checkpoint.every=30") == 60 * 2 + 3 * evaluations + 3 * save, "that of step 40 is to come"
+    assert left(41, "checkpoint.every=0") == 59 * 2 + 2 * evaluations + 1 * save
+    assert left(41, "checkpoint.every=0", "trainer.eval_every=0") == 59 * 2 + 1 * save
+    assert left(100, "checkpoint.every=50") == evaluations + save
+    assert left(10, "checkpoint.every=0", "trainer.stop_at=20") == 10 * 2 + evaluations + save
+
+
+def test_start_and_step_tell_what_others_rely_on(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    argv = tiny_overrides(text, tmp_path, "trainer.steps=12", "trainer.eval_every=4", "parallel=fsdp")
+    assert [answer.value["code"] for answer in cluster.run(2, "tests.runs:train_small", argv=argv)] == [0, 0]
+    (start,) = metrics(tmp_path, "start")
+    assert start["device"] == "cpu"
+    assert start["hosts"] == [os.uname().nodename] * 2
+    assert start["peak_flops_per_device"] is None
+    assert start["flops_per_token"] > 6 * 257 * 16
+    for line in metrics(tmp_path):
+        assert line["lr_by_group"] == {"matrices": line["lr"], "norms": line["lr"]}
+        assert line["memory_reserved_bytes"] is None
+        assert line["tokens_per_second_per_device"] == line["tokens_per_second"] / 2
+        assert line["eta_seconds"] >= (12 - line["step"]) * line["step_seconds"]
+    assert [line["step"] for line in metrics(tmp_path) if line["time_split"]] == [10]
+
+
+def test_the_parts_of_a_step_add_up_to_its_time(text: Path, tmp_path: Path) -> None:
+    inside: list[float] = []
+    boundaries: list[float] = []
+    train = TrainStep.__call__
+
+    def timed(self: TrainStep, *arguments: Any) -> Tensor:
+        started = time.perf_counter()
+        result = train(self, *arguments)
+        inside.append(time.perf_counter() - started)
+        return result
+
+    with patch.object(TrainStep, "__call__", timed):
+        argv = tiny_overrides(text, tmp_path, "trainer.steps=31", "trainer.log_every=5")
+        assert run_here(argv, lambda *_: boundaries.append(time.perf_counter())).code == 0
+    marked = {line["step"]: line["time_split"] for line in metrics(tmp_path) if line["time_split"]}
+    assert list(marked) == [10, 20, 30]
+    for step, split in marked.items():
+        assert list(split) == list(PHASES)
+        assert inside[step - 1] <= sum(split.values()) <= boundaries[step - 1] - boundaries[step - 2]
+        assert split["communication"] == 0
+        assert min(split[phase] for phase in PHASES if phase != "communication") > 0
+
+
+def phases_of_calls(argv: list[str]) -> dict[str, list[str]]:
+    """In which phase the marked step of a run made each kind of call, in order; ``all``: its phases."""
+    found: dict[str, list[str]] = {}
+    marked: list[Phases] = []
+
+    def watched(what: str, call: Any) -> Any:
+        def watching(*arguments: Any, **named: Any) -> Any:
+            if marked and marked[0].are_marked:
+                found.setdefault(what, []).append(marked[0]._marks[-1][0])
+            return call(*arguments, **named)
+
+        return watching
+
+    gather, reduce = "all_gather_into_tensor", "reduce_scatter_tensor"
+    if hasattr(dist, "all_gather_single"):  # what FSDP2 calls since torch 2.13
+        gather, reduce = "all_gather_single", "reduce_scatter_single"
+    begin, end, head = Phases.begin, Phases.end, recipes.models.head._LinearCrossEntropySum
+
+    def begun(self: Phases) -> None:
+        marked[:] = [self]
+        begin(self)
+
+    def ended(self: Phases) -> None:
+        if self._marks is not None:
+            found["all"] = [phase for phase, _ in itertools.groupby(phase for phase, _ in self._marks)]
+        end(self)
+
+    with (
+        patch.object(Phases, "begin", begun),
+        patch.object(Phases, "end", ended),
+        patch.object(dist, gather, watched("gather", getattr(dist, gather))),
+        patch.object(dist, reduce, watched("reduce", getattr(dist, reduce))),
+        patch.object(recipes.models.transformer, "attend", watched("attend", recipes.models.transformer.attend)),
+        patch.object(head, "backward", staticmethod(watched("backward of the head", head.backward))),
+    ):
+        train_small(argv)
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_sharded_model_waits_in_its_collectives_and_nowhere_else(
+    tied: bool, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    argv = overrides(
+        text, tmp_path, "trainer.steps=10", "trainer.log_every=5", "trainer.global_batch=12", "parallel=fsdp",
+        "model.layers=2", f"model.tie_embeddings={tied}",
+    )  # fmt: skip
+    for answer in cluster.run(2, "tests.test_numbers:phases_of_calls", argv=argv):
+        units, passes = 3 if tied else 4, 2
+        # The last unit stays whole from forward to backward; tied, the root does, through both passes' forwards.
+        assert len(answer.value["gather"]) > units * passes
+        assert len(answer.value["reduce"]) == units, "once a step"
+        assert {*answer.value["gather"], *answer.value["reduce"]} == {"communication"}
+        assert answer.value["attend"] == ["forward"] * 2 * passes
+        assert answer.value["backward of the head"] == ["backward"] * passes
+        assert answer.value["all"][:2] == ["data", "host"]
+        assert answer.value["all"][-4:] == ["communication", "optimizer", "communication", "optimizer"]
+
+
+def test_replicas_wait_once_their_gradients_are_there(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    argv = tiny_overrides(text, tmp_path, "trainer.steps=10", "trainer.log_every=5", "trainer.global_batch=8")
+    passes = ["forward", "backward"] * 2
+    for answer in cluster.run(2, "tests.test_numbers:phases_of_calls", argv=argv):
+        assert answer.value["all"] == ["data", "host", *passes, "communication", "optimizer"]
+    (split,) = [line["time_split"] for line in metrics(tmp_path) if line["time_split"]]
+    assert min(split.values()) > 0

@@ -1,0 +1,75 @@
+"""How many FLOPs a second a device can do at most, dense, from its vendor's data sheet."""
+
+import torch
+
+_Peaks = dict[str, float]
+
+
+def _peaks(bf16: float, tf32: float | None = None, fp32: float | None = None, fp16: float | None = None) -> _Peaks:
+    """TFLOP/s by what matrix products run in; a sheet that has one number for both 16-bit types gives it as bf16."""
+    known = {"bf16": bf16, "fp16": bf16 if fp16 is None else fp16, "tf32": tf32, "fp32": fp32}
+    return {precision: teraflops * 1e12 for precision, teraflops in known.items() if teraflops}
+
+
+_H100_SXM = _peaks(989.5, tf32=494.5, fp32=67)
+_H100_NVL = _peaks(835.5, tf32=417.5, fp32=60)
+_A100 = _peaks(312, tf32=156, fp32=19.5)
+_V100_SXM = {"fp16": 125e12, "fp32": 15.7e12}  # no bf16: torch computes that in fp32
+_V100_PCIE = {"fp16": 112e12, "fp32": 14e12}
+
+PEAK_FLOPS: dict[str, _Peaks] = {
+    # https://resources.nvidia.com/en-us-blackwell-architecture (dense is half of what stands there, with sparsity)
+    "NVIDIA B200": _peaks(2250),
+    "NVIDIA GB200": _peaks(2500, tf32=1250),
+    # https://www.nvidia.com/en-us/data-center/h200/ and h100/ (half, with sparsity), grace-hopper-superchip/
+    "NVIDIA H200": _H100_SXM,
+    "NVIDIA H200 NVL": _H100_NVL,
+    "NVIDIA GH200 480GB": _H100_SXM,
+    "NVIDIA GH200 144G HBM3e": _H100_SXM,
+    "NVIDIA H100 80GB HBM3": _H100_SXM,
+    "NVIDIA H100 NVL": _H100_NVL,
+    # Data sheet 2287922: 1,513 and 756 with sparsity
+    "NVIDIA H100 PCIe": _peaks(756.5, tf32=378, fp32=51),
+    # https://www.nvidia.com/en-us/data-center/a100/, products/a30-gpu/, a40/, products/a10-gpu/
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA A30": _peaks(165, tf32=82, fp32=10.3),
+    "NVIDIA A40": _peaks(149.7, tf32=74.8, fp32=37.4),
+    "NVIDIA A10": _peaks(125, tf32=62.5, fp32=31.2),
+    # https://www.nvidia.com/en-us/data-center/l40s/, l40/, l4/ (the last: half, with sparsity)
+    "NVIDIA L40S": _peaks(362.05, tf32=183, fp32=91.6),
+    "NVIDIA L40": _peaks(181.05, tf32=90.5, fp32=90.5),
+    "NVIDIA L4": _peaks(121, tf32=60, fp32=30.3),
+    # White papers "NVIDIA Ada GPU Architecture" and "NVIDIA Ampere GA102 GPU Architecture": sums in fp32, as torch has
+    "NVIDIA GeForce RTX 4090": _peaks(165.2, tf32=82.6, fp32=82.6),
+    "NVIDIA GeForce RTX 3090": _peaks(71, tf32=35.6, fp32=35.6),
+    # https://www.nvidia.com/en-us/data-center/v100/, tesla-t4/
+    "Tesla V100-SXM2-16GB": _V100_SXM,
+    "Tesla V100-SXM2-32GB": _V100_SXM,
+    "Tesla V100-PCIE-16GB": _V100_PCIE,
+    "Tesla V100-PCIE-32GB": _V100_PCIE,
+    "Tesla T4": {"fp16": 65e12, "fp32": 8.1e12},
+    # https://www.amd.com/en/products/accelerators/instinct.html; matrix cores. Of MI250 and MI250X each of the two dies
+    # is a device of its own, with half of what the sheet says.
+    "AMD Instinct MI325X": _peaks(1307.4, tf32=653.7, fp32=163.4),
+    "AMD Instinct MI300X": _peaks(1307.4, tf32=653.7, fp32=163.4),
+    "AMD Instinct MI250X": _peaks(383 / 2, fp32=95.7 / 2),
+    "AMD Instinct MI250": _peaks(362.1 / 2, fp32=90.5 / 2),
+}
+"""By the exact name that the driver reports, and by precision. What is not here is not known: no utilisation is shown
+rather than a guess."""
+
+
+def device_name(device: torch.device) -> str:
+    """What the driver calls it; ``cpu``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """FLOP/s of one device at most, dense, in matrix products as ``precision`` (fp32, bf16, fp16) has torch compute
+    them; None where that is not known."""
+    if precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
+        precision = "tf32"
+    return PEAK_FLOPS.get(device_name, {}).get(precision)

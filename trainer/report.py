@@ -56,7 +56,7 @@ class Report:
         self.last_save_seconds = 0.0
         """How long the latest save took; 0: there was none."""
 
-    def begun(self, layout: Layout, parameters: int, start: Start) -> None:
+    def begun(self, layout: Layout, parameters: int, start: Start, tracker_run_id: str) -> None:
         """Record how the run began."""
         self._record(
             "start",
@@ -64,6 +64,7 @@ class Report:
             mesh={"replicate": layout.replicate, "shard": layout.shard},
             parameters=parameters,
             resumed_from=start.step if start.checkpoint is not None else None,
+            tracker_run_id=tracker_run_id,
         )
 
     def step(self, step: int, result: StepResult, lr: float, samples: int, rates: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ from trainer.checkpoint.state import check_names, load_state, load_weights, stat
 from trainer.health import GoBack, ReplicaCheck, respond
 from trainer.loader import PADDING_ID, BatchLoader, evaluation_batches
 from trainer.metrics import RATES, Meter
+from trainer.mirror.processes import Mirrors, choose_run_id
 from trainer.optim import build_optimizer, learning_rate, state_bytes
 from trainer.overview import overview
 from trainer.precision import LOW_DTYPES, GradScaler
@@ -111,6 +112,8 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         if trainer is not None:
             trainer.checkpointer.close()
         watchdog.close()
+        if trainer is not None:
+            trainer.mirrors.end()
         if folder is not None:
             folder.close()
         console.close()
@@ -184,7 +187,9 @@ class Trainer:
             console.say(note)
         console.open(config.run.dir)
         self._report = Report(config, session, folder, console, start)
-        self._report.begun(layout, parameters, start)
+        self._tracker_run_id = session.once(partial(choose_run_id, start.state, start.continues(config.run.dir)))
+        self._report.begun(layout, parameters, start, self._tracker_run_id)
+        self.mirrors = Mirrors(config.run.dir, config.track, console)
         self._shutdown = Shutdown(config, session, console, lambda: self._report.last_save_seconds)
         self._build_step(model, plan, layout, start)
         self.checkpointer = Checkpointer(
@@ -284,6 +289,8 @@ class Trainer:
     def run(self) -> int:
         """Train to the last step, evaluating and saving where that is due, and say what happened. Returns the exit
         code."""
+        if self._session.is_main:
+            self.mirrors.start()
         for _ in self.steps():
             pass
         self._pulse.enter(END, self.step)
@@ -398,6 +405,7 @@ class Trainer:
                 if is_logged:
                     rates = self._meter.rates(step, progress.tokens, self._loader.take_waited_seconds())
                     self._report.running(step)
+                    self.mirrors.look()
                     if (slow := self._meter.slow.named()) is not None:
                         rank, share = slow
                         self._report.slow(rank, self._session.gather(self._session.host())[rank], share)
@@ -511,6 +519,7 @@ class Trainer:
             "data_fingerprint": self._fingerprint,
             **self._stream_state(),
             "origin": self._origin,
+            "tracker_run_id": self._tracker_run_id,
             "world_size": self._session.world_size,
             "torch": torch.__version__,
             "config": plain(self._config),

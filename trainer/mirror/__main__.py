@@ -3,8 +3,8 @@
 The training process starts this, and keeps the other end of its standard input open for as long as it lives. Started by
 hand with ``< /dev/null``, it sends the records of a run that has ended.
 
-Standard output tells the training process what there is to say, a JSON object a line: ``connecting``, ``connected``,
-``note``, ``warning``. Everything else goes to standard error, which leads into a log.
+Standard output tells the training process what there is to say, a JSON object a line: ``connecting``, ``note``,
+``warning``. Everything else goes to standard error, which leads into a log.
 """
 
 import argparse
@@ -31,10 +31,11 @@ from trainer.mirror.tracker import Row, Run, Tracker
 _LOOK_SECONDS = 1.0
 _TRY_AGAIN_SECONDS = 30.0
 _CALL_SECONDS = 180.0
-_CALL_SECONDS_WHEN_ALONE = 20.0
-_ALONE_SECONDS = 60.0
+_CALL_SECONDS_WHEN_ALONE = 40.0
+_CONNECT_SECONDS_WHEN_ALONE = 5.0
+_ALONE_SECONDS = 120.0
 _WATCH_SECONDS = 0.2
-_PRIORITY = 10
+_PRIORITY = 5
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm sends a job's signals to every process of it. This one ends when the training process has ended."""
 
@@ -65,14 +66,14 @@ class _Watch:
         self.until = until
         """When this process ends at the latest, in unix seconds; None: the training process is still there."""
         self._give_up = give_up
-        self._call: tuple[str, float] | None = None
+        self._call: tuple[str, float, float] | None = None
         threading.Thread(target=self._wait_for_the_end, name="end of training", daemon=True).start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     @contextmanager
-    def call(self, what: str) -> Iterator[None]:
+    def call(self, what: str, seconds_when_alone: float = _CALL_SECONDS_WHEN_ALONE) -> Iterator[None]:
         """Around a call that might never return."""
-        self._call = what, time.time()
+        self._call = what, time.time(), seconds_when_alone
         try:
             yield
         finally:
@@ -94,10 +95,10 @@ class _Watch:
                 _leave(1)
             if call is None:
                 continue
-            what, began = call
+            what, began, seconds_when_alone = call
             limit = began + _CALL_SECONDS
             if self.until is not None:
-                limit = min(limit, max(began, self.until - _ALONE_SECONDS) + _CALL_SECONDS_WHEN_ALONE)
+                limit = min(limit, max(began, self.until - _ALONE_SECONDS) + seconds_when_alone)
             if now > limit:
                 self._give_up(f"{what} took longer than {now - began:.0f} s")
 
@@ -188,15 +189,16 @@ class _Mirror:
     def _open(self, tracker: Tracker, run: Run) -> int:
         if tracker.uses_network:
             self._voice.tell(connecting=True)
-        with self._watch.call("connecting"):
+        patience = _CONNECT_SECONDS_WHEN_ALONE if tracker.uses_network else _CALL_SECONDS_WHEN_ALONE
+        with self._watch.call("connecting", patience):
             has = tracker.open(run)
         arguments = self._arguments
         if not arguments.because:
-            self._voice.tell(connected=True, note=tracker.note())
+            self._voice.tell(connecting=False, note=tracker.note())
         elif arguments.warned:
-            self._voice.tell(connected=True)
+            self._voice.tell(connecting=False)
         else:
-            self._voice.tell(connected=True, warning=f"{arguments.because}; {tracker.instead()}")
+            self._voice.tell(connecting=False, warning=f"{arguments.because}; {tracker.instead()}")
             arguments.warned = True
         return has
 
@@ -208,12 +210,13 @@ class _Mirror:
         """Begin again, as a new program: what a tracker left in this one is gone with it."""
         arguments, alone = self._arguments, self._watch.alone
         log(f"gives up: {reason}")
+        self._voice.tell(connecting=False)
         again = ["--because", arguments.because or reason]
         if arguments.name == "wandb" and not arguments.offline:
             again += ["--offline"]
         else:
             if not arguments.warned:
-                self._voice.tell(connected=True, warning=f"{reason}; it is tried again now and then")
+                self._voice.tell(warning=f"{reason}; it is tried again now and then")
             if arguments.last:
                 _leave(1)
             again += ["--warned", *(["--offline"] if arguments.offline else [])]

@@ -83,7 +83,7 @@ class Mirrors:
             if mirror.process.poll() is None and not mirror.has_warned:
                 self._console.say(
                     f"WARNING    {LABELS[mirror.name]} has not {'answered' if mirror.is_connecting else 'taken all'} "
-                    f"yet; its process goes on for at most a minute, see {mirror.log}"
+                    f"yet; its process goes on for at most two minutes, see {mirror.log}"
                 )
         self._mirrors = []
 
@@ -129,7 +129,7 @@ class _Mirror:
         *lines, self._heard = self._heard.split(b"\n")
         told: list[dict[str, Any]] = [json.loads(line) for line in lines if line.startswith(b"{")]
         for each in told:
-            self.is_connecting = "connecting" in each or (self.is_connecting and "connected" not in each)
+            self.is_connecting = each.get("connecting", self.is_connecting)
         return told
 
     def end(self) -> None:

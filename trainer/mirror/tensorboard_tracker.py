@@ -55,10 +55,9 @@ class TensorBoardTracker:
         self._add(session_log=SessionLog(status=SessionLog.START))
         hyper_parameters = {key: run.config[key] for key in _HYPER_PARAMETERS}
         self._summarize(_hyper_parameters(flat(hyper_parameters), run.name))
-        self._summarize(
-            _text("config", "\n".join(f"    {line}" for line in yaml.safe_dump(run.config).splitlines())),
-            _text("notes", run.track["notes"] or ""),
-        )
+        self._summarize(_text("config", "\n".join(f"    {line}" for line in yaml.safe_dump(run.config).splitlines())))
+        if run.track["notes"]:
+            self._summarize(_text("notes", run.track["notes"]))
         return -1
 
     def write(self, rows: Sequence[Row]) -> None:

@@ -75,7 +75,7 @@ class WandbTracker:
 
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            self._run.log({_STEP: row.step, **row.values})
+            self._run.log({_STEP: row.step, "_timestamp": row.time, **row.values})
 
     def caught_up(self) -> None:
         for folder in self._superseded:

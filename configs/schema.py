@@ -496,6 +496,44 @@ class LaunchSection(Section):
     """``launch=local``: how long stopping may take, with its checkpoint, before what is left is killed."""
 
 
+def _unquoted_off(value: Any) -> Any:
+    """YAML reads ``off`` as false."""
+    return "off" if value is False else value
+
+
+class TrackSection(Section):
+    """Trackers that mirror ``metrics.jsonl``, each in a process of its own: none can stop training or slow it down."""
+
+    wandb: Annotated[Literal["off", "offline", "online"], BeforeValidator(_unquoted_off)] = "off"
+    """Weights & Biases: ``online``, ``offline`` (files in the run folder, for ``wandb sync``) or ``off``."""
+    tensorboard: bool = False
+    """Event files for TensorBoard in ``run.dir/tensorboard``."""
+    mlflow: str | None = Field(default=None, min_length=1)
+    """MLflow's store: a server's address, ``sqlite:///FILE`` or a folder; none when null."""
+    project: str | None = Field(default=None, min_length=1)
+    """W&B project and MLflow experiment; when null what ``WANDB_PROJECT`` and ``MLFLOW_EXPERIMENT_NAME`` say, else
+    ``serried``."""
+    entity: str | None = Field(default=None, min_length=1)
+    """W&B team or user; your default one when null."""
+    group: str | None = Field(default=None, min_length=1)
+    """Runs of one group stand together; a sweep's do."""
+    tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
+    """Tags of the run."""
+    notes: str | None = None
+    """What the run is about, in your words."""
+
+    @model_validator(mode="after")
+    def _no_secret(self) -> "TrackSection":
+        address = re.fullmatch(r"([a-z+]+://[^/@:]*):[^/]*@(.*)", self.mlflow or "")
+        if address:
+            raise ValueError(
+                "track.mlflow holds a password, and the config is kept in the run folder; use "
+                f"track.mlflow={address[1]}@{address[2]}, and give the password by the environment: "
+                "MLFLOW_TRACKING_PASSWORD for a server, PGPASSWORD or MYSQL_PWD for a database"
+            )
+        return self
+
+
 _Word = Annotated[str, Field(pattern=r"""^[^\s'"\\]+$""")]
 
 
@@ -571,6 +609,7 @@ class RunConfig(Section):
     trainer: TrainerSection
     health: HealthSection
     checkpoint: CheckpointSection
+    track: TrackSection = Field(default_factory=TrackSection)
     launch: LaunchSection
     slurm: SlurmSection = Field(default_factory=SlurmSection)
 

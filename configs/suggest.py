@@ -67,6 +67,15 @@ _ALIASES = {  # names other frameworks use, for keys or groups whose value means
     "parallel.replicate": "dp dp_size data_parallel data_parallel_size dp_replicate data_parallel_replicate_degree",
     "parallel.shard": "dp_shard fsdp_size sharding data_parallel_shard_degree num_shards",
     "launch": "launcher",
+    "track": "report_to logger loggers tracker trackers log_with logging_backend",
+    "track.wandb": "wandb_mode",
+    "track.tensorboard": "enable_tensorboard tensorboard_dir tb",
+    "track.mlflow": "mlflow_tracking_uri tracking_uri mlflow_uri",
+    "track.project": "wandb_project project project_name mlflow_experiment_name",
+    "track.entity": "wandb_entity entity wandb_team team",
+    "track.group": "wandb_group group group_name wandb_run_group",
+    "track.tags": "wandb_tags tags",
+    "track.notes": "wandb_notes notes",
     "launch.device": "accelerator platform device_type",
     "slurm.partition": "queue slurm_partition",
     "slurm.account": "slurm_account",
@@ -84,7 +93,7 @@ _ALIASES = {  # names other frameworks use, for keys or groups whose value means
     "health.spike_window": "rolling_interval_length",
     "health.non_finite": "nan_policy terminate_on_nan check_for_nan_in_loss_and_grad on_nan",
     "health.replica_check_every": "check_weight_hash_across_dp_replicas_interval replica_check",
-    "run.name": "run_name experiment_name exp_name name job_name",
+    "run.name": "run_name experiment_name exp_name name job_name wandb_run_name wandb_name",
     "run.dir": "output_dir save_dir out_dir log_dir logdir work_dir results_dir default_root_dir checkpoint_dir",
     "checkpoint.every": "save_every save_steps save_interval checkpoint_every save_freq every_n_train_steps "
     "checkpoint_interval",
@@ -119,6 +128,14 @@ _SWITCHES = {  # names that are a choice by themselves, given as NAME=true elsew
     "use_cpu": "launch.device=cpu",
     "cuda": "launch.device=cuda",
     "gpu": "launch.device=cuda",
+    "wandb": "track.wandb=online",
+    "use_wandb": "track.wandb=online",
+    "enable_wandb": "track.wandb=online",
+    "log_to_wandb": "track.wandb=online",
+    "wandb_log": "track.wandb=online",
+    "tensorboard": "track.tensorboard=true",
+    "use_tensorboard": "track.tensorboard=true",
+    "use_mlflow": "track=mlflow",
 }
 
 _PROCESSES = (
@@ -161,8 +178,6 @@ _LATER = {  # names that the project has promised, and that work once their part
     "pipeline parallelism": "parallel.pipeline pp pp_size pipeline_parallel pipeline_parallel_size "
     "pipeline_model_parallel_size",
     "expert parallelism": "parallel.expert ep ep_size expert_parallel expert_parallel_size",
-    "tracking with W&B or TensorBoard": "track track.wandb track.tensorboard track.project track.entity track.group "
-    "track.tags wandb report_to wandb_project tensorboard use_wandb logger",
     "compiling the model": "compile torch_compile use_compile",
     "activation checkpointing": "gradient_checkpointing activation_checkpointing use_gradient_checkpointing",
 }

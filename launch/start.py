@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from configs.errors import UserError
 from configs.schema import RunConfig
+from configs.trackers import check_installed
 from launch.ranks import is_started
 
 
@@ -13,9 +14,10 @@ def start_elsewhere(points: Mapping[tuple[str, ...], RunConfig], *, is_sweep: bo
     ``points`` are the runs that were asked for, by their command lines: one, unless it is a sweep.
 
     Raises:
-        UserError: the launcher cannot do that, or not here.
+        UserError: the launcher cannot do that, or not here; or a tracker is not installed.
     """
     (argv, config), *_ = points.items()
+    check_installed(config.track)
     if is_sweep and is_started():
         raise UserError(
             "-m under torchrun would start every run in every process; type it without torchrun: "

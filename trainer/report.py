@@ -62,9 +62,11 @@ class Report:
         layout: Layout,
         parameters: int,
         start: Start,
+        *,
         flops_per_token: float,
         peak_flops: float | None,
         hosts: Sequence[str],
+        tracker_run_id: str,
     ) -> None:
         """Record how the run began. ``hosts``: of each rank; ``peak_flops``: of one device, None where not known."""
         self._record(
@@ -77,6 +79,7 @@ class Report:
             hosts=list(hosts),
             peak_flops_per_device=peak_flops,
             flops_per_token=flops_per_token,
+            tracker_run_id=tracker_run_id,
         )
 
     def step(self, step: int, result: StepResult, lr: Mapping[str, float], samples: int, rates: dict[str, Any]) -> None:

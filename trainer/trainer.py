@@ -35,6 +35,7 @@ from trainer.checkpoint.state import check_names, load_state, load_weights, stat
 from trainer.health import GoBack, ReplicaCheck, respond
 from trainer.loader import PADDING_ID, BatchLoader, evaluation_batches
 from trainer.metrics import RATES, SAVING, Meter, eta_seconds
+from trainer.mirror.processes import Mirrors, choose_run_id
 from trainer.optim import build_optimizer, learning_rate, state_bytes
 from trainer.overview import overview
 from trainer.peak_flops import device_name, peak_flops
@@ -116,6 +117,8 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         if trainer is not None:
             trainer.checkpointer.close()
         watchdog.close()
+        if trainer is not None:
+            trainer.mirrors.end()
         if folder is not None:
             folder.close()
         console.close()
@@ -189,9 +192,14 @@ class Trainer:
             console.say(note)
         console.open(config.run.dir)
         self._report = Report(config, session, folder, console, start)
+        self._tracker_run_id = session.once(partial(choose_run_id, start.state, start.continues(config.run.dir)))
         flops_per_token = recipe.flops_per_token(parameters)
         peak = peak_flops(device_name(device), config.precision.name)
-        self._report.begun(layout, parameters, start, flops_per_token, peak, session.gather(session.host()))
+        self._report.begun(
+            layout, parameters, start, flops_per_token=flops_per_token, peak_flops=peak,
+            hosts=session.gather(session.host()), tracker_run_id=self._tracker_run_id,
+        )  # fmt: skip
+        self.mirrors = Mirrors(config.run.dir, config.track, console)
         self._shutdown = Shutdown(config, session, console, lambda: self._report.last_save_seconds)
         self._build_step(model, plan, layout, start)
         self.checkpointer = Checkpointer(
@@ -292,6 +300,8 @@ class Trainer:
     def run(self) -> int:
         """Train to the last step, evaluating and saving where that is due, and say what happened. Returns the exit
         code."""
+        if self._session.is_main:
+            self.mirrors.start()
         for _ in self.steps():
             pass
         self._pulse.enter(END, self.step)
@@ -419,6 +429,7 @@ class Trainer:
                     rates = self._meter.rates(step, progress.tokens, waited, split)
                     rates["eta_seconds"] = eta_seconds(self._config, step, rates["step_seconds"], self._meter.pauses)
                     self._report.running(step)
+                    self.mirrors.look()
                     if (slow := self._meter.slow.named()) is not None:
                         rank, share = slow
                         self._report.slow(rank, self._session.gather(self._session.host())[rank], share)
@@ -533,6 +544,7 @@ class Trainer:
             "data_fingerprint": self._fingerprint,
             **self._stream_state(),
             "origin": self._origin,
+            "tracker_run_id": self._tracker_run_id,
             "world_size": self._session.world_size,
             "torch": torch.__version__,
             "config": plain(self._config),

@@ -1,0 +1,27 @@
+"""Which trackers a run asks for, and whether they are installed."""
+
+from importlib.util import find_spec
+
+from configs.errors import UserError
+from configs.schema import TrackSection
+
+LABELS = {"wandb": "W&B", "tensorboard": "TensorBoard", "mlflow": "MLflow"}
+"""Trackers, by the name that is their key, their extra and the module they are used by."""
+
+_OFF = {"wandb": "track.wandb=off", "tensorboard": "track.tensorboard=false", "mlflow": "track.mlflow=null"}
+
+
+def asked_for(track: TrackSection) -> list[str]:
+    """Names of the trackers that ``track`` asks for."""
+    asked = {"wandb": track.wandb != "off", "tensorboard": track.tensorboard, "mlflow": track.mlflow is not None}
+    return [name for name, is_asked_for in asked.items() if is_asked_for]
+
+
+def check_installed(track: TrackSection) -> None:
+    """Raise ``UserError`` where a tracker that is asked for is not installed. Imports none."""
+    missing = [name for name in asked_for(track) if find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"{' and '.join(LABELS[name] for name in missing)} {'is' if len(missing) == 1 else 'are'} not installed; "
+            f"pip install -e '.[{','.join(missing)}]', or do without: {' '.join(_OFF[name] for name in missing)}"
+        )

@@ -1,0 +1,290 @@
+"""W&B, TensorBoard and MLflow show what ``metrics.jsonl`` tells: every step once, whatever happened to the run."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from configs.compose import compose
+from configs.errors import UserError
+from configs.trackers import check_installed
+from tests.cluster import ROOT
+from tests.runs import metrics, tiny_overrides
+from tests.tracked import Records, accumulator, mirrors, scalars, session_of, wait_for, wandb_run
+from tests.wandb_server import WandbServer, serving
+from trainer.mirror.metrics_file import MetricsFile
+from trainer.mirror.rows import Rows
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def _nobodys_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+    with serving() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        yield server
+
+
+def shown(run_dir: Path) -> int:
+    """The last step that TensorBoard shows; 0: none."""
+    try:
+        return scalars(run_dir)[-1][0]
+    except KeyError:
+        return 0
+
+
+def warnings(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if line.startswith("WARNING")]
+
+
+def test_a_run_that_was_killed_with_its_mirrors_and_went_on_shows_each_step_once(text: Path, tmp_path: Path) -> None:
+    """Killed at step 12 and resumed at 10: steps 11 and 12 are those of the second time."""
+    run_dir, store = tmp_path / "run", f"{tmp_path}/mlruns"
+    argv = ("track.wandb=offline", "track.tensorboard=true", f"track.mlflow={store}")
+    records = Records(text, run_dir, *argv)
+    records.steps(1, 12, loss=1.0)
+    wait_for(lambda: list(run_dir.glob("tensorboard/events*")) and list(run_dir.glob("wandb/offline-run-*/*.wandb")))
+    records.die()
+    records = Records(text, run_dir, *argv, step=10)
+    records.steps(11, 15, loss=2.0)
+    records.end()
+    truth = [(line["step"], line["loss"]) for line in metrics(run_dir)]
+    assert [step for step, _ in truth] == list(range(1, 16))
+    assert scalars(run_dir) == [(step, pytest.approx(loss)) for step, loss in truth]
+    history = wandb_run(run_dir)["history"]
+    assert [(row["step"], row["train/loss"]) for row in history] == truth
+    client = MlflowClient(tracking_uri=store)
+    (run,) = client.search_runs([client.get_experiment_by_name("serried").experiment_id])
+    assert [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "train/loss")] == truth
+    assert (run.info.status, run.data.tags["tracker_run_id"]) == ("FINISHED", "abcd1234")
+    assert run.data.params["optim.lr"] == "0.003"
+    assert run.data.tags["summary.final_validation_loss"] == "2.0"
+
+
+def test_steps_that_a_rollback_undid_are_not_shown(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    records = Records(text, run_dir, "track.wandb=offline", "track.tensorboard=true")
+    records.steps(1, 8, loss=1.0)
+    wait_for(lambda: list(run_dir.glob("tensorboard/events*")) and list(run_dir.glob("wandb/offline-run-*/*.wandb")))
+    records.go_back(4, from_step=8)
+    records.steps(5, 7, loss=2.0)
+    records.end("stopped")
+    truth = [(line["step"], line["loss"]) for line in metrics(run_dir)]
+    assert truth[3:5] == [(4, 1.25), (5, 2.2)]
+    assert scalars(run_dir) == [(step, pytest.approx(loss)) for step, loss in truth]
+    run = wandb_run(run_dir)
+    assert [(row["step"], row["train/loss"]) for row in run["history"]] == truth
+    assert (run["summary"]["state"], run["summary"]["rollbacks"]) == ("stopped", 1)
+
+
+def test_what_the_trackers_know_of_a_run(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    named = ("track.project=books", "track.group=sweep-7", "track.tags=[a,b]", "track.notes='first try'")
+    records = Records(text, run_dir, "track.wandb=offline", "track.tensorboard=true", "run.name=mine", *named)
+    records.steps(1, 3)
+    records.folder.record("checkpoint", step=2, path="checkpoints/step-00000002", seconds=0.1)
+    records.end()
+    run = wandb_run(run_dir)
+    assert (run["id"], run["project"], run["group"], run["tags"]) == ("abcd1234", "books", "sweep-7", ["a", "b"])
+    assert (run["name"], run["notes"], run["exit_code"]) == ("mine", "first try", 0)
+    assert ("*", "step") in run["axes"], "steps may come again"
+    assert run["config"]["optim"]["lr"] == 0.003
+    assert run["config"]["run_facts"]["environment"] == {"torch": "2"}
+    summary = run["summary"]
+    assert (summary["state"], summary["final_loss"], summary["best_validation_loss"]) == ("finished", 4 / 3, 1.0)
+    assert (summary["checkpoint"], summary["report"]) == ("checkpoints/step-00000002", str(run_dir / "report.html"))
+    assert run["history"][2].items() >= {"validation/loss": 1.0, "train/source_tokens/web": 3, "step": 3}.items()
+    board = accumulator(run_dir)
+    assert [event.value for event in board.Scalars("speed/tokens_per_second")] == [1280.0] * 3
+    assert [(event.step, event.value) for event in board.Scalars("validation/loss")] == [(3, 1.0)]
+    assert {"_hparams_/experiment", "_hparams_/session_start_info", "_hparams_/session_end_info"} <= set(
+        board.Tags()["tensors"]
+    )
+    assert b"optim.lr" in board.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert not mirrors(run_dir)
+
+
+def test_online_a_restart_sends_what_the_server_has_not(text: Path, tmp_path: Path, server: WandbServer) -> None:
+    run_dir = tmp_path / "run"
+    records = Records(text, run_dir, "track.wandb=online")
+    records.steps(1, 6)
+    records.end("stopped")
+    assert [row["step"] for row in server.runs["abcd1234"].history] == list(range(1, 7))
+    records = Records(text, run_dir, "track.wandb=online", step=4)
+    records.steps(5, 9)
+    records.end()
+    stored = server.runs["abcd1234"]
+    assert [row["step"] for row in stored.history] == list(range(1, 10))
+    assert (stored.starts > 1, stored.exit_code, stored.summary["state"]) == (True, 0, "finished")
+    assert json.loads(stored.config)["optim"]["value"]["lr"] == 0.003
+    for path in run_dir.rglob("*"):
+        assert not path.is_file() or KEY.encode() not in path.read_bytes(), f"the key is in {path}"
+
+
+def unreachable(how: str, monkeypatch: pytest.MonkeyPatch) -> socket.socket | None:
+    """Have W&B be unreachable. A socket to keep, where that hangs."""
+    if how == "no key":
+        return None
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    waiting = socket.socket()
+    waiting.bind(("127.0.0.1", 0))
+    if how == "never answers":
+        waiting.listen()
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{waiting.getsockname()[1]}")
+    return waiting
+
+
+@pytest.mark.parametrize("how", ["no key", "refused", "never answers"])
+def test_unreachable_its_records_are_kept_to_be_sent_later(
+    how: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = unreachable(how, monkeypatch)
+    run_dir = tmp_path / "run"
+    records = Records(text, run_dir, "track.wandb=online")
+    records.steps(1, 5)
+    if how == "no key":  # the others it tries for longer
+        wait_for(lambda: records.look() or list(run_dir.glob("wandb/offline-run-*/*.wandb")))
+    records.end()
+    run = wandb_run(run_dir)
+    assert [row["step"] for row in run["history"]] == list(range(1, 6))
+    (warning,) = warnings(capsys.readouterr().out)
+    if how == "no key":
+        assert "No API key configured" in warning and f"wandb sync {run['folder']}" in warning
+    else:
+        assert "W&B has not answered yet; its process goes on for at most two minutes" in warning
+    if kept is not None:
+        kept.close()
+
+
+def test_its_service_killed_the_records_are_kept(
+    text: Path, tmp_path: Path, server: WandbServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    records = Records(text, run_dir, "track.wandb=online")
+    records.steps(1, 3)
+    (mirror,) = wait_for(lambda: mirrors(run_dir))
+    wait_for(lambda: server.runs)
+    for pid in session_of(mirror):
+        if pid != mirror:
+            os.kill(pid, signal.SIGKILL)
+    records.steps(4, 6)
+    wait_for(lambda: records.look() or list(run_dir.glob("wandb/offline-run-*/*.wandb")))
+    records.steps(7, 9)
+    records.end()
+    run = wandb_run(run_dir)
+    assert [row["step"] for row in run["history"]] == list(range(1, 10))
+    (warning,) = warnings(capsys.readouterr().out)
+    assert f"wandb sync {run['folder']}" in warning
+
+
+def test_a_mirror_that_is_killed_costs_a_warning(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    records = Records(text, run_dir, "track.tensorboard=true")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # that ask the run to stop
+        (mirror,) = wait_for(lambda: list(run_dir.glob("tensorboard/events*")) and mirrors(run_dir))
+        os.kill(mirror, number)
+    records.steps(1, 3)
+    wait_for(lambda: shown(run_dir) >= 2)
+    os.kill(mirror, signal.SIGKILL)
+    wait_for(lambda: records.look() or capsys.readouterr().out.count("TensorBoard: its process was killed by signal 9"))
+    records.end()
+    assert not warnings(capsys.readouterr().out), "told once"
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "tensorboard").write_text("in the way")
+    records = Records(text, run_dir, "track.tensorboard=true")
+    records.steps(1, 3)
+    records.end()
+    (warning,) = warnings(capsys.readouterr().out)
+    assert "File exists" in warning
+
+
+def test_a_run_that_has_ended_can_be_mirrored_by_hand(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    records = Records(text, run_dir)
+    records.steps(1, 4)
+    records.end()
+    command = [sys.executable, "-m", "trainer.mirror", "tensorboard", str(run_dir)]
+    subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=True, timeout=120, capture_output=True)
+    assert [step for step, _ in scalars(run_dir)] == [1, 2, 3, 4]
+
+
+def test_a_mirror_needs_no_torch() -> None:
+    modules = ["__main__", "wandb_tracker", "tensorboard_tracker", "mlflow_tracker"]
+    imports = "; ".join(f"import trainer.mirror.{module}" for module in modules)
+    code = f"{imports}; import sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+def test_a_row_gathers_all_of_a_step(tmp_path: Path) -> None:
+    rows = Rows(tmp_path)
+    events = [
+        {"event": "start", "time": 0},
+        {"event": "step", "step": 1, "time": 1, "loss": None, "nonfinite": True, "skipped": True, "mfu": 0.4},
+        {"event": "spike", "step": 1, "time": 2, "loss_limit": 3.0},
+        {"event": "eval", "step": 1, "time": 3, "set": "web", "loss": 2.0, "source_losses": {"a": 1.0}},
+        {"event": "checkpoint", "step": 0, "time": 3, "path": "p", "bytes": 7},
+        {"event": "step", "step": 2, "time": 4, "loss": 1.0, "skipped": False},
+    ]
+    (row,) = [row for event in events for row in rows.feed(event)]
+    assert (row.step, row.time) == (1, 1)
+    assert row.values == {
+        "train/nonfinite": True, "train/skipped": True, "speed/mfu": 0.4, "spike/loss_limit": 3.0,
+        "validation/web/loss": 2.0, "validation/web/source_loss/a": 1.0,
+    }  # fmt: skip
+    assert [row.step for row in rows.rest()] == [2]
+    assert rows.summary.items() >= {"skipped_steps": 1, "spikes": 1, "checkpoint_step": 0, "final_loss": 1.0}.items()
+
+
+def test_a_growing_file_is_followed_and_another_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = MetricsFile(path)
+    assert lines.read() == (False, [])
+    path.write_text('{"a": 1}\n{"a":')
+    assert lines.read() == (True, [{"a": 1}])
+    with path.open("a") as file:
+        file.write(" 2}\n")
+    assert lines.read() == (False, [{"a": 2}])
+    (tmp_path / "other").write_text('{"a": 3}\n')
+    (tmp_path / "other").rename(path)
+    assert lines.read() == (True, [{"a": 3}])
+    assert lines.read() == (False, [])
+
+
+def test_a_tracker_that_is_not_installed_is_named_before_anything_starts(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("configs.trackers.find_spec", lambda name: None if name == "mlflow" else find_spec(name))
+    config = compose(tiny_overrides(text, tmp_path / "run", "track.wandb=offline", "track.mlflow=sqlite:///a.db"))
+    with pytest.raises(UserError, match=r"^MLflow is not installed; pip install -e '.\[mlflow\]', or do without: "):
+        check_installed(config.track)
+
+
+def test_a_password_is_kept_out_of_the_config(text: Path, tmp_path: Path) -> None:
+    argv = tiny_overrides(text, tmp_path / "run", "track.mlflow=https://me:secret@host/path")
+    with pytest.raises(UserError, match=r"use track\.mlflow=https://me@host/path") as caught:
+        compose(argv)
+    assert "secret" not in str(caught.value)

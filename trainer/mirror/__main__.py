@@ -1,0 +1,328 @@
+"""Mirror the records of a run to one tracker: ``python -m trainer.mirror NAME RUN_DIR``.
+
+The training process starts this, and keeps the other end of its standard input open for as long as it lives. Started by
+hand with ``< /dev/null``, it sends the records of a run that has ended.
+
+Standard output tells the training process what there is to say, a JSON object a line: ``connecting``, ``note``,
+``warning``. Everything else goes to standard error, which leads into a log.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from trainer.mirror.metrics_file import MetricsFile
+from trainer.mirror.rows import Rows
+from trainer.mirror.tracker import Row, Run, Tracker
+
+_LOOK_SECONDS = 1.0
+_TRY_AGAIN_SECONDS = 30.0
+_CALL_SECONDS = 180.0
+_CALL_SECONDS_WHEN_ALONE = 40.0
+_CONNECT_SECONDS_WHEN_ALONE = 5.0
+_ALONE_SECONDS = 120.0
+_WATCH_SECONDS = 0.2
+_PRIORITY = 5
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm sends a job's signals to every process of it. This one ends when the training process has ended."""
+
+
+class _Voice:
+    """Tells the training process, for as long as it listens."""
+
+    def __init__(self) -> None:
+        self._output = os.dup(1)
+        os.dup2(2, 1)  # what a tracker prints is not for the training process
+
+    def tell(self, **values: Any) -> None:
+        log(str(values))
+        with suppress(OSError):
+            os.write(self._output, json.dumps(values).encode() + b"\n")
+
+    def hand_over(self) -> None:
+        """Let the program that takes this one's place speak."""
+        os.dup2(self._output, 1)
+
+
+class _Watch:
+    """Knows whether the training process is still there, and which call into the tracker takes too long."""
+
+    def __init__(self, until: float | None, give_up: Callable[[str], NoReturn]) -> None:
+        self.alone = threading.Event()
+        """Set once the training process has ended, or said that there is no more to come."""
+        self.until = until
+        """When this process ends at the latest, in unix seconds; None: the training process is still there."""
+        self._give_up = give_up
+        self._call: tuple[str, float, float] | None = None
+        threading.Thread(target=self._wait_for_the_end, name="end of training", daemon=True).start()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    @contextmanager
+    def call(self, what: str, seconds_when_alone: float = _CALL_SECONDS_WHEN_ALONE) -> Iterator[None]:
+        """Around a call that might never return."""
+        self._call = what, time.time(), seconds_when_alone
+        try:
+            yield
+        finally:
+            self._call = None
+
+    def _wait_for_the_end(self) -> None:
+        with suppress(OSError):
+            while os.read(0, 1):
+                pass
+        self.until = self.until or time.time() + _ALONE_SECONDS
+        self.alone.set()
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_WATCH_SECONDS)
+            now, call = time.time(), self._call
+            if self.until is not None and now > self.until:
+                log("out of time")
+                _leave(1)
+            if call is None:
+                continue
+            what, began, seconds_when_alone = call
+            limit = began + _CALL_SECONDS
+            if self.until is not None:
+                limit = min(limit, max(began, self.until - _ALONE_SECONDS) + seconds_when_alone)
+            if now > limit:
+                self._give_up(f"{what} took longer than {now - began:.0f} s")
+
+
+class _Mirror:
+    """One tracker, fed."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._run_dir: Path = arguments.run_dir
+        self._voice = _Voice()
+        self._watch = _Watch(arguments.until, self._give_up)
+        self._tracker: Tracker | None = None
+
+    def run(self) -> None:
+        """Mirror until the training process has ended and everything is written."""
+        self._wait_for_the_one_before()
+        try:
+            self._follow()
+        except Exception as error:
+            traceback.print_exc()
+            self._give_up((str(error).strip() or type(error).__name__).splitlines()[0])
+
+    def _wait_for_the_one_before(self) -> None:
+        """Of a run that was killed and started again at once, the mirror may not have ended yet."""
+        self._lock = (self._run_dir / f".mirror-{self._arguments.name}.lock").open("w")
+        deadline = time.monotonic() + _ALONE_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(_WATCH_SECONDS)
+            except OSError:  # a disk that knows no locks
+                return
+
+    def _follow(self) -> None:
+        """Write all that there is and all that comes."""
+        lines, rows, is_behind = MetricsFile(self._run_dir / "metrics.jsonl"), Rows(self._run_dir), True
+        self._tracker = tracker = make_tracker(self._arguments.name, self._run_dir, is_offline=self._arguments.offline)
+        run, rollbacks = self._beginning()
+        has = self._open(tracker, run)
+        while True:
+            is_alone = self._watch.alone.is_set()
+            is_another, events = lines.read()
+            if is_another and rows.start:
+                rows, is_behind = Rows(self._run_dir), True
+                if tracker.follows_changes:
+                    run, rollbacks = self._beginning()
+                    has = self._open(tracker, run)
+            taken: list[Row] = []
+            for event in events:
+                for row in rows.feed(event):
+                    if row.step > has:
+                        taken.append(row)
+                        has = row.step
+                if rows.rollbacks > rollbacks:  # steps that were told before come again, with other numbers
+                    rollbacks, has = rows.rollbacks, min(has, event["step"])
+            with self._watch.call("writing"):
+                if taken:
+                    tracker.write(taken)
+                if any(event["event"] not in ("step", "eval") for event in events):
+                    tracker.summarize(rows.summary)
+            if events:
+                continue
+            if is_alone:
+                break
+            if is_behind:
+                is_behind = False
+                self._caught_up(tracker)
+            self._watch.alone.wait(_LOOK_SECONDS)
+        with self._watch.call("finishing"):
+            tracker.write([row for row in rows.rest() if row.step > has])
+            if is_behind:
+                self._caught_up(tracker)
+            summary = {**rows.summary, "state": "killed"} if rows.summary["state"] == "running" else rows.summary
+            tracker.summarize(summary)
+            tracker.close(summary)
+
+    def _beginning(self) -> tuple[Run, int]:
+        """The run as its newest start told of it, and how often it had gone back before that."""
+        while (begun := read_beginning(self._run_dir)) is None:
+            if self._watch.alone.is_set():
+                raise RuntimeError("metrics.jsonl tells of no start")
+            self._watch.alone.wait(_LOOK_SECONDS)
+        return begun
+
+    def _open(self, tracker: Tracker, run: Run) -> int:
+        if tracker.uses_network:
+            self._voice.tell(connecting=True)
+        patience = _CONNECT_SECONDS_WHEN_ALONE if tracker.uses_network else _CALL_SECONDS_WHEN_ALONE
+        with self._watch.call("connecting", patience):
+            has = tracker.open(run)
+        arguments = self._arguments
+        if not arguments.because:
+            self._voice.tell(connecting=False, note=tracker.note())
+        elif arguments.warned:
+            self._voice.tell(connecting=False)
+        else:
+            self._voice.tell(connecting=False, warning=f"{arguments.because}; {tracker.instead()}")
+            arguments.warned = True
+        return has
+
+    def _caught_up(self, tracker: Tracker) -> None:
+        with self._watch.call("writing"):
+            tracker.caught_up()
+
+    def _give_up(self, reason: str) -> NoReturn:
+        """Begin again, as a new program: what a tracker left in this one is gone with it."""
+        arguments, alone = self._arguments, self._watch.alone
+        log(f"gives up: {reason}")
+        self._voice.tell(connecting=False)
+        again = ["--because", arguments.because or reason]
+        if arguments.name == "wandb" and not arguments.offline:
+            again += ["--offline"]
+        else:
+            if not arguments.warned:
+                self._voice.tell(warning=f"{reason}; it is tried again now and then")
+            if arguments.last:
+                _leave(1)
+            again += ["--warned", *(["--offline"] if arguments.offline else [])]
+            if alone.wait(_TRY_AGAIN_SECONDS):
+                again += ["--last"]
+        if self._watch.until is not None:
+            again += ["--until", str(self._watch.until)]
+        _end_helpers()
+        self._voice.hand_over()
+        os.execv(sys.executable, [*_COMMAND, arguments.name, str(self._run_dir), *again])
+
+
+_COMMAND = [sys.executable, "-P", "-m", "trainer.mirror"]
+
+
+def make_tracker(name: str, run_dir: Path, *, is_offline: bool) -> Tracker:
+    """The tracker called ``name``, as the config in ``run_dir`` wants it."""
+    track = read_config(run_dir)["track"]
+    if name == "wandb":
+        from trainer.mirror.wandb_tracker import WandbTracker
+
+        # Standard input is a pipe where the training process started this.
+        process = os.getppid() if stat.S_ISFIFO(os.fstat(0).st_mode) else None
+        return WandbTracker(is_online=track["wandb"] == "online" and not is_offline, process=process)
+    if name == "tensorboard":
+        from trainer.mirror.tensorboard_tracker import TensorBoardTracker
+
+        return TensorBoardTracker()
+    from trainer.mirror.mlflow_tracker import MlflowTracker
+
+    return MlflowTracker(track["mlflow"])
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """``config.yaml`` of a run."""
+    return dict(yaml.safe_load((run_dir / "config.yaml").read_text()))
+
+
+def read_beginning(run_dir: Path) -> tuple[Run, int] | None:
+    """The run in ``run_dir`` as its newest start told of it, and how many rollbacks were before that; None: there is no
+    start yet."""
+    start, rollbacks, before = None, 0, 0
+    with suppress(FileNotFoundError), (run_dir / "metrics.jsonl").open() as lines:
+        for line in lines:
+            if '"start"' in line or '"rollback"' in line:
+                with suppress(ValueError):
+                    event = json.loads(line)
+                    rollbacks += event["event"] == "rollback"
+                    if event["event"] == "start":
+                        start, before = event, rollbacks
+    if start is None:
+        return None
+    facts = {key: value for key, value in start.items() if key not in ("event", "time", "tracker_run_id")}
+    with suppress(OSError, ValueError):
+        facts["environment"] = json.loads((run_dir / "environment.json").read_text())
+    return Run(run_dir, start["tracker_run_id"], read_config(run_dir), facts), before
+
+
+def log(text: str) -> None:
+    """Write ``text`` to the log."""
+    with suppress(OSError):
+        print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+def _be_modest() -> None:
+    """Training comes first on every core."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
+    with suppress(OSError):  # where the kernel shares out cores by session, the above counts within this one alone
+        Path("/proc/self/autogroup").write_text(str(_PRIORITY))
+
+
+def _end_helpers() -> None:
+    """End the processes that a tracker started: all of this session, which is this process's own. Linux only."""
+    with suppress(OSError):
+        for path in Path("/proc").iterdir():
+            with suppress(OSError, ValueError, IndexError):
+                pid = int(path.name)
+                session = int((path / "stat").read_text().rpartition(")")[2].split()[3])
+                if session == os.getpid() != pid:
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _leave(code: int) -> NoReturn:
+    _end_helpers()
+    os._exit(code)
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Mirror, and end the process."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.mirror", description=__doc__)
+    parser.add_argument("name", choices=("wandb", "tensorboard", "mlflow"))
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--offline", action="store_true", help="W&B: write files, whatever track.wandb says")
+    # What one attempt passes to the next.
+    parser.add_argument("--because", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--warned", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--last", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    _be_modest()
+    _Mirror(arguments).run()
+    _leave(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,140 @@
+"""The training process's side of the mirrors: starts them on rank 0, passes on the little they have to say, and never
+waits for them while it trains."""
+
+import json
+import os
+import secrets
+import string
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from configs.schema import TrackSection
+from configs.trackers import LABELS, asked_for
+from trainer.track import Console
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+_ID_LETTERS, _ID_LENGTH = string.ascii_lowercase + string.digits, 8
+_WAIT_SECONDS = 10.0
+_WAIT_FOR_A_CONNECTION_SECONDS = 1.0
+_WORTH_A_WORD_SECONDS = 1.0
+_LOOK_SECONDS = 0.02
+
+
+def choose_run_id(state: Mapping[str, Any], is_continued: bool) -> str:
+    """What trackers know the run by: eight letters and digits. A run that goes on in its folder, from a checkpoint with
+    ``state``, keeps its own; one that begins there has a new one, also where it begins with another's checkpoint."""
+    kept = state.get("tracker_run_id") if is_continued else None
+    return str(kept or "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)))
+
+
+class Mirrors:
+    """The mirrors of one run. Every rank has them; where none is asked for, and on all ranks but 0, nothing happens."""
+
+    def __init__(self, run_dir: Path, track: TrackSection, console: Console) -> None:
+        self._run_dir, self._track, self._console = run_dir.absolute(), track, console
+        self._mirrors: list[_Mirror] = []
+
+    def start(self) -> None:
+        """Start a process for each tracker that is asked for. ``metrics.jsonl`` is there by now."""
+        for name in asked_for(self._track):
+            try:
+                self._mirrors.append(_Mirror(name, self._run_dir))
+            except OSError as error:
+                self._warn(name, f"cannot start a process for it: {error.strerror}")
+
+    def look(self) -> None:
+        """Say what the mirrors have to say, and which has ended without a word. Waits for nothing."""
+        for mirror in self._mirrors:
+            for told in mirror.heard():
+                if "warning" in told and not mirror.has_warned:
+                    mirror.has_warned = True
+                    self._warn(mirror.name, told["warning"])
+                elif "note" in told:
+                    self._console.say(f"{'tracking':<10} {told['note']}")
+            code = mirror.process.poll()
+            if code is not None and not mirror.has_warned and (code or not mirror.is_to_end):
+                mirror.has_warned = True
+                how = f"was killed by signal {-code}" if code < 0 else f"ended (exit code {code})"
+                self._warn(mirror.name, f"its process {how}; see {mirror.log}")
+
+    def end(self) -> None:
+        """Have the mirrors take the rest and end, and wait for them a little: what they hold is a copy."""
+        for mirror in self._mirrors:
+            mirror.end()
+        began, has_spoken = time.monotonic(), False
+        while waiting := [mirror for mirror in self._mirrors if mirror.process.poll() is None]:
+            self.look()
+            waited = time.monotonic() - began
+            is_in_vain = all(mirror.is_connecting for mirror in waiting) and waited > _WAIT_FOR_A_CONNECTION_SECONDS
+            if is_in_vain or waited > _WAIT_SECONDS:
+                break
+            if waited > _WORTH_A_WORD_SECONDS and not has_spoken:
+                has_spoken = True
+                names = " and ".join(LABELS[mirror.name] for mirror in waiting)
+                self._console.say(f"{'tracking':<10} {names}: sending the rest, for at most {_WAIT_SECONDS:.0f} s")
+            time.sleep(_LOOK_SECONDS)
+        self.look()
+        for mirror in self._mirrors:
+            if mirror.process.poll() is None and not mirror.has_warned:
+                self._console.say(
+                    f"WARNING    {LABELS[mirror.name]} has not {'answered' if mirror.is_connecting else 'taken all'} "
+                    f"yet; its process goes on for at most two minutes, see {mirror.log}"
+                )
+        self._mirrors = []
+
+    def _warn(self, name: str, text: str) -> None:
+        self._console.say(f"WARNING    {LABELS[name]}: {text}. Training goes on, and metrics.jsonl has everything")
+
+
+class _Mirror:
+    """One process that mirrors to one tracker."""
+
+    def __init__(self, name: str, run_dir: Path) -> None:
+        self.name, self.has_warned, self.is_connecting, self.is_to_end = name, False, False, False
+        self.log = run_dir / "log" / f"mirror-{name}.log"
+        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+        try:
+            self.log.parent.mkdir(exist_ok=True)
+            log: Any = self.log.open("ab")
+        except OSError:
+            log = subprocess.DEVNULL
+        try:
+            self.process = subprocess.Popen(
+                # -P: a file of the user's called wandb.py is not the tracker.
+                [sys.executable, "-P", "-m", "trainer.mirror", name, str(run_dir)],
+                stdin=subprocess.PIPE,  # closes when this process ends, however it ends
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,  # signals to this process group ask training to stop, not its mirror
+            )
+        finally:
+            if log is not subprocess.DEVNULL:
+                log.close()
+        assert self.process.stdout is not None
+        self._output = self.process.stdout.fileno()
+        os.set_blocking(self._output, False)
+        self._heard = b""
+
+    def heard(self) -> list[dict[str, Any]]:
+        """What the process has told since: JSON objects, one a line."""
+        with suppress(BlockingIOError):
+            while data := os.read(self._output, 4096):
+                self._heard += data
+        *lines, self._heard = self._heard.split(b"\n")
+        told: list[dict[str, Any]] = [json.loads(line) for line in lines if line.startswith(b"{")]
+        for each in told:
+            self.is_connecting = each.get("connecting", self.is_connecting)
+        return told
+
+    def end(self) -> None:
+        """Tell the process that there is no more to come."""
+        self.is_to_end = True
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()

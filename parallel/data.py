@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from configs.schema import ParallelSection
 from parallel.mesh import Layout, build_mesh
 from parallel.plan import LossTerms, ParallelPlan
+from parallel.stage import BACKWARD, FORWARD, Stage
 
 LossFunction = Callable[[nn.Module, Any], LossTerms]
 
@@ -41,6 +42,8 @@ class Single:
         """``.grad`` times this is the sum over ranks."""
         self.layout = layout
         self.device = device
+        self.stage = Stage()
+        """What it computes at present."""
         self._autocast_dtype = autocast_dtype
 
     def forward_backward(
@@ -57,6 +60,7 @@ class Single:
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             with self._gradient_exchange(is_last):
+                self.stage.enter(FORWARD)
                 with self.autocast():
                     terms = loss(self.model, batch)
                 mine = terms.totals()
@@ -67,6 +71,7 @@ class Single:
                     totals[-1] = my_vote
                 if is_last and dist.is_initialized():
                     travelling = dist.all_reduce(totals, async_op=True)
+                self.stage.enter(BACKWARD)
                 (terms.loss_sum * scale).backward()
         if travelling is not None:
             travelling.wait()

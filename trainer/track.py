@@ -17,7 +17,10 @@ from typing import IO, Any
 
 from configs.errors import UserError
 
-RECORDS = ("config.yaml", "environment.json", "metrics.jsonl", "lost.jsonl", "status.json", "log", "checkpoints")
+PROFILES = "profile"
+RECORDS = (
+    "config.yaml", "environment.json", "metrics.jsonl", "lost.jsonl", "status.json", "log", "checkpoints", PROFILES
+)  # fmt: skip
 """What a run leaves in its folder, and what is kept aside when another starts there."""
 
 _CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)

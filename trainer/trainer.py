@@ -36,8 +36,10 @@ from trainer.health import GoBack, ReplicaCheck, respond
 from trainer.loader import PADDING_ID, BatchLoader, evaluation_batches
 from trainer.metrics import RATES, Meter
 from trainer.optim import build_optimizer, learning_rate, state_bytes
+from trainer.out_of_memory import explained
 from trainer.overview import overview
 from trainer.precision import LOW_DTYPES, GradScaler
+from trainer.profile import StepProfiler
 from trainer.recipe import Dataset, Recipe, to_device
 from trainer.report import DONE, Report
 from trainer.sampler import Mixture, Stream, evaluation_samples, sample_order
@@ -92,9 +94,10 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
             session.signals.last_words = lambda: folder.fail(trainer.step, "interrupted twice", EXIT_FAILED)
         return trainer.run()
     except BaseException as error:
-        watchdog.pulse.enter(END, trainer.step if trainer else start.step)
         session.shield()
-        failure = session.first_failure(error)
+        told = explained(error, config, recipe, session, watchdog.pulse, trainer._optimizer if trainer else None)
+        watchdog.pulse.enter(END, trainer.step if trainer else start.step)
+        failure = session.first_failure(told)
         console.log(traceback.format_exc())
         if trainer is not None:
             trainer.end_save()
@@ -106,6 +109,8 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
             folder.stop_early(step, failure.reason, failure.exit_code)
         else:
             folder.fail(step, failure.reason, failure.exit_code)
+        if told is not error:
+            raise told from error
         raise
     finally:
         if trainer is not None:
@@ -215,6 +220,9 @@ class Trainer:
         self._loader = self._load_from_here()
         self._meter = Meter(device, session.world_size, recipe.flops_per_token(parameters))
         self._meter.start_at(start.step, self._report.progress.tokens)
+        self._profiler = StepProfiler(
+            config, session, console, pulse.stage, self._meter.pause, first_step=start.step + 1
+        )
         self._started = time.perf_counter()
 
     def _open_data(self, start: Start) -> Dataset:
@@ -254,6 +262,7 @@ class Trainer:
             low_dtype=LOW_DTYPES[config.precision.name],
             device=device,
         )
+        self._parallel.stage = self._pulse.stage
         self._module = self._parallel.module
         self._optimizer = build_optimizer(self._module.parameters(), config.optim)
         self._train_step = TrainStep(
@@ -303,8 +312,8 @@ class Trainer:
                     self._go_back(back)
 
     def _steps_from_here(self, collect_garbage: Callable[[int], None]) -> Generator[int, None, None]:
-        with self._loader:
-            self._pulse.enter(DATA, self.step + 1)
+        with self._loader, self._profiler:
+            self._await_data(self.step + 1)
             for step, batches in enumerate(self._loader, start=self.step + 1):
                 self._train(step, batches)
                 self._log()
@@ -316,7 +325,11 @@ class Trainer:
                 yield step
                 if self._shutdown.stops:
                     return
-                self._pulse.enter(DATA, step + 1)
+                self._await_data(step + 1)
+
+    def _await_data(self, step: int) -> None:
+        self._profiler.begin(step)
+        self._pulse.enter(DATA, step)
 
     def _load_from_here(self) -> BatchLoader:
         step, sample = self._position

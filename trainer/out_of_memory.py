@@ -37,6 +37,8 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "P
 _EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 _ADVICE_LINES = 5
 _USABLE_SHARE = 0.9
+_LIBRARIES_BYTES = 2**30
+"""What torch and its libraries take of a process's memory on a CPU, roughly."""
 _FRAGMENTED_SHARE = 0.05
 _WORTH_A_LINE_SHARE = 0.005
 
@@ -76,8 +78,7 @@ def explained(
     ]
     with suppress(Exception):  # what cannot be told must not hide what can
         planned = _Planned(config, recipe, session.world_size)
-        held = _held(optimizer)
-        lines.append(f"  {'needs' if optimizer is None else 'holds':<9}  {_holdings(planned.memory, held, usage)}")
+        lines += [f"  {line}" for line in _holdings(planned.memory, _held(optimizer), usage)]
         for number, advice in enumerate(_advice(planned, stage, usage, _asked_bytes(error))):
             lines.append(f"  {'' if number else 'try':<9}  {advice}")
     if session.device.type == "cuda":
@@ -86,7 +87,7 @@ def explained(
             path.parent.mkdir(parents=True, exist_ok=True)
             write_snapshot(path, session.device)
             history = "" if config.profile.memory else "; profile.memory=true adds who asked for it"
-            lines.append(f"  snapshot   {path}{history}")
+            lines.append(f"  {'snapshot':<9}  {path}{history}")
     return TrainingFailed("\n".join(lines))
 
 
@@ -103,7 +104,7 @@ class _Usage(NamedTuple):
     others: int | None
     """Not this process's. None: not known, as of a CPU."""
     capacity: int
-    """What this process could have."""
+    """What tensors of this process could have."""
     free_text: str
 
 
@@ -124,7 +125,7 @@ def _measure(device: torch.device) -> _Usage:
     for whose, limit in limits.items():
         if 0 < limit < total:
             text, capacity = f"{text}, and {whose} {size(limit)}", min(capacity, limit)
-    return _Usage(resident, 0, None, capacity, text)
+    return _Usage(resident, 0, None, capacity - _LIBRARIES_BYTES, text)
 
 
 def _resident_bytes() -> int:
@@ -172,30 +173,34 @@ def _held(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
         "gradients": [p.grad for p in parameters if p.grad is not None],
         "optimizer state": state,
     }
-    return {
-        kind: sum(local(tensor).untyped_storage().nbytes() for tensor in tensors) for kind, tensors in kinds.items()
-    }
+    return {kind: sum(local(tensor).nbytes for tensor in tensors) for kind, tensors in kinds.items()}
 
 
-def _holdings(planned: Memory, held: dict[str, int], usage: _Usage) -> str:
-    if not held:
+def _holdings(planned: Memory, held: dict[str, int], usage: _Usage) -> list[str]:
+    """Lines with what the memory is used for: of this run, and of a GPU as a whole."""
+    if held:
+        parts = [f"{kind} {size(number)}" for kind, number in held.items() if number]
+    else:  # not all is there yet
         parts = [
             f"parameters {size(planned.parameters)}", f"gradients {size(planned.gradients)}",
             f"optimizer state {size(planned.optimizer_state)}",
         ]  # fmt: skip
-    else:
-        parts = [f"{kind} {size(number)}" for kind, number in held.items() if number]
     if planned.gathered:
         parts.append(f"gathered up to {size(planned.gathered)}")
+    on_device = usage.others is not None
+    needed = f"a micro-batch needs about {size(planned.activations)}"
     if held:
         rest = max(0, usage.allocated - sum(held.values()) - planned.gathered)
-        parts.append(f"activations and the rest {size(rest)}")
-    parts.append(f"by estimate a micro-batch needs {size(planned.activations)} of activations")
-    if usage.reserved_free:
-        parts.append(f"reserved but in no tensor {size(usage.reserved_free)}")
+        parts.append(f"activations{'' if on_device else ', libraries'} and the rest {size(rest)} ({needed})")
+    else:
+        parts.append(f"activations: {needed}")
+    lines = [f"{'holds' if held else 'needs':<9}  {', '.join(parts)}"]
     if usage.others is not None:
-        parts.append(f"other processes and the driver {size(usage.others)}")
-    return ", ".join(parts)
+        lines.append(
+            f"{'device':<9}  {size(usage.allocated)} in tensors, {size(usage.reserved_free)} held by the allocator in "
+            f"pieces between them, {size(usage.others)} of other processes and the driver"
+        )
+    return lines
 
 
 # what would help ------------------------------------------------------------------------------------------------------

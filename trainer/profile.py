@@ -3,6 +3,7 @@
 The steps themselves compute what they always compute; whatever goes wrong with the profile is a warning.
 """
 
+import errno
 import gc
 import gzip
 import os
@@ -184,21 +185,24 @@ def _write_trace(ended: profile, path: Path) -> None:
     Raises:
         OSError: the disk fails.
     """
-    plain, compressed = (path.with_name(f".{path.stem}{ending}") for ending in (".tmp", ".gz.tmp"))
+    plain, compressed = (path.with_name(f".{path.stem}{ending}") for ending in ("", ".gz.tmp"))
     try:
-        ended.export_chrome_trace(str(plain))  # on a full disk it says nothing and leaves nothing, or a part
-        with plain.open("rb") as file:
-            file.seek(-min(16, plain.stat().st_size), os.SEEK_END)
-            if not file.read().rstrip().endswith(b"}"):
-                raise OSError(f"{path.parent} takes no more")
-            file.seek(0)
-            with gzip.open(compressed, "wb", compresslevel=_COMPRESSION) as target:
-                shutil.copyfileobj(file, target)
+        ended.export_chrome_trace(str(plain))  # where that fails it says nothing, and leaves nothing or a part
+        if not plain.exists() or not _ends_as_json(plain):
+            raise OSError(errno.ENOSPC, f"torch cannot write the trace to {path.parent}: is the disk full?")
+        with plain.open("rb") as file, gzip.open(compressed, "wb", compresslevel=_COMPRESSION) as target:
+            shutil.copyfileobj(file, target)
         compressed.replace(path)
     finally:
-        for left in (plain, compressed):
+        for left in (plain, plain.with_name(f"{plain.name}.tmp"), compressed):  # the second is torch's own
             with suppress(OSError):
                 left.unlink()
+
+
+def _ends_as_json(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-min(16, path.stat().st_size), os.SEEK_END)
+        return file.read().rstrip().endswith(b"}")
 
 
 def operator_table(events: Sequence[Any], steps: Sequence[int], *, on_device: bool) -> list[str]:

@@ -222,7 +222,8 @@ def activation_bytes(
     layers = config.layers * tokens * (2 * norm + attention + feed_forward)
     ends = tokens * (norm + 8) + 4 * vocab_size * config.dim  # of the head's forward: both gradients, and the tokens
     rope = 8 * sequence_length * config.attention_head_dim
-    logits = 8 * min(tokens, chunk_tokens(vocab_size)) * vocab_size
+    chunk = min(tokens, chunk_tokens(vocab_size))
+    logits = (12 if tokens > chunk else 8) * chunk * vocab_size  # two in fp32, beside those of the chunk before
     matrices = config.dim * (2 * queries + 2 * keys + 3 * config.hidden_dim)
     copies = width * config.layers * matrices if autocast else 0
     return layers + ends + rope + logits + copies

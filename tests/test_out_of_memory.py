@@ -35,7 +35,7 @@ _ADDRESS_SPACE_BYTES = 3 * 2**30
 SHAPES = {
     "small vocabulary": ["model.vocab_size=257"],
     "many sequences": ["model.vocab_size=257", "trainer.micro_batch=12"],
-    "several chunks of logits": ["model.vocab_size=9000", "model.tie_embeddings=false", "trainer.micro_batch=16"],
+    "several chunks of logits": ["model.vocab_size=6000", "model.tie_embeddings=false", "trainer.micro_batch=40"],
     "plain attention": ["model.vocab_size=257", "model.kv_heads=4", "model.head_dim=96"],
 }
 
@@ -44,7 +44,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_activations_take_what_the_plan_says_to_a_twentieth(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Against the allocations of a forward and backward, summed up by torch's profiler."""
-    sizes = ["model.layers=2", "model.dim=128", "model.heads=4", "model.kv_heads=2", "model.hidden_dim=320"]
+    sizes = ["model.layers=2", "model.dim=256", "model.heads=4", "model.kv_heads=2", "model.hidden_dim=640"]
     sizes.append("data.sequence_length=128")
     given = dict(argument.split("=") for argument in [*sizes, "trainer.micro_batch=4", *SHAPES[shape]])
     config = compose([f"{key}={value}" for key, value in given.items()])

@@ -221,9 +221,12 @@ def activation_bytes(
     feed_forward = 4 * width * config.hidden_dim  # gate, its SiLU, up, their product
     layers = config.layers * tokens * (2 * norm + attention + feed_forward)
     ends = tokens * (norm + 8) + 4 * vocab_size * config.dim  # of the head's forward: both gradients, and the tokens
+    if width < 4:  # the head's input and weight in it
+        ends += width * config.dim * (2 * tokens + vocab_size)
     rope = 8 * sequence_length * config.attention_head_dim
+    # Two copies of a chunk's logits in fp32; while there is a second chunk, one of the first is still there.
     chunk = min(tokens, chunk_tokens(vocab_size))
-    logits = (12 if tokens > chunk else 8) * chunk * vocab_size  # two in fp32, beside those of the chunk before
+    logits = 4 * vocab_size * max(2 * chunk, chunk + 2 * min(chunk, tokens - chunk))
     matrices = config.dim * (2 * queries + 2 * keys + 3 * config.hidden_dim)
     copies = width * config.layers * matrices if autocast else 0
     return layers + ends + rope + logits + copies

@@ -93,7 +93,7 @@ def race_against_unmarked(argv: list[str], turns: int) -> dict[str, list[float]]
         seconds: dict[str, list[float]] = {"trainer": [], "unmarked": []}
         for turn in range(turns + 1):  # the first warms up
             for name in ("trainer", "unmarked") if turn % 2 else ("unmarked", "trainer"):
-                with patch.object(phases, "begin", lambda: None) if name == "unmarked" else nullcontext():
+                with patch.object(phases, "begin", lambda _: None) if name == "unmarked" else nullcontext():
                     started = time.process_time()
                     for _ in range(STEPS_IN_A_TURN_OF_MARKS):
                         next(steps)

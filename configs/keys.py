@@ -23,6 +23,7 @@ _EXAMPLES = {  # keys for which a value made up from the type alone would mislea
     "model.rope_scaling.high_freq_factor": "4",
     "model.rope_scaling.original_max_sequence_length": "8192",
     "optim.betas": "[0.9,0.95]",
+    "profile.steps": "[10,13]",
     "run.name": "first-try",
     "run.dir": "runs/first-try",
     "slurm.partition": "gpu",

@@ -476,6 +476,31 @@ class CheckpointSection(Section):
         return self
 
 
+class ProfileSection(Section):
+    """A look into some steps: which operators take the time, and what takes the memory."""
+
+    steps: tuple[Count, Count] | None = None
+    """First and last step to profile, both included: a trace of each rank and a table of operators in
+    ``run.dir/profile``; null: none."""
+    memory: bool = False
+    """Put every allocation of the profiled steps into the trace. On a GPU also keep the allocator's history from the
+    start, for a snapshot after these steps and when memory runs out."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "ProfileSection":
+        if self.steps is None:
+            return self
+        first, last = self.steps
+        if min(first, last) < 1:
+            raise ValueError(f"profile.steps=[{first},{last}]: steps count from 1; e.g. 'profile.steps=[10,13]'")
+        if first > last:
+            raise ValueError(
+                f"profile.steps=[{first},{last}]: the first step comes after the last; "
+                f"use 'profile.steps=[{last},{first}]'"
+            )
+        return self
+
+
 class LaunchSection(Section):
     """Processes, who starts them, and their patience."""
 
@@ -610,6 +635,7 @@ class RunConfig(Section):
     health: HealthSection
     checkpoint: CheckpointSection
     track: TrackSection = Field(default_factory=TrackSection)
+    profile: ProfileSection = Field(default_factory=ProfileSection)
     launch: LaunchSection
     slurm: SlurmSection = Field(default_factory=SlurmSection)
 
@@ -619,6 +645,13 @@ class RunConfig(Section):
             raise ValueError(
                 "checkpoint.keep_best=true but trainer.eval_every=0 evaluates nothing; "
                 f"use trainer.eval_every={self.checkpoint.every or self.trainer.steps}"
+            )
+        if self.profile.steps is not None and self.profile.steps[1] > (end := self.trainer.last_step):
+            first, last = self.profile.steps
+            key = "steps" if end == self.trainer.steps else "stop_at"
+            raise ValueError(
+                f"profile.steps=[{first},{last}] goes beyond trainer.{key}={end}; "
+                f"use 'profile.steps=[{max(1, end - (last - first))},{end}]'"
             )
         if self.data.sequence_length > self.model.max_sequence_length:
             raise ValueError(

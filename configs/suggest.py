@@ -93,6 +93,8 @@ _ALIASES = {  # names other frameworks use, for keys or groups whose value means
     "health.spike_window": "rolling_interval_length",
     "health.non_finite": "nan_policy terminate_on_nan check_for_nan_in_loss_and_grad on_nan",
     "health.replica_check_every": "check_weight_hash_across_dp_replicas_interval replica_check",
+    "profile.steps": "profile_steps profiling_steps profiler_steps",
+    "profile.memory": "memory_snapshot enable_memory_snapshot record_memory_history profile_memory",
     "run.name": "run_name experiment_name exp_name name job_name wandb_run_name wandb_name",
     "run.dir": "output_dir save_dir out_dir log_dir logdir work_dir results_dir default_root_dir checkpoint_dir",
     "checkpoint.every": "save_every save_steps save_interval checkpoint_every save_freq every_n_train_steps "
@@ -169,6 +171,8 @@ _EXPLAINED = {  # names whose value means something else here, or nothing
     "of conversations only what the assistant says is learned; use recipe=sft data.path=CHATS.jsonl": "train_on_inputs "
     "train_on_responses_only assistant_only_loss completion_only_loss",
     "there is no dropout in models of the Llama 3 family; leave it out": "dropout attention_dropout dropout_rate",
+    "a profile is of steps, the first and the last; set 'profile.steps=[10,13]'": "profiler enable_profiling "
+    "use_profiler use_pytorch_profiler profile_step_start profile_step_end profile_freq",
     "the run folder is run.dir, and Hydra makes none of its own; set run.dir=runs/first-try": "hydra",
 }
 

@@ -9,6 +9,7 @@ from configs.schema import ParallelSection
 from parallel.data import Replicated, Sharded, Single
 from parallel.initialize import initialize
 from parallel.mesh import Layout
+from parallel.phases import Phases
 from parallel.plan import ParallelPlan
 
 
@@ -22,21 +23,23 @@ def parallelize(
     section: ParallelSection,
     low_dtype: torch.dtype | None,
     device: torch.device,
+    phases: Phases | None = None,
 ) -> Single:
     """Cut ``model`` (on meta) by ``plan``, allocate this rank's part on ``device`` and initialise it.
 
-    Without ``std_of`` the memory is left as it is, for weights that are read from a checkpoint.
-    ``low_dtype`` is the type of matrix products, None for fp32. Build the optimizer after this: cutting replaces
-    parameters.
+    Without ``std_of`` the memory is left as it is, for weights that are read from a checkpoint. ``low_dtype`` is the type
+    of matrix products, None for fp32. ``phases`` are told what is computed. Build the optimizer after this: cutting
+    replaces parameters.
     """
+    phases = phases or Phases()
     if layout.strategy in ("fsdp", "hsdp"):
-        sharded = Sharded(model, layout, device, plan, low_dtype, section)
+        sharded = Sharded(model, layout, device, phases, plan, low_dtype, section)
         _materialize(model, std_of, seed, device)
         return sharded
     _materialize(model, std_of, seed, device)
     if layout.strategy == "ddp":
-        return Replicated(model, layout, device, low_dtype)
-    return Single(model, layout, device, low_dtype)
+        return Replicated(model, layout, device, phases, low_dtype)
+    return Single(model, layout, device, phases, low_dtype)
 
 
 def _materialize(

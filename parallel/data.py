@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configs.schema import ParallelSection
 from parallel.mesh import Layout, build_mesh
-from parallel.phases import Phases
+from parallel.phases import BACKWARD, FORWARD, Phases
 from parallel.plan import LossTerms, ParallelPlan
 from parallel.unit_waits import UnitWaits
 
@@ -34,7 +34,12 @@ class Single:
     """The whole model on one process; also the base of the others, which change when and how gradients are summed."""
 
     def __init__(
-        self, model: nn.Module, layout: Layout, device: torch.device, autocast_dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        layout: Layout,
+        device: torch.device,
+        phases: Phases,
+        autocast_dtype: torch.dtype | None,
     ) -> None:
         self.module = model
         """The model itself: parameters by name, as this rank holds them."""
@@ -44,8 +49,8 @@ class Single:
         """``.grad`` times this is the sum over ranks."""
         self.layout = layout
         self.device = device
-        self.phases = Phases(device)
-        """Where the time of a step goes, if it is marked."""
+        self.phases = phases
+        """Told of what is computed."""
         self._autocast_dtype = autocast_dtype
 
     def forward_backward(
@@ -62,10 +67,10 @@ class Single:
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
             with self._gradient_exchange(is_last):
-                self.phases.enter("forward")
+                self.phases.enter(FORWARD)
                 with self.autocast():
                     terms = loss(self.model, batch)
-                self.phases.enter("backward")
+                self.phases.enter(BACKWARD)
                 mine = terms.totals()
                 if index == 0:  # the vote comes last
                     totals = mine.new_zeros(len(mine) + 1)
@@ -76,7 +81,7 @@ class Single:
                     travelling = dist.all_reduce(totals, async_op=True)
                 (terms.loss_sum * scale).backward()
         if travelling is not None:
-            self.phases.enter("communication")
+            self.phases.wait()
             travelling.wait()
         return Totals(totals[0], totals[1], totals[-1], totals[2:-1])
 
@@ -115,7 +120,7 @@ class Single:
     @contextmanager
     def _waits_after(self, gradients_of: Sequence[Tensor]) -> Iterator[None]:
         """Once backward has computed these gradients, the rest of it is waiting for other ranks."""
-        hook = register_multi_grad_hook(gradients_of, lambda _: self.phases.enter("communication"))
+        hook = register_multi_grad_hook(gradients_of, lambda _: self.phases.wait())
         try:
             yield
         finally:
@@ -126,9 +131,14 @@ class Replicated(Single):
     """DistributedDataParallel: every rank holds the model, gradients are summed in buckets while backward runs."""
 
     def __init__(
-        self, model: nn.Module, layout: Layout, device: torch.device, autocast_dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        layout: Layout,
+        device: torch.device,
+        phases: Phases,
+        autocast_dtype: torch.dtype | None,
     ) -> None:
-        super().__init__(model, layout, device, autocast_dtype)
+        super().__init__(model, layout, device, phases, autocast_dtype)
         # One parameter vector on every rank from the start: initialize() gave every rank the same bits.
         self.model = self._replicas = DistributedDataParallel(
             model,
@@ -156,6 +166,7 @@ class Sharded(Single):
         model: nn.Module,
         layout: Layout,
         device: torch.device,
+        phases: Phases,
         plan: ParallelPlan,
         low_dtype: torch.dtype | None,
         section: ParallelSection,
@@ -178,7 +189,7 @@ class Sharded(Single):
             # (https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
             unit_module.set_force_sum_reduction_for_comms(True)
             unit_module.set_gradient_divide_factor(1.0)
-        super().__init__(model, layout, device, autocast_dtype=None)
+        super().__init__(model, layout, device, phases, autocast_dtype=None)
         self._root = self._units[0]
         self._waits = UnitWaits(self._units, self.phases)
         self._sync_every_micro_batch = section.sync_every_micro_batch

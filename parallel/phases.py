@@ -1,24 +1,32 @@
-"""Where the time of a step goes: marks at the borders of its phases, set in a step now and then.
+"""What the training thread is at: for whoever reports or traces it; in a step now and then, how long each part took.
 
 On a GPU a mark is an event in the stream that computes, so phases are times of the device, and nothing is waited for
 until the step is read. On a CPU it is the clock. Each moment of a marked step belongs to one phase: the parts add up.
 """
 
 import time
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 
-PHASES = ("data", "forward", "backward", "communication", "optimizer", "host")
+DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, HOST = PHASES = (
+    "data", "forward", "backward", "communication", "optimizer", "host"
+)  # fmt: skip
+"""What a step's time is split into. Anything else that is entered within a step is ``host``."""
 
 _Mark = float | torch.cuda.Event
 
 
 class Phases:
-    """The phases of a marked step; in all others a mark costs one comparison."""
+    """One phase at a time. To enter the next is an attribute write, where nobody listens and the step is not marked."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
+        self.now = ""
+        """What was entered last; waits are part of what they interrupt."""
+        self.listener: Callable[[str], None] | None = None
+        """Told of what is entered."""
+        self._device = torch.device("cpu")
         self._marks: list[tuple[str, _Mark]] | None = None
         self._marked: list[tuple[str, _Mark]] = []
         self._before_waits: list[str] = []
@@ -28,31 +36,39 @@ class Phases:
         """Whether this step is marked."""
         return self._marks is not None
 
-    def begin(self) -> None:
-        """Mark the step that begins now, with waiting for its data."""
-        self._marks, self._before_waits = [], []
-        self.enter("data")
+    def begin(self, device: torch.device) -> None:
+        """Mark the step that begins now, with waiting for its data; it is computed on ``device``."""
+        self._device, self._marks, self._before_waits = device, [], []
+        self._mark(DATA)
 
-    def enter(self, phase: str) -> None:
-        """What comes from now on is ``phase``, one of ``PHASES``."""
+    def enter(self, name: str) -> None:
+        """What comes from now on is ``name``."""
+        self.now = name
+        if self.listener is not None:
+            self.listener(name)
         if self._marks is not None:
-            self._marks.append((phase, self._now()))
+            self._mark(name if name in PHASES else HOST)
+
+    def wait(self) -> None:
+        """What comes until the next phase is communication."""
+        if self._marks is not None:
+            self._mark(COMMUNICATION)
 
     def begin_wait(self) -> None:
         """Until ``end_wait``, what comes is communication, within whatever phase this is."""
         if self._marks is not None:
             self._before_waits.append(self._marks[-1][0])
-            self.enter("communication")
+            self._mark(COMMUNICATION)
 
     def end_wait(self) -> None:
         """Go on with the phase that was interrupted."""
         if self._marks is not None and self._before_waits:
-            self.enter(self._before_waits.pop())
+            self._mark(self._before_waits.pop())
 
     def end(self) -> None:
         """The step is done; if it was marked, it can be read."""
         if self._marks is not None:
-            self.enter("host")
+            self._mark(HOST)
             self._marked, self._marks = self._marks, None
 
     def take(self) -> dict[str, float] | None:
@@ -68,7 +84,11 @@ class Phases:
         self._marked = []
         return seconds
 
-    def _now(self) -> _Mark:
+    def _mark(self, phase: str) -> None:
+        assert self._marks is not None
+        self._marks.append((phase, self._moment()))
+
+    def _moment(self) -> _Mark:
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

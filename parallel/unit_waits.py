@@ -76,7 +76,7 @@ class UnitWaits:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(_ignoring_arguments(self._phases.end_wait))
         if unit is self._root and self._last_gradients:
-            self._handle = register_multi_grad_hook(self._last_gradients, lambda _: self._phases.enter("communication"))
+            self._handle = register_multi_grad_hook(self._last_gradients, lambda _: self._phases.wait())
 
 
 def _ignoring_arguments(function: Callable[[], None]) -> Callable[..., None]:

@@ -220,6 +220,12 @@ class CausalLM:
     def flops_per_token(self, parameters: int) -> float:
         return transformer.flops_per_token(self._model, parameters, self.vocab_size(), self._data.sequence_length)
 
+    def activation_bytes(self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool) -> int:
+        vocab_size = self.vocab_size()
+        return transformer.activation_bytes(
+            self._model, vocab_size, sequences, sequence_length, dtype, autocast=autocast
+        )
+
     @torch.no_grad()
     def sample(self, model: nn.Module, tokens: int, seed: int, device: torch.device) -> str:
         assert self._prepared is not None, "open_data comes first"

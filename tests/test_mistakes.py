@@ -55,6 +55,20 @@ MISTAKES = [
     _mistake("epochs", "num_train_epochs=3", "steps, not epochs", "trainer.steps="),
     _mistake("accumulation", "gradient_accumulation_steps=4", "derived", "trainer.global_batch / (trainer.micro_batch"),
     _mistake("bf16", "bf16=true", "precision=bf16"),
+    _mistake("profiler", "profiler=pytorch", "'profile.steps=[10,13]'"),
+    _mistake("profile, one step", "profile.steps=5", "a list of two numbers", "profile.steps=[10,13]"),
+    _mistake("profile, backwards", "profile.steps=[13,10]", "'profile.steps=[10,13]'"),
+    _mistake("profile, from 0", "profile.steps=[0,3]", "profile.steps=[0,3]", "count from 1"),
+    _mistake(
+        "profile, too late", "trainer.steps=20|profile.steps=[30,33]", "trainer.steps=20", "'profile.steps=[17,20]'"
+    ),
+    _mistake(
+        "profile, behind the stop",
+        "trainer.stop_at=5|profile.steps=[5,8]",
+        "trainer.stop_at=5",
+        "'profile.steps=[2,5]'",
+    ),
+    _mistake("memory snapshot", "enable_memory_snapshot=true", "profile.memory=true"),
     _mistake(
         "no such checkpoint",
         "checkpoint.resume=runs/nowhere",

@@ -25,7 +25,7 @@ from parallel.phases import PHASES, Phases
 from recipes.models.transformer import Transformer, flops_per_token
 from tests.cluster import ROOT, Cluster
 from tests.runs import metrics, overrides, run_here, tiny_overrides, train_small
-from trainer.metrics import eta_seconds
+from trainer.metrics import PROFILING, SAVING, eta_seconds
 from trainer.peak_flops import PEAK_FLOPS, peak_flops
 from trainer.step import TrainStep
 
@@ -112,7 +112,7 @@ def test_peaks_are_those_of_the_precision_and_of_dense_products() -> None:
 def test_what_is_left_counts_evaluations_and_saves_by_what_they_took(tmp_path: Path) -> None:
     def left(step: int, *more: str) -> float:
         config = compose(overrides(tmp_path, tmp_path, "trainer.steps=100", "trainer.eval_every=40", *more))
-        return eta_seconds(config, step, 2.0, {"validation": 10.0, "other": 5.0, "": 1.0})
+        return eta_seconds(config, step, 2.0, {"validation": 10.0, "other": 5.0, SAVING: 1.0, PROFILING: 7.0})
 
     evaluations, save = 15, 1
     assert left(1, "checkpoint.every=30") == 99 * 2 + 3 * evaluations + 4 * save
@@ -180,9 +180,9 @@ def phases_of_calls(argv: list[str]) -> dict[str, list[str]]:
         gather, reduce = "all_gather_single", "reduce_scatter_single"
     begin, end, head = Phases.begin, Phases.end, recipes.models.head._LinearCrossEntropySum
 
-    def begun(self: Phases) -> None:
+    def begun(self: Phases, device: torch.device) -> None:
         marked[:] = [self]
-        begin(self)
+        begin(self, device)
 
     def ended(self: Phases) -> None:
         if self._marks is not None:

@@ -15,8 +15,8 @@ from configs.schema import RunConfig
 from trainer.pace import Pace, SlowRank
 from trainer.step import StepResult
 
-SAVING = ""
-"""The pause that is no evaluation: those have the names of their sets."""
+SAVING, PROFILING = "(saving)", "(profiling)"
+"""The pauses that are no evaluations: those have the names of their sets, which begin with a letter."""
 
 RATES = (
     "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "memory_bytes", "memory_reserved_bytes",
@@ -112,7 +112,7 @@ def eta_seconds(config: RunConfig, step: int, step_seconds: float, pauses: Mappi
     """Time left when ``step`` has been trained, until this start of the run ends: what steps take, and what
     evaluations and saves have been seen to take (``Meter.pauses``), those of this step included."""
     last = config.trainer.last_step
-    evaluations = sum(seconds for what, seconds in pauses.items() if what != SAVING)
+    evaluations = sum(seconds for what, seconds in pauses.items() if what not in (SAVING, PROFILING))
     return (
         (last - step) * step_seconds
         + _times_due(config.trainer.eval_every, step, last) * evaluations

@@ -1,20 +1,17 @@
 """What a run is going to be, in at most twelve lines: shown before it starts, and all that a dry run shows."""
 
-import math
-from collections.abc import Iterable
-
 from torch import nn
 
 from configs.schema import RunConfig
 from parallel.mesh import Layout
 from parallel.plan import ParallelPlan
 from trainer.checkpoint.resume import Start
+from trainer.memory import planned_memory
 from trainer.optim import state_bytes
 from trainer.recipe import Dataset, Recipe
 from trainer.sampler import passes
 from trainer.track import short, size
 
-_FP32_BYTES = 4
 _PASSES_THAT_TEACH = 16
 """Muennighoff et al., "Scaling data-constrained language models", 2023: 4 passes are as good as new data, nearly; from
 16 on the return falls off sharply."""
@@ -58,7 +55,7 @@ def overview(
             f"warm-up {schedule.warmup_steps} steps{short_run}, "
             + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping"),
         ),
-        ("memory", _memory(config, layout, accumulation, model, plan)),
+        ("memory", _memory(config, recipe, layout, accumulation, model, plan)),
         ("data", recipe.describe_data() + (_passes(config, training) if training is not None else "")),
         ("save", _saving(config, layout, parameters)),
         ("run", f"{config.run.dir}, {_beginning(start)}" if start else str(config.run.dir)),
@@ -120,36 +117,18 @@ def _precision(config: RunConfig) -> str:
     return f"{name} products; fp32 parameters, gradient sums and optimizer state{extra}"
 
 
-def _memory(config: RunConfig, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan) -> str:
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    share = _held(model.parameters(), layout.shard)
-    gradients = share * _FP32_BYTES
+def _memory(
+    config: RunConfig, recipe: Recipe, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
+) -> str:
+    memory = planned_memory(config, recipe, layout, accumulation, model, plan)
     note = ""
-    if layout.shard > 1 and accumulation > 1 and not config.parallel.sync_every_micro_batch:
-        gradients += whole * _FP32_BYTES
-        note = " (whole while accumulating; parallel.sync_every_micro_batch=true: " + f"{size(share * _FP32_BYTES)})"
+    if memory.gradients_while_accumulating:
+        note = f" (whole while accumulating; parallel.sync_every_micro_batch=true: {size(memory.gradients)})"
     parts = [
-        f"parameters {size(share * _FP32_BYTES)}",
-        f"gradients {size(gradients)}{note}",
-        f"optimizer state {size(2 * share * _FP32_BYTES)}",
+        f"parameters {size(memory.parameters)}",
+        f"gradients {size(memory.gradients + memory.gradients_while_accumulating)}{note}",
+        f"optimizer state {size(memory.optimizer_state)}",
     ]
     if layout.shard > 1:
-        parts.append(f"gathered {size(_gathered(config, model, plan))}")
-    return "per rank: " + ", ".join(parts) + "; activations come on top"
-
-
-def _held(parameters: Iterable[nn.Parameter], shard: int) -> int:
-    """Numbers that rank 0, which holds the most, holds of ``parameters`` cut on their first dim."""
-    return sum(
-        math.ceil(parameter.shape[0] / shard) * (parameter.numel() // parameter.shape[0]) for parameter in parameters
-    )
-
-
-def _gathered(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> int:
-    """Bytes of whole parameters a sharded rank holds at once: those in no unit, and two units (one ahead)."""
-    width = _FP32_BYTES if config.precision.name == "fp32" else 2
-    units = [sum(p.numel() for name in unit for p in model.get_submodule(name).parameters()) for unit in plan.units]
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    if not config.parallel.reshard_after_forward:
-        return whole * width
-    return (whole - sum(units) + sum(sorted(units)[-2:])) * width
+        parts.append(f"gathered {size(memory.gathered)}")
+    return f"per rank: {', '.join(parts)}, activations about {size(memory.activations)}"

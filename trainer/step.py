@@ -10,6 +10,7 @@ from torch import Tensor
 from configs.schema import HealthSection
 from parallel.data import LossFunction, Single
 from parallel.gradient import sum_of_squares
+from parallel.phases import OPTIMIZER
 from trainer.precision import GradScaler
 from trainer.spikes import SpikeWindow
 
@@ -90,7 +91,7 @@ class TrainStep:
         loss_sum, weight, votes, by_source = self._parallel.forward_backward(
             batches, self._loss, scale / self._nominal_weight, vote
         )
-        self._parallel.phases.enter("optimizer")
+        self._parallel.phases.enter(OPTIMIZER)
         with torch.no_grad():
             squares = self._parallel.sum_squares(sum_of_squares(self._gradients()))
             # What .grad has to be divided by to be the gradient of the mean loss.

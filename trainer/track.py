@@ -17,9 +17,10 @@ from typing import IO, Any
 
 from configs.errors import UserError
 
+PROFILES = "profile"
 RECORDS = (
     "config.yaml", "environment.json", "metrics.jsonl", "lost.jsonl", "status.json", "log", "checkpoints", "wandb",
-    "tensorboard",
+    "tensorboard", PROFILES,
 )  # fmt: skip
 """What a run leaves in its folder, and what is kept aside when another starts there."""
 

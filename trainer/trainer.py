@@ -34,12 +34,14 @@ from trainer.checkpoint.save import Checkpointer, lack_of_space
 from trainer.checkpoint.state import check_names, load_state, load_weights, state_parts
 from trainer.health import GoBack, ReplicaCheck, respond
 from trainer.loader import PADDING_ID, BatchLoader, evaluation_batches
-from trainer.metrics import RATES, SAVING, Meter, eta_seconds
+from trainer.metrics import PROFILING, RATES, SAVING, Meter, eta_seconds
 from trainer.mirror.processes import Mirrors, choose_run_id
 from trainer.optim import build_optimizer, learning_rate, state_bytes
+from trainer.out_of_memory import explained
 from trainer.overview import overview
 from trainer.peak_flops import device_name, peak_flops
 from trainer.precision import LOW_DTYPES, GradScaler
+from trainer.profile import StepProfiler
 from trainer.recipe import Dataset, Recipe, to_device
 from trainer.report import DONE, Report
 from trainer.sampler import Mixture, Stream, evaluation_samples, sample_order
@@ -98,9 +100,10 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
             session.signals.last_words = lambda: folder.fail(trainer.step, "interrupted twice", EXIT_FAILED)
         return trainer.run()
     except BaseException as error:
-        watchdog.pulse.enter(END, trainer.step if trainer else start.step)
         session.shield()
-        failure = session.first_failure(error)
+        told = explained(error, config, recipe, session, watchdog.pulse, trainer._optimizer if trainer else None)
+        watchdog.pulse.enter(END, trainer.step if trainer else start.step)
+        failure = session.first_failure(told)
         console.log(traceback.format_exc())
         if trainer is not None:
             trainer.end_save()
@@ -112,6 +115,8 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
             folder.stop_early(step, failure.reason, failure.exit_code)
         else:
             folder.fail(step, failure.reason, failure.exit_code)
+        if told is not error:
+            raise told from error
         raise
     finally:
         if trainer is not None:
@@ -231,6 +236,9 @@ class Trainer:
         positions = trainer.global_batch * recipe.targets_per_sequence()
         self._meter = Meter(device, session.world_size, flops_per_token * positions, peak)
         self._meter.start_at(start.step, self._report.progress.tokens)
+        self._profiler = StepProfiler(
+            config, session, console, pulse.phases, partial(self._meter.pause, PROFILING), first_step=start.step + 1
+        )
         self._started = time.perf_counter()
 
     def _open_data(self, start: Start) -> Dataset:
@@ -269,6 +277,7 @@ class Trainer:
             section=config.parallel,
             low_dtype=LOW_DTYPES[config.precision.name],
             device=device,
+            phases=self._pulse.phases,
         )
         self._module = self._parallel.module
         self._optimizer = build_optimizer(self._module.parameters(), config.optim)
@@ -321,7 +330,7 @@ class Trainer:
                     self._go_back(back)
 
     def _steps_from_here(self, collect_garbage: Callable[[int], None]) -> Generator[int, None, None]:
-        with self._loader:
+        with self._loader, self._profiler:
             self._begin_step()
             for step, batches in enumerate(self._loader, start=self.step + 1):
                 self._train(step, batches)
@@ -339,10 +348,11 @@ class Trainer:
     def _begin_step(self) -> None:
         """Say that the next step waits for its data, and have its phases marked where its log line will tell them."""
         step, every = self.step + 1, self._config.trainer.log_every
+        self._profiler.begin(step)
         self._pulse.enter(DATA, step)
         if every and step % every == 0 and step >= self._marked_step + _STEPS_BETWEEN_MARKED:
             self._marked_step = step
-            self._parallel.phases.begin()
+            self._pulse.phases.begin(self._session.device)
 
     def _load_from_here(self) -> BatchLoader:
         step, sample = self._position
@@ -386,10 +396,9 @@ class Trainer:
     def _train(self, step: int, batches: list[Any]) -> None:
         self.step = step
         self._pulse.enter(TRAIN, step)
-        self._parallel.phases.enter("host")
         on_device = [to_device(batch, self._session.device) for batch in batches]
         result = self._train_step(on_device, self._learning_rate(step), self._shutdown.vote)
-        self._parallel.phases.end()
+        self._pulse.phases.end()
         self._meter.add(step, result)
         self._shutdown.count(result[StepResult._fields.index("votes")])
         if step == self._first_step + 1:
@@ -425,7 +434,7 @@ class Trainer:
             if is_logged or result.skipped:
                 rates = dict.fromkeys(RATES)
                 if is_logged:
-                    waited, split = self._loader.take_waited_seconds(), self._parallel.phases.take()
+                    waited, split = self._loader.take_waited_seconds(), self._pulse.phases.take()
                     rates = self._meter.rates(step, progress.tokens, waited, split)
                     rates["eta_seconds"] = eta_seconds(self._config, step, rates["step_seconds"], self._meter.pauses)
                     self._report.running(step)

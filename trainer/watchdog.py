@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from configs.errors import EXIT_STOPPED
 from configs.schema import LaunchSection
+from parallel.phases import Phases
 from trainer.track import Console, RunFolder, read_status, tell_end
 
 if TYPE_CHECKING:
@@ -62,11 +63,15 @@ class Pulse:
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self.now = Moment(SET_UP, 0, True)
+        self.phases = Phases()
+        """The same, and within a step the finer part of it."""
+        self.phases.enter(SET_UP)
 
     def enter(self, phase: str, step: int) -> None:
         """Begin ``phase`` of ``step``. Entering it again counts as progress."""
         self.now = Moment(phase, step, phase not in self._seen)
         self._seen.add(phase)
+        self.phases.enter(phase)
 
 
 @dataclass

@@ -41,11 +41,12 @@ def linear_cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) ->
         loss: Tensor = _LinearCrossEntropySum.apply(hidden, weight, targets)
         return loss
     weight = weight.to(hidden.dtype)
-    chunks = zip(*(x.split(_chunk_tokens(weight.shape[0])) for x in (hidden, targets)), strict=True)
+    chunks = zip(*(x.split(chunk_tokens(weight.shape[0])) for x in (hidden, targets)), strict=True)
     return torch.stack([F.cross_entropy((h @ weight.T).float(), t, reduction="sum") for h, t in chunks]).sum()
 
 
-def _chunk_tokens(vocab_size: int) -> int:
+def chunk_tokens(vocab_size: int) -> int:
+    """Tokens whose logits exist at a time."""
     return max(_MINIMUM_CHUNK_TOKENS, _CHUNK_LOGITS // vocab_size)
 
 
@@ -56,7 +57,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        step = _chunk_tokens(weight.shape[0])
+        step = chunk_tokens(weight.shape[0])
         for start in range(0, hidden.shape[0], step):
             rows = slice(start, start + step)
             chunk = hidden[rows]

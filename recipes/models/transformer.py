@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from configs.schema import ModelSection, RopeScaling
 from parallel.plan import ParallelPlan
 from recipes.models.attention import Mask, attend, document_mask
-from recipes.models.head import LanguageModelHead
+from recipes.models.head import LanguageModelHead, chunk_tokens
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
@@ -204,6 +204,33 @@ def flops_per_token(config: ModelSection, parameters: int, vocab_size: int, sequ
     lookup = 0 if config.tie_embeddings else vocab_size * config.dim
     attention = 12 * config.layers * config.heads * config.attention_head_dim * sequence_length
     return 6.0 * (parameters - lookup) + attention
+
+
+def activation_bytes(
+    config: ModelSection, vocab_size: int, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool
+) -> int:
+    """Bytes that a forward and its backward need at most beside parameters and their gradients: what the forward keeps
+    for the backward, and the logits of one chunk.
+
+    ``dtype`` is that of matrix products; under ``autocast`` copies of the weights in it are kept too. Attention keeps
+    no scores. Masks that keep documents apart come on top on a CPU (they cost a GPU next to nothing).
+    """
+    tokens, width = sequences * sequence_length, dtype.itemsize
+    queries, keys = config.heads * config.attention_head_dim, config.kv_heads * config.attention_head_dim
+    norm = (8 + width) * config.dim + 4  # its input and the normalised input in fp32, its output, 1 / root mean square
+    attention = width * (2 * queries + 2 * keys) + 4 * config.heads  # q, k, v, the mix, the scores' log-sum
+    feed_forward = 4 * width * config.hidden_dim  # gate, its SiLU, up, their product
+    layers = config.layers * tokens * (2 * norm + attention + feed_forward)
+    ends = tokens * (norm + 8) + 4 * vocab_size * config.dim  # of the head's forward: both gradients, and the tokens
+    if width < 4:  # the head's input and weight in it
+        ends += width * config.dim * (2 * tokens + vocab_size)
+    rope = 8 * sequence_length * config.attention_head_dim
+    # Two copies of a chunk's logits in fp32; while there is a second chunk, one of the first is still there.
+    chunk = min(tokens, chunk_tokens(vocab_size))
+    logits = 4 * vocab_size * max(2 * chunk, chunk + 2 * min(chunk, tokens - chunk))
+    matrices = config.dim * (2 * queries + 2 * keys + 3 * config.hidden_dim)
+    copies = width * config.layers * matrices if autocast else 0
+    return layers + ends + rope + logits + copies
 
 
 def hugging_face_name(name: str) -> str:

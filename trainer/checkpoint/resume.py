@@ -217,7 +217,8 @@ def check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
 # what changed ---------------------------------------------------------------------------------------------------------
 
 _NOT_PART_OF_THE_NUMBERS = (
-    "recipe", "dry_run", "run.", "launch.", "slurm.", "checkpoint.", "track.", "health.", "parallel.", "model.name",
+    "recipe", "dry_run", "run.", "launch.", "slurm.", "checkpoint.", "track.", "profile.", "health.", "parallel.",
+    "model.name",
     "model.max_sequence_length", "model.vocab_", "model.head_dim", "model.initializer_std", "data.name", "data.path",
     "data.subset", "data.split", "data.revision", "data.text_column", "data.messages_column", "data.token_dtype",
     "data.workers", "data.cache_dir", "data.validation.", "trainer.micro_batch", "trainer.log_every",

@@ -1,0 +1,228 @@
+"""A run whose memory is used up says where, what holds it and what would help; and the estimate of it is honest."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import recipes.causal_lm
+from configs.compose import compose
+from parallel.phases import BACKWARD, FORWARD, OPTIMIZER
+from parallel.plan import LossTerms
+from recipes.causal_lm import CausalLM
+from recipes.models.transformer import Transformer, activation_bytes
+from tests.cluster import ROOT, Cluster
+from tests.runs import metrics, tiny_overrides
+from train import main
+from trainer.out_of_memory import _advice, _asked_bytes, _Planned, _Usage, is_out_of_memory
+from trainer.step import TrainStep
+from trainer.watchdog import SET_UP
+
+_ABSURD = 2**50
+_ADDRESS_SPACE_BYTES = 3 * 2**30
+
+
+# estimate -----------------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "small vocabulary": ["model.vocab_size=257"],
+    "many sequences": ["model.vocab_size=257", "trainer.micro_batch=12"],
+    "several chunks of logits": ["model.vocab_size=6000", "model.tie_embeddings=false", "trainer.micro_batch=40"],
+    "plain attention": ["model.vocab_size=257", "model.kv_heads=4", "model.head_dim=96"],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_activations_take_what_the_plan_says_to_a_twentieth(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Against the allocations of a forward and backward, summed up by torch's profiler."""
+    sizes = ["model.layers=2", "model.dim=256", "model.heads=4", "model.kv_heads=2", "model.hidden_dim=640"]
+    sizes.append("data.sequence_length=128")
+    given = dict(argument.split("=") for argument in [*sizes, "trainer.micro_batch=4", *SHAPES[shape]])
+    config = compose([f"{key}={value}" for key, value in given.items()])
+    vocab_size = config.model.vocab_size
+    assert vocab_size is not None
+    model = Transformer(config.model, vocab_size)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    sequences, length = config.trainer.micro_batch, config.data.sequence_length
+    tokens = torch.randint(0, vocab_size, (sequences, length))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
+            loss = model(tokens, tokens)
+        loss.backward()
+    profiled.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    changes = sorted((each["ts"], each["args"]) for each in events if each["name"] == "[memory]")
+    before = changes[0][1]["Total Allocated"] - changes[0][1]["Bytes"]
+    peak = max(each["Total Allocated"] for _, each in changes) - before
+    estimate = activation_bytes(config.model, vocab_size, sequences, length, dtype, autocast=dtype != torch.float32)
+    assert 0.95 < estimate / peak < 1.05, f"{estimate:,} estimated, {peak:,} taken"
+
+
+# failure ------------------------------------------------------------------------------------------------------------
+
+
+class _Asks(torch.autograd.Function):
+    """Asks for too much in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        del ctx
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        return gradient + torch.empty(_ABSURD).sum()
+
+
+def train_out_of_memory(argv: list[str], stage: str) -> int:
+    """As ``train.py`` does it; in step 2 rank 1 asks in ``stage`` for more than there is."""
+    loss, step, took = CausalLM.loss, TrainStep.__call__, [0]
+    is_rank_1 = os.environ["RANK"] == "1"
+
+    def greedy_loss(self: CausalLM, model: Any, batch: Any) -> LossTerms:
+        is_step_2 = took[0] == 1 and torch.is_grad_enabled()
+        if is_rank_1 and ((stage == FORWARD and is_step_2) or (stage == "evaluation" and not torch.is_grad_enabled())):
+            torch.empty(_ABSURD)
+        terms = loss(self, model, batch)
+        if is_rank_1 and stage == BACKWARD and is_step_2:
+            return terms._replace(loss_sum=_Asks.apply(terms.loss_sum))
+        return terms
+
+    def greedy_step(self: TrainStep, *arguments: Any) -> Tensor:
+        if is_rank_1 and stage == OPTIMIZER and took[0] == 1:
+            self._optimizer.register_step_pre_hook(lambda *_: torch.empty(_ABSURD) and None)
+        result = step(self, *arguments)
+        took[0] += 1
+        return result
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recipes.causal_lm.CausalLM, "loss", greedy_loss)
+        patched.setattr(TrainStep, "__call__", greedy_step)
+        return main(argv)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stage"),
+    [("ddp", FORWARD), ("fsdp", BACKWARD), ("ddp", OPTIMIZER), ("fsdp", "evaluation")],
+)
+def test_the_rank_that_runs_out_of_memory_says_so_and_the_other_ends_with_it(
+    strategy: str, stage: str, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    argv = tiny_overrides(text, tmp_path / "run", f"parallel={strategy}", "trainer.eval_every=2")
+    answers = cluster.run(2, "tests.test_out_of_memory:train_out_of_memory", argv=argv, stage=stage)
+    assert {answer.value for answer in answers} == {70}
+    assert "failed:" not in answers[0].printed
+    assert "Traceback" not in "".join(answer.printed for answer in answers)
+    lines = answers[1].printed[answers[1].printed.index("failed: ") :].splitlines()
+    assert len(lines) <= 10
+    assert lines[0].startswith("failed: rank 1 on ")
+    assert f"ran out of memory in {stage} of step 2: 4096.00TiB more asked for" in lines[0]
+    assert lines[1].split()[0] == "holds"
+    assert all(what in lines[1] for what in ("parameters", "optimizer state", "activations"))
+    assert any("trainer.micro_batch=1" in line for line in lines) == (stage != OPTIMIZER)
+    assert any("parallel=fsdp" in line for line in lines) == (strategy == "ddp")
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 70)
+    assert status["reason"] == lines[0].removeprefix("failed: ")
+    assert metrics(tmp_path / "run", "stop")[-1]["reason"] == status["reason"]
+
+
+_LIMITED = f"""
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_AS, ({_ADDRESS_SPACE_BYTES}, -1))
+sys.argv = ["train.py", *sys.argv[1:]]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def limited(argv: list[str]) -> subprocess.CompletedProcess[str]:
+    """``python train.py`` in a small address space."""
+    return subprocess.run(
+        [sys.executable, "-c", _LIMITED, *argv], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_a_micro_batch_that_does_not_fit_and_the_one_that_is_advised(text: Path, tmp_path: Path) -> None:
+    batch = ["trainer.global_batch=65536", "trainer.steps=1"]
+    ended = limited(tiny_overrides(text, tmp_path / "run", *batch, "trainer.micro_batch=65536"))
+    assert ended.returncode == 70, ended.stderr
+    assert "ran out of memory in forward of step 1" in ended.stderr
+    assert "this process may have (ulimit -v) 3.0GiB" in ended.stderr
+    advised = next(line.split()[1] for line in ended.stderr.splitlines() if line.strip().startswith("try"))
+    assert advised.startswith("trainer.micro_batch=")
+    ended = limited(tiny_overrides(text, tmp_path / "smaller", *batch, advised))
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_model_that_does_not_fit(text: Path, tmp_path: Path) -> None:
+    sizes = ["model.dim=4096", "model.heads=32", "model.layers=32", "model.hidden_dim=16384"]
+    ended = limited(tiny_overrides(text, tmp_path / "run", *sizes))
+    assert ended.returncode == 70, ended.stderr
+    assert ended.stderr.count("failed:") == 1
+    assert f"ran out of memory in {SET_UP}" in ended.stderr
+    assert "needs      parameters 31." in ended.stderr
+    assert "more ranks and parallel=fsdp" in ended.stderr
+    assert "trainer.micro_batch" not in ended.stderr
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "failed"
+
+
+# advice -------------------------------------------------------------------------------------------------------------
+
+_ON_GPU = _Usage(allocated=60 * 2**30, reserved_free=8 * 2**30, others=2**30, capacity=78 * 2**30, free_text="")
+
+
+def advice(argv: list[str], ranks: int, stage: str = BACKWARD, asked: int = 2**30) -> list[str]:
+    config = compose([*argv, "model.vocab_size=128256", "data.sequence_length=4096"])
+    return _advice(_Planned(config, CausalLM(config), ranks), stage, _ON_GPU, asked)
+
+
+def test_advice_is_what_applies_and_what_keeps_the_numbers_comes_first() -> None:
+    found = advice(["recipe=llama1b", "parallel=ddp", "precision=fp32", "trainer.micro_batch=8"], 8)
+    names = [line.split()[0].split("=")[0] for line in found]
+    assert names[0] == "PYTORCH_CUDA_ALLOC_CONF"
+    assert set(names[1:3]) == {"trainer.micro_batch", "parallel"}
+    assert names[3:] == ["precision", "data.sequence_length"] or names[3:] == ["data.sequence_length", "precision"]
+    found = advice(["recipe=llama1b", "parallel=fsdp", "parallel.reshard_after_forward=false"], 8)
+    assert any(line.startswith("parallel.reshard_after_forward=true") for line in found)
+    assert not any(line.startswith("parallel=fsdp") for line in found)
+
+
+def test_fragmentation_is_told_where_it_would_do_and_is_not_mended_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["recipe=llama1b", "parallel=fsdp"]
+    assert not any("expandable" in line for line in advice(argv, 8, asked=20 * 2**30))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert not any("expandable" in line for line in advice(argv, 8))
+
+
+def test_the_largest_micro_batch_that_fits_is_advised() -> None:
+    argv = ["recipe=llama1b", "parallel=fsdp", "trainer.global_batch=512"]
+    found = advice([*argv, "trainer.micro_batch=64"], 8)
+    (chosen,) = (int(line.split()[0].partition("=")[2]) for line in found if line.startswith("trainer.micro_batch"))
+    for size, fits in ((chosen, True), (2 * chosen, False)):
+        config = compose([*argv, "model.vocab_size=128256", "data.sequence_length=4096", f"trainer.micro_batch={size}"])
+        assert (_Planned(config, CausalLM(config), 8).memory.total < 0.9 * _ON_GPU.capacity) == fits
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as allocator:
+        torch.empty(_ABSURD)
+    gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of ...")
+    wrapped = RuntimeError("sample 5 cannot be read")
+    wrapped.__cause__ = MemoryError()
+    for error in (allocator.value, gpu, MemoryError(), wrapped, RuntimeError("CUDA error: out of memory")):
+        assert is_out_of_memory(error)
+    assert not is_out_of_memory(RuntimeError("Connection closed by peer"))
+    assert _asked_bytes(gpu) == 2.5 * 2**30
+    assert _asked_bytes(allocator.value) == 4 * _ABSURD

@@ -1,0 +1,76 @@
+"""What the memory of a rank is needed for, computed from sizes: nothing is allocated."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from configs.schema import RunConfig
+from parallel.mesh import Layout
+from parallel.plan import ParallelPlan
+from trainer.precision import LOW_DTYPES
+from trainer.recipe import Recipe
+
+_FP32_BYTES = 4
+
+
+class Memory(NamedTuple):
+    """Bytes on the rank that holds the most."""
+
+    parameters: int
+    gradients: int
+    gradients_while_accumulating: int
+    """Whole gradients of a sharded model, beside its shards of them."""
+    optimizer_state: int
+    gathered: int
+    """Whole parameters of a sharded model, while they are used."""
+    activations: int
+    """What forward and backward of a micro-batch need on top, by estimate."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+def planned_memory(
+    config: RunConfig, recipe: Recipe, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
+) -> Memory:
+    """What a run of ``config`` holds. ``model`` may be on meta."""
+    parameters = list(model.parameters())
+    whole, share = sum(parameter.numel() for parameter in parameters), _held(parameters, layout.shard)
+    is_sharded = layout.shard > 1
+    holds_whole_gradients = is_sharded and accumulation > 1 and not config.parallel.sync_every_micro_batch
+    low_dtype = LOW_DTYPES[config.precision.name]
+    return Memory(
+        parameters=share * _FP32_BYTES,
+        gradients=share * _FP32_BYTES,
+        gradients_while_accumulating=whole * _FP32_BYTES if holds_whole_gradients else 0,
+        optimizer_state=2 * share * _FP32_BYTES,
+        gathered=_gathered(config, model, plan) if is_sharded else 0,
+        activations=recipe.activation_bytes(
+            config.trainer.micro_batch,
+            config.data.sequence_length,
+            low_dtype or torch.float32,
+            autocast=low_dtype is not None and not is_sharded,
+        ),
+    )
+
+
+def _held(parameters: Iterable[nn.Parameter], shard: int) -> int:
+    """Numbers that rank 0, which holds the most, holds of ``parameters`` cut on their first dim."""
+    return sum(
+        math.ceil(parameter.shape[0] / shard) * (parameter.numel() // parameter.shape[0]) for parameter in parameters
+    )
+
+
+def _gathered(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> int:
+    """Bytes of whole parameters a sharded rank holds at once: those in no unit, and two units (one ahead)."""
+    width = _FP32_BYTES if config.precision.name == "fp32" else 2
+    units = [sum(p.numel() for name in unit for p in model.get_submodule(name).parameters()) for unit in plan.units]
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    if not config.parallel.reshard_after_forward:
+        return whole * width
+    return (whole - sum(units) + sum(sorted(units)[-2:])) * width

@@ -1,0 +1,296 @@
+"""A rank whose memory is used up says what holds it and what would help, without asking any other rank."""
+
+import errno
+import os
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from configs.divisors import divisors
+from configs.errors import TrainingFailed, UserError
+from configs.schema import RunConfig
+from parallel.gradient import local
+from parallel.mesh import gradient_accumulation, resolve_layout
+from parallel.phases import BACKWARD, FORWARD
+from trainer.memory import Memory, planned_memory
+from trainer.optim import state_bytes
+from trainer.recipe import Recipe
+from trainer.snapshot import write_snapshot
+from trainer.track import PROFILES, size
+from trainer.watchdog import EVALUATE, SET_UP, Pulse
+
+if TYPE_CHECKING:
+    from launch.session import Session
+
+_TEXTS = (  # of errors that have no class of their own
+    "can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)  # fmt: skip
+_ASKED_FOR = re.compile(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) ?(bytes|[KMGTPE]iB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
+_EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+_ADVICE_LINES = 5
+_USABLE_SHARE = 0.9
+_LIBRARIES_BYTES = 2**30
+"""What torch and its libraries take of a process's memory on a CPU, roughly."""
+_FRAGMENTED_SHARE = 0.05
+_WORTH_A_LINE_SHARE = 0.005
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether ``error``, or what caused it, is that the device or the host has no more memory."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS):
+            return True
+        error = error.__cause__
+    return False
+
+
+def explained(
+    error: BaseException,
+    config: RunConfig,
+    recipe: Recipe,
+    session: "Session",
+    pulse: Pulse,
+    optimizer: torch.optim.Optimizer | None,
+) -> BaseException:
+    """``error``, unless the memory is used up: then a failure of a few lines that says what of, and what would help.
+
+    No collective: the other ranks may be inside one. ``optimizer`` is None as long as there is none.
+    """
+    if isinstance(error, UserError | TrainingFailed) or not is_out_of_memory(error):
+        return error
+    stage, step = pulse.phases.now, pulse.now.step
+    usage = _measure(session.device)
+    where = stage if stage == SET_UP or not step else f"{stage} of step {step}"
+    lines = [
+        f"rank {session.rank} on {session.host()} ran out of memory in {where}: {_asked_for(error)}{usage.free_text}"
+    ]
+    with suppress(Exception):  # what cannot be told must not hide what can
+        planned = _Planned(config, recipe, session.world_size)
+        lines += [f"  {line}" for line in _holdings(planned.memory, _held(optimizer), usage)]
+        for number, advice in enumerate(_advice(planned, stage, usage, _asked_bytes(error))):
+            lines.append(f"  {'' if number else 'try':<9}  {advice}")
+    if session.device.type == "cuda":
+        path = config.run.dir / PROFILES / f"out-of-memory-rank-{session.rank}.json.gz"
+        with suppress(Exception):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_snapshot(path, session.device)
+            history = "" if config.profile.memory else "; profile.memory=true adds who asked for it"
+            lines.append(f"  {'snapshot':<9}  {path}{history}")
+    return TrainingFailed("\n".join(lines))
+
+
+# what there is --------------------------------------------------------------------------------------------------------
+
+
+class _Usage(NamedTuple):
+    """Memory as measured, in bytes."""
+
+    allocated: int
+    """By tensors of this process on a GPU; resident on a CPU."""
+    reserved_free: int
+    """Held by torch's allocator, and in no tensor."""
+    others: int | None
+    """Not this process's. None: not known, as of a CPU."""
+    capacity: int
+    """What tensors of this process could have."""
+    free_text: str
+
+
+def _measure(device: torch.device) -> _Usage:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        others = max(0, total - free - reserved)
+        return _Usage(
+            allocated, reserved - allocated, others, total - others, f"{size(free)} of the GPU's {size(total)} are free"
+        )
+    resident = _resident_bytes()
+    total, available = _machine_bytes()
+    text, capacity = f"{size(available)} of the machine's {size(total)} are free", resident + available
+    limits = {"this process may have (ulimit -v)": resource.getrlimit(resource.RLIMIT_AS)[0]}
+    with suppress(OSError, ValueError):
+        limits["the control group may have"] = int(Path("/sys/fs/cgroup/memory.max").read_text())
+    for whose, limit in limits.items():
+        if 0 < limit < total:
+            text, capacity = f"{text}, and {whose} {size(limit)}", min(capacity, limit)
+    return _Usage(resident, 0, None, capacity - _LIBRARIES_BYTES, text)
+
+
+def _resident_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _machine_bytes() -> tuple[int, int]:
+    """Memory of this machine, and how much of it is to be had."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, available = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return total, available
+
+
+def _asked_bytes(error: BaseException | None) -> int:
+    """How much was asked for; 0: not known."""
+    while error is not None:
+        if found := _ASKED_FOR.search(str(error)):
+            return int(float(found[1]) * _UNITS[found[2]])
+        error = error.__cause__
+    return 0
+
+
+def _asked_for(error: BaseException) -> str:
+    asked = _asked_bytes(error)
+    return f"{size(asked)} more asked for; " if asked else ""
+
+
+# what holds it --------------------------------------------------------------------------------------------------------
+
+
+def _held(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
+    """Bytes of this rank's tensors that are there between steps."""
+    if optimizer is None:
+        return {}
+    parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [value for p in parameters for value in optimizer.state[p].values() if isinstance(value, Tensor)]
+    kinds = {
+        "parameters": parameters,
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "optimizer state": state,
+    }
+    return {kind: sum(local(tensor).nbytes for tensor in tensors) for kind, tensors in kinds.items()}
+
+
+def _holdings(planned: Memory, held: dict[str, int], usage: _Usage) -> list[str]:
+    """Lines with what the memory is used for: of this run, and of a GPU as a whole."""
+    if held:
+        parts = [f"{kind} {size(number)}" for kind, number in held.items() if number]
+    else:  # not all is there yet
+        parts = [
+            f"parameters {size(planned.parameters)}", f"gradients {size(planned.gradients)}",
+            f"optimizer state {size(planned.optimizer_state)}",
+        ]  # fmt: skip
+    if planned.gathered:
+        parts.append(f"gathered up to {size(planned.gathered)}")
+    on_device = usage.others is not None
+    needed = f"a micro-batch needs about {size(planned.activations)}"
+    if held:
+        rest = max(0, usage.allocated - sum(held.values()) - planned.gathered)
+        parts.append(f"activations{'' if on_device else ', libraries'} and the rest {size(rest)} ({needed})")
+    else:
+        parts.append(f"activations: {needed}")
+    lines = [f"{'holds' if held else 'needs':<9}  {', '.join(parts)}"]
+    if usage.others is not None:
+        lines.append(
+            f"{'device':<9}  {size(usage.allocated)} in tensors, {size(usage.reserved_free)} held by the allocator in "
+            f"pieces between them, {size(usage.others)} of other processes and the driver"
+        )
+    return lines
+
+
+# what would help ------------------------------------------------------------------------------------------------------
+
+
+class _Planned:
+    """What a run of a config needs, and what it would need of others."""
+
+    def __init__(self, config: RunConfig, recipe: Recipe, world_size: int) -> None:
+        self.config, self.world_size = config, world_size
+        self._recipe = recipe
+        self._model: nn.Module = recipe.build_model()
+        self._plan = recipe.parallel_plan(self._model)
+        self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        self.memory = self.of(config, world_size)
+
+    def of(self, config: RunConfig, world_size: int) -> Memory:
+        """Raises UserError where the config does not go together."""
+        layout = resolve_layout(config.parallel, world_size)
+        accumulation = gradient_accumulation(config.trainer, layout)
+        return planned_memory(config, self._recipe, layout, accumulation, self._model, self._plan)
+
+    def saved_by(self, section: str, ranks: int = 1, **values: object) -> int:
+        """Bytes that other ``values`` in a section would save, on ``ranks`` times as many ranks; 0: none."""
+        try:
+            return self.memory.total - self.of(self.with_(section, **values), ranks * self.world_size).total
+        except UserError:
+            return 0
+
+    def with_(self, section: str, **values: object) -> RunConfig:
+        changed = getattr(self.config, section).model_copy(update=values)
+        return self.config.model_copy(update={section: changed})
+
+
+def _advice(planned: _Planned, stage: str, usage: _Usage, asked: int) -> list[str]:
+    """Lines with an override each, what keeps the numbers first, and of these what saves most."""
+    threshold = _WORTH_A_LINE_SHARE * planned.memory.total
+    same, other = (
+        sorted((each for each in kind if each[1] > threshold), key=lambda each: -each[1])
+        for kind in (_that_keep_the_numbers(planned, stage, usage), _that_change_them(planned, stage))
+    )
+    lines = [f"{what:<42} saves about {size(saved)}{note}" for what, saved, note in [*same, *other]]
+    settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+    is_set = any("expandable_segments:True" in setting for setting in settings)
+    if usage.reserved_free > max(asked, _FRAGMENTED_SHARE * usage.capacity) and not is_set:
+        lines.insert(
+            0, f"{_EXPANDABLE_SEGMENTS:<42} up to {size(usage.reserved_free)}, free in pieces that are too small"
+        )
+    return lines[:_ADVICE_LINES]
+
+
+def _that_keep_the_numbers(planned: _Planned, stage: str, usage: _Usage) -> Iterator[tuple[str, int, str]]:
+    config, world = planned.config, planned.world_size
+    layout = resolve_layout(config.parallel, world)
+    if stage in (FORWARD, BACKWARD, EVALUATE):
+        smaller = divisors(config.trainer.micro_batch)[:-1]
+        fitting = [
+            each for each in smaller
+            if planned.memory.total - planned.saved_by("trainer", micro_batch=each) <= _USABLE_SHARE * usage.capacity
+        ]  # fmt: skip
+        if smaller:
+            chosen = max(fitting, default=1)
+            yield f"trainer.micro_batch={chosen}", planned.saved_by("trainer", micro_batch=chosen), " of activations"
+    if layout.shard > 1:
+        yield (
+            "parallel.reshard_after_forward=true", planned.saved_by("parallel", reshard_after_forward=True),
+            ", and is slower",
+        )  # fmt: skip
+        yield (
+            "parallel.sync_every_micro_batch=true", planned.saved_by("parallel", sync_every_micro_batch=True),
+            ", and communicates more",
+        )  # fmt: skip
+    if layout.replicate > 1:
+        yield "parallel=fsdp", planned.saved_by("parallel", strategy="fsdp", replicate=1, shard=-1), ""
+    fully = {"strategy": "fsdp", "replicate": 1, "shard": -1}
+    if layout.strategy != "ddp":
+        name = "more ranks" if layout.shard > 1 else "more ranks and parallel=fsdp"
+        yield f"{name}, such as {2 * world}", planned.saved_by("parallel", ranks=2, **fully), " on each"
+    if usage.others is None and config.checkpoint.mode == "async":
+        copy = state_bytes(planned.parameters) // world
+        yield "checkpoint.mode=sync", copy, " where a save is under way"
+
+
+def _that_change_them(planned: _Planned, stage: str) -> Iterator[tuple[str, int, str]]:
+    config = planned.config
+    if stage not in (FORWARD, BACKWARD, EVALUATE):
+        return
+    if config.precision.name == "fp32":
+        yield "precision=bf16", planned.saved_by("precision", name="bf16"), "; other rounding"
+    if config.data.sequence_length > 1:
+        shorter = config.data.sequence_length // 2
+        saved = planned.saved_by("data", sequence_length=shorter)
+        yield f"data.sequence_length={shorter}", saved, "; other samples"

@@ -1,0 +1,236 @@
+"""A look into some steps: a Chrome trace of each rank, and a table of the operators that took the time.
+
+The steps themselves compute what they always compute; whatever goes wrong with the profile is a warning.
+"""
+
+import errno
+import gc
+import gzip
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
+
+from configs.schema import RunConfig
+from parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
+from trainer.health import GoBack
+from trainer.snapshot import write_snapshot
+from trainer.track import PROFILES, Console, size
+from trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN
+
+if TYPE_CHECKING:
+    from launch.session import Session
+
+_ANNOTATIONS = {
+    SET_UP: "set-up", DATA: "data", TRAIN: "copy to device", FORWARD: "forward", BACKWARD: "backward",
+    OPTIMIZER: "optimizer", LOG: "log", EVALUATE: "evaluate", SAVE: "save", END: "end",
+}  # fmt: skip
+_STEP = "ProfilerStep"
+_SHOWN_OPERATORS, _WRITTEN_OPERATORS = 8, 60
+_NAME_WIDTH = 60
+_COMPRESSION = 3
+
+
+class StepProfiler:
+    """Profiles the steps ``profile.steps`` of one rank, if any. Open it around the steps of a run.
+
+    The step before the first is traced and thrown away: what a profiler does once belongs to no step. Where the first
+    step is the first that is trained, the profiler is prepared before it.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        session: "Session",
+        console: Console,
+        phases: Phases,
+        pause: Callable[[float], None],
+        *,
+        first_step: int,
+    ) -> None:
+        """``first_step``: the first that is trained. ``pause`` is told of seconds that belong to no step."""
+        self._session, self._console, self._phases, self._pause = session, console, phases, pause
+        self._folder, self._with_memory = config.run.dir / PROFILES, config.profile.memory
+        self._wanted = config.profile.steps
+        self._profile: profile | None = None
+        self._profiled: list[int] = []
+        self._annotation: record_function | None = None
+        if self._wanted is not None and self._wanted[1] < first_step:
+            self._warn(f"the run goes on with step {first_step}, behind them")
+            self._wanted = None
+
+    def __enter__(self) -> "StepProfiler":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Of a step that failed nothing is written: the failure should be told without delay.
+        self._guard(partial(self._end, is_told=kind is None or issubclass(kind, GoBack)))
+
+    def begin(self, step: int) -> None:
+        """Now comes ``step``, beginning with the wait for its data."""
+        if self._wanted is None:
+            return
+        first, last = self._wanted
+        if self._profile is not None:
+            self._guard(partial(self._end, is_told=True) if step > last else partial(self._next, step))
+        elif first - 1 <= step <= last:
+            self._guard(partial(self._start, step))
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Do ``work``; if that fails, there is no profile, and training goes on."""
+        started = time.perf_counter()
+        try:
+            work()
+        except Exception as error:
+            told = getattr(error, "strerror", None) or (str(error).splitlines() or [repr(error)])[0]
+            self._warn(f"{told}. Training goes on")
+            self._listen(is_on=False)
+            self._profile, self._wanted = None, None
+        self._pause(time.perf_counter() - started)
+
+    def _warn(self, reason: str) -> None:
+        assert self._wanted is not None
+        first, last = self._wanted
+        self._console.say(f"WARNING    no profile of profile.steps=[{first},{last}]: {reason}")
+
+    def _start(self, step: int) -> None:
+        assert self._wanted is not None
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes two lines to the console, on each rank
+        first = max(step, self._wanted[0])
+        activities = [ProfilerActivity.CPU]
+        if self._session.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(
+            activities=activities,
+            schedule=lambda step: ProfilerAction.WARMUP if step < first else ProfilerAction.RECORD,
+            profile_memory=self._with_memory,
+            acc_events=True,
+        )
+        self._profile.step_num = first - 1  # so that the trace has the run's step numbers
+        self._profiled = []
+        self._profile.start()
+        if step == first:
+            self._next(step)
+
+    def _next(self, step: int) -> None:
+        assert self._profile is not None
+        self._listen(is_on=False)
+        self._profile.step()
+        self._profiled.append(step)
+        self._listen(is_on=True)
+
+    def _listen(self, *, is_on: bool) -> None:
+        """Have the trace say what the steps do, or no more."""
+        self._phases.listener = self._annotate if is_on else None
+        if self._annotation is not None:
+            self._annotation.__exit__(None, None, None)
+            self._annotation = None
+
+    def _annotate(self, name: str) -> None:
+        if self._annotation is not None:
+            self._annotation.__exit__(None, None, None)
+        self._annotation = record_function(_ANNOTATIONS.get(name, name))
+        self._annotation.__enter__()
+
+    def _end(self, *, is_told: bool) -> None:
+        if self._profile is None:
+            return
+        self._listen(is_on=False)
+        ended, self._profile = self._profile, None
+        ended.stop()
+        if not self._profiled:  # the run ended in the step before
+            return
+        if is_told:
+            self._write(ended)
+        self._wanted = None
+        del ended
+        gc.collect()  # its many events refer to each other, and between steps nobody collects those
+
+    def _write(self, ended: profile) -> None:
+        first, last, rank = self._profiled[0], self._profiled[-1], self._session.rank
+        name = f"steps-{first}-{last}-rank-{rank}"
+        on_device = self._session.device.type == "cuda"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        trace = self._folder / f"{name}.json.gz"
+        _write_trace(ended, trace)
+        events = ended.key_averages()
+        sort_by = f"self_{'device' if on_device else 'cpu'}_time_total"
+        table = events.table(sort_by=sort_by, row_limit=_WRITTEN_OPERATORS, max_name_column_width=_NAME_WIDTH)
+        (self._folder / f"{name}.txt").write_text(f"{table}\n")
+        for line in operator_table(list(events), self._profiled, on_device=on_device):
+            self._console.say(line)
+        self._console.say(
+            f"           {self._folder}: {trace.name} ({size(trace.stat().st_size)}; opens in ui.perfetto.dev), "
+            f"{name}.txt{', one pair a rank' if self._session.world_size > 1 else ''}"
+        )
+        if self._with_memory and on_device:
+            snapshot = self._folder / f"memory-step-{last}-rank-{rank}.json.gz"
+            write_snapshot(snapshot, self._session.device)
+            self._console.say(f"           memory snapshot: {snapshot}")
+
+
+def _write_trace(ended: profile, path: Path) -> None:
+    """Write the trace, whole or not at all.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    plain, compressed = (path.with_name(f".{path.stem}{ending}") for ending in ("", ".gz.tmp"))
+    try:
+        ended.export_chrome_trace(str(plain))  # where that fails it says nothing, and leaves nothing or a part
+        if not plain.exists() or not _ends_as_json(plain):
+            raise OSError(errno.ENOSPC, f"torch cannot write the trace to {path.parent}: is the disk full?")
+        with plain.open("rb") as file, gzip.open(compressed, "wb", compresslevel=_COMPRESSION) as target:
+            shutil.copyfileobj(file, target)
+        compressed.replace(path)
+    finally:
+        for left in (plain, plain.with_name(f"{plain.name}.tmp"), compressed):  # the second is torch's own
+            with suppress(OSError):
+                left.unlink()
+
+
+def _ends_as_json(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-min(16, path.stat().st_size), os.SEEK_END)
+        return file.read().rstrip().endswith(b"}")
+
+
+def operator_table(events: Sequence[Any], steps: Sequence[int], *, on_device: bool) -> list[str]:
+    """The operators that took the most time by themselves, and what the host did, in at most ten lines.
+
+    ``events`` are the profiler's averages over ``steps``. Times are of one step: on the GPU if ``on_device``, else on
+    the CPU.
+    """
+    count = len(steps)
+    named = {event.key: event.cpu_time_total / count for event in events if event.is_user_annotation}
+    whole = next((total for name, total in named.items() if name.startswith(_STEP)), 0.0)
+    shares = [
+        f"{name} {named[name] / whole:.1%}" for name in _ANNOTATIONS.values() if named.get(name, 0.0) > 0.0005 * whole
+    ]
+    time_of = "self_device_time_total" if on_device else "self_cpu_time_total"
+    operators = [event for event in events if event.device_type == DeviceType.CPU and not event.is_user_annotation]
+    operators.sort(key=lambda event: getattr(event, time_of), reverse=True)
+    total = sum(getattr(event, time_of) for event in operators)
+    which = f"steps {steps[0]} to {steps[-1]}" if count > 1 else f"step {steps[0]}"
+    lines = [
+        f"profile    {which}, {whole / 1e3:.1f} ms each under the profiler; "
+        f"{'the host: ' if on_device else ''}{', '.join(shares)}",
+        f"  {'operator':<{_NAME_WIDTH}}  {'calls':>7}  {'GPU ms' if on_device else 'CPU ms':>9}  {'share':>6}",
+    ]
+    for event in operators[:_SHOWN_OPERATORS]:
+        own = getattr(event, time_of)
+        lines.append(
+            f"  {event.key[:_NAME_WIDTH]:<{_NAME_WIDTH}}  {event.count / count:>7.4g}  {own / count / 1e3:>9.2f}  "
+            f"{own / max(total, 1e-9):>6.1%}"
+        )
+    return lines

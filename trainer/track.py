@@ -17,7 +17,9 @@ from typing import IO, Any
 
 from configs.errors import UserError
 
-RECORDS = ("config.yaml", "environment.json", "metrics.jsonl", "lost.jsonl", "status.json", "log", "checkpoints")
+RECORDS = (
+    "config.yaml", "environment.json", "metrics.jsonl", "lost.jsonl", "status.json", "report.html", "log", "checkpoints"
+)  # fmt: skip
 """What a run leaves in its folder, and what is kept aside when another starts there."""
 
 _CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
@@ -164,6 +166,11 @@ class RunFolder:
         else:
             step = self._earlier.get("step", step)
         self.status("stopped", step=step, reason=reason, exit_code=exit_code)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this start has records here of its own."""
+        return self._metrics is not None
 
     def close(self) -> None:
         """Let go of the folder."""

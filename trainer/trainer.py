@@ -37,6 +37,7 @@ from trainer.loader import PADDING_ID, BatchLoader, evaluation_batches
 from trainer.metrics import RATES, Meter
 from trainer.optim import build_optimizer, learning_rate, state_bytes
 from trainer.overview import overview
+from trainer.page import write_report
 from trainer.precision import LOW_DTYPES, GradScaler
 from trainer.recipe import Dataset, Recipe, to_device
 from trainer.report import DONE, Report
@@ -113,7 +114,24 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         watchdog.close()
         if folder is not None:
             folder.close()
+            if folder.has_begun:
+                _write_page(config, console)
         console.close()
+
+
+def _write_page(config: RunConfig, console: Console) -> None:
+    """Leave ``report.html`` beside the records. However that goes, the run has ended as it has ended."""
+    path = config.run.dir / "report.html"
+    try:
+        write_report([config.run.dir], path)
+    except Exception as error:
+        console.log(traceback.format_exc())
+        why = (str(error).splitlines() or [""])[0]
+        console.say(
+            f"WARNING    {path} is not written ({type(error).__name__}: {why}); try: serried report {config.run.dir}"
+        )
+    else:
+        console.say(f"report     {path}: the curves, to look at")
 
 
 def _tell_end(config: RunConfig, step: int, failure: "Failure") -> None:

@@ -197,7 +197,7 @@ def test_the_pointer_shows_exact_values(chromium: Browser, page_file: Path, run_
 def test_log_scales_smoothing_and_axes(chromium: Browser, page_file: Path) -> None:
     with chromium.page(page_file) as page:
         assert page.js(f"{plot('loss')}.scales.y.distr") == 1
-        page.click("#chart-loss .buttons .toggle")
+        page.click("#chart-loss .buttons [title^=log]")
         assert page.js(f"{plot('loss')}.scales.y.distr") == 3
         assert colours_drawn(page, "loss") > 100
 
@@ -243,7 +243,7 @@ def test_dragging_zooms_all_charts_and_resets(chromium: Browser, page_file: Path
         for chart in ("grad_norm", "loss", "time_split"):
             low, high = page.js(f"[{plot(chart)}.scales.x.min, {plot(chart)}.scales.x.max]")
             assert (low, high) == (pytest.approx(60, abs=1), pytest.approx(120, abs=1)), chart
-        page.click("#chart-loss .buttons .toggle")
+        page.click("#chart-loss .buttons [title^=log]")
         assert page.js(f"{plot('loss')}.scales.x.max") == pytest.approx(120, abs=1), "a redrawn chart stays zoomed"
         page.click("#reset")
         assert page.js(f"{plot('loss')}.scales.x.max") == 240
@@ -299,6 +299,15 @@ def test_long_runs_are_thinned_and_keep_their_spikes(chromium: Browser, long_pag
             assert shown in hover(page, "loss", at)
 
 
+def test_a_lone_spike_leaves_the_scale_to_the_curve(chromium: Browser, long_page: Path) -> None:
+    with chromium.page(long_page) as page:
+        assert page.js(f"{plot('loss')}.scales.y.max") < 12
+        page.click("#chart-loss .buttons [title*=spikes]")
+        assert page.js(f"{plot('loss')}.scales.y.max") > SPIKE
+        page.js("zoomTo([1000, 50000])")
+        assert page.js(f"{plot('loss')}.scales.y.max") < 5
+
+
 def test_runs_are_compared(chromium: Browser, long_page: Path) -> None:
     with chromium.page(long_page) as page:
         assert page.js("[...document.querySelectorAll('.results tbody tr')].map((row) => row.cells[0].innerText)") == [
@@ -316,6 +325,33 @@ def test_runs_are_compared(chromium: Browser, long_page: Path) -> None:
         assert page.js("[...document.querySelectorAll('.results tbody tr')].map((row) => row.cells[0].innerText)") == [
             "b", "c", "a",
         ]  # fmt: skip
+
+
+_VISION = {  # of linear RGB, row by row; Machado, Oliveira and Fernandes 2009, severity 1
+    "all cones": [1, 0, 0, 0, 1, 0, 0, 0, 1],
+    "no red": [0.152286, 1.052583, -0.204868, 0.114503, 0.786281, 0.099216, -0.003882, -0.048116, 1.051998],
+    "no green": [0.367322, 0.860646, -0.227968, 0.280085, 0.672501, 0.047413, -0.01182, 0.04294, 0.968881],
+    "no blue": [1.255528, -0.076749, -0.178779, -0.078411, 0.930809, 0.147602, 0.004733, 0.691367, 0.3039],
+}
+_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def test_colours_differ_for_every_kind_of_colour_vision(chromium: Browser, page_file: Path) -> None:
+    """By CIE76, where 2.3 is just noticeable; and against the ground a contrast of 3, as WCAG wants of graphics."""
+    with chromium.page(page_file) as page:
+        palettes = page.js("PALETTES")
+    grounds = {"light": "#ffffff", "dark": "#181c22"}
+    for theme, palette in palettes.items():
+        shades = np.array([[int(each[i : i + 2], 16) / 255 for i in (1, 3, 5)] for each in [grounds[theme], *palette]])
+        linear = np.where(shades <= 0.04045, shades / 12.92, ((shades + 0.055) / 1.055) ** 2.4)
+        light = linear @ _XYZ[1] + 0.05
+        assert (np.maximum(light, light[0]) / np.minimum(light, light[0]))[1:].min() >= 3, theme
+        for vision, matrix in _VISION.items():
+            xyz = np.clip(linear[1:] @ np.reshape(matrix, (3, 3)).T, 0, 1) @ _XYZ.T / [0.95047, 1, 1.08883]
+            x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116).T
+            lab = np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], axis=1)
+            apart = np.linalg.norm(lab[:, None] - lab, axis=2) + 1000 * np.eye(len(lab))
+            assert apart.min() > 18, (theme, vision)
 
 
 def _unwritten(folder: Path) -> None:
@@ -517,6 +553,17 @@ def test_mistakes_are_one_line(
     assert printed.startswith("error: ")
     assert len(printed.splitlines()) == 1
     assert expected in printed
+
+
+def test_a_sweep_of_long_names_fits_a_phone(chromium: Browser, tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path / f"optim.lr=0.000{number},model.layers={number},x=long", 30) for number in range(1, 9)
+    ]
+    write_report(folders, tmp_path / "report.html")
+    with chromium.page(tmp_path / "report.html", width=360) as page:
+        page.js("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+        page.drawn()
+        assert page.js("document.documentElement.scrollWidth") == 360
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:

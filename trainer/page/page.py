@@ -93,7 +93,9 @@ def _payload(runs: Sequence[Records], names: Sequence[str]) -> dict[str, Any]:
                 "folder": str(run.path),
                 **_summary(run),
                 "starts": [_start(start) for start in run.starts],
-                "environment": {key: _counted(value) for key, value in run.environment.items() if value not in (None, [])},
+                "environment": {
+                    key: _counted(value) for key, value in run.environment.items() if value not in (None, [])
+                },
                 **_drawn(run, _POINTS / 2 / max(weight, 1)),
             }
             for run, name in zip(runs, names, strict=True)

@@ -2,10 +2,11 @@
 
 // The curves. A spec says what a chart shows; `Chart` draws it with uPlot, anew whenever something about it changes.
 
-// Distinct also for eyes that cannot tell red from green: Okabe and Ito's colours, darkened or lightened for the ground.
+// Far apart for every kind of colour vision, and from the ground; from Okabe and Ito's blue and vermilion on, chosen by
+// search. tests/test_page.py measures it.
 const PALETTES = {
-  light: ["#0072b2", "#d55e00", "#009e73", "#b5489b", "#9a7200", "#3a9bd9", "#5b5b66"],
-  dark: ["#56b4e9", "#ff8f4d", "#2ecc9b", "#e78fd0", "#e8c14b", "#9fb4ff", "#c4c4cc"],
+  light: ["#0072b2", "#d55e00", "#0b5d2e", "#8700ff", "#d27896", "#5a0f4b", "#2d0f96"],
+  dark: ["#56b4e9", "#ff8f4d", "#875aff", "#f0f000", "#e13c69", "#69ffc3", "#a5ff96"],
 };
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
 const SPLIT_PARTS = ["data", "forward", "backward", "communication", "optimizer", "host"];
@@ -40,6 +41,13 @@ const SPECS = [
 ];
 
 const color = (index) => PALETTES[state.theme][index % PALETTES[state.theme].length];
+
+/** Between a colour and the ground: for large areas. Opaque, as they lie on each other. */
+function faded(hex) {
+  const ground = state.theme === "dark" ? 24 : 255;
+  const parts = [1, 3, 5].map((i) => Math.round(0.68 * parseInt(hex.slice(i, i + 2), 16) + 0.32 * ground));
+  return `rgb(${parts.join(" ")})`;
+}
 
 /** TensorBoard's smoothing: a running mean whose weight is `weight`, freed of its start at zero. */
 function smoothed(values, weight) {
@@ -152,7 +160,7 @@ class Chart {
   }
 
   partColor(name, index) {
-    return name === "undone" && !several ? color(6) : color(index);
+    return name === "undone" && !several ? "#808890" : color(index);
   }
 
   points(run, at, y) {
@@ -174,7 +182,7 @@ class Chart {
       if (!curve || this.off.has(name)) return;
       const sums = curve.y.map((value, i) => value + (below ? below[i] : 0));
       below = sums;
-      lines.unshift({ run, curve, label: name, color: color(part), fill: color(part), own: curve.y, dash: [], width: 0.5, dots: curve.y.length < 2, ...this.points(run, curve.at, sums) });
+      lines.unshift({ run, curve, label: name, color: color(part), fill: faded(color(part)), own: curve.y, dash: [], width: 0.5, dots: curve.y.length < 2, ...this.points(run, curve.at, sums) });
     });
     return lines;
   }

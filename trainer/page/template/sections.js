@@ -157,12 +157,17 @@ function table(headings, rows, className = "") {
     make("tbody", {}, rows.map((row) => make("tr", {}, row.map((cell) => make("td", {}, cell)))))));
 }
 
+/** Folded where it is long. */
+function folded(noun, rows, ...content) {
+  return rows.length > 12 ? [make("details", {}, make("summary", {}, count(rows.length, noun)), ...content.flat())] : content;
+}
+
 /** Of several runs; that of a single one is at the top. */
 function endings() {
   if (!several) return null;
   const rows = runs.map((run) => [named(run), run.state, run.reason ?? "–",
     run.next?.command ? make("code", { class: "command" }, run.next.command) : run.next?.text ?? ""]);
-  return wideCard("How they ended", table(["run", "state", "why", "next"], rows));
+  return wideCard("How they ended", ...folded("run", rows, table(["run", "state", "why", "next"], rows)));
 }
 
 function named(run) {
@@ -175,14 +180,14 @@ function starts() {
   const rows = runs.flatMap((run) => run.starts.map((start) => [
     ...(several ? [named(run)] : []),
     moment(start.time), `${start.first_step.toLocaleString("en")} → ${start.last_step.toLocaleString("en")}`,
-    duration(start.seconds), start.world_size ? `${start.world_size} × ${start.device ?? "rank"}, ${axesOf(start)}` : "–",
+    duration(start.seconds), start.world_size ? `${start.device ? `${start.world_size} × ${start.device}` : count(start.world_size, "rank")}, ${axesOf(start)}` : "–",
     start.state ? [start.state, start.reason].filter(Boolean).join(": ") : start === run.starts[run.starts.length - 1] && run.state === "running" ? "running" : "killed: it could not say why",
   ]));
   const undone = runs.filter((run) => run.counts.undone).map((run) =>
     make("p", { class: "note" }, `${several ? `${run.name}: ` : ""}${count(run.counts.undone, "logged step")} undone by a crash or a rollback, and trained again: the faint dots beside the loss.`));
   if (!rows.length) return null;
   const told = table([...(several ? ["run"] : []), "when", "steps", "time", "on", "end"], rows, "starts");
-  return wideCard(rows.length > 1 ? "Starts" : "Start", rows.length > 12 ? make("details", {}, make("summary", {}, count(rows.length, "start")), told) : told, undone);
+  return wideCard(rows.length > 1 ? "Starts" : "Start", ...folded("start", rows, told, undone));
 }
 
 function axesOf(start) {
@@ -197,7 +202,7 @@ function sources() {
     const total = run.sources.reduce((sum, source) => sum + source.tokens, 0);
     return run.sources.map((source) => [...(several ? [named(run)] : []), source.name, exact(source.tokens), share(source.tokens / total), loss(source.loss)]);
   });
-  return card("Sources of the mixture", table([...(several ? ["run"] : []), "source", "tokens", "share", "validation loss"], rows));
+  return card("Sources of the mixture", ...folded("source", rows, table([...(several ? ["run"] : []), "source", "tokens", "share", "validation loss"], rows)));
 }
 
 /** A bar with its number. */
@@ -253,9 +258,13 @@ function coordinates(rank, axes) {
 
 function differences() {
   if (!several) return null;
+  const title = "What differs in their config";
   const keys = Object.keys(page.differences);
-  const rows = keys.map((key) => [make("code", {}, key), ...page.differences[key]]);
-  return wideCard("What differs in their config", rows.length ? table(["key", ...runs.map(named)], rows) : make("p", { class: "note" }, "Nothing."));
+  if (!keys.length) return wideCard(title, make("p", { class: "note" }, "Nothing."));
+  const byKey = keys.map((key) => [make("code", {}, key), ...page.differences[key]]);
+  const byRun = runs.map((run, index) => [named(run), ...keys.map((key) => page.differences[key][index])]);
+  return wideCard(title, ...folded(runs.length > 6 ? "run" : "key", runs.length > 6 ? byRun : byKey,
+    runs.length > 6 ? table(["run", ...keys.map((key) => make("code", {}, key))], byRun) : table(["key", ...runs.map(named)], byKey, "differences")));
 }
 
 function configuration() {

@@ -22,13 +22,8 @@ from trainer.page.records import Curve, Records, read_records
 from trainer.page.thinning import means, thinned
 
 _HERE = Path(__file__).resolve().parent
-_SCRIPTS = (
-    "uplot/uPlot.iife.min.js",
-    "template/format.js",
-    "template/charts.js",
-    "template/sections.js",
-    "template/page.js",
-)
+_OWN_SCRIPTS = ("format", "specs", "charts", "marks", "sections", "page")
+_SCRIPTS = ("uplot/uPlot.iife.min.js", *(f"template/{name}.js" for name in _OWN_SCRIPTS))
 _STYLES = ("uplot/uPlot.min.css", "template/page.css")
 _POINTS = 60_000
 """Of all curves of a page together: about 2 MB."""
@@ -60,7 +55,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
 def render(runs: Sequence[Records]) -> str:
     """The page of ``runs`` as HTML."""
     names = _names([run.path for run in runs])
-    script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    script = "\n".join(['"use strict";', *((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)])
     fillings = {
         "title": html.escape(", ".join(names)),
         # Nothing but this very script may run, and nothing may be fetched: whatever a run is called.

@@ -1,90 +1,4 @@
-"use strict";
-
-// The curves. A spec says what a chart shows; `Chart` draws it with uPlot, anew whenever something about it changes.
-
-// Far apart for every kind of colour vision, and from the ground; from Okabe and Ito's blue and vermilion on, chosen by
-// search. tests/test_page.py measures it.
-const PALETTES = {
-  light: ["#0072b2", "#d55e00", "#0b5d2e", "#8700ff", "#d27896", "#5a0f4b", "#2d0f96"],
-  dark: ["#56b4e9", "#ff8f4d", "#875aff", "#f0f000", "#e13c69", "#69ffc3", "#a5ff96"],
-};
-const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
-const SPLIT_PARTS = ["data", "forward", "backward", "communication", "optimizer", "host"];
-const AXES = {
-  step: { label: "step", tick: compact, title: (x) => `step ${exact(x)}` },
-  tokens: { label: "tokens", tick: compact, title: (x) => `${exact(x)} tokens` },
-  seconds: { label: "time of training", tick: duration, title: (x) => duration(x) },
-};
-const WHOLE_TICKS = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((factor) => factor * 10 ** power)).flat();
-const SECOND_TICKS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30]
-  .concat([1, 2, 5, 10, 15, 30].map((minutes) => 60 * minutes))
-  .concat([1, 2, 3, 6, 12, 24, 48, 96, 240, 480, 960].map((hours) => 3600 * hours));
-
-const isMain = (curve) => curve.chart === "validation" && curve.name === "validation";
-
-/** `has`: the curves it shows. `log`: may be drawn so, `startsLog`: is at first. `zero`: its scale begins at 0. `clips`: it
-    is scaled to what lasts, and a lone spike leaves it at the top. `rough`: smoothing would hide what it shows. */
-const SPECS = [
-  { id: "loss", title: "Loss", has: (curve) => curve.chart === "loss" || isMain(curve), wide: true, log: true, clips: true, format: loss },
-  { id: "validation", title: "Validation sets", has: (curve) => curve.chart === "validation", needs: (curve) => curve.chart === "validation" && !isMain(curve), log: true, format: loss },
-  { id: "source_loss", title: "Validation loss by source", log: true, format: loss },
-  { id: "grad_norm", title: "Gradient norm", log: true, startsLog: true, clips: true, format: compact },
-  { id: "lr", title: "Learning rate", log: true, rough: true, zero: true, format: compact },
-  { id: "throughput", title: "Tokens per second", zero: true, clips: true, format: compact },
-  { id: "mfu", title: "Model FLOPs utilisation", zero: true, format: percent },
-  { id: "memory", title: "Memory, the fullest rank", rough: true, zero: true, format: bytes, binary: true },
-  { id: "time_split", title: "Where the time of a step goes", stacked: true, rough: true, zero: true, format: stepTime },
-  { id: "data_share", title: "Waiting for data, share of the step", zero: true, clips: true, format: percent },
-  { id: "source_tokens", title: "Tokens by source", rough: true, zero: true, format: compact },
-  { id: "scale", title: "Loss scale", log: true, startsLog: true, rough: true, format: compact },
-  { id: "slowest", title: "Slowest rank, time against the median", rough: true, format: (ratio) => `${trimmed(ratio, 4)}x` },
-];
-
-const color = (index) => PALETTES[state.theme][index % PALETTES[state.theme].length];
-
-/** Between a colour and the ground: for large areas. Opaque, as they lie on each other. */
-function faded(hex) {
-  const ground = state.theme === "dark" ? 24 : 255;
-  const parts = [1, 3, 5].map((i) => Math.round(0.68 * parseInt(hex.slice(i, i + 2), 16) + 0.32 * ground));
-  return `rgb(${parts.join(" ")})`;
-}
-
-/** TensorBoard's smoothing: a running mean whose weight is `weight`, freed of its start at zero. */
-function smoothed(values, weight) {
-  let mean = 0;
-  let share = 0;
-  return values.map((value) => {
-    if (value == null) return null;
-    mean = weight * mean + (1 - weight) * value;
-    share = weight * share + 1 - weight;
-    return mean / share;
-  });
-}
-
-/** Ticks of a logarithmic scale: 1, 2, 5 of each decade, or even steps where it spans less than one. */
-function logTicks(plot, axis, low, high) {
-  if (high / low < 8) {
-    const rough = (high - low) / 5;
-    const decade = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 5, 10].find((factor) => factor * decade >= rough) * decade;
-    const first = Math.ceil(low / step);
-    return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, i) => Number(((first + i) * step).toPrecision(12)));
-  }
-  const decades = Math.log10(high / low);
-  const factors = decades < 3 ? [1, 2, 5] : [1];
-  const every = Math.ceil(decades / 7);
-  const ticks = [];
-  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += every)
-    ticks.push(...factors.map((factor) => Number(`${factor}e${power}`)).filter((tick) => tick >= low && tick <= high));
-  return ticks;
-}
-
-function binaryTicks(plot, axis, low, high) {
-  const rough = (high - low) / 4;
-  const unit = 1024 ** Math.floor(Math.log(Math.max(rough, 1)) / Math.log(1024));
-  const step = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1024].find((factor) => factor * unit >= rough) * unit;
-  return Array.from({ length: Math.floor(high / step) + 1 }, (_, i) => i * step);
-}
+// The curves: a `Chart` draws what a spec of specs.js says with uPlot, anew whenever something about it changes.
 
 class Chart {
   constructor(spec) {
@@ -97,8 +11,14 @@ class Chart {
     this.frame = make("div", { class: "plot" });
     this.tip = make("div", { class: "tip", hidden: true });
     this.note = make("p", { class: "note" });
-    this.card = make("section", { class: spec.wide ? "card wide" : "card", id: `chart-${spec.id}` },
-      make("div", { class: "head" }, make("h2", {}, spec.title), this.controls()), this.legend, this.frame, this.note);
+    this.card = make(
+      "section",
+      { class: spec.wide ? "card wide" : "card", id: `chart-${spec.id}` },
+      make("div", { class: "head" }, make("h2", {}, spec.title), this.controls()),
+      this.legend,
+      this.frame,
+      this.note,
+    );
   }
 
   has(curve) {
@@ -107,17 +27,48 @@ class Chart {
 
   controls() {
     const buttons = make("div", { class: "buttons" });
-    this.spikes = this.spec.clips && toggle("spikes", false, (isWhole) => { this.isWhole = isWhole; this.draw(); }, "the whole of the spikes that leave the scale");
+    this.spikes =
+      this.spec.clips &&
+      toggle(
+        "spikes",
+        false,
+        (isWhole) => {
+          this.isWhole = isWhole;
+          this.draw();
+        },
+        "the whole of the spikes that leave the scale",
+      );
     if (this.spikes) {
       this.spikes.hidden = true;
       buttons.append(this.spikes);
     }
     if (this.spec.log)
-      buttons.append(toggle("log", this.isLog, (isLog) => { this.isLog = isLog; this.draw(); }, "logarithmic scale"));
+      buttons.append(
+        toggle(
+          "log",
+          this.isLog,
+          (isLog) => {
+            this.isLog = isLog;
+            this.draw();
+          },
+          "logarithmic scale",
+        ),
+      );
     const having = runs.map((run, index) => index).filter((index) => runs[index].curves.some(this.has, this));
     if (this.spec.stacked && having.length > 1)
-      buttons.append(make("select", { "aria-label": "run", change: (event) => { this.of = Number(event.target.value); this.draw(); } },
-        having.map((index) => make("option", { value: index }, runs[index].name))));
+      buttons.append(
+        make(
+          "select",
+          {
+            "aria-label": "run",
+            change: (event) => {
+              this.of = Number(event.target.value);
+              this.draw();
+            },
+          },
+          having.map((index) => make("option", { value: index }, runs[index].name)),
+        ),
+      );
     return buttons;
   }
 
@@ -140,8 +91,11 @@ class Chart {
         const part = parts.indexOf(curve.name);
         const isEvaluation = curve.chart === "validation" || curve.chart === "source_loss";
         const line = {
-          run, curve,
-          label: [several && run.name, (!several || parts.length > 1) && curve.name].filter(Boolean).join(" · ") || this.spec.title,
+          run,
+          curve,
+          label:
+            [several && run.name, (!several || parts.length > 1) && curve.name].filter(Boolean).join(" · ") ||
+            this.spec.title,
           color: this.partColor(curve.name, several ? runIndex : part),
           dash: several ? DASHES[(part + Math.floor(runIndex / PALETTES.light.length)) % DASHES.length] : [],
           dots: curve.name === "undone" ? "only" : isEvaluation || curve.y.length <= 40,
@@ -152,7 +106,13 @@ class Chart {
         lines.push(smooth ? { ...line, alpha: 0.45, width: 1 } : line);
         if (smooth) {
           const [at, y] = curve.mean_y.length ? [curve.mean_at, curve.mean_y] : [curve.at, curve.y];
-          lines.push({ ...line, ...this.points(run, at, smoothed(y, state.smoothing)), isMean: true, width: 2, dots: curve.y.length <= 1 });
+          lines.push({
+            ...line,
+            ...this.points(run, at, smoothed(y, state.smoothing)),
+            isMean: true,
+            width: 2,
+            dots: curve.y.length <= 1,
+          });
         }
       }
     });
@@ -182,7 +142,18 @@ class Chart {
       if (!curve || this.off.has(name)) return;
       const sums = curve.y.map((value, i) => value + (below ? below[i] : 0));
       below = sums;
-      lines.unshift({ run, curve, label: name, color: color(part), fill: faded(color(part)), own: curve.y, dash: [], width: 0.5, dots: curve.y.length < 2, ...this.points(run, curve.at, sums) });
+      lines.unshift({
+        run,
+        curve,
+        label: name,
+        color: color(part),
+        fill: faded(color(part)),
+        own: curve.y,
+        dash: [],
+        width: 0.5,
+        dots: curve.y.length < 2,
+        ...this.points(run, curve.at, sums),
+      });
     });
     return lines;
   }
@@ -205,13 +176,24 @@ class Chart {
   drawLegend() {
     const parts = this.parts();
     if (parts.length < 2) return this.legend.replaceChildren();
-    this.legend.replaceChildren(...parts.map((name, part) => {
-      const swatch = make("span", { class: name === "undone" ? "swatch dots" : "swatch" });
-      if (several && !this.spec.stacked) swatch.style.borderTopStyle = ["solid", "dashed", "dotted", "dashed"][part % 4];
-      swatch.style.color = several && !this.spec.stacked ? "" : this.partColor(name, part);
-      const label = name === "undone" ? "undone steps" : name || this.spec.title;
-      return toggle([swatch, label], !this.off.has(name), (on) => { on ? this.off.delete(name) : this.off.add(name); this.draw(); }, `show ${label}`);
-    }));
+    this.legend.replaceChildren(
+      ...parts.map((name, part) => {
+        const swatch = make("span", { class: name === "undone" ? "swatch dots" : "swatch" });
+        if (several && !this.spec.stacked)
+          swatch.style.borderTopStyle = ["solid", "dashed", "dotted", "dashed"][part % 4];
+        swatch.style.color = several && !this.spec.stacked ? "" : this.partColor(name, part);
+        const label = name === "undone" ? "undone steps" : name || this.spec.title;
+        return toggle(
+          [swatch, label],
+          !this.off.has(name),
+          (on) => {
+            on ? this.off.delete(name) : this.off.add(name);
+            this.draw();
+          },
+          `show ${label}`,
+        );
+      }),
+    );
   }
 
   options() {
@@ -220,7 +202,11 @@ class Chart {
     const font = "11px system-ui, sans-serif";
     const axis = AXES[state.axis];
     const lineOf = (line) => ({
-      stroke: line.color, width: line.width, dash: line.dash, alpha: line.alpha ?? 1, fill: line.fill,
+      stroke: line.color,
+      width: line.width,
+      dash: line.dash,
+      alpha: line.alpha ?? 1,
+      fill: line.fill,
       ...(line.dots === "only" && { paths: () => null, alpha: 0.45 }),
       points: { show: Boolean(line.dots), size: line.dots === "only" ? 3 : 5, fill: line.color, width: 0 },
     });
@@ -234,15 +220,29 @@ class Chart {
       },
       axes: [
         {
-          stroke: text, font, labelFont: font, label: axis.label, labelSize: 16, size: 28, gap: 3, space: 60,
+          stroke: text,
+          font,
+          labelFont: font,
+          label: axis.label,
+          labelSize: 16,
+          size: 28,
+          gap: 3,
+          space: 60,
           incrs: state.axis === "seconds" ? SECOND_TICKS : WHOLE_TICKS,
-          grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, size: 4 },
+          grid: { stroke: grid, width: 1 },
+          ticks: { stroke: grid, size: 4 },
           values: (plot, ticks) => ticks.map((tick) => axis.tick(tick)),
         },
         {
-          stroke: text, font, gap: 3, space: 34,
-          grid: { stroke: grid, width: 1 }, ticks: { show: false },
-          ...(this.isLog ? { splits: logTicks, filter: (plot, ticks) => ticks } : this.spec.binary && { splits: binaryTicks }),
+          stroke: text,
+          font,
+          gap: 3,
+          space: 34,
+          grid: { stroke: grid, width: 1 },
+          ticks: { show: false },
+          ...(this.isLog
+            ? { splits: logTicks, filter: (plot, ticks) => ticks }
+            : this.spec.binary && { splits: binaryTicks }),
           size: (plot, values) => 12 + 6.2 * Math.max(2, ...(values ?? []).map((value) => value.length)),
           values: (plot, ticks) => ticks.map((tick) => (this.spec.format === loss ? compact : this.spec.format)(tick)),
         },
@@ -252,8 +252,18 @@ class Chart {
         y: false,
         points: { size: 7 },
         drag: { x: true, y: false, setScale: false },
-        sync: { key: "page", setSeries: false, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
-        bind: { dblclick: () => () => { zoomTo(null); return null; } },
+        sync: {
+          key: "page",
+          setSeries: false,
+          scales: ["x", null],
+          filters: { pub: (type) => type === "mousemove" || type === "mouseleave" },
+        },
+        bind: {
+          dblclick: () => () => {
+            zoomTo(null);
+            return null;
+          },
+        },
       },
       hooks: {
         draw: [(plot) => drawMarks(plot, this.spec.id)],
@@ -265,16 +275,22 @@ class Chart {
 
   size() {
     const isNarrow = window.innerWidth < 640;
-    return { width: Math.max(200, this.frame.clientWidth), height: this.spec.wide ? (isNarrow ? 270 : 340) : isNarrow ? 210 : 230 };
+    return {
+      width: Math.max(200, this.frame.clientWidth),
+      height: this.spec.wide ? (isNarrow ? 270 : 340) : isNarrow ? 210 : 230,
+    };
   }
 
   range(plot, low, high) {
     if (low == null) return this.isLog ? [0.1, 1] : [0, 1];
     const from = this.spec.zero && low >= 0 ? 0 : low;
     const lasting = this.spec.clips ? lastingHigh(plot) : null;
-    const isClipped = this.isLog ? lasting && high / low > (lasting / low) ** 2.5 : lasting && high - from > 2.5 * (lasting - from);
+    const isClipped = this.isLog
+      ? lasting && high / low > (lasting / low) ** 2.5
+      : lasting && high - from > 2.5 * (lasting - from);
     if (this.spikes) this.spikes.hidden = !isClipped && !this.isWhole;
-    if (isClipped && !this.isWhole) high = this.isLog ? lasting * (lasting / low) ** 0.1 : lasting + 0.1 * (lasting - from);
+    if (isClipped && !this.isWhole)
+      high = this.isLog ? lasting * (lasting / low) ** 0.1 : lasting + 0.1 * (lasting - from);
     if (this.isLog) {
       const room = low === high ? 1.2 : (high / low) ** 0.05;
       return [low / room, high * room];
@@ -313,9 +329,21 @@ class Chart {
       const swatch = make("span", { class: "swatch" });
       swatch.style.color = line.color;
       const mean = this.shown[i + 1]?.isMean ? plot.data[i + 2][idxs[i + 2]] : null;
-      table.append(make("tr", { class: x === at ? "" : "aside" }, make("td", {}, swatch, line.label),
-        make("td", { class: "number" }, this.exactly(line.own ? line.own[place] : value)),
-        make("td", {}, [mean != null && `smoothed ${trimmed(mean, 5)}`, x !== at && `at ${AXES[state.axis].title(x)}`].filter(Boolean).join(", "))));
+      table.append(
+        make(
+          "tr",
+          { class: x === at ? "" : "aside" },
+          make("td", {}, swatch, line.label),
+          make("td", { class: "number" }, this.exactly(line.own ? line.own[place] : value)),
+          make(
+            "td",
+            {},
+            [mean != null && `smoothed ${trimmed(mean, 5)}`, x !== at && `at ${AXES[state.axis].title(x)}`]
+              .filter(Boolean)
+              .join(", "),
+          ),
+        ),
+      );
     });
     const near = marksNear(plot, left).map((mark) => make("p", {}, mark.text));
     this.tip.replaceChildren(make("p", { class: "title" }, title ?? AXES[state.axis].title(at)), table, ...near);
@@ -333,7 +361,9 @@ class Chart {
 
 function titleOf(run, row) {
   const { step, tokens, seconds } = run.x;
-  return [`step ${exact(step[row])}`, tokens && `${exact(tokens[row])} tokens`, seconds && duration(seconds[row])].filter(Boolean).join(" · ");
+  return [`step ${exact(step[row])}`, tokens && `${exact(tokens[row])} tokens`, seconds && duration(seconds[row])]
+    .filter(Boolean)
+    .join(" · ");
 }
 
 /** The highest that curves come to in what is in sight, but for spikes: of medians over five points. null: too few. */
@@ -368,7 +398,10 @@ function position(xs, x) {
 
 /** From where to where all runs that are shown go. */
 function extent() {
-  const ends = runs.filter((run, index) => !state.hidden.has(index)).map((run) => run.x[state.axis] ?? []).filter((xs) => xs.length);
+  const ends = runs
+    .filter((run, index) => !state.hidden.has(index))
+    .map((run) => run.x[state.axis] ?? [])
+    .filter((xs) => xs.length);
   const low = Math.min(...ends.map((xs) => xs[0]));
   const high = Math.max(...ends.map((xs) => xs[xs.length - 1]));
   return low < high ? [low, high] : [low - 1, high + 1];
@@ -384,86 +417,10 @@ function followTouch(plot) {
   };
   plot.over.addEventListener("pointerdown", follow);
   plot.over.addEventListener("pointermove", follow);
-  plot.over.addEventListener("mouseenter", () => { hovered = plot.over; });
-  plot.over.addEventListener("mouseleave", () => { hovered = null; });
+  plot.over.addEventListener("mouseenter", () => {
+    hovered = plot.over;
+  });
+  plot.over.addEventListener("mouseleave", () => {
+    hovered = null;
+  });
 }
-
-// ---- what happened, in the plots
-
-const MARKS = {
-  restart: { name: "restarts", everywhere: true },
-  rollback: { name: "rollbacks", everywhere: true },
-  skipped: { name: "skipped steps" },
-  spike: { name: "spikes" },
-  checkpoint: { name: "checkpoints" },
-};
-
-function marksShown() {
-  return runs.flatMap((run, index) => state.hidden.has(index) || !run.x[state.axis] ? [] : run.marks
-    .filter((mark) => state.marks.has(mark.kind))
-    .map((mark) => ({ ...mark, x: run.x[state.axis][mark.at], color: several ? color(index) : null, text: several ? `${run.name}: ${mark.text}` : mark.text })));
-}
-
-/** At most five, and of a kind that the plot shows. */
-function marksNear(plot, left) {
-  return marksShown().filter((mark) => Math.abs(plot.valToPos(mark.x, "x") - left) < 6).slice(0, 5);
-}
-
-function drawMarks(plot, id) {
-  const { ctx, bbox } = plot;
-  const pixel = uPlot.pxRatio;
-  const style = getComputedStyle(document.documentElement);
-  ctx.save();
-  ctx.beginPath();
-  ctx.rect(bbox.left - 5 * pixel, bbox.top, bbox.width + 10 * pixel, bbox.height + 8 * pixel);
-  ctx.clip();
-  ctx.lineWidth = 1.5 * pixel;
-  for (const mark of marksShown()) {
-    const isClose = id === "loss" || id === "grad_norm";
-    if (!isClose && !MARKS[mark.kind].everywhere) continue;
-    const x = plot.valToPos(mark.x, "x", true);
-    if (x < bbox.left - 1 || x > bbox.left + bbox.width + 1) continue;
-    ctx.strokeStyle = ctx.fillStyle = mark.color ?? style.getPropertyValue(`--${mark.kind}`);
-    ctx.setLineDash([]);
-    ctx.beginPath();
-    MARK_SHAPES[mark.kind](ctx, x, bbox, pixel);
-  }
-  ctx.restore();
-}
-
-const MARK_SHAPES = {
-  restart(ctx, x, bbox, pixel) {
-    ctx.setLineDash([5 * pixel, 4 * pixel]);
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
-    ctx.stroke();
-  },
-  rollback(ctx, x, bbox, pixel) {
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
-    ctx.stroke();
-  },
-  skipped(ctx, x, bbox, pixel) {
-    const [y, arm] = [bbox.top + 8 * pixel, 4 * pixel];
-    for (const side of [-1, 1]) {
-      ctx.moveTo(x - arm, y - side * arm);
-      ctx.lineTo(x + arm, y + side * arm);
-    }
-    ctx.stroke();
-  },
-  spike(ctx, x, bbox, pixel) {
-    const [y, arm] = [bbox.top + 14 * pixel, 5 * pixel];
-    ctx.moveTo(x, y);
-    ctx.lineTo(x + arm, y + 1.6 * arm);
-    ctx.lineTo(x - arm, y + 1.6 * arm);
-    ctx.fill();
-  },
-  checkpoint(ctx, x, bbox, pixel) {
-    const [y, arm] = [bbox.top + bbox.height, 4 * pixel];
-    ctx.moveTo(x, y - arm);
-    ctx.lineTo(x + arm, y);
-    ctx.lineTo(x, y + arm);
-    ctx.lineTo(x - arm, y);
-    ctx.fill();
-  },
-};

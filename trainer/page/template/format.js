@@ -1,5 +1,3 @@
-"use strict";
-
 // Numbers as text, and elements of the page. Strings of a run reach the page as text only, never as markup.
 
 /** An element: `make("p", {class: "note"}, "text", child)`. Attributes that are functions are event handlers. */
@@ -18,7 +16,12 @@ function make(tag, attributes = {}, ...children) {
 function compact(number) {
   if (number == null) return "–";
   const size = Math.abs(number);
-  for (const [limit, unit] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "k"]])
+  for (const [limit, unit] of [
+    [1e12, "T"],
+    [1e9, "B"],
+    [1e6, "M"],
+    [1e4, "k"],
+  ])
     if (size >= limit) return trimmed(number / (limit === 1e4 ? 1e3 : limit), 3) + unit;
   if (size >= 1e-3 || size === 0) return trimmed(number, 4);
   return number.toExponential(1).replace(".0e", "e").replace("e-", "e−");
@@ -26,7 +29,10 @@ function compact(number) {
 
 /** At most `digits` significant digits, none of them a trailing zero, and never an exponent. */
 function trimmed(number, digits) {
-  return Number(number.toPrecision(digits)).toLocaleString("en", { maximumSignificantDigits: digits, useGrouping: false });
+  return Number(number.toPrecision(digits)).toLocaleString("en", {
+    maximumSignificantDigits: digits,
+    useGrouping: false,
+  });
 }
 
 /** As it was recorded, every digit: for what is hovered. */
@@ -36,7 +42,11 @@ function exact(number) {
 }
 
 function loss(number) {
-  return number == null ? "–" : number >= 1e4 || (number !== 0 && Math.abs(number) < 1e-3) ? compact(number) : number.toFixed(4);
+  return number == null
+    ? "–"
+    : number >= 1e4 || (number !== 0 && Math.abs(number) < 1e-3)
+      ? compact(number)
+      : number.toFixed(4);
 }
 
 /** 0.4321 -> 43.2%. */
@@ -57,7 +67,11 @@ function duration(seconds) {
   if (seconds == null) return "–";
   if (seconds < 10 && seconds % 1) return `${trimmed(seconds, 2)}s`;
   const whole = Math.round(seconds);
-  for (const [size, unit, part, name] of [[86400, "d", 3600, "h"], [3600, "h", 60, "m"], [60, "m", 1, "s"]]) {
+  for (const [size, unit, part, name] of [
+    [86400, "d", 3600, "h"],
+    [3600, "h", 60, "m"],
+    [60, "m", 1, "s"],
+  ]) {
     if (whole < size) continue;
     const rest = Math.floor((whole % size) / part);
     return `${Math.floor(whole / size)}${unit}${rest ? String(rest).padStart(2, "0") + name : ""}`;
@@ -71,7 +85,9 @@ function stepTime(seconds) {
 }
 
 function moment(unixSeconds) {
-  return unixSeconds == null ? "–" : new Date(1000 * unixSeconds).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" });
+  return unixSeconds == null
+    ? "–"
+    : new Date(1000 * unixSeconds).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" });
 }
 
 function count(number, singular, plural = `${singular}s`) {

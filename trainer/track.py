@@ -322,7 +322,8 @@ class Console:
     def close(self) -> None:
         """Let go of the log."""
         if self._log is not None:
-            self._log.close()
+            with suppress(OSError):  # what a full disk did not take is tried again here
+                self._log.close()
             self._log = None
 
 

@@ -33,7 +33,8 @@ test-slurm: .venv/.ready-dev
 
 # The browser is Debian's. Elsewhere, and where there is none, what needs it skips.
 test-page: .venv/.ready-dev
-	@if command -v chromium || command -v chromium-browser || command -v google-chrome; then :; \
+	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; \
+	then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 		apt-get update --quiet=2 && DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes \
 			--no-install-recommends chromium >/dev/null; \

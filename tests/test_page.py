@@ -486,7 +486,7 @@ def test_the_library_is_the_one_it_says(page_file: Path) -> None:
 def test_a_run_leaves_its_page_however_it_ends(text: Path, tmp_path: Path) -> None:
     path = tmp_path / "run" / "report.html"
     ended = run_here(tiny_overrides(text, tmp_path / "run", "trainer.stop_at=4"))
-    assert f"report     {path}" in ended.printed
+    assert "run: report.html, metrics.jsonl" in ended.printed
     assert '"state":"stopped"' in path.read_text()
 
     def crash(_: Any, step: int) -> None:
@@ -508,8 +508,7 @@ def test_a_page_that_fails_is_one_warning(text: Path, tmp_path: Path) -> None:
     with patch.object(trainer.trainer, "write_report", broken):
         ended = run_here(tiny_overrides(text, tmp_path / "run"))
     assert ended.code == 0
-    (line,) = [line for line in ended.printed.splitlines() if "report" in line]
-    assert line.startswith("WARNING")
+    (line,) = [line for line in ended.printed.splitlines() if line.startswith("WARNING")]
     assert "KeyError: 'here'" in line
     assert f"serried report {tmp_path / 'run'}" in line
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"

@@ -130,8 +130,6 @@ def _write_page(config: RunConfig, console: Console) -> None:
         console.say(
             f"WARNING    {path} is not written ({type(error).__name__}: {why}); try: serried report {config.run.dir}"
         )
-    else:
-        console.say(f"report     {path}: the curves, to look at")
 
 
 def _tell_end(config: RunConfig, step: int, failure: "Failure") -> None:

@@ -400,6 +400,10 @@ def _of_wrong_kinds(folder: Path) -> None:
         '{"event": "step", "step": "x"}', "[]", "7", '{"event": "eval", "step": 3}', '{"event": "rollback", "step": 9}',
         '{"event": "step", "step": 241, "loss": "low", "lr": {"a": 1}}',
         '{"event": "start", "mesh": 3, "hosts": "a", "world_size": null, "time": "late"}',
+        '{"event": "step", "step": 243, "tokens": "many", "samples": NaN, "source_tokens": {"a": 1}}',
+        '{"event": "eval", "step": 244, "set": "validation", "loss": 1, "source_losses": {"web": "x"}}',
+        '{"event": "start", "mesh": {"shard": "x"}, "hosts": [1], "world_size": 1e9, "parameters": [], "device": 7}',
+        '{"event": "stop", "step": 245, "state": ["odd"], "reason": 12}',
         '{"event": "step", "step": 242, "loss": NaN, "time_split": [1]}',
     ]  # fmt: skip
     with (folder / "metrics.jsonl").open("a") as file:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import DEFAULT_VALIDATION
-from trainer.page.records import Curve, Records, read_records
+from trainer.page.records import Curve, Records, is_count, is_number, read_records
 from trainer.page.thinning import means, thinned
 
 _HERE = Path(__file__).resolve().parent
@@ -57,7 +57,7 @@ def render(runs: Sequence[Records]) -> str:
     names = _names([run.path for run in runs])
     script = "\n".join(['"use strict";', *((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)])
     fillings = {
-        "title": html.escape(", ".join(names)),
+        "title": html.escape(", ".join(names) if len(names) <= 3 else f"{len(names)} runs"),
         # Nothing but this very script may run, and nothing may be fetched: whatever a run is called.
         "script-hash": base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode(),
         "licence": (_HERE / "uplot" / "LICENSE").read_text(encoding="utf-8"),
@@ -96,7 +96,7 @@ def _payload(runs: Sequence[Records], names: Sequence[str]) -> dict[str, Any]:
             for run, name in zip(runs, names, strict=True)
         ],
         "differences": {key: [_text(config.get(key)) for config in configs] for key in differing},
-        "config": {key: _text(configs[0][key]) for key in keys if key not in differing},
+        "config": {key: _text(configs[0].get(key)) for key in keys if key not in differing},
     }
 
 
@@ -113,27 +113,26 @@ def _summary(run: Records) -> dict[str, Any]:
     status, end = run.status, run.starts[-1]["end"] if run.starts else None
     state = status.get("state") or (end or {}).get("state") or ("unknown" if run.starts else "not begun")
     loss, validation = _of(run, "loss", "training"), _of(run, "validation", DEFAULT_VALIDATION)
-    best = _lowest(validation)
+    reason, planned = status.get("reason") or (end or {}).get("reason"), run.config.get("trainer.steps")
     return {
-        "state": state,
-        "reason": status.get("reason") or (end or {}).get("reason"),
+        "state": str(state),
+        "reason": str(reason) if reason else None,
         "step": max([status.get("step") or 0, *run.steps[-1:]]),
-        "steps": run.config.get("trainer.steps"),
+        "steps": planned if is_count(planned) else None,
         "next": _next(run, state),
         "last_time": run.last_time,
         "seconds": run.elapsed_seconds,
         "loss": _at(loss, -1),
         "first_loss": _at(loss, 0),
-        "best_validation": best,
+        "best_validation": _lowest(validation),
         "validation": _at(validation, -1),
-        "tokens": run.last.get("tokens"),
-        "samples": run.last.get("samples"),
+        **{name: _known(run.last.get(name)) for name in ("tokens", "samples")},
         "tokens_per_second": _median(_of(run, "throughput", "")),
         "mfu": _median(_of(run, "mfu", "")),
         "memory_bytes": max(_of(run, "memory", "peak").values, default=None),
         "data_share": run.waited_seconds / run.timed_seconds if run.timed_seconds else None,
-        "eta_seconds": run.last.get("eta_seconds") if state == "running" else None,
-        "parameters": next((start["parameters"] for start in reversed(run.starts) if "parameters" in start), None),
+        "eta_seconds": _known(run.last.get("eta_seconds")) if state == "running" else None,
+        "parameters": _known(run.starts[-1].get("parameters")) if run.starts else None,
         "counts": {**run.counts, "undone": run.undone_lines},
         "sources": _sources(run),
         "logged": len(run.steps),
@@ -165,13 +164,22 @@ def _sources(run: Records) -> list[dict[str, Any]]:
     losses = run.evaluated.get(DEFAULT_VALIDATION, {}).get("source_losses")
     tokens = {name: curve.values[-1] for (chart, name), curve in run.curves.items() if chart == "source_tokens"}
     by_name = losses if isinstance(losses, dict) else {}
-    return [{"name": name, "tokens": count, "loss": by_name.get(name)} for name, count in tokens.items()]
+    return [{"name": name, "tokens": count, "loss": _known(by_name.get(name))} for name, count in tokens.items()]
 
 
 def _start(start: dict[str, Any]) -> dict[str, Any]:
     end = start["end"] or {}
-    names = ("first_step", "last_step", "seconds", "time", "world_size", "mesh", "hosts", "device")
-    return {**{name: start.get(name) for name in names}, "state": end.get("state"), "reason": end.get("reason")}
+    mesh, hosts, device = start.get("mesh"), start.get("hosts"), start.get("device")
+    return {
+        **{name: _known(start.get(name)) for name in ("first_step", "last_step", "seconds", "time", "world_size")},
+        "mesh": {str(axis): degree for axis, degree in mesh.items() if is_count(degree)}
+        if isinstance(mesh, dict)
+        else {},
+        "hosts": [str(host) for host in hosts] if isinstance(hosts, list) else [],
+        "device": str(device) if device else None,
+        "state": end.get("state"),
+        "reason": end.get("reason"),
+    }
 
 
 def _drawn(run: Records, points: float) -> dict[str, Any]:
@@ -268,6 +276,10 @@ def _lowest(curve: Curve) -> dict[str, Any] | None:
 
 def _median(curve: Curve) -> float | None:
     return float(np.median(curve.values)) if curve.values else None
+
+
+def _known(value: Any) -> float | None:
+    return value if is_number(value) else None
 
 
 def _counted(value: Any) -> str:

@@ -108,10 +108,10 @@ def _add(records: Records, event: dict[str, Any]) -> None:
     time = event.get("time")
     if kind == "start":
         resumed = event.get("resumed_from")
-        first = resumed if _is_count(resumed) else 0
+        first = resumed if is_count(resumed) else 0
         if records.starts or first:
             ranks = event.get("world_size")
-            on = f", on {ranks} rank{'' if ranks == 1 else 's'}" if _is_count(ranks) else ""
+            on = f", on {ranks} rank{'' if ranks == 1 else 's'}" if is_count(ranks) else ""
             _mark(records, "restart", first, f"restarted at step {first}{on}")
         records.starts.append({**event, "first_step": first, "last_step": first, "seconds": 0.0, "end": None})
     if not records.starts:  # a torn first line
@@ -119,9 +119,9 @@ def _add(records: Records, event: dict[str, Any]) -> None:
             {"first_step": step or 0, "last_step": step or 0, "seconds": 0.0, "end": None, "time": time}
         )
     start = records.starts[-1]
-    if _is_number(time):
+    if is_number(time):
         records.last_time = float(time)
-        if _is_number(start.get("time")):
+        if is_number(start.get("time")):
             start["seconds"] = max(start["seconds"], float(time) - float(start["time"]))
     if kind == "stop":
         start["end"] = event
@@ -137,7 +137,7 @@ def _add(records: Records, event: dict[str, Any]) -> None:
     elif kind == "spike":
         _mark(records, "spike", step, f"a spike in step {step}{', which was skipped' if event.get('skipped') else ''}")
     elif kind == "rollback":
-        since = f" from step {event['from_step']}" if _is_count(event.get("from_step")) else ""
+        since = f" from step {event['from_step']}" if is_count(event.get("from_step")) else ""
         _mark(records, "rollback", step, f"gone back to step {step}{since}: {event.get('reason') or 'no reason told'}")
 
 
@@ -147,18 +147,18 @@ def _add_step(records: Records, step: int, event: dict[str, Any]) -> None:
     records.last = event
     records.steps.append(step)
     tokens = event.get("tokens")
-    records.tokens.append(tokens if _is_number(tokens) else math.nan)
+    records.tokens.append(tokens if is_number(tokens) else math.nan)
     records.seconds.append(records.elapsed_seconds)
     _add_point(records, step, "loss", "training", _number(event.get("loss")))
     _add_point(records, step, "grad_norm", "", _number(event.get("grad_norm")))
     for key, (chart, name) in _WHERE_KNOWN.items():
-        if _is_number(value := event.get(key)):
+        if is_number(value := event.get(key)):
             _add_point(records, step, chart, name, value)
     for key, chart in _BY_NAME.items():
         for name, value in _items(event.get(key)):
             _add_point(records, step, chart, name, value)
     waited, whole = event.get("data_seconds"), event.get("step_seconds")
-    if _is_number(waited) and _is_number(whole) and whole > 0:
+    if is_number(waited) and is_number(whole) and whole > 0:
         _add_point(records, step, "data_share", "", waited / whole)
         records.waited_seconds += waited
         records.timed_seconds += whole
@@ -232,20 +232,22 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _items(values: Any) -> list[tuple[str, float]]:
-    return [(str(k), v) for k, v in values.items() if _is_number(v)] if isinstance(values, dict) else []
+    return [(str(k), v) for k, v in values.items() if is_number(v)] if isinstance(values, dict) else []
 
 
 def _step(event: dict[str, Any]) -> int | None:
-    return event["step"] if _is_count(event.get("step")) else None
+    return event["step"] if is_count(event.get("step")) else None
 
 
-def _is_count(value: Any) -> TypeGuard[int]:
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether ``value``, which somebody's JSON holds, is a number of steps, ranks or tokens."""
     return type(value) is int and 0 <= value < _TOO_LARGE
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether ``value`` is a number that can be drawn."""
     return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < _TOO_LARGE)
 
 
 def _number(value: Any) -> float:
-    return value if _is_number(value) else math.nan
+    return value if is_number(value) else math.nan

@@ -366,11 +366,13 @@ function share(part) {
   return make("span", { class: "share" }, bar, percent(part));
 }
 
+const MOST_RANKS = 8192; // more are no picture
+
 /** Ranks as squares, a row for each host. One colour: ranks that hold one copy of the model together. */
 function meshes() {
   const drawn = runs
     .map((run) => [run, run.starts[run.starts.length - 1]])
-    .filter(([, start]) => start?.world_size > 1);
+    .filter(([, start]) => start?.world_size > 1 && start.world_size <= MOST_RANKS);
   if (!drawn.length) return null;
   const alike = drawn.every(
     ([, start]) =>
@@ -403,7 +405,10 @@ function grid(start) {
   const axes = Object.entries(start.mesh ?? {});
   const hosts = start.hosts?.length === start.world_size ? start.hosts : Array(start.world_size).fill(null);
   const rows = new Map();
-  hosts.forEach((host, rank) => rows.set(host, [...(rows.get(host) ?? []), rank]));
+  hosts.forEach((host, rank) => {
+    if (!rows.has(host)) rows.set(host, []);
+    rows.get(host).push(rank);
+  });
   return make(
     "div",
     { class: start.world_size > 32 ? "hosts small" : "hosts" },

@@ -1,5 +1,6 @@
 # make train: set up .venv and train the recipe `tiny`; make test: set up the same way and run the tests; make test-slow:
-# storms of kills and signals; make test-slurm: a real Slurm cluster and two hosts, both made on this machine, as root.
+# storms of kills and signals; make test-slurm: a real Slurm cluster and two hosts, both made on this machine, as root;
+# make test-page: report.html in a real browser, which it installs as root.
 # Add overrides with ARGS, choose the interpreter with PYTHON: make train PYTHON=python3.12 ARGS="trainer.steps=100"
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := .venv/bin
 
 # OMP_NUM_THREADS only quiets torchrun, which would set it to 1 with a warning; train.py divides the cores itself.
 
-.PHONY: train test test-slow test-slurm lint clean
+.PHONY: train test test-slow test-slurm test-page lint clean
 
 train: .venv/.ready
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(PROCESSES) train.py $(ARGS)
@@ -29,6 +30,16 @@ test-slurm: .venv/.ready-dev
 			--no-install-recommends slurm-wlm iproute2 >/dev/null; \
 	else echo "no Slurm here, and no apt-get as root to install it: its tests skip"; fi
 	$(BIN)/python -m pytest -m "slurm or hosts" $(ARGS)
+
+# The browser is Debian's. Elsewhere, and where there is none, what needs it skips.
+test-page: .venv/.ready-dev
+	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; \
+	then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update --quiet=2 && DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes \
+			--no-install-recommends chromium >/dev/null; \
+	else echo "no Chromium here, and no apt-get as root to install it: what needs it skips"; fi
+	$(BIN)/python -m pytest -m page $(ARGS)
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff check .

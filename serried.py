@@ -17,8 +17,9 @@ usage: serried prepare [recipe=RECIPE] [key=value ...]
        serried submit [key=value ...] [-m]
        serried status [key=value ...]
        serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]
+       serried report RUN [RUN ...] [out=FILE]
 
-All but export take the overrides of train.py, which name the run.
+All but export and report take the overrides of train.py, which name the run.
 
 prepare, tokenise the data once, before training or on another machine:
   data.workers    threads; one for each core when not given
@@ -31,6 +32,10 @@ export, a checkpoint as a plain model:
   dtype       of the weights; as saved (fp32) when not given
   shard_size  largest file, in bytes: 500MB, 5GB (the default); a tensor that is larger has its own
 
+report, the curves of one run, or of several compared, as one HTML page that needs no network:
+  RUN         run folders: runs/tiny, or runs/sweep/*; run.dir=RUN and run.name=NAME do too
+  out         file to write; when not given RUN/report.html, or report.html here for several
+
 preflight, are these nodes fit: alone, or on all nodes of a run, on each of them with torchrun's usual words:
   torchrun --nnodes=2 --nproc_per_node=8 ... serried.py preflight run.dir=RUN
   serried preflight launch=slurm launch.nodes=2 ... run.dir=RUN    in a Slurm job: submits it, waits, prints its table
@@ -39,9 +44,10 @@ status, how a run stands, and its job; without overrides, all in runs/
 
 Training is train.py's: python train.py --help"""
 
-_COMMANDS = ("prepare", "preflight", "submit", "status", "export")
-_LATER = ("plan", "evaluate", "generate", "report", "recipes")
+_COMMANDS = ("prepare", "preflight", "submit", "status", "export", "report")
+_LATER = ("plan", "evaluate", "generate", "recipes")
 _EXPORT_KEYS = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
+_REPORT_KEYS = ("run.dir", "run.name", "out")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,7 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
         if command in ("--help", "-h", "help") or {"--help", "-h"} & set(rest):
             print(USAGE)
         elif command == "export":
-            print(export(_pairs(rest)))
+            print(export(_pairs(rest, command, _EXPORT_KEYS)))
+        elif command == "report":
+            print(report(rest))
         elif command == "prepare":
             print(prepare(rest))
         elif command == "preflight":
@@ -192,16 +200,73 @@ def export(given: dict[str, str]) -> str:
     return f"exported   {found[wanted]} to {out}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}"
 
 
-def _pairs(words: list[str]) -> dict[str, str]:
+def report(words: list[str]) -> str:
+    """Write the page of the runs in ``words``: folders, and ``_REPORT_KEYS``. Returns what to tell the user.
+
+    Raises:
+        UserError: there is no such run, a key or value is wrong, or the page cannot be written.
+    """
+    from trainer.page import write_report
+    from trainer.track import size
+
+    # A word with a = is a key, unless a folder is called so.
+    folders = [word for word in words if Path(word).is_dir() or not ("=" in word or word.startswith("-"))]
+    given = _pairs([word for word in words if word not in folders], "report", _REPORT_KEYS)
+    folders += [given["run.dir"]] if "run.dir" in given else []
+    folders += [f"runs/{given['run.name']}"] if "run.name" in given else []
+    runs = [_run_folder(folder) for folder in folders]
+    if not runs:
+        raise UserError(f"serried report needs a run folder: serried report RUN; {_runs_there_are(Path('runs'))}")
+    for number, run in enumerate(runs):
+        if run.resolve() in [other.resolve() for other in runs[:number]]:
+            raise UserError(f"the run {run} is given twice; give it once")
+    out = Path(given.get("out", runs[0] / "report.html" if len(runs) == 1 else "report.html"))
+    if out.is_dir():
+        raise UserError(f"out={out} is a folder; give a file, e.g. out={out / 'report.html'}")
+    try:
+        write_report(runs, out)
+    except OSError as error:
+        raise UserError(f"cannot write out={out}: {error.strerror}; use out=FILE in a folder that is there") from None
+    what = f"{len(runs)} runs compared" if len(runs) > 1 else str(runs[0])
+    return f"report     {what}: {out}, {size(out.stat().st_size)}; open it in a browser"
+
+
+def _run_folder(word: str) -> Path:
+    """The run folder that ``word`` names.
+
+    Raises:
+        UserError: there is no run in it, naming the ones that may be meant.
+    """
+    folder = Path(word)
+    if any((folder / name).is_file() for name in ("metrics.jsonl", "status.json", "config.yaml")):
+        return folder
+    if not folder.is_dir():
+        named = Path("runs") / word
+        hint = f"did you mean {named}?" if named.is_dir() else _runs_there_are(Path("runs"))
+        raise UserError(f"there is no folder {word}; {hint}")
+    raise UserError(f"{word} holds no run: no metrics.jsonl, status.json or config.yaml; {_runs_there_are(folder)}")
+
+
+def _runs_there_are(folder: Path) -> str:
+    from launch.progress import runs_in
+
+    runs = [str(run) for run in runs_in(folder)]
+    if not runs:
+        return "give the folder of a run, e.g. runs/tiny"
+    more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
+    return f"in {folder} there are: {' '.join(runs[:8])}{more}"
+
+
+def _pairs(words: list[str], command: str, keys: tuple[str, ...]) -> dict[str, str]:
     given: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not value:
             raise UserError(f"{word!r} is not key=value; see serried --help")
-        if key not in _EXPORT_KEYS:
-            close = nearest(key, _EXPORT_KEYS)
-            hint = f"did you mean {close[0]}={value}" if close else f"there are {', '.join(_EXPORT_KEYS)}"
-            raise UserError(f"export has no key {key!r}; {hint}")
+        if key not in keys:
+            close = nearest(key, keys)
+            hint = f"did you mean {close[0]}={value}" if close else f"there are {', '.join(keys)}"
+            raise UserError(f"{command} has no key {key!r}; {hint}")
         if given.get(key, value) != value:
             raise UserError(f"{key} is given twice: {given[key]} and {value}")
         given[key] = value

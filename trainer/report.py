@@ -215,7 +215,7 @@ class Report:
             self._console.say("\n".join(f"  | {line}" for line in sample.splitlines()))
         checkpoint = f"{CHECKPOINTS}/{folder_name(step)}"
         self._console.say(
-            f"files      {config.run.dir}: metrics.jsonl, config.yaml, status.json; the model, opens in "
+            f"files      {config.run.dir}: report.html, metrics.jsonl, config.yaml, status.json; the model, opens in "
             f"transformers: {checkpoint}"
         )
         self._console.say(f"next       {self._next(step, request)}")

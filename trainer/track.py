@@ -19,8 +19,8 @@ from configs.errors import UserError
 
 PROFILES = "profile"
 RECORDS = (
-    "config.yaml", "environment.json", "metrics.jsonl", "lost.jsonl", "status.json", "log", "checkpoints", "wandb",
-    "tensorboard", PROFILES,
+    "config.yaml", "environment.json", "metrics.jsonl", "lost.jsonl", "status.json", "report.html", "log", "checkpoints",
+    "wandb", "tensorboard", PROFILES,
 )  # fmt: skip
 """What a run leaves in its folder, and what is kept aside when another starts there."""
 
@@ -168,6 +168,11 @@ class RunFolder:
         else:
             step = self._earlier.get("step", step)
         self.status("stopped", step=step, reason=reason, exit_code=exit_code)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this start has records here of its own."""
+        return self._metrics is not None
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -319,7 +324,8 @@ class Console:
     def close(self) -> None:
         """Let go of the log."""
         if self._log is not None:
-            self._log.close()
+            with suppress(OSError):  # what a full disk did not take is tried again here
+                self._log.close()
             self._log = None
 
 

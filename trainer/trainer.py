@@ -39,6 +39,7 @@ from trainer.mirror.processes import Mirrors, choose_run_id
 from trainer.optim import build_optimizer, learning_rate, state_bytes
 from trainer.out_of_memory import explained
 from trainer.overview import overview
+from trainer.page import write_report
 from trainer.peak_flops import device_name, peak_flops
 from trainer.precision import LOW_DTYPES, GradScaler
 from trainer.profile import StepProfiler
@@ -126,7 +127,22 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
             trainer.mirrors.end()
         if folder is not None:
             folder.close()
+            if folder.has_begun:
+                _write_page(config, console)
         console.close()
+
+
+def _write_page(config: RunConfig, console: Console) -> None:
+    """Leave ``report.html`` beside the records. However that goes, the run has ended as it has ended."""
+    path = config.run.dir / "report.html"
+    try:
+        write_report([config.run.dir], path)
+    except Exception as error:
+        console.log(traceback.format_exc())
+        why = (str(error).splitlines() or [""])[0]
+        console.say(
+            f"WARNING    {path} is not written ({type(error).__name__}: {why}); try: serried report {config.run.dir}"
+        )
 
 
 def _tell_end(config: RunConfig, step: int, failure: "Failure") -> None:

@@ -1,0 +1,296 @@
+"""Records of runs -> one HTML file: the data as a JSON block, beside the scripts and styles of ``template/``."""
+
+import base64
+import hashlib
+import html
+import json
+import math
+import os
+import re
+import shlex
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from configs.schema import DEFAULT_VALIDATION
+from trainer.page.records import Curve, Records, is_count, is_number, read_records
+from trainer.page.thinning import means, thinned
+
+_HERE = Path(__file__).resolve().parent
+_OWN_SCRIPTS = ("format", "specs", "charts", "marks", "sections", "page")
+_SCRIPTS = ("uplot/uPlot.iife.min.js", *(f"template/{name}.js" for name in _OWN_SCRIPTS))
+_STYLES = ("uplot/uPlot.min.css", "template/page.css")
+_POINTS = 60_000
+"""Of all curves of a page together: about 2 MB."""
+_WEIGHTS = {"loss": 4, "grad_norm": 2}
+"""How many points a curve of a chart may have, to those of other charts: these two show what is looked at closely."""
+_MOST_BUCKETS = 1500
+_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def write_report(run_dirs: Sequence[Path], out: Path) -> None:
+    """Write the page of the runs in ``run_dirs``, in this order, to the file ``out``, which is replaced whole.
+
+    Run folders are taken as they are: one that is empty, of a run that still runs or that crashed has its page too.
+
+    Raises:
+        OSError: ``out`` cannot be written.
+    """
+    text = render([read_records(run_dir) for run_dir in run_dirs])
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(out)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def render(runs: Sequence[Records]) -> str:
+    """The page of ``runs`` as HTML."""
+    names = _names([run.path for run in runs])
+    script = "\n".join(['"use strict";', *((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)])
+    fillings = {
+        "title": html.escape(", ".join(names) if len(names) <= 3 else f"{len(names)} runs"),
+        # Nothing but this very script may run, and nothing may be fetched: whatever a run is called.
+        "script-hash": base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode(),
+        "licence": (_HERE / "uplot" / "LICENSE").read_text(encoding="utf-8"),
+        "style": "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _STYLES),
+        "data": _for_html(_payload(runs, names)),
+        "script": f"\n{script}\n",
+    }
+    template = (_HERE / "template" / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{([a-z-]+)\}\}", lambda match: fillings[match[1]], template)
+
+
+def _for_html(payload: dict[str, Any]) -> str:
+    """JSON that ends no ``<script>``, whatever its strings say."""
+    text = json.dumps(payload, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _payload(runs: Sequence[Records], names: Sequence[str]) -> dict[str, Any]:
+    weight = sum(_WEIGHTS.get(chart, 1) for run in runs for chart, _ in run.curves)
+    configs = [run.config for run in runs]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    differing = [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]
+    return {
+        "written": time.time(),
+        "runs": [
+            {
+                "name": name,
+                "folder": str(run.path),
+                **_summary(run),
+                "starts": [_start(start) for start in run.starts],
+                "environment": {
+                    key: _counted(value) for key, value in run.environment.items() if value not in (None, [])
+                },
+                **_drawn(run, _POINTS / 2 / max(weight, 1)),
+            }
+            for run, name in zip(runs, names, strict=True)
+        ],
+        "differences": {key: [_text(config.get(key)) for config in configs] for key in differing},
+        "config": {key: _text(configs[0].get(key)) for key in keys if key not in differing},
+    }
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Short names of ``folders`` that tell them apart: the last part of the path, or more where that is shared."""
+    parts = [folder.absolute().parts for folder in folders]
+    names = [folder[-1:] for folder in parts]
+    for length in range(2, max(map(len, parts), default=0) + 1):
+        names = [folder[-length:] if names.count(name) > 1 else name for folder, name in zip(parts, names, strict=True)]
+    return [str(Path(*name)) for name in names]
+
+
+def _summary(run: Records) -> dict[str, Any]:
+    status, end = run.status, run.starts[-1]["end"] if run.starts else None
+    state = status.get("state") or (end or {}).get("state") or ("unknown" if run.starts else "not begun")
+    loss, validation = _of(run, "loss", "training"), _of(run, "validation", DEFAULT_VALIDATION)
+    reason, planned = status.get("reason") or (end or {}).get("reason"), run.config.get("trainer.steps")
+    return {
+        "state": str(state),
+        "reason": str(reason) if reason else None,
+        "step": max([status.get("step") or 0, *run.steps[-1:]]),
+        "steps": planned if is_count(planned) else None,
+        "next": _next(run, state),
+        "last_time": run.last_time,
+        "seconds": run.elapsed_seconds,
+        "loss": _at(loss, -1),
+        "first_loss": _at(loss, 0),
+        "best_validation": _lowest(validation),
+        "validation": _at(validation, -1),
+        **{name: _known(run.last.get(name)) for name in ("tokens", "samples")},
+        "tokens_per_second": _median(_of(run, "throughput", "")),
+        "mfu": _median(_of(run, "mfu", "")),
+        "memory_bytes": max(_of(run, "memory", "peak").values, default=None),
+        "data_share": run.waited_seconds / run.timed_seconds if run.timed_seconds else None,
+        "eta_seconds": _known(run.last.get("eta_seconds")) if state == "running" else None,
+        "parameters": _known(run.starts[-1].get("parameters")) if run.starts else None,
+        "counts": {**run.counts, "undone": run.undone_lines},
+        "sources": _sources(run),
+        "logged": len(run.steps),
+    }
+
+
+def _next(run: Records, state: str) -> dict[str, str]:
+    """What to do now, in words and, where there is one, as a command."""
+    folder = shlex.quote(str(run.path))
+    saved = [mark.step for mark in run.marks if mark.kind == "checkpoint"]
+    if state == "finished":
+        return {
+            "text": "Its newest checkpoint as a plain model folder",
+            "command": f"serried export run.dir={folder} out=FOLDER dtype=bf16",
+        }
+    if state == "running":
+        return {"text": "How it stands now", "command": f"serried status run.dir={folder}"}
+    if state == "stopped" and run.config.get("trainer.stop_at") == run.status.get("step"):
+        return {"text": "The same command without trainer.stop_at, or with a higher one, goes on"}
+    if state in ("stopped", "failed") and saved:
+        return {"text": f"The same command goes on from its newest checkpoint, that of step {max(saved)}"}
+    if state in ("stopped", "failed"):
+        return {"text": "It has saved no checkpoint: the same command begins again"}
+    return {"text": "The same command begins it"} if state == "not begun" else {"text": "The same command goes on"}
+
+
+def _sources(run: Records) -> list[dict[str, Any]]:
+    """Of a mixture's sources: tokens, and the loss on what is kept back of each."""
+    losses = run.evaluated.get(DEFAULT_VALIDATION, {}).get("source_losses")
+    tokens = {name: curve.values[-1] for (chart, name), curve in run.curves.items() if chart == "source_tokens"}
+    by_name = losses if isinstance(losses, dict) else {}
+    return [{"name": name, "tokens": count, "loss": _known(by_name.get(name))} for name, count in tokens.items()]
+
+
+def _start(start: dict[str, Any]) -> dict[str, Any]:
+    end = start["end"] or {}
+    mesh, hosts, device = start.get("mesh"), start.get("hosts"), start.get("device")
+    return {
+        **{name: _known(start.get(name)) for name in ("first_step", "last_step", "seconds", "time", "world_size")},
+        "mesh": {str(axis): degree for axis, degree in mesh.items() if is_count(degree)}
+        if isinstance(mesh, dict)
+        else {},
+        "hosts": [str(host) for host in hosts] if isinstance(hosts, list) else [],
+        "device": str(device) if device else None,
+        "state": end.get("state"),
+        "reason": end.get("reason"),
+    }
+
+
+def _drawn(run: Records, points: float) -> dict[str, Any]:
+    """The curves and marks of ``run``, thinned to ``points`` buckets for a chart of weight 1.
+
+    ``x`` has a row for each step that one of them needs, and they refer to those rows. Numbers that only grow are given
+    as differences: that is a third of their length.
+    """
+    drawn = [(chart, name, *_thin(run, chart, curve, points)) for (chart, name), curve in sorted(run.curves.items())]
+    rows = np.unique(
+        np.concatenate(
+            [
+                np.array([mark.step for mark in run.marks], dtype=np.int64),
+                *(steps for _, _, (steps, _), _ in drawn),
+                *(steps for _, _, _, (steps, _) in drawn),
+            ]
+        )
+    )
+    return {
+        "x": {"step": _differences(rows), **_clocks(run, rows)},
+        "curves": [
+            {
+                "chart": chart,
+                "name": name,
+                "at": _differences(np.searchsorted(rows, steps)),
+                "y": _numbers(values),
+                "mean_at": _differences(np.searchsorted(rows, mean_steps)),
+                "mean_y": [float(f"{mean:.6g}") for mean in mean_values],
+            }
+            for chart, name, (steps, values), (mean_steps, mean_values) in drawn
+        ],
+        "marks": [
+            {"kind": mark.kind, "at": int(np.searchsorted(rows, mark.step)), "text": mark.text} for mark in run.marks
+        ],
+    }
+
+
+_Points = tuple[NDArray[np.int64], NDArray[np.float64]]
+
+
+def _thin(run: Records, chart: str, curve: Curve, points: float) -> tuple[_Points, _Points]:
+    """Steps and values to draw, and those to smooth: none where what is drawn is all there is."""
+    buckets = max(20, min(_MOST_BUCKETS, int(points * _WEIGHTS.get(chart, 1))))
+    steps, values = np.array(curve.steps, dtype=np.int64), np.array(curve.values)
+    # What is stacked needs its parts at the same steps: where their sum has its spikes.
+    parts = [other.values for (of, _), other in run.curves.items() if of == chart and other.steps == curve.steps]
+    chosen = thinned(np.sum(parts, axis=0) if chart == "time_split" else values, buckets)
+    if len(chosen) == len(values):
+        return (steps, values), (steps[:0], values[:0])
+    middle, mean = means(values, buckets)
+    return (steps[chosen], values[chosen]), (steps[middle], mean)
+
+
+def _clocks(run: Records, rows: NDArray[np.int64]) -> dict[str, Any]:
+    """Tokens, and milliseconds of training, up to each step of ``rows``; None where no line tells of them."""
+
+    def clock(told: Sequence[float], unit: float) -> list[int] | None:
+        at = np.array(told)
+        known = ~np.isnan(at)
+        if not known.any():
+            return None
+        steps, values = np.array(run.steps)[known], np.maximum.accumulate(at[known])
+        if steps[0] > 0 and len(steps) > 1 and not run.starts[0]["first_step"]:
+            steps, values = np.append(0, steps), np.append(0.0, values)
+        return _differences(np.round(np.interp(rows, steps, values) * unit).astype(np.int64))
+
+    return {"tokens": clock(run.tokens, 1), "milliseconds": clock(run.seconds, 1000)}
+
+
+def _differences(numbers: NDArray[Any]) -> list[int]:
+    differences: list[int] = np.diff(numbers, prepend=0).tolist()
+    return differences
+
+
+def _numbers(values: Iterable[float]) -> list[float | int | None]:
+    """As they were recorded; null where they were not finite."""
+    return [None if math.isnan(value) else int(value) if value == int(value) else value for value in map(float, values)]
+
+
+def _of(run: Records, chart: str, name: str) -> Curve:
+    return run.curves.get((chart, name), Curve([], []))
+
+
+def _at(curve: Curve, index: int) -> dict[str, Any] | None:
+    """The first (0) or last (-1) finite value of ``curve``, and its step."""
+    finite = [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if not math.isnan(value)]
+    return {"step": finite[index][0], "value": finite[index][1]} if finite else None
+
+
+def _lowest(curve: Curve) -> dict[str, Any] | None:
+    finite = [(value, step) for step, value in zip(curve.steps, curve.values, strict=True) if not math.isnan(value)]
+    return {"step": min(finite)[1], "value": min(finite)[0]} if finite else None
+
+
+def _median(curve: Curve) -> float | None:
+    return float(np.median(curve.values)) if curve.values else None
+
+
+def _known(value: Any) -> float | None:
+    return value if is_number(value) else None
+
+
+def _counted(value: Any) -> str:
+    """As ``_text``; of a list, such as that of the GPUs, each different entry once."""
+    if not isinstance(value, list):
+        return _text(value)
+    each = [_text(entry) for entry in value]
+    return ", ".join(f"{each.count(text)} × {text}" for text in dict.fromkeys(each))
+
+
+def _text(value: Any) -> str:
+    """A value of the config as one would type it; without the password of an address."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return _PASSWORD.sub("***", text)

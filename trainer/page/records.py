@@ -1,0 +1,253 @@
+"""A run folder as plain data: what its records say, in whatever state a crash or a full disk left them."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+import yaml
+
+from trainer.track import read_status
+
+_WHERE_KNOWN = {
+    "lr": ("lr", ""),
+    "tokens_per_second": ("throughput", ""),
+    "mfu": ("mfu", ""),
+    "memory_bytes": ("memory", "peak"),
+    "memory_reserved_bytes": ("memory", "reserved"),
+    "scale": ("scale", ""),
+    "slowest_share": ("slowest", ""),
+}
+_BY_NAME = {"lr_by_group": "lr", "source_tokens": "source_tokens", "time_split": "time_split"}
+_TOO_LARGE = 2**62
+_KEPT_MARKS = 1000
+"""Of each kind; more are counted, not drawn."""
+
+
+class Curve(NamedTuple):
+    """One thing that was measured, at the steps where it was."""
+
+    steps: list[int]
+    values: list[float]
+    """NaN: it was not finite."""
+
+
+class Mark(NamedTuple):
+    """Something that happened at a step."""
+
+    kind: str
+    """restart, rollback, spike, skipped or checkpoint."""
+    step: int
+    text: str
+
+
+@dataclass
+class Records:
+    """What the records of one run say."""
+
+    path: Path
+    config: dict[str, Any]
+    """Values by dotted key; empty where there is no ``config.yaml`` that can be read."""
+    environment: dict[str, Any]
+    status: dict[str, Any]
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    """Events ``start``, with ``first_step``, ``last_step``, ``seconds`` (how long it was up) and ``end``: its event
+    ``stop``, or None."""
+    curves: dict[tuple[str, str], Curve] = field(default_factory=dict)
+    """By chart and name within the chart."""
+    marks: list[Mark] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    """Of the marks, by kind."""
+    steps: list[int] = field(default_factory=list)
+    """Steps with a line of their own; beside them tokens and seconds of training up to there."""
+    tokens: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    last: dict[str, Any] = field(default_factory=dict)
+    """The last event ``step``."""
+    last_time: float | None = None
+    """Of the last line, in Unix seconds."""
+    evaluated: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The last event ``eval`` of each validation set."""
+    waited_seconds: float = 0.0
+    """For data, in the steps of ``timed_seconds``."""
+    timed_seconds: float = 0.0
+    undone_lines: int = 0
+    """Logged steps that a crash or a rollback undid."""
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """How long the run was up, all starts together."""
+        return sum(start["seconds"] for start in self.starts)
+
+
+def read_records(run_dir: Path) -> Records:
+    """The records in ``run_dir``. What is missing, torn or of the wrong kind is left out: nothing is raised for it."""
+    records = Records(run_dir, _read_config(run_dir), _read_object(run_dir / "environment.json"), read_status(run_dir))
+    for event in _read_lines(run_dir / "metrics.jsonl"):
+        _add(records, event)
+    undone: dict[int, float] = {}
+    for event in _read_lines(run_dir / "lost.jsonl"):
+        if event.get("event") == "step" and (step := _step(event)) is not None:
+            records.undone_lines += 1
+            undone[step] = _number(event.get("loss"))
+    if undone:
+        records.curves["loss", "undone"] = Curve(sorted(undone), [undone[step] for step in sorted(undone)])
+    rate, groups = records.curves.get(("lr", "")), [key for key in records.curves if key[0] == "lr" and key[1]]
+    if all(records.curves[key] == rate for key in groups):
+        for key in groups:
+            del records.curves[key]
+    else:
+        records.curves.pop(("lr", ""), None)
+    return records
+
+
+def _add(records: Records, event: dict[str, Any]) -> None:
+    kind, step = event.get("event"), _step(event)
+    time = event.get("time")
+    if kind == "start":
+        resumed = event.get("resumed_from")
+        first = resumed if is_count(resumed) else 0
+        if records.starts or first:
+            ranks = event.get("world_size")
+            on = f", on {ranks} rank{'' if ranks == 1 else 's'}" if is_count(ranks) else ""
+            _mark(records, "restart", first, f"restarted at step {first}{on}")
+        records.starts.append({**event, "first_step": first, "last_step": first, "seconds": 0.0, "end": None})
+    if not records.starts:  # a torn first line
+        records.starts.append(
+            {"first_step": step or 0, "last_step": step or 0, "seconds": 0.0, "end": None, "time": time}
+        )
+    start = records.starts[-1]
+    if is_number(time):
+        records.last_time = float(time)
+        if is_number(start.get("time")):
+            start["seconds"] = max(start["seconds"], float(time) - float(start["time"]))
+    if kind == "stop":
+        start["end"] = event
+    if step is None:
+        return
+    start["last_step"] = max(start["last_step"], step)
+    if kind == "step":
+        _add_step(records, step, event)
+    elif kind == "eval":
+        _add_evaluation(records, step, event)
+    elif kind == "checkpoint":
+        _mark(records, "checkpoint", step, f"checkpoint of step {step}")
+    elif kind == "spike":
+        _mark(records, "spike", step, f"a spike in step {step}{', which was skipped' if event.get('skipped') else ''}")
+    elif kind == "rollback":
+        since = f" from step {event['from_step']}" if is_count(event.get("from_step")) else ""
+        _mark(records, "rollback", step, f"gone back to step {step}{since}: {event.get('reason') or 'no reason told'}")
+
+
+def _add_step(records: Records, step: int, event: dict[str, Any]) -> None:
+    if records.steps and step <= records.steps[-1]:  # a line that an interrupted clean-up left twice
+        return
+    records.last = event
+    records.steps.append(step)
+    tokens = event.get("tokens")
+    records.tokens.append(tokens if is_number(tokens) else math.nan)
+    records.seconds.append(records.elapsed_seconds)
+    _add_point(records, step, "loss", "training", _number(event.get("loss")))
+    _add_point(records, step, "grad_norm", "", _number(event.get("grad_norm")))
+    for key, (chart, name) in _WHERE_KNOWN.items():
+        if is_number(value := event.get(key)):
+            _add_point(records, step, chart, name, value)
+    for key, chart in _BY_NAME.items():
+        for name, value in _items(event.get(key)):
+            _add_point(records, step, chart, name, value)
+    waited, whole = event.get("data_seconds"), event.get("step_seconds")
+    if is_number(waited) and is_number(whole) and whole > 0:
+        _add_point(records, step, "data_share", "", waited / whole)
+        records.waited_seconds += waited
+        records.timed_seconds += whole
+    if event.get("skipped"):
+        why = "its loss or gradient was not finite" if event.get("nonfinite") else "it was a spike"
+        _mark(records, "skipped", step, f"step {step} was skipped: {why}, and nothing changed")
+
+
+def _add_evaluation(records: Records, step: int, event: dict[str, Any]) -> None:
+    name = str(event.get("set", "validation"))
+    if event.get("tokens") == 0 or (name in records.evaluated and step <= records.evaluated[name]["step"]):
+        return
+    records.evaluated[name] = event
+    _add_point(records, step, "validation", name, _number(event.get("loss")))
+    for source, value in _items(event.get("source_losses")):
+        _add_point(records, step, "source_loss", f"{name}: {source}", value)
+
+
+def _add_point(records: Records, step: int, chart: str, name: str, value: float) -> None:
+    curve = records.curves.get((chart, name))
+    if curve is None:
+        curve = records.curves[chart, name] = Curve([], [])
+    curve.steps.append(step)
+    curve.values.append(value)
+
+
+def _mark(records: Records, kind: str, step: int, text: str) -> None:
+    records.counts[kind] = records.counts.get(kind, 0) + 1
+    if records.counts[kind] <= _KEPT_MARKS:
+        records.marks.append(Mark(kind, step, text))
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                try:
+                    event = json.loads(line)
+                except ValueError:  # torn by a crash, or being written
+                    continue
+                if isinstance(event, dict):
+                    yield event
+    except OSError:
+        return
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _read_config(run_dir: Path) -> dict[str, Any]:
+    try:
+        text = (run_dir / "config.yaml").read_text()
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        values = yaml.load(text, loader)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return dict(_flat(values)) if isinstance(values, dict) else {}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _items(values: Any) -> list[tuple[str, float]]:
+    return [(str(k), v) for k, v in values.items() if is_number(v)] if isinstance(values, dict) else []
+
+
+def _step(event: dict[str, Any]) -> int | None:
+    return event["step"] if is_count(event.get("step")) else None
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether ``value``, which somebody's JSON holds, is a number of steps, ranks or tokens."""
+    return type(value) is int and 0 <= value < _TOO_LARGE
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether ``value`` is a number that can be drawn."""
+    return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < _TOO_LARGE)
+
+
+def _number(value: Any) -> float:
+    return value if is_number(value) else math.nan

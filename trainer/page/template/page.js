@@ -1,0 +1,198 @@
+// What is shown, and how that changes: the state of the page, its toolbar, and the start.
+
+const page = JSON.parse(document.getElementById("data").textContent);
+const runs = page.runs;
+const several = runs.length > 1;
+const isDark = matchMedia("(prefers-color-scheme: dark)");
+const state = {
+  axis: "step",
+  smoothing: runs.some((run) => run.logged > 100) ? 0.6 : 0,
+  zoom: null, // [low, high] of the axis; null: all
+  hidden: new Set(), // runs, by index
+  marks: new Set(Object.keys(MARKS)),
+  theme: isDark.matches ? "dark" : "light",
+};
+let hovered = null; // the plot under the pointer
+let charts = [];
+
+for (const run of runs) {
+  run.x = {
+    step: summed(run.x.step),
+    tokens: summed(run.x.tokens),
+    seconds: summed(run.x.milliseconds)?.map((each) => each / 1000),
+  };
+  for (const curve of run.curves) [curve.at, curve.mean_at] = [summed(curve.at), summed(curve.mean_at)];
+}
+
+/** A button that is on or off. */
+function toggle(content, isOn, change, title) {
+  const button = make(
+    "button",
+    {
+      type: "button",
+      class: "toggle",
+      "aria-pressed": String(isOn),
+      title,
+      click: () => {
+        isOn = !isOn;
+        button.setAttribute("aria-pressed", String(isOn));
+        change(isOn);
+      },
+    },
+    content,
+  );
+  return button;
+}
+
+/** Buttons of which one is on. */
+function choice(name, options, chosen, change) {
+  const buttons = options.map(([value, label, isPossible]) =>
+    make(
+      "button",
+      {
+        type: "button",
+        disabled: !isPossible,
+        "data-value": value,
+        "aria-pressed": String(value === chosen),
+        click: (event) => {
+          for (const button of buttons) button.setAttribute("aria-pressed", String(button === event.currentTarget));
+          change(value);
+        },
+      },
+      label,
+    ),
+  );
+  return make("div", { class: "choice", role: "group", "aria-label": name }, buttons);
+}
+
+function redraw() {
+  for (const chart of charts) chart.draw();
+}
+
+let isWaiting = false;
+function redrawSoon() {
+  if (isWaiting) return;
+  isWaiting = true;
+  requestAnimationFrame(() => {
+    isWaiting = false;
+    redraw();
+  });
+}
+
+/** Shows `span` of the axis in all charts; null: all of it. */
+function zoomTo(span) {
+  state.zoom = span;
+  document.getElementById("reset").hidden = span == null;
+  const [min, max] = span ?? extent();
+  for (const { plot } of charts) plot?.setScale("x", { min, max });
+}
+
+function setTheme(theme) {
+  state.theme = theme;
+  document.documentElement.dataset.theme = theme;
+  if (several) drawRunSwatches();
+  redraw();
+}
+
+function toolbar() {
+  const smoothing = make("output", {}, state.smoothing.toFixed(2));
+  const happened = Object.keys(MARKS).filter((kind) => runs.some((run) => run.counts[kind]));
+  return [
+    choice(
+      "horizontal axis",
+      [
+        ["step", "steps", true],
+        ["tokens", "tokens", runs.some((run) => run.x.tokens)],
+        ["seconds", "hours", runs.some((run) => run.x.seconds)],
+      ],
+      state.axis,
+      (axis) => {
+        state.axis = axis;
+        zoomTo(null);
+        redraw();
+      },
+    ),
+    make(
+      "label",
+      { class: "smoothing" },
+      "smoothing",
+      make("input", {
+        type: "range",
+        id: "smoothing",
+        min: 0,
+        max: 0.99,
+        step: 0.01,
+        value: state.smoothing,
+        input: (event) => {
+          state.smoothing = Number(event.target.value);
+          smoothing.value = state.smoothing.toFixed(2);
+          redrawSoon();
+        },
+      }),
+      smoothing,
+    ),
+    make(
+      "div",
+      { class: "marks" },
+      happened.map((kind) => {
+        const total = runs.reduce((sum, run) => sum + (run.counts[kind] ?? 0), 0);
+        return toggle(
+          [
+            make("span", { class: `mark ${kind}` }),
+            `${total} ${total === 1 ? MARKS[kind].name.replace(/s$/, "") : MARKS[kind].name}`,
+          ],
+          true,
+          (on) => {
+            on ? state.marks.add(kind) : state.marks.delete(kind);
+            redraw();
+          },
+          `mark ${MARKS[kind].name}`,
+        );
+      }),
+    ),
+    make(
+      "button",
+      { type: "button", id: "reset", hidden: true, click: () => zoomTo(null), title: "or double-click a chart" },
+      "reset zoom",
+    ),
+    make(
+      "button",
+      {
+        type: "button",
+        id: "theme",
+        title: "light or dark",
+        "aria-label": "light or dark",
+        click: () => setTheme(state.theme === "dark" ? "light" : "dark"),
+      },
+      "◐",
+    ),
+  ];
+}
+
+function drawRunSwatches() {
+  document.querySelectorAll("[data-run] > .swatch").forEach((swatch) => {
+    swatch.style.color = color(Number(swatch.parentElement.dataset.run));
+  });
+}
+
+function begin() {
+  document.documentElement.dataset.theme = state.theme;
+  document.getElementById("summary").append(...summary());
+  document.getElementById("toolbar").append(...toolbar());
+  const specs = SPECS.filter((spec) =>
+    runs.some((run) => run.curves.some(spec.needs ?? spec.has ?? ((curve) => curve.chart === spec.id))),
+  );
+  charts = specs.map((spec) => new Chart(spec));
+  document.getElementById("charts").append(...charts.map((chart) => chart.card));
+  document.getElementById("toolbar").hidden = charts.length === 0;
+  document.getElementById("sections").append(...sections());
+  document.getElementById("footer").append(...footer());
+  setTheme(state.theme);
+  isDark.addEventListener("change", (event) => setTheme(event.matches ? "dark" : "light"));
+  new ResizeObserver(() => {
+    for (const chart of charts)
+      if (chart.plot && chart.plot.width !== chart.size().width) chart.plot.setSize(chart.size());
+  }).observe(document.getElementById("charts"));
+}
+
+begin();

@@ -1,0 +1,517 @@
+// All that is no curve: what a run came to, how it was started and ended, where it ran, and with which values.
+
+// ---- the first ten seconds
+
+function summary() {
+  return several ? comparison() : overview(runs[0]);
+}
+
+function overview(run) {
+  return [
+    make("div", { class: "title" }, make("h1", {}, run.name), pill(run)),
+    make("p", { class: "subtitle" }, [subtitle(run), run.folder].filter(Boolean).join(" · ")),
+    make(
+      "div",
+      { class: "tiles" },
+      tiles(run).map(([name, value, note]) =>
+        make(
+          "div",
+          { class: "tile" },
+          make("div", { class: "name" }, name),
+          make("div", { class: "value" }, value),
+          make("div", { class: "note" }, note ?? ""),
+        ),
+      ),
+    ),
+    ending(run),
+  ];
+}
+
+function subtitle(run) {
+  const start = run.starts[run.starts.length - 1];
+  return [
+    run.parameters != null && `${compact(run.parameters)} parameters`,
+    start?.world_size && count(start.world_size, "rank"),
+    start?.device,
+  ]
+    .filter(Boolean)
+    .join(" · ");
+}
+
+function tiles(run) {
+  const ranks = run.starts[run.starts.length - 1]?.world_size;
+  const best = run.best_validation;
+  const isBestLast = best && run.validation.step === best.step;
+  const done = run.steps ? `of ${run.steps.toLocaleString("en")}` : "";
+  return [
+    [
+      "training loss",
+      loss(run.loss?.value),
+      run.first_loss && run.first_loss.step !== run.loss.step && `from ${loss(run.first_loss.value)}`,
+    ],
+    best && [
+      "best validation",
+      loss(best.value),
+      isBestLast
+        ? `the last, at step ${best.step.toLocaleString("en")}`
+        : `at step ${best.step.toLocaleString("en")}, last ${loss(run.validation.value)}`,
+    ],
+    [
+      "step",
+      run.step.toLocaleString("en"),
+      run.eta_seconds == null ? done : `${done}, ${duration(run.eta_seconds)} to go`,
+    ],
+    run.tokens != null && ["tokens", compact(run.tokens), run.samples != null && `${compact(run.samples)} sequences`],
+    run.seconds > 0 && ["time", duration(run.seconds), run.starts.length > 1 ? `in ${run.starts.length} starts` : ""],
+    run.tokens_per_second != null && [
+      "tokens/s, median",
+      compact(run.tokens_per_second),
+      ranks > 1 && `${compact(run.tokens_per_second / ranks)} a rank`,
+    ],
+    run.mfu != null && ["FLOPs utilisation", percent(run.mfu), "median"],
+    run.memory_bytes != null && ["peak memory", bytes(run.memory_bytes), ranks > 1 && "of the fullest rank"],
+    run.data_share != null && ["waiting for data", percent(run.data_share), "of the time"],
+  ]
+    .filter(Boolean)
+    .map((tile) => tile.map((part) => part || ""));
+}
+
+function pill(run) {
+  return make("span", { class: `pill ${run.state.replace(" ", "-")}` }, run.state);
+}
+
+/** Why it ended, and what to type now. */
+function ending(run) {
+  const silent = run.last_time && page.written - run.last_time;
+  const running =
+    run.state === "running" && silent != null
+      ? `The last line was written ${duration(silent)} before this page${silent > 900 ? ": is it still there? A run that is killed by force cannot say so" : ""}.`
+      : "";
+  const reason =
+    run.reason && run.state !== "finished"
+      ? `${run.reason[0].toUpperCase()}${run.reason.slice(1)}${/[.!?]$/.test(run.reason) ? "" : "."}`
+      : "";
+  return make(
+    "div",
+    { class: `ending ${run.state}` },
+    reason && make("p", { class: "reason" }, reason),
+    running && make("p", {}, running),
+    run.next &&
+      make(
+        "p",
+        {},
+        run.next.text,
+        run.next.command ? ": " : ".",
+        run.next.command && make("code", { class: "command" }, run.next.command),
+      ),
+  );
+}
+
+function comparison() {
+  const told = Object.keys(page.differences).filter((key) => !/^run\./.test(key) && key !== "recipe");
+  const keys = told.length <= 4 ? told : [];
+  const columns = [
+    ["run", (run, index) => index],
+    ["state", (run) => run.state],
+    ["step", (run) => run.step, (run) => run.step.toLocaleString("en")],
+    ["loss", (run) => run.loss?.value, (run) => loss(run.loss?.value), "low"],
+    ["best validation", (run) => run.best_validation?.value, (run) => loss(run.best_validation?.value), "low"],
+    ["tokens", (run) => run.tokens, (run) => compact(run.tokens)],
+    ["time", (run) => run.seconds, (run) => duration(run.seconds)],
+    ["tokens/s", (run) => run.tokens_per_second, (run) => compact(run.tokens_per_second), "high"],
+    ...(runs.some((run) => run.mfu != null) ? [["MFU", (run) => run.mfu, (run) => percent(run.mfu), "high"]] : []),
+    ...keys.map((key) => [
+      key,
+      (run, index) => numeric(page.differences[key][index]),
+      (run, index) => page.differences[key][index],
+    ]),
+  ];
+  return [
+    make("div", { class: "title" }, make("h1", {}, `${runs.length} runs compared`)),
+    make("p", { class: "subtitle" }, runs.length > 1 ? "Click a run to hide or show it, a heading to sort." : ""),
+    sortable(columns),
+  ];
+}
+
+function numeric(text) {
+  return text !== "" && Number.isFinite(Number(text)) ? Number(text) : text;
+}
+
+/** Runs as rows; the best of a column is bold. */
+function sortable(columns) {
+  const body = make("tbody");
+  const order = runs.map((run, index) => index);
+  const rows = runs.map((run, index) =>
+    make(
+      "tr",
+      {},
+      columns.map(([name, value, show, best]) => {
+        if (name === "run") return make("td", {}, runToggle(run, index));
+        if (name === "state") return make("td", {}, pill(run));
+        const isBest = best && isBestOf(best, runs.map(value), index, runs.map(show));
+        return make(
+          "td",
+          { class: isBest ? "number best" : "number", title: exactTitle(value(run, index)) },
+          show(run, index),
+        );
+      }),
+    ),
+  );
+  body.append(...rows);
+  const sortBy = (value, heading) => {
+    const isRising = heading.getAttribute("aria-sort") !== "ascending";
+    for (const each of heading.parentElement.children) each.removeAttribute("aria-sort");
+    heading.setAttribute("aria-sort", isRising ? "ascending" : "descending");
+    const compare = (a, b) => {
+      const [x, y] = [value(runs[a], a), value(runs[b], b)];
+      if (x == null || y == null) return (x == null) - (y == null); // what is missing comes last either way
+      return (
+        (typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y))) *
+        (isRising ? 1 : -1)
+      );
+    };
+    body.append(...order.sort(compare).map((index) => rows[index]));
+  };
+  return make(
+    "div",
+    { class: "scroll" },
+    make(
+      "table",
+      { class: "results" },
+      make(
+        "thead",
+        {},
+        make(
+          "tr",
+          {},
+          columns.map(([name, value]) =>
+            make(
+              "th",
+              { class: name === "run" || name === "state" ? "" : "number" },
+              make(
+                "button",
+                { type: "button", click: (event) => sortBy(value, event.currentTarget.parentElement) },
+                name,
+              ),
+            ),
+          ),
+        ),
+      ),
+      body,
+    ),
+  );
+}
+
+/** Whether the number at `index` is the lowest or highest of several that do not all look alike. */
+function isBestOf(best, values, index, texts) {
+  const numbers = values.filter((value) => typeof value === "number");
+  if (new Set(texts).size < 2 || numbers.length < 2) return false;
+  return texts[index] === texts[values.indexOf(best === "low" ? Math.min(...numbers) : Math.max(...numbers))];
+}
+
+function exactTitle(value) {
+  return typeof value === "number" ? String(value) : "";
+}
+
+function runToggle(run, index) {
+  const button = toggle(
+    [make("span", { class: "swatch" }), run.name],
+    true,
+    (on) => {
+      on ? state.hidden.delete(index) : state.hidden.add(index);
+      redraw();
+    },
+    `show ${run.name}`,
+  );
+  button.dataset.run = index;
+  return button;
+}
+
+// ---- below the curves
+
+function sections() {
+  return [differences(), endings(), starts(), sources(), meshes(), environments(), configuration()].filter(Boolean);
+}
+
+function card(title, ...content) {
+  return make("section", { class: "card" }, make("div", { class: "head" }, make("h2", {}, title)), ...content);
+}
+
+function wideCard(...parts) {
+  const made = card(...parts);
+  made.classList.add("wide");
+  return made;
+}
+
+function table(headings, rows, className = "") {
+  return make(
+    "div",
+    { class: "scroll" },
+    make(
+      "table",
+      { class: className },
+      headings &&
+        make(
+          "thead",
+          {},
+          make(
+            "tr",
+            {},
+            headings.map((heading) => make("th", {}, heading)),
+          ),
+        ),
+      make(
+        "tbody",
+        {},
+        rows.map((row) =>
+          make(
+            "tr",
+            {},
+            row.map((cell) => make("td", {}, cell)),
+          ),
+        ),
+      ),
+    ),
+  );
+}
+
+/** Folded where it is long. */
+function folded(noun, rows, ...content) {
+  return rows.length > 12
+    ? [make("details", {}, make("summary", {}, count(rows.length, noun)), ...content.flat())]
+    : content;
+}
+
+/** Of several runs; that of a single one is at the top. */
+function endings() {
+  if (!several) return null;
+  const rows = runs.map((run) => [
+    named(run),
+    run.state,
+    run.reason ?? "–",
+    run.next?.command ? make("code", { class: "command" }, run.next.command) : (run.next?.text ?? ""),
+  ]);
+  return wideCard("How they ended", ...folded("run", rows, table(["run", "state", "why", "next"], rows)));
+}
+
+function named(run) {
+  const name = make("span", { class: "named" }, make("span", { class: "swatch" }), run.name);
+  name.dataset.run = runs.indexOf(run);
+  return name;
+}
+
+function starts() {
+  const rows = runs.flatMap((run) =>
+    run.starts.map((start) => [
+      ...(several ? [named(run)] : []),
+      moment(start.time),
+      `${start.first_step.toLocaleString("en")} → ${start.last_step.toLocaleString("en")}`,
+      duration(start.seconds),
+      start.world_size
+        ? `${start.device ? `${start.world_size} × ${start.device}` : count(start.world_size, "rank")}, ${axesOf(start)}`
+        : "–",
+      start.state
+        ? [start.state, start.reason].filter(Boolean).join(": ")
+        : start === run.starts[run.starts.length - 1] && run.state === "running"
+          ? "running"
+          : "killed: it could not say why",
+    ]),
+  );
+  const undone = runs
+    .filter((run) => run.counts.undone)
+    .map((run) =>
+      make(
+        "p",
+        { class: "note" },
+        `${several ? `${run.name}: ` : ""}${count(run.counts.undone, "logged step")} undone by a crash or a rollback, and trained again: the faint dots beside the loss.`,
+      ),
+    );
+  if (!rows.length) return null;
+  const told = table([...(several ? ["run"] : []), "when", "steps", "time", "on", "end"], rows, "starts");
+  return wideCard(rows.length > 1 ? "Starts" : "Start", ...folded("start", rows, told, undone));
+}
+
+function axesOf(start) {
+  const axes = Object.entries(start.mesh ?? {}).filter(([, degree]) => degree > 1);
+  return axes.length ? axes.map(([axis, degree]) => `${axis} ${degree}`).join(" × ") : "alone";
+}
+
+function sources() {
+  const mixed = runs.filter((run) => run.sources.length);
+  if (!mixed.length) return null;
+  const rows = mixed.flatMap((run) => {
+    const total = run.sources.reduce((sum, source) => sum + source.tokens, 0);
+    return run.sources.map((source) => [
+      ...(several ? [named(run)] : []),
+      source.name,
+      exact(source.tokens),
+      share(source.tokens / total),
+      loss(source.loss),
+    ]);
+  });
+  return card(
+    "Sources of the mixture",
+    ...folded(
+      "source",
+      rows,
+      table([...(several ? ["run"] : []), "source", "tokens", "share", "validation loss"], rows),
+    ),
+  );
+}
+
+/** A bar with its number. */
+function share(part) {
+  const bar = make("span", { class: "bar" });
+  bar.style.width = `${60 * part}px`;
+  return make("span", { class: "share" }, bar, percent(part));
+}
+
+const MOST_RANKS = 8192; // more are no picture
+
+/** Ranks as squares, a row for each host. One colour: ranks that hold one copy of the model together. */
+function meshes() {
+  const drawn = runs
+    .map((run) => [run, run.starts[run.starts.length - 1]])
+    .filter(([, start]) => start?.world_size > 1 && start.world_size <= MOST_RANKS);
+  if (!drawn.length) return null;
+  const alike = drawn.every(
+    ([, start]) =>
+      JSON.stringify([start.mesh, start.hosts, start.world_size]) ===
+      JSON.stringify([drawn[0][1].mesh, drawn[0][1].hosts, drawn[0][1].world_size]),
+  );
+  return card(
+    "Mesh",
+    ...(alike ? drawn.slice(0, 1) : drawn.slice(0, 8)).map(([run, start]) =>
+      make(
+        "div",
+        { class: "mesh" },
+        several && !alike && make("h3", {}, named(run)),
+        make("p", { class: "note" }, meshText(start)),
+        grid(start),
+      ),
+    ),
+  );
+}
+
+function meshText(start) {
+  const { replicate = 1, shard = 1 } = start.mesh ?? {};
+  const ranks = count(start.world_size, "rank");
+  if (shard === 1) return `${ranks}, each with a whole copy of the model.`;
+  if (replicate === 1) return `${ranks} hold one copy of the model together, 1/${shard} each.`;
+  return `${ranks}: ${replicate} copies of the model, a colour each; ${shard} ranks share one.`;
+}
+
+function grid(start) {
+  const axes = Object.entries(start.mesh ?? {});
+  const hosts = start.hosts?.length === start.world_size ? start.hosts : Array(start.world_size).fill(null);
+  const rows = new Map();
+  hosts.forEach((host, rank) => {
+    if (!rows.has(host)) rows.set(host, []);
+    rows.get(host).push(rank);
+  });
+  return make(
+    "div",
+    { class: start.world_size > 32 ? "hosts small" : "hosts" },
+    [...rows].map(([host, ranks]) =>
+      make(
+        "div",
+        { class: "host" },
+        host && make("span", { class: "hostname", title: host }, host),
+        make(
+          "div",
+          { class: "ranks" },
+          ranks.map((rank) => {
+            const places = coordinates(rank, axes);
+            const told = places.map(([axis, place]) => `${axis} ${place}`).join(", ");
+            const cell = make(
+              "div",
+              { class: "rank", title: `rank ${rank}${host ? ` on ${host}` : ""}${told ? `: ${told}` : ""}` },
+              String(rank),
+              make(
+                "small",
+                {},
+                places
+                  .filter(([, , degree]) => degree > 1)
+                  .map(([axis, place]) => `${axis[0]}${place}`)
+                  .join(" "),
+              ),
+            );
+            const copy = places.find(([axis]) => axis === "replicate")?.[1] ?? 0;
+            cell.style.setProperty("--hue", start.mesh?.shard > 1 ? (205 + 137.5 * copy) % 360 : 205);
+            return cell;
+          }),
+        ),
+      ),
+    ),
+  );
+}
+
+/** Place of a rank on each axis: the last axis varies fastest. [axis, place, degree] each. */
+function coordinates(rank, axes) {
+  const places = [];
+  for (const [axis, degree] of [...axes].reverse()) {
+    places.unshift([axis, rank % degree, degree]);
+    rank = Math.floor(rank / degree);
+  }
+  return places;
+}
+
+function differences() {
+  if (!several) return null;
+  const title = "What differs in their config";
+  const keys = Object.keys(page.differences);
+  if (!keys.length) return wideCard(title, make("p", { class: "note" }, "Nothing."));
+  const byKey = keys.map((key) => [make("code", {}, key), ...page.differences[key]]);
+  const byRun = runs.map((run, index) => [named(run), ...keys.map((key) => page.differences[key][index])]);
+  return wideCard(
+    title,
+    ...folded(
+      runs.length > 6 ? "run" : "key",
+      runs.length > 6 ? byRun : byKey,
+      runs.length > 6
+        ? table(["run", ...keys.map((key) => make("code", {}, key))], byRun)
+        : table(["key", ...runs.map(named)], byKey, "differences"),
+    ),
+  );
+}
+
+function configuration() {
+  const keys = Object.keys(page.config);
+  if (!keys.length) return null;
+  const rows = keys.map((key) => [make("code", {}, key), page.config[key]]);
+  return wideCard(
+    several ? "Config that they share" : "Config",
+    make("details", {}, make("summary", {}, count(keys.length, "key")), table(null, rows, "pairs")),
+  );
+}
+
+function environments() {
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.environment)))];
+  if (!keys.length) return null;
+  const isSame = (key) => runs.every((run) => run.environment[key] === runs[0].environment[key]);
+  const title = (key) => make("span", {}, key.replaceAll("_", " "));
+  const alike = keys.filter(isSame).map((key) => [title(key), runs[0].environment[key]]);
+  const unlike = keys
+    .filter((key) => !isSame(key))
+    .map((key) => [title(key), ...runs.map((run) => run.environment[key] ?? "–")]);
+  return card(
+    "Environment",
+    alike.length ? table(null, alike, "pairs") : "",
+    unlike.length ? table(["", ...runs.map(named)], unlike) : "",
+  );
+}
+
+function footer() {
+  const thinned = runs.some((run) => run.curves.some((curve) => curve.mean_y.length));
+  return [
+    make(
+      "p",
+      {},
+      `Written ${moment(page.written)} by serried report. `,
+      thinned
+        ? "Of long curves the page holds the lowest and the highest of each stretch, so spikes survive; smoothing averages all points. "
+        : "",
+      `Every number is in ${several ? "the runs' " : ""}metrics.jsonl. Drag to zoom, double-click for all.`,
+    ),
+  ];
+}

@@ -1,0 +1,42 @@
+"""Fewer points that look the same: of each stretch of a curve its lowest and its highest, so spikes survive."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def thinned(values: NDArray[np.float64], buckets: int) -> NDArray[np.intp]:
+    """Indices of at most about ``2 * buckets`` of ``values``: all of them where there are no more.
+
+    The first and the last stay, and of each of ``buckets`` stretches the lowest and the highest; where one holds values
+    that are not finite, the first of those too.
+    """
+    count = len(values)
+    if count <= 2 * buckets:
+        return np.arange(count)
+    table, first = _table(values, buckets)
+    missing = np.isnan(table)
+    lowest = first + np.where(missing, np.inf, table).argmin(axis=1)
+    highest = first + np.where(missing, -np.inf, table).argmax(axis=1)
+    gaps = (first + missing.argmax(axis=1))[missing.any(axis=1)]
+    chosen = np.unique(np.concatenate([[0], lowest, highest, gaps, [count - 1]]))
+    return chosen[chosen < count]
+
+
+def means(values: NDArray[np.float64], buckets: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    """The mean of each stretch of ``values`` that has one, and the index in its middle: what is smoothed further."""
+    table, first = _table(values, buckets)
+    found = ~np.isnan(table)
+    counts = found.sum(axis=1)
+    some = counts > 0
+    sums = np.where(found, table, 0.0).sum(axis=1)
+    length = np.minimum(table.shape[1], len(values) - first)
+    return (first + (length - 1) // 2)[some], sums[some] / counts[some]
+
+
+def _table(values: NDArray[np.float64], buckets: int) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """``values`` as rows of equal length, filled up with NaN; and the index that each row begins with."""
+    length = -(-len(values) // buckets)
+    rows = -(-len(values) // length)
+    table = np.full(rows * length, np.nan)
+    table[: len(values)] = values
+    return table.reshape(rows, length), np.arange(rows) * length

@@ -2,13 +2,14 @@
 
 import sys
 
-from configs.compose import compose, config_yaml, help_text, parse_arguments, sweep
+from configs.compose import compose, config_yaml, help_text, parse_arguments
 from configs.errors import UserError
 from configs.schema import RunConfig
+from configs.sweep import read_sweep
 from launch.ending import leave, report_mistake
 from launch.ranks import planned_processes, say
 from launch.session import Session, run_in_session
-from launch.start import start_elsewhere
+from launch.start import start_elsewhere, start_sweep
 from parallel.mesh import Layout, gradient_accumulation, resolve_layout
 
 
@@ -18,12 +19,12 @@ def main(arguments: list[str]) -> int:
         action, overrides = parse_arguments(arguments)
         if action == "help":
             return say(help_text())
-        points = sweep(overrides) if action == "sweep" else {tuple(overrides): compose(overrides)}
-        plans = [_plan(config) for config in points.values()]
-        config = next(iter(points.values()))
+        sweep = read_sweep(overrides) if action == "sweep" else None
+        configs = [point.config for point in sweep.points] if sweep else [compose(overrides)]
+        config, (plan, *_) = configs[0], [_plan(config) for config in configs]
         if action == "config" or config.dry_run:
-            return say(config_yaml(config) if action == "config" else _overview(config, *plans[0]))
-        if (code := start_elsewhere(points, is_sweep=action == "sweep")) is not None:
+            return say(config_yaml(config) if action == "config" else _overview(config, *plan))
+        if (code := start_sweep(sweep) if sweep else start_elsewhere(overrides, config)) is not None:
             return code
     except UserError as error:
         return report_mistake(error)

@@ -102,9 +102,9 @@ def _grid(argv: Sequence[str], folder: Path) -> Sweep:
     label = labels(keys)
     origin = _Origin.of([*fixed, *_words(combinations[0])], folder, f"sweep-{_in_a_name('-'.join(label.values()))}")
     points: list[Point] = []
-    for values in combinations:
-        name = "-".join(f"{label[key]}-{_in_a_name(value)}" for key, value in values.items())
-        points.append(origin.point(name, values, fixed))
+    for chosen in combinations:
+        name = "-".join(f"{label[key]}-{_in_a_name(value)}" for key, value in chosen.items())
+        points.append(origin.point(name, chosen, fixed))
         if points[-1].config.run.dir in [other.config.run.dir for other in points[:-1]]:
             raise UserError(f"two runs of the sweep would share {points[-1].config.run.dir}; give every value once")
     return Sweep(origin.sweep_folder, keys, tuple(points), len(points))
@@ -125,8 +125,10 @@ def _values(word: str) -> tuple[str, list[str]]:
         raise UserError(f"{word}: an interval has no end of values; give some, or search it: {_SWEEPER}=optuna")
     try:
         return parsed.key_or_group, list(parsed.sweep_string_iterator())
-    except HydraException as error:
-        raise UserError(f"{word}: {_first_line(error)}; write out the values, with commas between them") from None
+    except HydraException:
+        raise UserError(
+            f"{word}: nothing here can list these values; write them out, with commas between them"
+        ) from None
 
 
 def _parsed(word: str) -> Override | None:
@@ -251,6 +253,11 @@ def _options(words: Sequence[str], folder: Path) -> Any:
             f"hydra.sweeper.n_jobs={options.n_jobs}: the runs of a sweep go one after the other, so that each has the "
             "whole machine and Optuna knows of all before it; leave it out"
         )
+    if not 0 <= options.max_failure_rate <= 1:
+        raise UserError(
+            f"hydra.sweeper.max_failure_rate={options.max_failure_rate:g} is no share between 0 and 1; leave it out to "
+            "go on after runs that fail, or use hydra.sweeper.max_failure_rate=0 to stop at the first"
+        )
     with open_dict(options):
         options.n_jobs = 1
         if "max_failure_rate" not in given:
@@ -266,8 +273,8 @@ def _composed(words: Sequence[str], folder: Path) -> DictConfig:
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         raise UserError(f"no {group} {choice!r}; there are {', '.join(error.options or [])}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        reason = error.__cause__ or error
-        raise UserError(f"{_first_line(error)}: {_first_line(reason)}") from None
+        what = _first_line(error).removeprefix("Error merging override ++")
+        raise UserError(f"{what}: {_first_line(error.__cause__)}" if error.__cause__ else what) from None
 
 
 def _dotted(node: DictConfig, prefix: str = "") -> Iterator[str]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from configs.errors import UserError
 from configs.points import Sweep
 from configs.schema import RunConfig
-from launch.ranks import is_started, processes_per_node
+from launch.ranks import is_started, torchrun_says
 from launch.signals import end_with_sweep
 from launch.sweep import WriteReport, run_sweep, submit_sweep
 
@@ -47,7 +47,7 @@ def start_sweep(sweep: Sweep, write_report: WriteReport | None = None) -> int:
     if is_started():
         raise UserError(
             "-m under torchrun would start every run in every process; type it without torchrun: python train.py -m "
-            f"launch=local launch.processes={processes_per_node(config.launch)} ..."
+            f"launch=local launch.processes={torchrun_says()[3]} ..."
         )
     if config.launch.name != "slurm":
         return run_sweep(sweep, write_report)

@@ -61,8 +61,7 @@ def run_sweep(sweep: Sweep, write_report: WriteReport | None) -> int:
     """
     with _claimed(sweep.folder), NotedSignals() as signals:
         runs = _Runs(sweep, signals)
-        _say("sweep", f"{sweep.runs} runs: {' x '.join(sweep.keys)}; what each prints is in its folder, {CONSOLE}")
-        problem: TrainingFailed | None = None
+        problem: Exception | None = None
         try:
             if sweep.search is not None:
                 sweep.search(runs.evaluate)
@@ -71,19 +70,21 @@ def run_sweep(sweep: Sweep, write_report: WriteReport | None) -> int:
                     runs.evaluate(point)
         except _AskedToStop:
             pass
-        except TrainingFailed as error:
+        except (TrainingFailed, UserError) as error:
+            if not runs.have_begun:
+                raise
             problem = error
         return _tell(sweep, runs, write_report, problem)
 
 
-def _tell(sweep: Sweep, runs: "_Runs", write_report: WriteReport | None, problem: TrainingFailed | None) -> int:
+def _tell(sweep: Sweep, runs: "_Runs", write_report: WriteReport | None, problem: Exception | None) -> int:
     outcomes = list(runs.outcomes.values())
     summarize(sweep, outcomes, write_report)
     failed = [each for each in outcomes if each.state == "failed"]
     for each in failed:
         say_why(f"failed: {each.run_dir}: {each.reason}")
     if problem is not None:
-        say_why(f"failed: {problem}")
+        say_why(f"{'error' if isinstance(problem, UserError) else 'failed'}: {problem}")
     if runs.signals.received:
         done = sum(each.is_finished for each in outcomes)
         name = runs.signals.received[0].name
@@ -151,9 +152,13 @@ class _Runs:
         self._labels = labels(sweep.keys)
         grid = sweep.points if sweep.search is None else ()
         self.outcomes = {each.config.run.dir: read_outcome(each.config.run.dir, each.values) for each in grid}
-        self._met: list[Path] = []
+        self._met = 0
         self._fruitless = 0
         self._last_reason = ""
+
+    @property
+    def have_begun(self) -> bool:
+        return self._met > 0
 
     def evaluate(self, point: Point) -> float | None:
         """Train ``point``, unless it is finished. Returns its best validation loss; None: it failed, or has none.
@@ -164,7 +169,10 @@ class _Runs:
         if self.signals.received:
             raise _AskedToStop
         run_dir = point.config.run.dir
-        self._met.append(run_dir)
+        if not self.have_begun:
+            what = f"{self._sweep.runs} runs: {' x '.join(self._sweep.keys)}"
+            _say("sweep", f"{what}; what each prints is in its folder, {CONSOLE}")
+        self._met += 1
         before = read_outcome(run_dir, point.values)
         if _is_done(point, before):
             self._keep(before)
@@ -189,7 +197,7 @@ class _Runs:
 
     def _line(self, point: Point, text: str) -> None:
         values = " ".join(f"{self._labels[key]}={shown(value)}" for key, value in point.values.items())
-        _say(f"run {len(self._met)}/{self._sweep.runs}", f"{values}: {text}")
+        _say(f"run {self._met}/{self._sweep.runs}", f"{values}: {text}")
 
     def _give_up_if_all_fail_alike(self, outcome: Outcome, before: Outcome) -> None:
         reason = re.sub(r"\d+", "N", outcome.reason or "")

@@ -24,11 +24,10 @@ def main(arguments: list[str]) -> int:
         config, (plan, *_) = configs[0], [_plan(config) for config in configs]
         if action == "config" or config.dry_run:
             return say(config_yaml(config) if action == "config" else _overview(config, *plan))
-        if (code := start_sweep(sweep) if sweep else start_elsewhere(overrides, config)) is not None:
-            return code
+        code = start_sweep(sweep) if sweep else start_elsewhere(overrides, config)
     except UserError as error:
         return report_mistake(error)
-    return _run(config)
+    return _run(config) if code is None else code
 
 
 def _plan(config: RunConfig) -> tuple[Layout, int]:

@@ -233,7 +233,9 @@ def _options(words: Sequence[str], folder: Path) -> Any:
     known = _composed(groups, folder)
     names = [f"{_OPTION}{name}" for name in _dotted(known) if not name.endswith("_")]
     for name, word in given.items():
-        if f"{_OPTION}{name}" not in names and not name.startswith(("params.", "search_space.", "sampler=")):
+        if name.startswith(("params", "search_space")):
+            raise UserError(f"{word}: that is for YAML files; here type the keys themselves, e.g. {_EXAMPLE}")
+        if f"{_OPTION}{name}" not in names:
             near = [pasteable(key, word.partition("=")[2]) for key in nearest_keys(f"{_OPTION}{name}", names)]
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
             raise UserError(f"unknown key {word}; {hint}")
@@ -292,9 +294,10 @@ def _space(argv: Sequence[str], options: Any) -> tuple[dict[str, Any], list[str]
     swept = [word for word, override in parsed.items() if override is not None and override.is_sweep_override()]
     fixed = [word for word in argv if word not in swept]
     fixed_keys = [word.partition("=")[0] for word in fixed]
-    for in_yaml in (options.params, options.search_space):
-        for key in [key for key in in_yaml or {} if key in fixed_keys]:  # the command line is the stronger
-            del in_yaml[key]
+    with open_dict(options):
+        for in_yaml in (options.params, options.search_space):
+            for key in [key for key in in_yaml or {} if key in fixed_keys]:  # the command line is the stronger
+                del in_yaml[key]
     space = {
         str(key): _impl.create_optuna_distribution_from_config(each)
         for key, each in (options.search_space or {}).items()
@@ -465,7 +468,8 @@ def _told_in_one_line() -> Iterator[None]:
     except (UserError, TrainingFailed):
         raise
     except Exception as error:
-        raise UserError(f"{_SWEEPER}=optuna: {type(error).__name__}: {_first_line(error)}") from error
+        cause = error.__cause__ or error  # Hydra's own words are about its instantiation
+        raise UserError(f"{_SWEEPER}=optuna: {type(cause).__name__}: {_first_line(cause)}") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from configs.errors import UserError
 from configs.sweep import read_sweep
 from launch.start import start_sweep
 from launch.summary import Outcome, read_outcome, table, write_summary
+from launch.sweep import summarize
 from serried import main as serried
 from tests.cluster import ROOT
 from tests.runs import metrics, run_here, steps_saved, tiny_overrides
@@ -22,6 +23,8 @@ from tests.slurm import wait_for
 from train import main
 
 _OPTUNA = ("hydra/sweeper=optuna", "hydra/sweeper/sampler=random", "trainer.eval_every=3", "trainer.eval_batches=1")
+pytestmark = pytest.mark.timeout(600)
+
 _TWO_PROCESSES = ("launch=local", "launch.processes=2", "launch.device=cpu")
 
 # The file `hold` names a step; before it, ranks wait for a signal. Of the run `held`, the others go on.
@@ -76,7 +79,7 @@ class Sweep:
         wait_for(lambda: not any(is_alive(pid) for pid in pids), "all to be dead", 60)
 
     def end(self) -> tuple[int, str, str]:
-        stdout, stderr = self.process.communicate(timeout=200)
+        stdout, stderr = self.process.communicate(timeout=400)
         return self.process.returncode, stdout, stderr
 
 
@@ -123,7 +126,7 @@ def test_a_grid_goes_on_after_a_signal_and_after_a_kill_with_the_numbers_of_sing
     (tmp_path / "hold").write_text("seed-2 3")
 
     sweeps.append(Sweep(tmp_path, *words))
-    wait_for(lambda: has_trained(second, 2), "the second run to be under way", 150)
+    wait_for(lambda: has_trained(second, 2), "the second run to be under way", 300)
     sweeps[-1].process.terminate()
     code, stdout, stderr = sweeps[-1].end()
     assert (code, stderr) == (75, "")
@@ -133,7 +136,7 @@ def test_a_grid_goes_on_after_a_signal_and_after_a_kill_with_the_numbers_of_sing
 
     (tmp_path / "hold").write_text("seed-2 5")
     sweeps.append(Sweep(tmp_path, *words))
-    wait_for(lambda: has_trained(second, 4) and 4 in steps_saved(second), "it to go on", 150)
+    wait_for(lambda: has_trained(second, 4) and 4 in steps_saved(second), "it to go on", 300)
     sweeps[-1].kill()
 
     (tmp_path / "hold").unlink()
@@ -198,7 +201,7 @@ def test_a_trial_that_was_killed_goes_on_with_its_values(text: Path, tmp_path: P
     folder = tmp_path / "runs" / "search-lr"
     (tmp_path / "hold").write_text("trial-1 5")
     sweeps.append(Sweep(tmp_path, *words, "hydra.sweeper.n_trials=3"))
-    wait_for(lambda: has_trained(folder / "trial-1", 4) and 4 in steps_saved(folder / "trial-1"), "trial 1", 150)
+    wait_for(lambda: has_trained(folder / "trial-1", 4) and 4 in steps_saved(folder / "trial-1"), "trial 1", 300)
     sweeps[-1].kill()
     (tmp_path / "hold").unlink()
     sweeps.append(Sweep(tmp_path, *words, "hydra.sweeper.n_trials=3"))
@@ -238,7 +241,7 @@ def test_the_second_interrupt_ends_it_without_saving(text: Path, tmp_path: Path,
     (tmp_path / "hold").write_text("seed-1 3")
     words = tiny_overrides(text, tmp_path / "runs", "trainer.seed=1,2", *_TWO_PROCESSES)
     sweeps.append(Sweep(tmp_path, *words, deaf=True))
-    wait_for(lambda: has_trained(tmp_path / "runs" / "seed-1", 2), "the first run to be under way", 150)
+    wait_for(lambda: has_trained(tmp_path / "runs" / "seed-1", 2), "the first run to be under way", 300)
     started = sweeps[-1].processes()
     assert len(started) == 4, "the sweep, its run's launcher and two ranks"
 
@@ -260,7 +263,7 @@ def test_a_sweep_that_is_killed_leaves_no_run_and_another_waits_for_it(
     (tmp_path / "hold").write_text("seed-1 3")
     words = tiny_overrides(text, tmp_path / "runs", "trainer.seed=1,2")
     sweeps.append(Sweep(tmp_path, *words))
-    wait_for(lambda: has_trained(tmp_path / "runs" / "seed-1", 2), "the first run to be under way", 150)
+    wait_for(lambda: has_trained(tmp_path / "runs" / "seed-1", 2), "the first run to be under way", 300)
     refused = Sweep(tmp_path, *words)
     code, _, stderr = refused.end()
     assert code == 78
@@ -327,6 +330,7 @@ def test_the_corners_of_a_search_are_checked_before_it_starts() -> None:
         ("hydra/sweeper=optuna optim.lrr=1e-3,1e-2", "optim.lr="),
         ("hydra/sweeper=optuna optim.lr=interval(-1,1)", "out of range"),
         ("hydra/sweeper=optuna hydra.sweeper.n_trial=3 optim.lr=1,2", "did you mean hydra.sweeper.n_trials=3"),
+        ("hydra/sweeper=optuna hydra.sweeper.params={optim.lr:'1,2'}", "type the keys themselves"),
         ("hydra/sweeper=optuna hydra.sweeper.n_trials=x optim.lr=1,2", "could not be converted to Integer"),
         ("hydra/sweeper=optuna hydra.sweeper.n_jobs=4 optim.lr=1,2", "one after the other"),
         ("hydra/sweeper=optuna hydra.sweeper.direction=maximize optim.lr=1,2", "direction=minimize"),
@@ -398,6 +402,30 @@ def test_the_table_has_the_best_first_and_what_never_trained_last() -> None:
         ["0.3", "1.0000", "-", "-", "finished", "c"],
         ["0.2", "-", "-", "-", "failed", "at", "3", "b"],
     ]
+
+
+def test_the_report_compares_what_has_begun_and_may_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = read_sweep(["trainer.seed=1,2,3", f"run.dir={tmp_path}"])
+    for point, loss in zip(sweep.points[:2], (2.0, 1.0), strict=True):
+        run_dir = point.config.run.dir
+        run_dir.mkdir()
+        (run_dir / "metrics.jsonl").write_text(json.dumps({"event": "eval", "set": "validation", "loss": loss}) + "\n")
+        (run_dir / "status.json").write_text(
+            json.dumps({"state": "finished", "step": 6, "reason": None, "exit_code": 0})
+        )
+    outcomes = [read_outcome(point.config.run.dir, point.values) for point in sweep.points]
+    compared: list[tuple[list[str], Path]] = []
+    summarize(sweep, outcomes, lambda folders, out: compared.append(([folder.name for folder in folders], out)))
+    assert compared == [(["seed-2", "seed-1"], tmp_path / "sweep-seed" / "report.html")]
+    assert "report.html" in capsys.readouterr().out
+
+    def full(_: object, out: Path) -> None:
+        raise OSError(28, "No space left on device", str(out))
+
+    summarize(sweep, outcomes, full)
+    printed = capsys.readouterr().out
+    assert "WARNING    no report: " in printed
+    assert "report.html" not in printed.splitlines()[-1]
 
 
 def test_status_shows_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

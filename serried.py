@@ -40,7 +40,7 @@ preflight, are these nodes fit: alone, or on all nodes of a run, on each of them
   torchrun --nnodes=2 --nproc_per_node=8 ... serried.py preflight run.dir=RUN
   serried preflight launch=slurm launch.nodes=2 ... run.dir=RUN    in a Slurm job: submits it, waits, prints its table
 submit, a run to Slurm: as python train.py launch=slurm
-status, how a run stands, and its job; without overrides, all in runs/
+status, how a run or a sweep stands, and its job; without overrides, all in runs/
 
 Training is train.py's: python train.py --help"""
 

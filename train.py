@@ -2,14 +2,16 @@
 
 import sys
 
-from configs.compose import compose, config_yaml, help_text, parse_arguments, sweep
+from configs.compose import compose, config_yaml, help_text, parse_arguments
 from configs.errors import UserError
 from configs.schema import RunConfig
+from configs.sweep import read_sweep
 from launch.ending import leave, report_mistake
 from launch.ranks import planned_processes, say
 from launch.session import Session, run_in_session
-from launch.start import start_elsewhere
+from launch.start import start_elsewhere, start_sweep
 from parallel.mesh import Layout, gradient_accumulation, resolve_layout
+from trainer.page import write_report
 
 
 def main(arguments: list[str]) -> int:
@@ -18,16 +20,15 @@ def main(arguments: list[str]) -> int:
         action, overrides = parse_arguments(arguments)
         if action == "help":
             return say(help_text())
-        points = sweep(overrides) if action == "sweep" else {tuple(overrides): compose(overrides)}
-        plans = [_plan(config) for config in points.values()]
-        config = next(iter(points.values()))
+        sweep = read_sweep(overrides) if action == "sweep" else None
+        configs = [point.config for point in sweep.points] if sweep else [compose(overrides)]
+        config, (plan, *_) = configs[0], [_plan(config) for config in configs]
         if action == "config" or config.dry_run:
-            return say(config_yaml(config) if action == "config" else _overview(config, *plans[0]))
-        if (code := start_elsewhere(points, is_sweep=action == "sweep")) is not None:
-            return code
+            return say(config_yaml(config) if action == "config" else _overview(config, *plan))
+        code = start_sweep(sweep, write_report) if sweep else start_elsewhere(overrides, config)
     except UserError as error:
         return report_mistake(error)
-    return _run(config)
+    return _run(config) if code is None else code
 
 
 def _plan(config: RunConfig) -> tuple[Layout, int]:

@@ -36,7 +36,7 @@ from configs.keys import Key, all_keys, is_section
 from configs.schema import RunConfig
 from configs.suggest import explanation, later, listing, meant, nearest, pasteable, unknown_choice, unknown_key
 
-__all__ = ["compose", "config_yaml", "help_text", "parse_arguments", "sweep"]
+__all__ = ["compose", "config_yaml", "help_text", "parse_arguments"]
 
 FOLDER = Path(__file__).resolve().parent
 Action = Literal["train", "help", "config", "sweep"]
@@ -88,52 +88,6 @@ def compose(argv: Sequence[str], folder: Path = FOLDER) -> RunConfig:
         lines = list(dict.fromkeys(" ".join(mistake.split()) for mistake in mistakes))
         raise UserError(lines[0] if len(lines) == 1 else f"{len(lines)} mistakes:\n  " + "\n  ".join(lines))
     return checked
-
-
-def sweep(argv: Sequence[str], folder: Path = FOLDER) -> dict[tuple[str, ...], RunConfig]:
-    """Every combination of the values that ``argv`` gives its keys (``optim.lr=1e-3,3e-3``), by its command line.
-
-    Each is a run of its own: ``run.name`` gets the values behind it, and so does ``run.dir`` where that is given.
-
-    Raises:
-        UserError: no key has several values, or a combination is mistaken.
-    """
-    names: list[list[str]] = [[]]
-    runs: list[list[str]] = [[]]
-    for word in argv:
-        key, values = _values(word)
-        leaf = key.rpartition(".")[2]
-        named = [[f"{leaf}-{re.sub(r'[^A-Za-z0-9_.+-]+', '_', value)}"] if len(values) > 1 else [] for value in values]
-        words = [[f"{key}={value}"] if len(values) > 1 else [word] for value in values]
-        names = [[*name, *more] for name in names for more in named]
-        runs = [[*run, *more] for run in runs for more in words]
-    if len(runs) == 1:
-        raise UserError("-m sweeps over several values, and no key has them; e.g. -m optim.lr=1e-3,3e-3")
-    points: dict[tuple[str, ...], RunConfig] = {}
-    for name, run in zip(names, runs, strict=True):
-        config = compose(run, folder)
-        typed = {key: word for word in run for key in [word.partition("=")[0].lstrip("+")]}
-        for key, value in (("run.name", f"{config.run.name}-{'-'.join(name)}"), ("run.dir", "")):
-            if key == "run.name" or key in typed:
-                value = value or str(config.run.dir / "-".join(name))
-                typed[key] = f"{key}={QuotedString(text=value, quote=Quote.double).with_quotes()}"
-        config = compose(list(typed.values()), folder)
-        if config.run.dir in [other.run.dir for other in points.values()]:
-            raise UserError(f"two runs of the sweep would share {config.run.dir}; give every value once")
-        points[tuple(typed.values())] = config
-    return points
-
-
-def _values(word: str) -> tuple[str, list[str]]:
-    """The key of an override and its values: several where they are separated by commas, or made by ``range(...)``."""
-    try:
-        parsed = OverridesParser.create().parse_override(word)
-        if parsed.is_sweep_override():
-            return parsed.key_or_group, list(parsed.sweep_string_iterator())
-    except HydraException:
-        pass  # told, with every other mistake, when it is composed
-    key, _, value = word.partition("=")
-    return key, [value]
 
 
 def config_yaml(config: RunConfig) -> str:
@@ -376,7 +330,7 @@ class _Command:
             return None
 
 
-_NO_SWEEP = "give one, or sweep over them: launch=slurm -m"
+_NO_SWEEP = "give one, or sweep over them: python train.py -m ..."
 
 
 def _is_bare(word: str) -> bool:

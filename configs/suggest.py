@@ -166,8 +166,10 @@ _EXPLAINED = {  # names whose value means something else here, or nothing
     "several sources are data=mixture data.sources.NAME.name=text data.sources.NAME.path=FOLDER "
     "data.sources.NAME.weight=0.7": "blend data_blend data_mixture mixture_weights domain_weights dataset_weights "
     "interleave_datasets datasets",
-    "a sweep is launch=slurm -m and several values for a key: one array job; e.g. -m optim.lr=1e-3,3e-3": "multirun "
-    "sweep",
+    "a sweep is -m and several values for a key; write python train.py -m optim.lr=1e-3,3e-3": "multirun sweep "
+    "hydra/sweeper",
+    "trials are those of a search: python train.py -m hydra/sweeper=optuna hydra.sweeper.n_trials=20 "
+    "'optim.lr=tag(log, interval(1e-5, 1e-2))'": "n_trials num_trials max_trials",
     "of conversations only what the assistant says is learned; use recipe=sft data.path=CHATS.jsonl": "train_on_inputs "
     "train_on_responses_only assistant_only_loss completion_only_loss",
     "there is no dropout in models of the Llama 3 family; leave it out": "dropout attention_dropout dropout_rate",

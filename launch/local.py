@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
 from configs.schema import RunConfig
+from launch.forward import PASSED_ON, NotedSignals, send
 from launch.ranks import processes_per_node
 from launch.signals import LAUNCHER
 from launch.status import Status, read_status, tell_of_a_kill
@@ -24,13 +25,6 @@ if TYPE_CHECKING:
 
 _SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
 _OUTPUT = "output"
-_FORWARDED = {  # what arrives, and what the ranks get
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGINT: signal.SIGINT,
-    signal.SIGUSR1: signal.SIGUSR1,
-    signal.SIGHUP: signal.SIGTERM,
-    signal.SIGQUIT: signal.SIGTERM,
-}
 _LOOK_SECONDS = 0.1
 _LONGEST_REPORT_LINES = 100
 _NOT_BEGUN = "stopped    before training began; the same command starts it"
@@ -47,7 +41,7 @@ def run_local(config: RunConfig, argv: Sequence[str]) -> int:
         UserError: the run folder cannot be written.
     """
     started = time.time()
-    with _Signals() as signals:
+    with NotedSignals() as signals:
         try:
             (config.run.dir / _OUTPUT).mkdir(parents=True, exist_ok=True)
             output = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=config.run.dir / _OUTPUT))
@@ -70,34 +64,11 @@ def run_local(config: RunConfig, argv: Sequence[str]) -> int:
                 for pid in pids:
                     if (count, pid) not in told:
                         told.add((count, pid))
-                        _send(pid, number)
+                        send(pid, number)
             if time.monotonic() > deadline:
                 for pid in pids:
-                    _send(pid, signal.SIGKILL)
+                    send(pid, signal.SIGKILL)
         return _tell(ranks, config, output, since=started, was_asked_to_stop=bool(signals.received))
-
-
-class _Signals:
-    """While this is open, signals that would end the process are noted instead, for the ranks to act on."""
-
-    def __init__(self) -> None:
-        self.received: list[signal.Signals] = []
-
-    def __enter__(self) -> "_Signals":
-        # Ignored signals (nohup; SIGUSR1 of a batch script) stay ignored, here as in the ranks.
-        self._before = {
-            number: signal.signal(number, self._note)
-            for number in _FORWARDED
-            if signal.getsignal(number) != signal.SIG_IGN
-        }
-        return self
-
-    def _note(self, number: int, _: object) -> None:
-        self.received.append(_FORWARDED[signal.Signals(number)])
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 class _Ranks:
@@ -173,11 +144,6 @@ def _agent(processes: int, argv: Sequence[str], output: Path) -> "LocalElasticAg
     return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(output), redirects=files))
 
 
-def _send(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
 def _tell(ranks: _Ranks, config: RunConfig, output: Path, *, since: float, was_asked_to_stop: bool) -> int:
     """Say what the ranks could not say themselves, and return the exit code of the run."""
     if ranks.problem is not None:
@@ -209,14 +175,14 @@ def _exit_code(codes: set[int], status: Status | None, *, was_asked_to_stop: boo
         return status.exit_code
     if EXIT_MISTAKE in codes:
         return EXIT_MISTAKE
-    asked = {-number for number in _FORWARDED.values()} if was_asked_to_stop else set()
+    asked = {-number for number in PASSED_ON.values()} if was_asked_to_stop else set()
     return EXIT_STOPPED if codes <= {EXIT_STOPPED, *asked} else EXIT_FAILED
 
 
 def _first_killed(ranks: _Ranks, stop_timeout_seconds: float, *, was_asked_to_stop: bool) -> str | None:
     """The first rank that a signal ended which neither we nor the agent sent, in words."""
     killed = [(time, rank, -code) for rank, (code, time) in ranks.failures.items() if code < 0]
-    asked = set(_FORWARDED.values()) if was_asked_to_stop else {signal.SIGTERM}
+    asked = set(PASSED_ON.values()) if was_asked_to_stop else {signal.SIGTERM}
     by_others = [each for each in killed if each[2] not in asked]
     if not by_others:
         return None

@@ -10,18 +10,24 @@ import yaml
 
 from launch.queue import jobs_of, queued_jobs
 from launch.status import read_status
+from launch.summary import RECORD, read_summary, table
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Run folders in ``folder``: those that have a status, or were submitted."""
+    """Run folders in ``folder``: those that have a status, or were submitted; and the folders of sweeps."""
+    signs = ("status.json", "slurm", RECORD)
     try:
-        return sorted(path for path in folder.iterdir() if (path / "status.json").exists() or (path / "slurm").is_dir())
+        return sorted(path for path in folder.iterdir() if any((path / sign).exists() for sign in signs))
     except OSError:
         return []
 
 
 def describe_run(run_dir: Path) -> str:
-    """State, job, step, loss and time left of one run, a line each."""
+    """State, job, step, loss and time left of one run, a line each; of a sweep a line for each of its runs."""
+    keys, outcomes = read_summary(run_dir)
+    if outcomes:
+        done = sum(each.is_finished for each in outcomes)
+        return f"sweep  {run_dir}: {done} of {len(outcomes)} runs finished\n{table(keys, outcomes)}"
     lines = [("run", str(run_dir))]
     queued = queued_jobs()
     jobs = jobs_of(run_dir, queued or [])

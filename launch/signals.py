@@ -23,6 +23,9 @@ ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER = "SERRIED_LAUNCHER"
 """Environment variable: the process that started this one, where that is ``launch=local``."""
 
+SWEEP = "SERRIED_SWEEP"
+"""Environment variable: the process of the sweep that started this run."""
+
 
 _UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _UNHEARD_SECONDS = 5.0
@@ -222,7 +225,19 @@ def end_with_torchrun() -> None:
     Otherwise a torchrun that is killed (SIGUSR1 is enough, by default) leaves its processes behind, training. Linux
     only; nothing where torchrun did not start this process, or somebody chose a signal before.
     """
-    if sys.platform != "linux" or _UNDER_TORCHRUN not in os.environ:
+    if _UNDER_TORCHRUN in os.environ:
+        _end_with_parent(lambda parent: os.environ.get(LAUNCHER, str(parent)) != str(parent) or _is_orphan(parent))
+
+
+def end_with_sweep() -> None:
+    """The same for a run that a sweep started: it saves and stops when the sweep is killed."""
+    if SWEEP in os.environ:
+        _end_with_parent(lambda parent: os.environ[SWEEP] != str(parent))
+
+
+def _end_with_parent(is_another: Callable[[int], bool]) -> None:
+    """``is_another`` says whether the parent is no longer the process that started this one."""
+    if sys.platform != "linux":
         return
     parent = os.getppid()
     prctl = ctypes.CDLL(None).prctl
@@ -230,8 +245,7 @@ def end_with_torchrun() -> None:
     if prctl(_GET_DEATH_SIGNAL, ctypes.byref(chosen)) != 0 or chosen.value:
         return
     prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
-    is_another = os.environ.get(LAUNCHER, str(parent)) != str(parent)
-    if os.getppid() != parent or is_another or _is_orphan(parent):  # it died before the kernel was asked
+    if os.getppid() != parent or is_another(parent):  # it died before the kernel was asked
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -1,35 +1,26 @@
 """From ``python train.py`` to processes: does this one train, start others here, or submit a job?"""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from configs.errors import UserError
+from configs.points import Sweep
 from configs.schema import RunConfig
 from configs.trackers import check_installed
-from launch.ranks import is_started
+from launch.ranks import is_started, torchrun_says
+from launch.signals import end_with_sweep
+from launch.sweep import WriteReport, run_sweep, submit_sweep
 
 
-def start_elsewhere(points: Mapping[tuple[str, ...], RunConfig], *, is_sweep: bool) -> int | None:
+def start_elsewhere(argv: Sequence[str], config: RunConfig) -> int | None:
     """Start what ``launch`` says and return the exit code; None where this process is itself to train.
-
-    ``points`` are the runs that were asked for, by their command lines: one, unless it is a sweep.
 
     Raises:
         UserError: the launcher cannot do that, or not here; or a tracker is not installed.
     """
-    (argv, config), *_ = points.items()
     check_installed(config.track)
-    if is_sweep and is_started():
-        raise UserError(
-            "-m under torchrun would start every run in every process; type it without torchrun: "
-            "python train.py launch=slurm -m ..."
-        )
-    if is_sweep and config.launch.name != "slurm":
-        raise UserError(
-            f"a sweep (-m) with launch={config.launch.name} is not in this version yet; use launch=slurm, which makes "
-            "it one array job, or start one run for each value"
-        )
     if is_started():
         return None
+    end_with_sweep()
     if config.slurm.dry_run and config.launch.name != "slurm":
         raise UserError(
             f"slurm.dry_run=true prints what launch=slurm would submit, and this is launch={config.launch.name}; use "
@@ -43,4 +34,29 @@ def start_elsewhere(points: Mapping[tuple[str, ...], RunConfig], *, is_sweep: bo
         return run_local(config, argv)
     from launch.slurm import submit
 
-    return submit(points)
+    return submit({tuple(argv): config})
+
+
+def start_sweep(sweep: Sweep, write_report: WriteReport) -> int:
+    """Train the runs of ``sweep`` here, or submit those that are not finished; return the exit code.
+
+    ``write_report`` compares the runs in the end: it is given their folders, the best first, and the file to write.
+
+    Raises:
+        UserError: the launcher cannot do that, or not here; or a tracker is not installed.
+    """
+    config = sweep.points[0].config
+    check_installed(config.track)
+    if is_started():
+        raise UserError(
+            "-m under torchrun would start every run in every process; type it without torchrun: python train.py -m "
+            f"launch=local launch.processes={torchrun_says()[3]} ..."
+        )
+    if config.launch.name != "slurm":
+        return run_sweep(sweep, write_report)
+    if sweep.search is not None:
+        raise UserError(
+            "hydra/sweeper=optuna with launch=slurm: each run is chosen when the ones before it have ended; have one "
+            "job train them all: sbatch ... --wrap 'python train.py -m launch=local hydra/sweeper=optuna ...'"
+        )
+    return submit_sweep(sweep, write_report)

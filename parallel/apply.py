@@ -27,9 +27,9 @@ def parallelize(
 ) -> Single:
     """Cut ``model`` (on meta) by ``plan``, allocate this rank's part on ``device`` and initialise it.
 
-    Without ``std_of`` the memory is left as it is, for weights that are read from a checkpoint. ``low_dtype`` is the type
-    of matrix products, None for fp32. ``phases`` are told what is computed. Build the optimizer after this: cutting
-    replaces parameters.
+    Without ``std_of`` the memory is left as it is, for weights that are read from a checkpoint. ``low_dtype`` is the
+    type of matrix products, None for fp32. ``phases`` are told what is computed. Build the optimizer after this:
+    cutting replaces parameters.
     """
     phases = phases or Phases()
     if layout.strategy in ("fsdp", "hsdp"):

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import serried
-from configs.compose import sweep
-from configs.errors import UserError
+from configs.sweep import read_sweep
 from launch.queue import Job, jobs_of, note_job
 from launch.requeue import verdict
 from launch.slurm import script
@@ -165,7 +164,8 @@ def test_a_launcher_that_is_killed_leaves_no_rank(started: Local, tmp_path: Path
 
 
 def points(*words: str) -> str:
-    return script(sweep(["launch=slurm", *words]))
+    sweep = read_sweep(["launch=slurm", *words])
+    return script({point.argv: point.config for point in sweep.points})
 
 
 def test_the_script_is_the_one_for_hand_use_with_other_settings() -> None:
@@ -208,37 +208,6 @@ def test_a_slurm_without_a_configuration_is_one_line(
     assert told.startswith("error: Slurm is installed here but finds no configuration: ")
     assert "res_nsearch" not in told
     assert len(told.splitlines()) == 1
-
-
-def test_a_sweep_makes_a_run_of_every_combination() -> None:
-    found = sweep(["optim.lr=1e-3,3e-3", "model=tiny", "trainer.seed=range(1,4)", "run.dir=here"])
-    assert len(found) == 6
-    assert {str(config.run.dir) for config in found.values()} >= {"here/lr-0.001-seed-1", "here/lr-0.003-seed-3"}
-    assert {config.optim.lr for config in found.values()} == {1e-3, 3e-3}
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["trainer.seed=1"], "no key has them"),
-        (["trainer.seed=1,1"], "would share runs/tiny-seed-1"),
-        (["trainer.sed=1,2"], "trainer.seed=1"),
-    ],
-)
-def test_a_mistaken_sweep_is_refused(words: list[str], expected: str) -> None:
-    with pytest.raises(UserError, match=expected):
-        sweep(words)
-
-
-def test_a_sweep_inside_torchrun_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from train import main
-
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
-    assert main(["-m", "trainer.seed=1,2"]) == 78
-    assert "type it without torchrun" in capsys.readouterr().err
 
 
 def end_a_start(run_dir: Path, job: str = "1", saved: int | None = None, **status: object) -> tuple[int, str]:

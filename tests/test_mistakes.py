@@ -90,8 +90,8 @@ MISTAKES = [
     _mistake("idle subset", "data.subset=en", "add data=hf"),
     _mistake("idle column", "data=tokens|data.path=x|data.text_column=body", "data=text and data=hf"),
     _mistake("idle vocabulary", "data.vocab_size=300", "data.tokenizer=train", "model.vocab_size=300"),
-    _mistake("sweep", "-m|trainer.seed=1,2", "with launch=torchrun is not in this version yet", stage="parse"),
-    _mistake("several values", "trainer.seed=1,2", "holds several values: give one, or sweep", "launch=slurm -m"),
+    _mistake("sweep", "-m|trainer.seed=1", "no key has them", stage="parse"),
+    _mistake("several values", "trainer.seed=1,2", "holds several values: give one, or sweep", "train.py -m"),
     # form
     _mistake("dashes", "--trainer.lr=1", "no dashes", "optim.lr=1"),
     _mistake("dashes and blank", "--recipe|llama8b", "no dashes", "recipe=llama8b"),

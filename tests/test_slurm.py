@@ -181,6 +181,12 @@ def test_a_sweep_is_one_array_job(slurm: SlurmCluster, text: Path, tmp_path: Pat
         config = (run_dir / "config.yaml").read_text()
         assert f"name: small-seed-{seed}\n" in config
         assert f"seed: {seed}\n" in config
+    wait_for(lambda: not slurm.ask("squeue", "--noheader").strip(), "an empty queue", 60)
+    done = at_login(slurm, "train", "launch=slurm", "launch.device=cpu", "slurm.array_concurrency=1", "-m", *argv)
+    assert done.returncode == 0, done.stderr
+    assert "submitted" not in done.stdout
+    assert done.stdout.count("finished  ") == 2, done.stdout
+    assert (tmp_path / "runs" / "sweep-seed" / "sweep.json").exists()
 
 
 def test_a_mistake_of_the_nodes_is_not_queued_again(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:

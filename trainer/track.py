@@ -19,8 +19,8 @@ from configs.errors import UserError
 
 PROFILES = "profile"
 RECORDS = (
-    "config.yaml", "environment.json", "metrics.jsonl", "lost.jsonl", "status.json", "report.html", "log", "checkpoints",
-    "wandb", "tensorboard", PROFILES,
+    "config.yaml", "environment.json", "metrics.jsonl", "lost.jsonl", "status.json", "report.html", "log",
+    "checkpoints", "wandb", "tensorboard", PROFILES,
 )  # fmt: skip
 """What a run leaves in its folder, and what is kept aside when another starts there."""
 

@@ -1,0 +1,159 @@
+"""How the runs of a sweep stand, side by side: from their run folders, as a table, ``sweep.json`` and ``sweep.csv``."""
+
+import csv
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from configs.points import labels
+from launch.status import read_status
+
+RECORD = "sweep.json"
+"""In the folder of a sweep: its keys and how each run stands."""
+_TABLE = "sweep.csv"
+_LONG = 8
+_VALIDATION = "validation"
+"""The set whose loss counts."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run stands, or ended."""
+
+    run_dir: Path
+    values: Mapping[str, str]
+    """What it has for each swept key."""
+    state: str = "not begun"
+    """not begun, queued, running, finished, stopped or failed."""
+    step: int = 0
+    reason: str | None = None
+    exit_code: int | None = None
+    loss: float | None = None
+    """Of the last logged step."""
+    validation_loss: float | None = None
+    """The lowest."""
+    tokens_per_second: float | None = None
+    """The median of the logged steps."""
+    time: float = field(default_factory=time.time)
+    """When this was so, in Unix seconds."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state == "finished"
+
+    def rank(self) -> tuple[bool, float, float]:
+        """Sorts the best first: by validation loss, where there is none by loss, and those without either last."""
+        last = float("inf")
+        by_validation = last if self.validation_loss is None else self.validation_loss
+        return self.validation_loss is None, by_validation, last if self.loss is None else self.loss
+
+
+def read_outcome(run_dir: Path, values: Mapping[str, str]) -> Outcome:
+    """What the files in ``run_dir`` say."""
+    status = read_status(run_dir)
+    if status is None:
+        return Outcome(run_dir, values)
+    losses: list[float | None] = []
+    rates: list[float] = []
+    validation: list[float] = []
+    for line in _events(run_dir):
+        if line.get("event") == "step":
+            losses.append(line.get("loss"))
+            rates += [line["tokens_per_second"]] if line.get("tokens_per_second") else []
+        elif line.get("event") == "eval" and line.get("set") == _VALIDATION and line.get("loss") is not None:
+            validation.append(line["loss"])
+    return Outcome(
+        run_dir, values, status.state, status.step, status.reason, status.exit_code, losses[-1] if losses else None,
+        min(validation, default=None), median(rates) if rates else None, status.time,
+    )  # fmt: skip
+
+
+def _events(run_dir: Path) -> Iterable[dict[str, Any]]:
+    try:
+        with (run_dir / "metrics.jsonl").open() as lines:
+            for line in lines:
+                try:
+                    yield json.loads(line)
+                except ValueError:  # being written
+                    continue
+    except OSError:
+        return
+
+
+def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+    """Write ``sweep.json`` and ``sweep.csv`` into the folder of a sweep.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    best = sorted(outcomes, key=Outcome.rank)
+    runs = [{**asdict(each), "run_dir": str(each.run_dir)} for each in best]
+    _replace(folder / RECORD, json.dumps({"name": folder.name, "keys": list(keys), "runs": runs}, indent=2) + "\n")
+    temporary = folder / f".{_TABLE}.{os.getpid()}.tmp"
+    columns = ["loss", "validation_loss", "tokens_per_second", "state", "step", "reason", "run_dir"]
+    with temporary.open("w", newline="") as file:
+        rows = csv.DictWriter(file, [*keys, *columns], extrasaction="ignore")
+        rows.writeheader()
+        rows.writerows({**run, **each.values} for run, each in zip(runs, best, strict=True))
+    temporary.replace(folder / _TABLE)
+
+
+def read_summary(folder: Path) -> tuple[list[str], list[Outcome]]:
+    """The keys of the sweep in ``folder`` and how its runs stand by now; empty where there is none that can be read."""
+    try:
+        record = json.loads((folder / RECORD).read_text())
+        names = [each.name for each in fields(Outcome)]
+        noted = [Outcome(**{name: run[name] for name in names}) for run in record["runs"]]
+        keys = [str(key) for key in record["keys"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return [], []
+    return keys, [newer(Outcome(**{**vars(each), "run_dir": Path(each.run_dir)})) for each in noted]
+
+
+def newer(noted: Outcome) -> Outcome:
+    """What the run folder says, unless ``noted`` is of later: a run that fails as it starts writes no status."""
+    found = read_outcome(noted.run_dir, noted.values)
+    return found if found.state != "not begun" and found.time >= noted.time else noted
+
+
+def table(keys: Sequence[str], outcomes: Sequence[Outcome]) -> str:
+    """The runs, best first: swept values, losses, rate, state and folder."""
+    label = labels(keys)
+    rows = [[*label.values(), "loss", "validation", "tok/s", "state", "folder"]]
+    for each in sorted(outcomes, key=Outcome.rank):
+        numbers = [_number(each.loss, ".4f"), _number(each.validation_loss, ".4f"), _number(each.tokens_per_second)]
+        rows.append([*(shown(each.values.get(key, "")) for key in keys), *numbers, _state(each), str(each.run_dir)])
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def shown(value: str) -> str:
+    """A value of a key as far as a person reads it: long numbers are cut to six digits."""
+    try:
+        return value if len(value) <= _LONG else f"{float(value):.6g}"
+    except ValueError:
+        return value
+
+
+def _state(outcome: Outcome) -> str:
+    return (
+        outcome.state if outcome.state in ("finished", "not begun", "queued") else f"{outcome.state} at {outcome.step}"
+    )
+
+
+def _number(value: float | None, form: str = ",.0f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)

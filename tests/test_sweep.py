@@ -1,0 +1,437 @@
+"""``-m`` as it is typed: a grid or Optuna's search, real processes, killed in the middle and gone on with."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from configs.errors import UserError
+from configs.sweep import read_sweep
+from launch.start import start_sweep
+from launch.summary import Outcome, read_outcome, table, write_summary
+from launch.sweep import summarize
+from serried import main as serried
+from tests.cluster import ROOT
+from tests.runs import metrics, run_here, steps_saved, tiny_overrides
+from tests.slurm import wait_for
+from train import main
+
+_OPTUNA = ("hydra/sweeper=optuna", "hydra/sweeper/sampler=random", "trainer.eval_every=3", "trainer.eval_batches=1")
+pytestmark = pytest.mark.timeout(600)
+
+_TWO_PROCESSES = ("launch=local", "launch.processes=2", "launch.device=cpu")
+
+# The file `hold` names a step; before it, ranks wait for a signal. Of the run `held`, the others go on.
+_HOLD = """
+import os
+if "RANK" in os.environ or "SERRIED_SWEEP" in os.environ and "launch=local" not in " ".join(os.sys.argv):
+    import time
+    from pathlib import Path
+    import trainer.trainer
+    train = trainer.trainer.Trainer._train
+    hold = Path({hold!r})
+    def wait(self, step, batches):
+        run, _, at = hold.read_text().rpartition(" ") if hold.exists() else ("", "", "0")
+        while step == int(at) and self._config.run.name.endswith(run) and (
+            "deaf" in os.environ or self._session.signals.received is None
+        ):
+            time.sleep(0.01)
+        train(self, step, batches)
+    trainer.trainer.Trainer._train = wait
+"""
+
+
+class Sweep:
+    """A sweep under way."""
+
+    def __init__(self, folder: Path, *words: str, deaf: bool = False) -> None:
+        self._hold = folder / "hold"
+        (folder / "hooks").mkdir(exist_ok=True)
+        (folder / "hooks" / "sitecustomize.py").write_text(_HOLD.format(hold=str(self._hold)))
+        environment = os.environ | {"PYTHONPATH": f"{folder / 'hooks'}:{ROOT}"} | ({"deaf": "yes"} if deaf else {})
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "train.py"), "-m", *words],
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+
+    def processes(self) -> list[int]:
+        """It and all it has started, itself first."""
+        found = [self.process.pid]
+        for pid in found:
+            for path in Path(f"/proc/{pid}/task").glob("*/children"):
+                with suppress(OSError):
+                    found += [int(child) for child in path.read_text().split()]
+        return found
+
+    def kill(self) -> None:
+        """All at once, with no time for a word."""
+        pids = self.processes()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+        wait_for(lambda: not any(is_alive(pid) for pid in pids), "all to be dead", 60)
+
+    def end(self) -> tuple[int, str, str]:
+        stdout, stderr = self.process.communicate(timeout=400)
+        return self.process.returncode, stdout, stderr
+
+
+@pytest.fixture
+def sweeps() -> Iterator[list[Sweep]]:
+    """Those that a test starts, none of which outlives it."""
+    started: list[Sweep] = []
+    yield started
+    for each in started:
+        if each.process.poll() is None:
+            each.kill()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def has_trained(run_dir: Path, step: int) -> bool:
+    try:
+        return any(line["step"] == step for line in metrics(run_dir))
+    except FileNotFoundError:
+        return False
+
+
+def summary(folder: Path) -> dict[str, dict[str, object]]:
+    """What ``sweep.json`` says of each run, by the name of its folder; in its order."""
+    runs = json.loads((folder / "sweep.json").read_text())["runs"]
+    return {Path(run["run_dir"]).name: run for run in runs}
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run_dir)]
+
+
+def test_a_grid_goes_on_after_a_signal_and_after_a_kill_with_the_numbers_of_single_runs(
+    text: Path, tmp_path: Path, sweeps: list[Sweep]
+) -> None:
+    home = tmp_path / "runs"
+    words = tiny_overrides(text, home, "trainer.seed=1,2", *_TWO_PROCESSES)
+    first, second = home / "seed-1", home / "seed-2"
+    (tmp_path / "hold").write_text("seed-2 3")
+
+    sweeps.append(Sweep(tmp_path, *words))
+    wait_for(lambda: has_trained(second, 2), "the second run to be under way", 300)
+    sweeps[-1].process.terminate()
+    code, stdout, stderr = sweeps[-1].end()
+    assert (code, stderr) == (75, "")
+    assert "stopped    SIGTERM: 1 of 2 runs are finished; go on: the same command" in stdout
+    assert read_outcome(second, {}).state == "stopped"
+    assert steps_saved(second)[-1] == 3
+
+    (tmp_path / "hold").write_text("seed-2 5")
+    sweeps.append(Sweep(tmp_path, *words))
+    wait_for(lambda: has_trained(second, 4) and 4 in steps_saved(second), "it to go on", 300)
+    sweeps[-1].kill()
+
+    (tmp_path / "hold").unlink()
+    sweeps.append(Sweep(tmp_path, *words))
+    code, stdout, stderr = sweeps[-1].end()
+    assert (code, stderr) == (0, "")
+    assert "run 1/2    seed=1: finished before" in stdout
+    assert "run 2/2    seed=2: goes on in" in stdout
+    assert [line["resumed_from"] for line in metrics(first, "start")] == [None]
+    assert [line["resumed_from"] for line in metrics(second, "start")] == [None, 3, 4]
+    assert {run["state"] for run in summary(home / "sweep-seed").values()} == {"finished"}
+    for seed, run_dir in ((1, first), (2, second)):
+        alone = tmp_path / f"alone-{seed}"
+        assert run_here(tiny_overrides(text, alone, f"trainer.seed={seed}")).code == 0
+        assert losses(run_dir) == pytest.approx(losses(alone))
+
+
+def test_a_run_that_fails_does_not_end_the_others(text: Path, tmp_path: Path, sweeps: list[Sweep]) -> None:
+    words = tiny_overrides(text, tmp_path / "runs", "model.vocab_size=8,300", "trainer.eval_every=3")
+    sweeps.append(Sweep(tmp_path, *words))
+    code, stdout, stderr = sweeps[-1].end()
+    assert code == 78
+    assert stderr.startswith(f"failed: {tmp_path}/runs/vocab_size-8: ")
+    assert len(stderr.splitlines()) == 1
+    runs = summary(tmp_path / "runs" / "sweep-vocab_size")
+    assert [(name, run["state"]) for name, run in runs.items()] == [
+        ("vocab_size-300", "finished"),
+        ("vocab_size-8", "failed"),
+    ]
+    best = min(line["loss"] for line in metrics(tmp_path / "runs" / "vocab_size-300", "eval"))
+    assert runs["vocab_size-300"]["validation_loss"] == best
+    assert f"{best:.4f}" in stdout
+    rows = (tmp_path / "runs" / "sweep-vocab_size" / "sweep.csv").read_text().splitlines()
+    assert rows[0].startswith("model.vocab_size,loss,validation_loss,")
+    assert [row.partition(",")[0] for row in rows[1:]] == ["300", "8"]
+
+
+def test_optuna_is_told_the_best_validation_loss_and_goes_on_with_its_study(
+    text: Path, tmp_path: Path, sweeps: list[Sweep]
+) -> None:
+    space = ("optim.lr=tag(log, interval(1e-5, 1e-2))", "schedule=cosine,constant")
+    words = tiny_overrides(text, tmp_path / "runs", *_OPTUNA, *space, "hydra.sweeper.sampler.seed=1")
+    folder = tmp_path / "runs" / "search-lr-schedule"
+    for trials in (2, 3):
+        sweeps.append(Sweep(tmp_path, *words, f"hydra.sweeper.n_trials={trials}"))
+        code, stdout, stderr = sweeps[-1].end()
+        assert (code, stderr) == (0, "")
+        assert stdout.count(": finished before") == (2 if trials == 3 else 0)
+    assert sorted(path.name for path in folder.glob("trial-*")) == ["trial-0", "trial-1", "trial-2"]
+    runs = summary(folder)
+    assert len({run["values"]["optim.lr"] for run in runs.values()}) == 3  # type: ignore[index]
+    found = {name: min(line["loss"] for line in metrics(folder / name, "eval")) for name in runs}
+    assert {name: run["validation_loss"] for name, run in runs.items()} == found
+    best = (folder / "optimization_results.yaml").read_text()
+    assert f"best_value: {min(found.values())}\n" in best
+    assert f"optim.lr: {next(iter(runs.values()))['values']['optim.lr']}\n" in best  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_a_trial_that_was_killed_goes_on_with_its_values(text: Path, tmp_path: Path, sweeps: list[Sweep]) -> None:
+    words = tiny_overrides(text, tmp_path / "runs", *_OPTUNA, "optim.lr=interval(1e-4,1e-2)")
+    folder = tmp_path / "runs" / "search-lr"
+    (tmp_path / "hold").write_text("trial-1 5")
+    sweeps.append(Sweep(tmp_path, *words, "hydra.sweeper.n_trials=3"))
+    wait_for(lambda: has_trained(folder / "trial-1", 4) and 4 in steps_saved(folder / "trial-1"), "trial 1", 300)
+    sweeps[-1].kill()
+    (tmp_path / "hold").unlink()
+    sweeps.append(Sweep(tmp_path, *words, "hydra.sweeper.n_trials=3"))
+    code, stdout, _ = sweeps[-1].end()
+    assert code == 0, stdout
+    assert [line["resumed_from"] for line in metrics(folder / "trial-1", "start")] == [None, 4]
+    runs = summary(folder)
+    assert len(runs) == 3
+    assert {run["state"] for run in runs.values()} == {"finished"}
+    assert len({run["values"]["optim.lr"] for run in runs.values()}) == 3  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_optunas_own_grid_is_searched_once(text: Path, tmp_path: Path, sweeps: list[Sweep]) -> None:
+    words = tiny_overrides(text, tmp_path / "runs", *_OPTUNA, "hydra/sweeper/sampler=grid", "trainer.seed=1,2")
+    for _ in range(2):
+        sweeps.append(Sweep(tmp_path, *words))
+        code, stdout, stderr = sweeps[-1].end()
+        assert (code, stderr) == (0, ""), stdout
+    assert sorted(summary(tmp_path / "runs" / "search-seed")) == ["trial-0", "trial-1"]
+
+
+@pytest.mark.slow
+def test_three_runs_that_fail_alike_before_their_first_step_end_the_sweep(
+    text: Path, tmp_path: Path, sweeps: list[Sweep]
+) -> None:
+    words = tiny_overrides(text, tmp_path / "runs", "model.vocab_size=8", "trainer.seed=range(5)")
+    sweeps.append(Sweep(tmp_path, *words))
+    code, stdout, stderr = sweeps[-1].end()
+    assert code == 78
+    assert stdout.count("begins in") == 3
+    assert stderr.splitlines()[-1].startswith("failed: 3 runs in a row failed alike before their first step")
+
+
+@pytest.mark.slow
+def test_the_second_interrupt_ends_it_without_saving(text: Path, tmp_path: Path, sweeps: list[Sweep]) -> None:
+    (tmp_path / "hold").write_text("seed-1 3")
+    words = tiny_overrides(text, tmp_path / "runs", "trainer.seed=1,2", *_TWO_PROCESSES)
+    sweeps.append(Sweep(tmp_path, *words, deaf=True))
+    wait_for(lambda: has_trained(tmp_path / "runs" / "seed-1", 2), "the first run to be under way", 300)
+    started = sweeps[-1].processes()
+    assert len(started) == 4, "the sweep, its run's launcher and two ranks"
+
+    def interrupted() -> bool:
+        with suppress(ProcessLookupError):
+            sweeps[-1].process.send_signal(signal.SIGINT)
+        return sweeps[-1].process.poll() is not None
+
+    wait_for(interrupted, "the sweep to end", 60)
+    code, stdout, _ = sweeps[-1].end()
+    assert code == 75, stdout
+    wait_for(lambda: not any(is_alive(pid) for pid in started), "all to end", 30)
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_leaves_no_run_and_another_waits_for_it(
+    text: Path, tmp_path: Path, sweeps: list[Sweep]
+) -> None:
+    (tmp_path / "hold").write_text("seed-1 3")
+    words = tiny_overrides(text, tmp_path / "runs", "trainer.seed=1,2")
+    sweeps.append(Sweep(tmp_path, *words))
+    wait_for(lambda: has_trained(tmp_path / "runs" / "seed-1", 2), "the first run to be under way", 300)
+    refused = Sweep(tmp_path, *words)
+    code, _, stderr = refused.end()
+    assert code == 78
+    assert stderr.startswith("error: another process is at this sweep")
+    run = sweeps[-1].processes()[1]
+    sweeps[-1].process.kill()
+    sweeps[-1].process.communicate()
+    wait_for(lambda: not is_alive(run), "the run to save and stop", 60)
+    assert read_outcome(tmp_path / "runs" / "seed-1", {}).state == "stopped"
+    (tmp_path / "hold").unlink()
+    sweeps.append(Sweep(tmp_path, *words))
+    assert sweeps[-1].end()[0] == 0
+
+
+# What needs no run
+
+
+def test_a_grid_makes_a_run_of_every_combination() -> None:
+    sweep = read_sweep(["optim.lr=1e-3,3e-3", "model=tiny", "trainer.seed=range(1,4)", "run.dir=here"])
+    assert sweep.runs == len(sweep.points) == 6
+    assert sweep.keys == ("optim.lr", "trainer.seed")
+    assert str(sweep.folder) == "here/sweep-lr-seed"
+    assert {str(point.config.run.dir) for point in sweep.points} >= {"here/lr-0.001-seed-1", "here/lr-0.003-seed-3"}
+    assert {point.config.optim.lr for point in sweep.points} == {1e-3, 3e-3}
+
+
+def test_runs_and_the_sweep_have_folders_beside_each_other() -> None:
+    sweep = read_sweep(["run.name=mine", "schedule=cosine,wsd", "optim.betas=[0.9,0.95],[0.9,0.99]"])
+    assert str(sweep.folder) == "runs/mine-sweep-schedule-betas"
+    assert [str(point.config.run.dir) for point in sweep.points[:2]] == [
+        "runs/mine-schedule-cosine-betas-0.9_0.95",
+        "runs/mine-schedule-cosine-betas-0.9_0.99",
+    ]
+
+
+def test_the_corners_of_a_search_are_checked_before_it_starts() -> None:
+    words = ["hydra/sweeper=optuna", "trainer.eval_every=10", "hydra.sweeper.n_trials=7", "schedule=cosine,wsd"]
+    sweep = read_sweep([*words, "optim.lr=interval(1e-5,1e-2)", "model.layers=range(2,9)"])
+    assert sweep.runs == 7
+    assert sweep.search is not None
+    corners = [tuple(point.values.values()) for point in sweep.points]
+    assert corners[0] == ("cosine", "1e-05", "2")
+    assert set(corners[1:]) == {("wsd", "1e-05", "2"), ("cosine", "0.01", "2"), ("cosine", "1e-05", "9")}
+    with pytest.raises(UserError, match=r"model.heads=3 does not divide model.dim=128"):
+        read_sweep([*words, "model.heads=4,3"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("trainer.seed=1", "no key has them"),
+        ("trainer.seed=1,1", "would share runs/tiny-seed-1"),
+        ("trainer.sed=1,2", "trainer.seed=1"),
+        ("trainer.seed=range(5000)", "more than 1000 runs"),
+        ("optim.lr=interval(1,2)", "hydra/sweeper=optuna"),
+        ("schedule=glob(*)", "write them out"),
+        ("run.dir=a,b", "cannot be swept"),
+        ("launch=local,torchrun", "cannot be swept"),
+        ("trainer.seed=1,2 trainer.seed=3", "given twice"),
+        ("hydra/sweeper=ax trainer.seed=1,2", "there are basic, the grid, and optuna"),
+        ("hydra.sweeper.n_trials=3 trainer.seed=1,2", "read by hydra/sweeper=optuna"),
+        ("hydra/sweeper=optuna", "no key has several"),
+        ("hydra/sweeper=optuna optim.lr=1e-3,1e-2 trainer.eval_every=0", "use trainer.eval_every="),
+        ("hydra/sweeper=optuna optim.lrr=1e-3,1e-2", "optim.lr="),
+        ("hydra/sweeper=optuna optim.lr=interval(-1,1)", "out of range"),
+        ("hydra/sweeper=optuna hydra.sweeper.n_trial=3 optim.lr=1,2", "did you mean hydra.sweeper.n_trials=3"),
+        ("hydra/sweeper=optuna hydra.sweeper.params={optim.lr:'1,2'}", "type the keys themselves"),
+        ("hydra/sweeper=optuna hydra.sweeper.n_trials=x optim.lr=1,2", "could not be converted to Integer"),
+        ("hydra/sweeper=optuna hydra.sweeper.n_jobs=4 optim.lr=1,2", "one after the other"),
+        ("hydra/sweeper=optuna hydra.sweeper.direction=maximize optim.lr=1,2", "direction=minimize"),
+        ("hydra/sweeper=optuna hydra.sweeper.max_failure_rate=7 optim.lr=1,2", "between 0 and 1"),
+        ("hydra/sweeper=optuna hydra/sweeper/sampler=tpee optim.lr=1,2", "there are cmaes, grid"),
+        ("hydra/sweeper=optuna optim.lr=[1],[2]", "is not a number"),
+    ],
+)
+def test_what_is_no_sweep_is_refused_in_one_line(words: str, expected: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read_sweep(words.split())
+    assert expected in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["nonsense://x", "sqlite:////nowhere/at/all.db"])
+def test_a_storage_that_cannot_be_opened_is_one_line(url: str, text: Path, tmp_path: Path) -> None:
+    words = tiny_overrides(text, tmp_path, *_OPTUNA, "optim.lr=1e-3,1e-2", f"hydra.sweeper.storage={url}")
+    with pytest.raises(UserError, match="hydra/sweeper=optuna: "):
+        start_sweep(read_sweep(words))
+
+
+def test_trials_of_another_command_do_not_compare(text: Path, tmp_path: Path) -> None:
+    def search(*more: str) -> None:
+        words = tiny_overrides(text, tmp_path, *_OPTUNA, "optim.lr=1e-3,1e-2", *more)
+        sweep = read_sweep(words)
+        assert sweep.search is not None
+        sweep.search(lambda point: point.config.optim.lr)
+
+    search("hydra.sweeper.n_trials=2")
+    with pytest.raises(UserError, match=r"were made with trainer.steps=6, and this command has trainer.steps=7"):
+        search("trainer.steps=7", "hydra.sweeper.n_trials=4")
+    search("launch.device=cpu", "hydra.sweeper.n_trials=3")
+
+
+def test_without_optuna_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"pip install -e '.\[sweep\]'"):
+        read_sweep(["hydra/sweeper=optuna", "optim.lr=1e-3,1e-2"])
+
+
+def test_inside_torchrun_it_says_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert main(["-m", "trainer.seed=1,2"]) == 78
+    assert "python train.py -m launch=local launch.processes=4 ..." in capsys.readouterr().err
+
+
+def test_a_search_is_no_array_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "launch=slurm", "optim.lr=1e-3,1e-2", "hydra/sweeper=optuna", "trainer.eval_every=5"]) == 78
+    assert "sbatch ... --wrap" in capsys.readouterr().err
+
+
+def test_the_table_has_the_best_first_and_what_never_trained_last() -> None:
+    outcomes = [
+        Outcome(Path("a"), {"optim.lr": "0.0123456789"}, "finished", 6, loss=2.0, validation_loss=3.0),
+        Outcome(Path("b"), {"optim.lr": "0.2"}, "failed", 3),
+        Outcome(Path("c"), {"optim.lr": "0.3"}, "finished", 6, loss=1.0),
+        Outcome(Path("d"), {"optim.lr": "0.4"}, "stopped", 4, loss=9.0, validation_loss=2.5, tokens_per_second=1234.5),
+    ]
+    rows = [line.split() for line in table(["optim.lr"], outcomes).splitlines()]
+    assert rows == [
+        ["lr", "loss", "validation", "tok/s", "state", "folder"],
+        ["0.4", "9.0000", "2.5000", "1,234", "stopped", "at", "4", "d"],
+        ["0.0123457", "2.0000", "3.0000", "-", "finished", "a"],
+        ["0.3", "1.0000", "-", "-", "finished", "c"],
+        ["0.2", "-", "-", "-", "failed", "at", "3", "b"],
+    ]
+
+
+def test_the_report_compares_what_has_begun_and_may_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = read_sweep(["trainer.seed=1,2,3", f"run.dir={tmp_path}"])
+    for point, loss in zip(sweep.points[:2], (2.0, 1.0), strict=True):
+        run_dir = point.config.run.dir
+        run_dir.mkdir()
+        (run_dir / "metrics.jsonl").write_text(json.dumps({"event": "eval", "set": "validation", "loss": loss}) + "\n")
+        (run_dir / "status.json").write_text(
+            json.dumps({"state": "finished", "step": 6, "reason": None, "exit_code": 0})
+        )
+    outcomes = [read_outcome(point.config.run.dir, point.values) for point in sweep.points]
+    compared: list[tuple[list[str], Path]] = []
+    summarize(sweep, outcomes, lambda folders, out: compared.append(([folder.name for folder in folders], out)))
+    assert compared == [(["seed-2", "seed-1"], tmp_path / "sweep-seed" / "report.html")]
+    assert "report.html" in capsys.readouterr().out
+
+    def full(_: object, out: Path) -> None:
+        raise OSError(28, "No space left on device", str(out))
+
+    summarize(sweep, outcomes, full)
+    printed = capsys.readouterr().out
+    assert "WARNING    no report: " in printed
+    assert "report.html" not in printed.splitlines()[-1]
+
+
+def test_status_shows_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "sweep-lr"
+    write_summary(folder, ["optim.lr"], [Outcome(tmp_path / "a", {"optim.lr": "0.1"}, "failed", reason="why")])
+    assert serried(["status", f"run.dir={folder}"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == f"sweep  {folder}: 0 of 1 runs finished"
+    assert shown[2].split()[:2] == ["0.1", "-"]

@@ -218,11 +218,13 @@ def generate(given: dict[str, str], overrides: list[str]) -> None:
     from trainer.generation import Sampling, write_text
 
     sampling = Sampling(
-        tokens=int(_number(given, "tokens", 200, 1, 2**31)),
-        temperature=_number(given, "temperature", 0.8, 0, 1000),
-        top_p=_number(given, "top_p", 1, 0.001, 1),
-        seed=int(_number(given, "seed", 1, 0, 2**63 - 1)),
+        tokens=_whole(given, "tokens", 200, lowest=1),
+        temperature=_between(given, "temperature", 0.8, 0, 1000),
+        top_p=_between(given, "top_p", 1.0, 0, 1),
+        seed=_whole(given, "seed", 1, lowest=0),
     )
+    if sampling.top_p == 0:
+        raise UserError("top_p=0 leaves no token to choose from; use temperature=0 for the likeliest")
     if torchrun_says()[2] > 1:
         raise UserError("serried generate is the work of one process; leave torchrun out")
     device = [f"launch.device={given['device']}"] if "device" in given else []
@@ -256,6 +258,8 @@ def evaluate(given: dict[str, str], overrides: list[str]) -> int:
     keys = [word.partition("=")[0].lstrip("+") for word in overrides]
     config = compose_saved(_run_dir(given) / "config.yaml", overrides, _EVALUATE_READS)
     checkpoint, is_other_data = _checkpoint(given), any(key in _OTHER_DATA for key in keys)
+    if is_other_data and config.data.name == "mixture":
+        raise UserError("data=mixture is several sources; evaluate them one by one, as in data=text data.path=FILES")
     is_cut_anew = not any(key.startswith("parallel") for key in keys)
     config = as_saved(
         config, checkpoint, world_size=torchrun_says()[2], is_cut_anew=is_cut_anew, is_other_data=is_other_data
@@ -328,16 +332,23 @@ def _is_slip(key: str, keys: tuple[str, ...]) -> bool:
     return key not in all_keys() and bool(close := nearest(key, keys)) and "." not in key and close[0][:1] == key[:1]
 
 
-def _number(given: dict[str, str], key: str, default: float, lowest: float, highest: float) -> float:
-    """The number that ``given`` has for ``key``; a whole one where ``default`` is."""
+def _whole(given: dict[str, str], key: str, default: int, lowest: int) -> int:
+    """The whole number that ``given`` has for ``key``."""
     value = parse_count(given.get(key, str(default)))
+    if not isinstance(value, int) or not lowest <= value < 2**63:
+        raise UserError(f"{key}={given[key]} is not a whole number from {lowest} on; e.g. {key}={default}")
+    return value
+
+
+def _between(given: dict[str, str], key: str, default: float, lowest: float, highest: float) -> float:
+    """The number that ``given`` has for ``key``."""
     try:
-        number = float(value)
+        value = float(given.get(key, default))
     except ValueError:
-        number = nan
-    if not lowest <= number <= highest or (isinstance(default, int) and key != "top_p" and not number.is_integer()):
+        value = nan
+    if not lowest <= value <= highest:
         raise UserError(f"{key}={given[key]} is not a number from {lowest:g} to {highest:g}; e.g. {key}={default:g}")
-    return number
+    return value
 
 
 def _step(text: str) -> int:

@@ -43,12 +43,12 @@ def is_terminal() -> bool:
 
 
 class Live:
-    """Shows what is done, from the first ``follow`` to ``close``."""
+    """Shows what is done, from ``start`` to ``close``."""
 
-    def __init__(self, say: Callable[[str], None], *, is_drawn: bool) -> None:
-        """``say`` prints a plain line. ``is_drawn``: show one that changes, on a terminal, instead."""
-        self._say, self._is_drawn = say, is_drawn
-        self._describe: Callable[[], Doing | None] = lambda: None
+    def __init__(self, say: Callable[[str], None], describe: Callable[[], Doing | None], *, is_drawn: bool) -> None:
+        """``say`` prints a plain line; ``describe``, called in a thread of its own, says what is done, None: nothing.
+        ``is_drawn``: show a line that changes, on a terminal, instead of plain ones."""
+        self._say, self._describe, self._is_drawn = say, describe, is_drawn
         self._shown = ""
         """Takes the place of what is described."""
         self._drawn = ""
@@ -62,9 +62,8 @@ class Live:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def follow(self, describe: Callable[[], Doing | None]) -> None:
-        """Show what ``describe`` says, asked from another thread again and again."""
-        self._describe = describe
+    def start(self) -> None:
+        """Show what is done, from here on. May be called more than once."""
         if self._thread is None and not self._closing.is_set():
             self._thread = threading.Thread(target=self._run, name="live", daemon=True)
             self._thread.start()
@@ -80,7 +79,7 @@ class Live:
     def aside(self) -> Iterator[None]:
         """While something else is printed: whole lines."""
         with self._lock:
-            self._draw("")
+            self._clear()
             self._said, self._times_said = time.monotonic(), 0
             yield
 
@@ -90,7 +89,7 @@ class Live:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_TICK_SECONDS)
         with self._lock:
-            self._draw("")
+            self._clear()
 
     def _run(self) -> None:
         tick = _TICK_SECONDS_LIVE if self._is_drawn else _TICK_SECONDS
@@ -112,8 +111,9 @@ class Live:
         seconds = now - self._since
         if self._is_drawn:
             with self._lock:
-                if not self._closing.is_set():
-                    self._draw(self._shown or _line(doing, seconds))
+                text = self._shown or _line(doing, seconds)
+                if text != self._drawn and not self._closing.is_set():
+                    self._draw(text)
         elif now - max(self._since, self._said) >= self._patience(doing):
             times = self._times_said
             self._say(f"waiting    {_clock(seconds)} so far: {doing.what}")
@@ -124,9 +124,12 @@ class Live:
         usual = _SLOW_AT_TIMES_LONGEST * self._longest.get(doing.kind, 0.0) if doing.is_routine else 0.0
         return max(silence, usual)
 
+    def _clear(self) -> None:
+        self._draw("")  # even where nothing was drawn: the terminal may have put a ^C there by itself
+
     def _draw(self, text: str) -> None:
         """Have ``text`` be the terminal's last line, as much of it as fits."""
-        if not self._is_drawn or text == self._drawn:
+        if not self._is_drawn:
             return
         self._drawn = text
         fitting = text[: max(1, shutil.get_terminal_size().columns - 1)]

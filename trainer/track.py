@@ -274,8 +274,9 @@ class Console:
 
     def __init__(self, speaks: bool, rank: int) -> None:
         self._speaks, self._rank = speaks, rank
-        self._live = Live(self.say, is_drawn=speaks and is_terminal())
+        self._live = Live(self.say, self._present, is_drawn=speaks and is_terminal())
         self._doing: Doing | None = None
+        self._describe: Callable[[], Doing | None] = lambda: None
         self.last_step: dict[str, Any] | None = None
         """What was told of a step last; for the line that shows how the run stands."""
         self._log: IO[str] | None = None
@@ -312,11 +313,15 @@ class Console:
         """Say what is done from here on: shown on a terminal, told elsewhere where it takes long. Another ``what`` of
         the same ``kind`` is one thing going on."""
         self._doing = Doing(what, kind or what)
-        self._live.follow(lambda: self._doing)
+        self._live.start()
 
     def follow(self, describe: Callable[[], Doing | None]) -> None:
         """As ``doing``, of whatever ``describe`` says, asked from another thread; None: what ``doing`` said."""
-        self._live.follow(lambda: describe() or self._doing)
+        self._describe = describe
+        self._live.start()
+
+    def _present(self) -> Doing | None:
+        return self._describe() or self._doing
 
     def quiet(self) -> None:
         """From here on say and log, and show nothing besides."""

@@ -1,11 +1,14 @@
 """Everything that is not training: ``serried export run.dir=runs/tiny out=my-model``. Run from the checkout."""
 
 import sys
+from contextlib import suppress
+from math import nan
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not installed: their names are too plain
 
 from configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
+from configs.keys import all_keys
 from configs.schema import RunConfig, parse_count
 from configs.suggest import nearest
 from launch.ending import leave, report_mistake
@@ -18,8 +21,10 @@ usage: serried prepare [recipe=RECIPE] [key=value ...]
        serried status [key=value ...]
        serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]
        serried report RUN [RUN ...] [out=FILE]
+       serried generate run.dir=RUN [prompt=TEXT] [tokens=200] [temperature=0.8] [top_p=1] [seed=1] [checkpoint=STEP]
+       serried evaluate run.dir=RUN [checkpoint=STEP] [json=true] [data=text data.path=FILES] [key=value ...]
 
-All but export and report take the overrides of train.py, which name the run.
+Those without run.dir take the overrides of train.py, which name the run.
 
 prepare, tokenise the data once, before training or on another machine:
   data.workers    threads; one for each core when not given
@@ -36,6 +41,18 @@ report, the curves of one run, or of several compared, as one HTML page that nee
   RUN         run folders: runs/tiny, or runs/sweep/*; run.dir=RUN and run.name=NAME do too
   out         file to write; when not given RUN/report.html, or report.html here for several
 
+generate, text from a checkpoint, as it is made; the prompt is a user's message where the run was data.format=chat:
+  prompt       what to go on from; without one a document is begun
+  tokens       at most so many; it ends by itself at the end of the text
+  temperature  0: always the likeliest token; 1: as the model weighs them
+  top_p        of the likeliest tokens so many that their probabilities come to this
+  device       cpu, or cuda; precision=bf16 is read too
+evaluate, loss, perplexity and bits per byte of a checkpoint, on the run's validation sets or on data named here:
+  data, data.path, ...   other text, all of it, tokenised as the run's
+  trainer.eval_batches   batches of trainer.global_batch sequences to evaluate on; the run's when not given
+  parallel, precision    as in training; under torchrun on all its processes: torchrun ... serried.py evaluate ...
+  json=true              a line of JSON for each set
+
 preflight, are these nodes fit: alone, or on all nodes of a run, on each of them with torchrun's usual words:
   torchrun --nnodes=2 --nproc_per_node=8 ... serried.py preflight run.dir=RUN
   serried preflight launch=slurm launch.nodes=2 ... run.dir=RUN    in a Slurm job: submits it, waits, prints its table
@@ -44,10 +61,25 @@ status, how a run or a sweep stands, and its job; without overrides, all in runs
 
 Training is train.py's: python train.py --help"""
 
-_COMMANDS = ("prepare", "preflight", "submit", "status", "export", "report")
-_LATER = ("plan", "evaluate", "generate", "recipes")
+_COMMANDS = ("prepare", "preflight", "submit", "status", "export", "report", "generate", "evaluate")
+_LATER = ("plan", "recipes")
 _EXPORT_KEYS = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
+_READ_OVERRIDES = ("generate", "evaluate")
 _REPORT_KEYS = ("run.dir", "run.name", "out")
+_GENERATE_KEYS = (
+    "run.dir", "run.name", "checkpoint", "prompt", "tokens", "temperature", "top_p", "seed", "device",
+)  # fmt: skip
+_GENERATE_READS = ("precision", "launch.device")
+_EVALUATE_KEYS = ("run.dir", "run.name", "checkpoint", "json")
+_EVALUATE_READS = (
+    "data", "precision", "parallel", "launch.device", "launch.start_timeout_seconds", "launch.step_timeout_seconds",
+    "trainer.eval_batches", "trainer.global_batch", "trainer.micro_batch",
+)  # fmt: skip
+"""Beginnings of the keys of train.py that these commands read too."""
+_OTHER_DATA = (
+    "data", "data.path", "data.subset", "data.split", "data.revision", "data.text_column", "data.messages_column",
+)  # fmt: skip
+"""Keys that name other documents than those of the run."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,9 +90,13 @@ def main(arguments: list[str] | None = None) -> int:
         if command in ("--help", "-h", "help") or {"--help", "-h"} & set(rest):
             print(USAGE)
         elif command == "export":
-            print(export(_pairs(rest, command, _EXPORT_KEYS)))
+            print(export(_pairs(rest, "export", _EXPORT_KEYS)[0]))
         elif command == "report":
             print(report(rest))
+        elif command == "generate":
+            generate(*_pairs(rest, "generate", _GENERATE_KEYS))
+        elif command == "evaluate":
+            leave(evaluate(*_pairs(rest, "evaluate", _EVALUATE_KEYS)))
         elif command == "prepare":
             print(prepare(rest))
         elif command == "preflight":
@@ -171,8 +207,6 @@ def export(given: dict[str, str]) -> str:
     import torch
 
     from trainer.checkpoint.export import export as write
-    from trainer.checkpoint.resume import CHECKPOINTS
-    from trainer.checkpoint.retention import committed, step_of
     from trainer.track import size
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -181,9 +215,102 @@ def export(given: dict[str, str]) -> str:
         raise UserError(f"dtype={dtype} is none of {', '.join(dtypes)}; use dtype=bf16")
     if "out" not in given:
         raise UserError("out=FOLDER is missing: where the model goes; e.g. out=my-model")
+    checkpoint = _checkpoint(given)
+    out = Path(given["out"])
+    shard_bytes = _bytes(given.get("shard_size", "5GB"))
+    files = write(checkpoint, out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes)
+    return f"exported   {checkpoint} to {out}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}"
+
+
+def generate(given: dict[str, str], overrides: list[str]) -> None:
+    """Print what a checkpoint writes, as ``given`` says, with ``overrides`` of the run's config.
+
+    Raises:
+        UserError: a key or value is wrong, or there is no such checkpoint.
+    """
+    from configs.compose import compose_saved
+    from launch.ranks import choose_device, torchrun_says
+    from launch.session import Session
+    from recipes.causal_lm import CausalLM
+    from recipes.data.show import for_terminal
+    from trainer.evaluation import as_saved
+    from trainer.generation import Sampling, write_text
+
+    sampling = Sampling(
+        tokens=_whole(given, "tokens", 200, lowest=1),
+        temperature=_between(given, "temperature", 0.8, 0, 1000),
+        top_p=_between(given, "top_p", 1.0, 0, 1),
+        seed=_whole(given, "seed", 1, lowest=0),
+    )
+    if sampling.top_p == 0:
+        raise UserError("top_p=0 leaves no token to choose from; use temperature=0 for the likeliest")
+    if torchrun_says()[2] > 1:
+        raise UserError("serried generate is the work of one process; leave torchrun out")
+    device = [f"launch.device={given['device']}"] if "device" in given else []
+    config = compose_saved(_run_dir(given) / "config.yaml", [*overrides, *device], _GENERATE_READS)
+    checkpoint = _checkpoint(given)
+    config = as_saved(config, checkpoint, world_size=1, is_cut_anew=True, is_other_data=True)
+    session = Session(0, 0, 1, 1, choose_device(config.launch, 0, 1), config.launch)
+    shown = for_terminal if sys.stdout.isatty() else str
+    with suppress(BrokenPipeError):  # whoever listened has heard enough
+        write_text(
+            config, CausalLM(config), session, checkpoint, given.get("prompt", ""), sampling,
+            say=lambda text: print(shown(text), end="", flush=True),
+            note=lambda line: print(line, file=sys.stderr, flush=True),
+        )  # fmt: skip
+
+
+def evaluate(given: dict[str, str], overrides: list[str]) -> int:
+    """Print how well a checkpoint predicts its validation sets, or data that ``overrides`` name. Returns the exit code.
+
+    Raises:
+        UserError: a key or value is wrong, or there is no such checkpoint.
+    """
+    from configs.compose import compose_saved
+    from launch.ranks import torchrun_says
+    from launch.session import Session, run_in_session
+    from recipes.causal_lm import CausalLM
+    from trainer.evaluation import as_saved, print_evaluation
+
+    if given.get("json", "false") not in ("true", "false"):
+        raise UserError(f"json={given['json']} is not true or false; use json=true")
+    keys = [word.partition("=")[0].lstrip("+") for word in overrides]
+    config = compose_saved(_run_dir(given) / "config.yaml", overrides, _EVALUATE_READS)
+    checkpoint, is_other_data = _checkpoint(given), any(key in _OTHER_DATA for key in keys)
+    if is_other_data and config.data.name == "mixture":
+        raise UserError("data=mixture is several sources; evaluate them one by one, as in data=text data.path=FILES")
+    is_cut_anew = not any(key.startswith("parallel") for key in keys)
+    config = as_saved(
+        config, checkpoint, world_size=torchrun_says()[2], is_cut_anew=is_cut_anew, is_other_data=is_other_data
+    )
+    batches = None if is_other_data and "trainer.eval_batches" not in keys else config.trainer.eval_batches
+
+    def work(session: Session) -> int:
+        session.same_everywhere("the config", config.model_dump_json())
+        return print_evaluation(
+            config, CausalLM(config), session, checkpoint, is_whole=is_other_data, batches=batches,
+            as_json=given.get("json") == "true",
+        )  # fmt: skip
+
+    return run_in_session(config.launch, work)
+
+
+def _run_dir(given: dict[str, str]) -> Path:
     if "run.dir" in given and "run.name" in given:
         raise UserError(f"run.dir={given['run.dir']} and run.name={given['run.name']} are both given; keep one")
-    run = Path(given.get("run.dir", Path("runs") / given.get("run.name", "tiny")))
+    return Path(given.get("run.dir", Path("runs") / given.get("run.name", "tiny")))
+
+
+def _checkpoint(given: dict[str, str]) -> Path:
+    """The checkpoint of a run that ``given`` names, or its newest.
+
+    Raises:
+        UserError: there is none, or not that one.
+    """
+    from trainer.checkpoint.resume import CHECKPOINTS
+    from trainer.checkpoint.retention import committed, step_of
+
+    run = _run_dir(given)
     try:
         found = {step_of(path): path for path in committed(run / CHECKPOINTS)}
     except OSError as error:
@@ -194,10 +321,7 @@ def export(given: dict[str, str]) -> str:
     if wanted not in found:
         have = ", ".join(str(step) for step in found)
         raise UserError(f"checkpoint={given['checkpoint']} is not in {run / CHECKPOINTS}; there are {have}")
-    out = Path(given["out"])
-    shard_bytes = _bytes(given.get("shard_size", "5GB"))
-    files = write(found[wanted], out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes)
-    return f"exported   {found[wanted]} to {out}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}"
+    return found[wanted]
 
 
 def report(words: list[str]) -> str:
@@ -211,7 +335,7 @@ def report(words: list[str]) -> str:
 
     # A word with a = is a key, unless a folder is called so.
     folders = [word for word in words if Path(word).is_dir() or not ("=" in word or word.startswith("-"))]
-    given = _pairs([word for word in words if word not in folders], "report", _REPORT_KEYS)
+    given, _ = _pairs([word for word in words if word not in folders], "report", _REPORT_KEYS)
     folders += [given["run.dir"]] if "run.dir" in given else []
     folders += [f"runs/{given['run.name']}"] if "run.name" in given else []
     runs = [_run_folder(folder) for folder in folders]
@@ -257,11 +381,17 @@ def _runs_there_are(folder: Path) -> str:
     return f"in {folder} there are: {' '.join(runs[:8])}{more}"
 
 
-def _pairs(words: list[str], command: str, keys: tuple[str, ...]) -> dict[str, str]:
+def _pairs(words: list[str], command: str, keys: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+    """``words`` by key, where they are the command's own ``keys``, and the rest: overrides of train.py, which not all
+    commands read."""
     given: dict[str, str] = {}
+    overrides: list[str] = []
     for word in words:
         key, equals, value = word.partition("=")
-        if not equals or not value:
+        if key not in keys and command in _READ_OVERRIDES and not _is_slip(key, keys):
+            overrides.append(word)
+            continue
+        if not equals or not (value or key == "prompt"):
             raise UserError(f"{word!r} is not key=value; see serried --help")
         if key not in keys:
             close = nearest(key, keys)
@@ -270,7 +400,31 @@ def _pairs(words: list[str], command: str, keys: tuple[str, ...]) -> dict[str, s
         if given.get(key, value) != value:
             raise UserError(f"{key} is given twice: {given[key]} and {value}")
         given[key] = value
-    return given
+    return given, overrides
+
+
+def _is_slip(key: str, keys: tuple[str, ...]) -> bool:
+    """Whether ``key`` is a slip of one of ``keys``, rather than a key of train.py or a slip of one."""
+    return key not in all_keys() and bool(close := nearest(key, keys)) and "." not in key and close[0][:1] == key[:1]
+
+
+def _whole(given: dict[str, str], key: str, default: int, lowest: int) -> int:
+    """The whole number that ``given`` has for ``key``."""
+    value = parse_count(given.get(key, str(default)))
+    if not isinstance(value, int) or not lowest <= value < 2**63:
+        raise UserError(f"{key}={given[key]} is not a whole number from {lowest} on; e.g. {key}={default}")
+    return value
+
+
+def _between(given: dict[str, str], key: str, default: float, lowest: float, highest: float) -> float:
+    """The number that ``given`` has for ``key``."""
+    try:
+        value = float(given.get(key, default))
+    except ValueError:
+        value = nan
+    if not lowest <= value <= highest:
+        raise UserError(f"{key}={given[key]} is not a number from {lowest:g} to {highest:g}; e.g. {key}={default:g}")
+    return value
 
 
 def _step(text: str) -> int:

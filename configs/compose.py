@@ -33,10 +33,10 @@ from configs.errors import UserError
 from configs.explain import Layer, Origins, explain, shown, unfit, value_at
 from configs.help import choices_of, help_text
 from configs.keys import Key, all_keys, is_section
-from configs.schema import RunConfig
+from configs.schema import RunConfig, SourceSection
 from configs.suggest import explanation, later, listing, meant, nearest, pasteable, unknown_choice, unknown_key
 
-__all__ = ["compose", "config_yaml", "help_text", "parse_arguments"]
+__all__ = ["compose", "compose_saved", "config_yaml", "help_text", "parse_arguments"]
 
 FOLDER = Path(__file__).resolve().parent
 Action = Literal["train", "help", "config", "sweep"]
@@ -84,10 +84,80 @@ def compose(argv: Sequence[str], folder: Path = FOLDER) -> RunConfig:
     except ValidationError as error:
         # Where overrides were refused, what is left may disagree with itself through no fault of the user's.
         mistakes += explain(error, plain, _origins(folder, command), groups, alone=bool(mistakes))
+    _refuse(mistakes)
+    return checked
+
+
+_SOURCE = (*SourceSection.model_fields, "sources", "weigh_by", "token_dtype", "validation_split", "streaming")
+"""Keys of ``data`` that say where documents come from; a choice of ``data`` replaces them together, and no others."""
+
+
+def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...], folder: Path = FOLDER) -> RunConfig:
+    """The config that a run left in the file ``saved``, with the overrides ``argv`` on top.
+
+    ``reads``: beginnings of the keys that have a meaning here; others are refused. Where ``data`` is chosen anew, what
+    says how its documents become tokens stays.
+
+    Raises:
+        UserError: the file cannot be read, or anything is wrong with it or with ``argv``; names every mistake found.
+    """
+    groups = choices_of(folder)
+    command = _Command(groups)
+    command.read(argv)
+    try:
+        plain = yaml.safe_load(saved.read_text("utf-8"))
+        recipe = plain["recipe"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a config that train.py wrote"
+        raise UserError(f"cannot read {saved}: {reason}; use run.dir=FOLDER of a run") from None
+    mistakes = command.mistakes
+    mistakes += [
+        _unread(key, value, plain, reads)
+        for key, value in command.typed.items()
+        if not key.startswith(reads) or key == "data.tokenizer"
+    ]
+    _refuse(mistakes)
+    origins = Origins(command.typed, [Layer(saved, "")], saved.parent)
+    try:
+        if command.typed:
+            known = [f"recipe={recipe}"] if recipe in groups["recipe"] else []
+            composed = _composed(folder, _Command(groups, dict(command.typed), [*known, *command.overrides]))
+            for key in command.typed:
+                _take_over(key, composed, plain)
+        return RunConfig.model_validate(plain)
+    except ValidationError as error:
+        _refuse(explain(error, plain, origins, groups, alone=False))
+        raise
+
+
+def _unread(key: str, value: str, plain: Mapping[str, Any], reads: tuple[str, ...]) -> str:
+    """The sentence for a key that has no meaning to what is done with a run."""
+    if key.partition(".")[0] in ("model", "recipe") or key == "data.tokenizer":
+        return (
+            f"{key}={shown(value)}: the run has {key}={shown(value_at(key, plain))}, and its weights fit nothing else; "
+            "leave it out"
+        )
+    return f"{key}={shown(value)} changes nothing here: what is read is {', '.join(reads)}; leave it out"
+
+
+def _take_over(key: str, composed: Mapping[str, Any], plain: dict[str, Any]) -> None:
+    """Have ``plain`` be as ``composed`` is at ``key``, a key or a group."""
+    if key == "data":
+        source = {name: composed[key][name] for name in _SOURCE if name in composed[key]}
+        plain[key] = {**{name: value for name, value in plain[key].items() if name not in _SOURCE}, **source}
+        plain[key].update(validation={})
+        return
+    *sections, last = key.split(".")
+    for name in sections:
+        composed = composed[name]
+        plain = plain.setdefault(name, {})
+    plain[last] = composed[last]
+
+
+def _refuse(mistakes: Sequence[str]) -> None:
     if mistakes:
         lines = list(dict.fromkeys(" ".join(mistake.split()) for mistake in mistakes))
         raise UserError(lines[0] if len(lines) == 1 else f"{len(lines)} mistakes:\n  " + "\n  ".join(lines))
-    return checked
 
 
 def config_yaml(config: RunConfig) -> str:

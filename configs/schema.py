@@ -186,6 +186,9 @@ TRAINING = "train"
 DEFAULT_VALIDATION = "validation"
 """Name of the validation set that is made of the training data's own documents."""
 
+WHOLE = "all of data"
+"""Name of all documents together, where none is kept back; no name of a user's has blanks."""
+
 
 class MixedSource(SourceSection):
     """One source of a mixture."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
 from configs.schema import LaunchSection
+from launch.announce import announced
 from launch.ending import Failure, exit_code_of, in_one_line, let_another_end_first, report_alone, say_why
 from launch.meeting import connect, meet
 from launch.ranks import choose_device, keep_freed_memory, torchrun_says, usable_cores
@@ -338,11 +339,11 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
 
 @contextmanager
 def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
-    began = time.monotonic()
-    import torch
-
-    env = os.environ
+    began, env = time.monotonic(), os.environ
     rank, local_rank, world, local_world = torchrun_says()
+    with announced("loading torch", speaks=rank == 0):
+        import torch
+
     device = choose_device(section, local_rank, local_world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -354,8 +355,13 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
     session = Session(rank, local_rank, world, local_world, device, section, signals, began)
     signals.last_words_unheard = lambda: report_alone(StopRequested(signals.received), is_heard=local_rank == 0)
     if world > 1:
+        others = (
+            f"for {world} processes to join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}, at most "
+            f"launch.start_timeout_seconds={section.start_timeout_seconds:g}"
+        )
         try:
-            session._store = _start_group(session)
+            with announced(others, speaks=rank == 0):
+                session._store = _start_group(session)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise TrainingFailed(

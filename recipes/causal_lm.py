@@ -1,7 +1,7 @@
 """Causal language modelling: predict the next token."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from configs.errors import UserError
-from configs.schema import DEFAULT_VALIDATION, DataSection, RunConfig
+from configs.schema import DEFAULT_VALIDATION, WHOLE, DataSection, RunConfig
 from parallel.plan import LossTerms, ParallelPlan
-from recipes.data.chat import chat_template
+from recipes.data.chat import ask, chat_template
 from recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
 from recipes.data.lanes import StreamDataset
 from recipes.data.mixture import (
@@ -27,7 +27,9 @@ from recipes.data.prepare import Prepared, cache_folder, named_tokenizer, open_p
 from recipes.data.show import for_terminal, marked_lines
 from recipes.data.stream import open_training, prepare_stream
 from recipes.data.summary import summary_of
-from recipes.data.tokenizer import hugging_face_files
+from recipes.data.text_bytes import TextBytes
+from recipes.data.tokenizer import Tokenizer, hugging_face_files
+from recipes.generation import Piece, TextStream, chooser, continued, until_end
 from recipes.models import transformer
 from recipes.models.head import IGNORE
 
@@ -45,6 +47,7 @@ class CausalLM:
         self._held_out: dict[str, Prepared] = {}
         """Validation sets by name, and those of a mixture's sources that are not as they were prepared."""
         self._left_out: dict[str, int] = {}
+        self._text_bytes: TextBytes | None = None
         self._datasets: dict[str, TokenDataset | PackedDataset | MixtureDataset | StreamDataset] = {}
 
     # data -----------------------------------------------------------------------------------------------------------
@@ -136,7 +139,9 @@ class CausalLM:
             lanes, seed = self._trainer.global_batch, self._trainer.seed
             return open_training(self._data, self._sources[""], lanes=lanes, seed=seed)
         sources = dict(self._sources)
-        if split == DEFAULT_VALIDATION:
+        if split == WHOLE:
+            sources, split = {name: prepared.whole() for name, prepared in sources.items()}, "validation"
+        elif split == DEFAULT_VALIDATION:
             sources = {name: self._held_out.get(f"{split}/{name}", prepared) for name, prepared in sources.items()}
         datasets = {}
         for name, prepared in sources.items():
@@ -228,19 +233,81 @@ class CausalLM:
 
     @torch.no_grad()
     def sample(self, model: nn.Module, tokens: int, seed: int, device: torch.device) -> str:
-        assert self._prepared is not None, "open_data comes first"
-        tokenizer = self._prepared.tokenizer
-        generator = torch.Generator().manual_seed(seed)
-        ids = [tokenizer.end_id, *tokenizer.start_ids]  # what stands before the first token of every document
-        prompt = len(ids)
-        for _ in range(tokens):
-            window = torch.tensor([ids[-self._data.sequence_length :]], device=device)
-            # Not the rows that only pad the vocabulary.
-            logits = model(window)[0, -1, : tokenizer.vocab_size].float().cpu() / _TEMPERATURE
-            # Never the end mark: under sharding all ranks must take the same number of forwards.
+        tokenizer = self._tokenizer()
+        choose = chooser(temperature=_TEMPERATURE, top_p=1.0, seed=seed)
+
+        def never_the_end(logits: torch.Tensor) -> int:
+            # Nor the rows that only pad the vocabulary. Under sharding all ranks take the same number of forwards.
+            logits = logits[: tokenizer.vocab_size]
             logits[tokenizer.end_id] = float("-inf")
-            ids.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
-        return for_terminal(tokenizer.decode(ids[prompt:]))
+            return choose(logits)
+
+        prompt = self._beginning(tokenizer)
+        fitting = min(tokens, self._model.max_sequence_length - len(prompt))
+        ids = continued(
+            model, prompt, layers=self._model.layers, tokens=fitting, choose=never_the_end, device=device
+        )  # fmt: skip
+        return for_terminal(tokenizer.decode(ids))
+
+    def prompt_ids(self, prompt: str) -> list[int]:
+        """Raises ``UserError`` where the tokenizer or the chat template cannot take ``prompt``."""
+        return self._asked(prompt)[0]
+
+    def _asked(self, prompt: str) -> tuple[list[int], list[int]]:
+        """``prompt`` as the model is to see it, a user's message where it was trained on conversations; and what such a
+        reply ends with."""
+        tokenizer = self._tokenizer()
+        if self._data.format == "chat":
+            return ask(chat_template(self._data, tokenizer)[0], tokenizer, prompt)
+        if not prompt:
+            return self._beginning(tokenizer), []
+        return [*tokenizer.start_ids, *tokenizer.encode(prompt).tolist()], []
+
+    def write(
+        self, model: nn.Module, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int,
+        device: torch.device,
+    ) -> Iterator[Piece]:  # fmt: skip
+        tokenizer = self._tokenizer()
+        ids, end_of_turn = self._asked(prompt)
+        choose = chooser(temperature=temperature, top_p=top_p, seed=seed)
+        following = continued(
+            model, ids, layers=self._model.layers, tokens=tokens, device=device,
+            choose=lambda logits: choose(logits[: tokenizer.vocab_size]),  # not the rows that only pad the vocabulary
+        )  # fmt: skip
+        stream = TextStream(tokenizer, ids)
+        for token in until_end(following, tokenizer.end_id, end_of_turn):
+            yield Piece(stream.add(token), 1)
+        yield Piece(stream.rest(), 0)
+
+    def _beginning(self, tokenizer: Tokenizer) -> list[int]:
+        """What stands before the first token of every document."""
+        return [tokenizer.end_id, *tokenizer.start_ids]
+
+    def _tokenizer(self) -> Tokenizer:
+        """That of the data, where it is open; else one that is there already."""
+        if self._prepared is not None:
+            return self._prepared.tokenizer
+        named = named_tokenizer(self._data)
+        assert named is not None, "open_data comes first"
+        return named
+
+    def target_bytes(self, batch: Batch) -> int:
+        if self._text_bytes is None:
+            self._text_bytes = TextBytes(self._tokenizer())
+        return self._text_bytes.of_targets(batch)
+
+    def check_tokenizer(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        try:
+            is_same = path.read_text("utf-8") == hugging_face_files(self._tokenizer())["tokenizer.json"]
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}; it says which tokens the model knows") from None
+        if not is_same:
+            raise UserError(
+                f"data.tokenizer={self._data.tokenizer} is not the tokenizer of {folder} any more: it was learned from "
+                "other text, or its files have changed; name the text with data=text data.path=FILES, which is "
+                "tokenised as the model knows it"
+            )
 
     # export ---------------------------------------------------------------------------------------------------------
 

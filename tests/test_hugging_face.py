@@ -209,7 +209,8 @@ def test_the_vocabulary_is_padded_and_says_so(folder: Path, tmp_path: Path) -> N
 def test_a_padded_id_is_never_generated(folder: Path, tmp_path: Path) -> None:
     made = recipe(folder, tmp_path, "model.vocab_multiple=128")
 
-    def only_padding(tokens: torch.Tensor) -> torch.Tensor:
+    def only_padding(tokens: torch.Tensor, cache: object) -> torch.Tensor:
+        del cache
         logits = torch.full((*tokens.shape, 384), -5.0)
         logits[..., 301:] = 50.0
         return logits

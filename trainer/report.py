@@ -98,6 +98,7 @@ class Report:
             "scale": result.scale if self._config.precision.name == "fp16" else None,
         }
         self._record("step", **values)
+        self._console.last_step = values
         self._console.say(step_line(values, self._config.trainer.steps, self._session.world_size))
 
     def spiked(self, step: int, result: StepResult, text: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from configs.errors import UserError
+from trainer.live import Doing, Live, is_terminal
 
 PROFILES = "profile"
 RECORDS = (
@@ -282,6 +283,11 @@ class Console:
 
     def __init__(self, speaks: bool, rank: int) -> None:
         self._speaks, self._rank = speaks, rank
+        self._live = Live(self.say, self._present, is_drawn=speaks and is_terminal())
+        self._doing: Doing | None = None
+        self._describe: Callable[[], Doing | None] = lambda: None
+        self.last_step: dict[str, Any] | None = None
+        """What was told of a step last; for the line that shows how the run stands."""
         self._log: IO[str] | None = None
         self._pending: list[str] | None = []
 
@@ -297,7 +303,8 @@ class Console:
     def say(self, text: str) -> None:
         """Print ``text``, if this rank speaks, and log it."""
         if self._speaks:
-            with suppress(OSError):  # it may lead into a file on a full disk; Python keeps what is left for later
+            # It may lead into a file on a full disk; Python keeps what is left for later.
+            with suppress(OSError), self._live.aside():
                 print(text, file=sys.stdout, flush=True)
         self.log(text)
 
@@ -305,11 +312,29 @@ class Console:
         """Say how far something is: on a terminal over what was said before, which an empty ``text`` takes away."""
         if not self._speaks:
             return
-        with suppress(OSError):
-            if sys.stdout.isatty():
-                print(f"\r\033[K{text}", end="", flush=True)
-            elif text:
+        if is_terminal():
+            self._live.show(text)
+        elif text:
+            with suppress(OSError), self._live.aside():
                 print(text, flush=True)
+
+    def doing(self, what: str, kind: str = "") -> None:
+        """Say what is done from here on: shown on a terminal, told elsewhere where it takes long. Another ``what`` of
+        the same ``kind`` is one thing going on."""
+        self._doing = Doing(what, kind or what)
+        self._live.start()
+
+    def follow(self, describe: Callable[[], Doing | None]) -> None:
+        """As ``doing``, of whatever ``describe`` says, asked from another thread; None: what ``doing`` said."""
+        self._describe = describe
+        self._live.start()
+
+    def _present(self) -> Doing | None:
+        return self._describe() or self._doing
+
+    def quiet(self) -> None:
+        """From here on say and log, and show nothing besides."""
+        self._live.close()
 
     def log(self, text: str) -> None:
         """Write ``text`` to this rank's log alone."""
@@ -322,7 +347,8 @@ class Console:
                 self._log.write(lines)
 
     def close(self) -> None:
-        """Let go of the log."""
+        """Leave a clean terminal behind, and let go of the log."""
+        self._live.close()
         if self._log is not None:
             with suppress(OSError):  # what a full disk did not take is tried again here
                 self._log.close()

@@ -28,12 +28,14 @@ from configs.schema import DEFAULT_VALIDATION, RunConfig
 from parallel.apply import parallelize
 from parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from parallel.plan import ParallelPlan
+from trainer.activity import Activity
 from trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, find_start, make_room, plain
 from trainer.checkpoint.retention import sweep
 from trainer.checkpoint.save import Checkpointer, lack_of_space
 from trainer.checkpoint.state import check_names, load_state, load_weights, state_parts
+from trainer.evaluation import source_losses
 from trainer.health import GoBack, ReplicaCheck, respond
-from trainer.loader import PADDING_ID, BatchLoader, evaluation_batches
+from trainer.loader import PADDING_ID, BatchLoader
 from trainer.metrics import PROFILING, RATES, SAVING, Meter, eta_seconds
 from trainer.mirror.processes import Mirrors, choose_run_id
 from trainer.optim import build_optimizer, learning_rate, state_bytes
@@ -45,7 +47,7 @@ from trainer.precision import LOW_DTYPES, GradScaler
 from trainer.profile import StepProfiler
 from trainer.recipe import Dataset, Recipe, to_device
 from trainer.report import DONE, Report
-from trainer.sampler import Mixture, Stream, evaluation_samples, sample_order
+from trainer.sampler import Mixture, Stream, sample_order
 from trainer.shutdown import Action, Shutdown
 from trainer.step import StepResult, TrainStep
 from trainer.track import Console, RunFolder, environment, tell_end
@@ -78,8 +80,11 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
     console = Console(session.is_main, session.rank)
     start, trainer = Start(), None
     watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
+    console.doing("looking for a checkpoint to go on from")
+    console.follow(Activity(watchdog.pulse, session, console, config.trainer.steps))
 
     def stop_unheard() -> int:
+        console.quiet()
         failure = session.failure(StopRequested(session.signals.received))
         _tell_end(config, start.step, failure)
         if failure.exit_code == EXIT_STOPPED:
@@ -98,7 +103,7 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
             return _nothing_to_do(config, start, console, folder)
         trainer = Trainer(config, recipe, session, folder, console, config_yaml, start, watchdog.pulse)
         if folder is not None:
-            session.signals.last_words = lambda: folder.fail(trainer.step, "interrupted twice", EXIT_FAILED)
+            session.signals.last_words = partial(_last_words, console, folder, trainer)
         return trainer.run()
     except BaseException as error:
         session.shield()
@@ -149,6 +154,11 @@ def _tell_end(config: RunConfig, step: int, failure: "Failure") -> None:
     state = "stopped" if failure.exit_code == EXIT_STOPPED else "failed"
     with suppress(OSError):
         tell_end(config.run.dir, state, step=step, reason=failure.reason, exit_code=failure.exit_code)
+
+
+def _last_words(console: Console, folder: RunFolder, trainer: "Trainer") -> None:
+    console.quiet()
+    folder.fail(trainer.step, "interrupted twice", EXIT_FAILED)
 
 
 def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: RunFolder | None) -> int:
@@ -260,6 +270,7 @@ class Trainer:
     def _open_data(self, start: Start) -> Dataset:
         """Prepare what is not prepared yet, and check that it is what the run began with. Returns the training data."""
         recipe, session = self._recipe, self._session
+        self._console.doing("preparing data")
         recipe.open_data(session.once_per_node(partial(recipe.prepare, self._console.progress)))
         training = recipe.dataset("train")
         self._validation = {name: recipe.dataset(name) for name in (DEFAULT_VALIDATION, *recipe.further_validation())}
@@ -274,6 +285,7 @@ class Trainer:
 
     def _build_model(self, start: Start) -> nn.Module:
         """The model on the meta device, once it is clear that the weights to begin with fit it."""
+        self._console.doing("building the model")
         model = self._recipe.build_model()
         if start.weights is not None:
             self._session.once(partial(self._recipe.check_weights, start.weights))
@@ -284,6 +296,7 @@ class Trainer:
     def _build_step(self, model: nn.Module, plan: ParallelPlan, layout: Layout, start: Start) -> None:
         """Cut the model, make the optimizer, and fill both."""
         config, recipe, device = self._config, self._recipe, self._session.device
+        self._console.doing(f"reading {start.source}" if start.source else "drawing the first weights")
         self._parallel = parallelize(
             model,
             plan,
@@ -387,6 +400,7 @@ class Trainer:
         if self._stream is not None:
             self._stream.rewind(samples)
         self._pulse.enter(SET_UP, self.step)
+        self._console.doing("going back to a checkpoint")
         self._report.saved(self.checkpointer.wait())
         resume = "auto" if config.checkpoint.resume == "never" else config.checkpoint.resume
         checkpoint = config.checkpoint.model_copy(update={"resume": resume})
@@ -489,20 +503,19 @@ class Trainer:
             torch.cuda.synchronize(self._session.device)  # steps still under way are not the evaluation's time
         started = time.perf_counter()
         losses, tokens = {}, {}
-        for source, samples in evaluation_samples(dataset, trainer.eval_batches * trainer.global_batch).items():
-            batches = evaluation_batches(
-                dataset,
-                self._recipe.collate,
-                samples,
-                micro_batch=trainer.micro_batch,
-                data_ranks=self._session.world_size,
-                data_rank=self._session.rank,
-            )
-            on_device = (self._to_evaluate(batch) for batch in batches)
-            terms = self._parallel.evaluate(self._shutdown.unless_stopped(on_device), self._recipe.loss)
+        found = source_losses(
+            self._parallel,
+            self._recipe,
+            dataset,
+            self._session,
+            sequences=trainer.eval_batches * trainer.global_batch,
+            micro_batch=trainer.micro_batch,
+            on_device=lambda batches: self._shutdown.unless_stopped(map(self._to_evaluate, batches)),
+        )
+        for source, loss_sum, count in found:
             if self._shutdown.stops:
                 return
-            losses[source], tokens[source] = terms.loss_sum.item(), int(terms.weight.item())
+            losses[source], tokens[source] = loss_sum, count
         seconds = time.perf_counter() - started
         self._meter.pause(name, seconds)
         total = sum(tokens.values())

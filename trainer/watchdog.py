@@ -444,6 +444,7 @@ class Watchdog:
     def _prepare_to_end(self, end: dict[str, Any]) -> None:
         """Leave what this rank knows in the run folder."""
         rank = self._session.rank
+        self._console.quiet()
         self._session.end_with(end["rank"], end["reason"], EXIT_STOPPED)
         self._console.log("\n".join([end["reason"], *self._stack()]))
         with suppress(OSError):

@@ -197,6 +197,24 @@ def _compile(text: str, name: str) -> Any:
         ) from error
 
 
+def ask(template_text: str, tokenizer: Tokenizer, message: str) -> tuple[list[int], list[int]]:
+    """The ids that ask for a reply to a user's ``message``, and those with which a reply ends.
+
+    Raises:
+        UserError: the template refuses the message.
+    """
+    template = Template(template_text, "the chat template", _special_tokens(tokenizer.spec().get("files", {})))
+    messages = [{"role": "user", "content": message}]
+    try:
+        asked = template.render(messages, ask_for_reply=True)
+        replied = template.render([*messages, {"role": "assistant", "content": _STAND_IN}])
+    except _Unlearnable as error:
+        raise UserError(f"prompt: {error}") from error
+    after = replied.partition(_STAND_IN)[2]
+    end_of_turn, _ = tokenizer.encode_marked(after.rstrip() or after)
+    return tokenizer.encode_marked(asked)[0].tolist(), end_of_turn.tolist()
+
+
 def _special_tokens(files: dict[str, str]) -> dict[str, str]:
     """``bos_token`` and its like of a Hugging Face tokenizer, by these names."""
     tokens: dict[str, str] = {}

@@ -11,7 +11,7 @@ import numpy as np
 
 from configs.errors import UserError
 from recipes.data.files import assignment, library, quiet
-from recipes.data.tokenizer import token_dtype
+from recipes.data.tokenizer import CharsTokenizer, chars_tokenizer_of, token_dtype
 
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
@@ -132,7 +132,7 @@ def _end_token(files: Mapping[str, str], ids: Mapping[str, int]) -> str:
 # finding --------------------------------------------------------------------------------------------------------------
 
 
-def find_tokenizer(name: str) -> HuggingFaceTokenizer:
+def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:
     """The tokenizer of a ``tokenizer.json``, of the folder that it is in, or of a name on the Hub.
 
     Raises:
@@ -148,7 +148,7 @@ def find_tokenizer(name: str) -> HuggingFaceTokenizer:
             )
     try:
         files = _files_beside(path) if path.exists() else _files_of_hub(name)
-        return HuggingFaceTokenizer(files)
+        return chars_tokenizer_of(files["tokenizer.json"]) or HuggingFaceTokenizer(files)
     except UnicodeDecodeError as error:
         raise UserError(f"{assignment('data.tokenizer', name)} is not a tokenizer.json: {error.reason}") from error
     except ValueError as error:

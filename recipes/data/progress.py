@@ -35,7 +35,7 @@ class Progress:
         self._show, self._lock = show, threading.Lock()
         self._what, self._total_bytes, self._done_bytes, self._skipped_bytes = "", 0, 0, 0
         self._begun = self._said = 0.0
-        live = sys.stdout.isatty()
+        live = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._first = _FIRST_SECONDS_LIVE if live else _FIRST_SECONDS
         self._every = _EVERY_SECONDS_LIVE if live else _EVERY_SECONDS
         self._has_shown = False

@@ -181,6 +181,20 @@ def hugging_face_files(tokenizer: Tokenizer) -> dict[str, str]:
     return {name: json.dumps(content, indent=2) + "\n" for name, content in _own_files(tokenizer, spec).items()}
 
 
+def chars_tokenizer_of(tokenizer_json: str) -> CharsTokenizer | None:
+    """The tokenizer of which ``hugging_face_files`` made a ``tokenizer.json``, where it is one of characters.
+
+    Read as any byte-pair encoding that file would silently leave out characters that it does not know.
+    """
+    try:
+        vocabulary = json.loads(tokenizer_json)["model"]["vocab"]
+        tokenizer = CharsTokenizer("".join(sorted(vocabulary)))
+    except (ValueError, KeyError, TypeError):
+        return None
+    is_same = hugging_face_files(tokenizer)["tokenizer.json"] == tokenizer_json
+    return tokenizer if is_same else None
+
+
 def _own_files(tokenizer: Tokenizer, spec: dict[str, Any]) -> dict[str, Any]:
     if spec["kind"] == "bytes":
         vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}

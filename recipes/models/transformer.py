@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from configs.schema import ModelSection, RopeScaling
 from parallel.plan import ParallelPlan
 from recipes.models.attention import Mask, attend, document_mask
+from recipes.models.cache import Cache, LayerCache
 from recipes.models.head import LanguageModelHead, chunk_tokens
 
 
@@ -83,12 +84,16 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.o_proj = Linear(config.heads * self.head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:  # [B, S, D] -> [B, S, D]
+    def forward(  # [B, S, D] -> [B, S, D]
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, past: LayerCache | None = None
+    ) -> Tensor:
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, S, E]
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if past is not None:
+            k, v = past.extend(k, v)
         mixed = attend(q, k, v, mask, grouped=self.grouped)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
@@ -116,8 +121,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, past: LayerCache | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -137,24 +142,39 @@ class Transformer(nn.Module):
         self.lm_head = LanguageModelHead(config.dim, vocab_size, tied=config.tie_embeddings)
         self._rope_tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
         """``tokens`` [B, S] -> logits [B, S, V]; with ``targets`` [B, S] (-100: no target) -> loss sum, fp32 scalar.
 
         ``positions`` [B, S], which restart from 0 with each document, keep documents apart: none attends to another.
         Without them a sequence is one document.
+
+        With a ``cache`` the tokens go on where those before them ended, are kept in it, and the logits are those of the
+        last one alone, [B, 1, V]. For generating text, one document at a time.
         """
-        cos, sin = self._rope(tokens.shape[1], tokens.device)
+        cos, sin = self._rope(tokens.shape[1] if cache is None else cache.capacity, tokens.device)
         mask = None
         if positions is not None:
             cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
             mask = document_mask(positions)  # one for all blocks
+        if cache is not None:
+            here = slice(cache.length, cache.length + tokens.shape[1])
+            cos, sin, mask = cos[here], sin[here], cache.mask(tokens.shape[1], tokens.device)
         x = self.embed_tokens(tokens)
         if torch.is_autocast_enabled(x.device.type):
             # Autocast leaves the embedding in fp32; sharded mixed precision has it in the low type already. One
             # residual stream for both, so that the numbers do not depend on the strategy.
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        for block in self.layers:
-            x = block(x, cos, sin, mask)
+        for number, block in enumerate(self.layers):
+            x = block(x, cos, sin, mask) if cache is None else block(x, cos, sin, mask, cache.layers[number])
+        if cache is not None:
+            cache.length += tokens.shape[1]
+            x = x[:, -1:]
         shared = self.embed_tokens.weight if self.config.tie_embeddings else None
         return self.lm_head(self.norm(x), targets, shared)
 

@@ -1,0 +1,29 @@
+"""A word now and then while something takes long, before there is a trainer that could tell what it does."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+_SILENCE_SECONDS = (10.0, 20.0, 30.0, 60.0, 180.0, 300.0)
+"""Before the first line, and between each line and the next; the last for ever. As in trainer.live."""
+
+
+@contextmanager
+def announced(what: str, *, speaks: bool) -> Iterator[None]:
+    """While this is open, say how long ``what`` takes, if this process ``speaks``."""
+    done = threading.Event()
+    if speaks:
+        threading.Thread(target=_tell, args=(what, done), name="announce", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _tell(what: str, done: threading.Event) -> None:
+    started, times = time.monotonic(), 0
+    while not done.wait(_SILENCE_SECONDS[min(times, len(_SILENCE_SECONDS) - 1)]):
+        times += 1
+        with suppress(OSError):  # whoever listened is gone
+            print(f"waiting    {time.monotonic() - started:.0f} s so far: {what}", flush=True)

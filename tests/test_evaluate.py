@@ -1,0 +1,281 @@
+"""serried evaluate: the number that the run itself saw, on any number of processes, and what it means per byte."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.compose import compose_saved
+from configs.errors import UserError
+from recipes.data.dataset import Batch
+from recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer, train_tokenizer
+from recipes.data.text_bytes import TextBytes
+from recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, hugging_face_files
+from recipes.models.head import IGNORE
+from serried import main
+from tests.cluster import ROOT, Cluster
+from tests.runs import metrics, overrides, run_here, tiny_overrides
+from tests.test_generate import files_of
+
+
+@pytest.fixture(scope="module")
+def run_dir(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two sharded processes, with two validation sets."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    more = folder.parent / "more.txt"
+    more.write_text("dolor sit amet, not seen before; " * 100)
+    further = ["data.validation.more.name=text", f"data.validation.more.path={more}"]
+    argv = overrides(
+        text, folder, "parallel=fsdp", "trainer.steps=4", "trainer.eval_every=2", "trainer.eval_batches=1",
+        "checkpoint.every=2", "launch.device=cpu", "data.packing=best_fit", *further,
+    )  # fmt: skip
+    cluster.run(2, "tests.runs:train_small", argv=argv)
+    return folder
+
+
+def evaluate_here(words: list[str]) -> int:
+    """What a rank does, without leaving: the process goes on to other tests."""
+    from serried import _EVALUATE_KEYS, _pairs, evaluate
+
+    return evaluate(*_pairs(words, "evaluate", _EVALUATE_KEYS))
+
+
+def evaluated(cluster: Cluster, ranks: int, *words: str) -> list[dict[str, Any]]:
+    answers = cluster.run(ranks, "tests.test_evaluate:evaluate_here", words=[*words, "json=true"])
+    assert [answer.value for answer in answers] == [0] * ranks, answers
+    assert not any(answer.printed for answer in answers[1:]), "rank 0 speaks"
+    return [json.loads(line) for line in answers[0].printed.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(1, []), (2, []), (4, ["parallel=ddp"]), (3, ["trainer.micro_batch=2"])])
+def test_it_is_the_number_that_the_run_saw(cluster: Cluster, run_dir: Path, ranks: int, more: list[str]) -> None:
+    before = files_of(run_dir)
+    found = evaluated(cluster, ranks, f"run.dir={run_dir}", *more)
+    assert files_of(run_dir) == before, "nothing of the run is touched"
+    last = {event["set"]: event for event in metrics(run_dir, "eval") if event["step"] == 4}
+    assert [each["set"] for each in found] == ["validation", "more"] == list(last)
+    for each in found:
+        assert each["loss"] == pytest.approx(last[each["set"]]["loss"], rel=1e-6)
+        assert each["tokens"] == last[each["set"]]["tokens"]
+        assert each["perplexity"] == pytest.approx(math.exp(each["loss"]))
+        ends = each["tokens"] - each["text_bytes"]
+        assert 0 <= ends < 30, "all tokens are bytes but the end marks"
+        assert each["bits_per_byte"] == pytest.approx(
+            each["loss"] * each["tokens"] / math.log(2) / each["text_bytes"], rel=1e-9
+        )
+
+
+def test_an_earlier_checkpoint_and_the_whole_set(cluster: Cluster, run_dir: Path) -> None:
+    first = {event["set"]: event for event in metrics(run_dir, "eval") if event["step"] == 2}
+    (found, _) = evaluated(cluster, 1, f"run.dir={run_dir}", "checkpoint=2")
+    assert found["loss"] == pytest.approx(first["validation"]["loss"], rel=1e-6)
+    assert found["sequences"] == 36 < found["all_sequences"]
+    (whole, _) = evaluated(cluster, 1, f"run.dir={run_dir}", "trainer.eval_batches=1000")
+    assert whole["sequences"] == whole["all_sequences"] == found["all_sequences"]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars", "train"])
+def test_other_text_is_tokenised_as_the_run_knows_it(
+    tokenizer: str, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    more = ["data.tokenizer=train", "data.vocab_size=300"] if tokenizer == "train" else [f"data.tokenizer={tokenizer}"]
+    argv = tiny_overrides(text, run, *more, "trainer.eval_every=6", "trainer.eval_batches=1")
+    assert run_here(argv).code == 0
+    other = tmp_path / "other.txt"
+    other.write_text("amet sed elit do " * 40)
+    (found,) = evaluated(cluster, 1, f"run.dir={run}", "data=text", f"data.path={other}", "data.sequence_length=16")
+    opened = BytesTokenizer() if tokenizer == "bytes" else find_tokenizer(str(run / "checkpoints" / "step-00000006"))
+    ids = [*opened.encode(other.read_text()).tolist(), opened.end_id]
+    sequences = (len(ids) - 1) // 16
+    assert found["tokens"] == 16 * sequences
+    assert found["sequences"] == found["all_sequences"] == sequences
+    told = opened.decode(ids[1 : 16 * sequences + 1])
+    assert found["text_bytes"] == len(told.encode())
+    (own,) = evaluated(cluster, 1, f"run.dir={run}")
+    assert own["loss"] == pytest.approx(metrics(run, "eval")[-1]["loss"], rel=1e-6)
+
+
+def test_characters_that_the_run_does_not_know_are_refused(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert run_here(tiny_overrides(text, run, "data.tokenizer=chars")).code == 0
+    (tmp_path / "other.txt").write_text("lorem Ω " * 40)
+    assert evaluate_here([f"run.dir={run}", "data=text", f"data.path={tmp_path / 'other.txt'}"]) == 78
+    printed = capsys.readouterr().err
+    assert "'Ω'" in printed
+    assert len(printed.splitlines()) == 1
+
+
+def test_data_that_was_made_anew_with_another_tokenizer_is_refused(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "text"
+    mine.mkdir()
+    for path in text.glob("*.txt"):
+        (mine / path.name).write_text(path.read_text())
+    run = tmp_path / "run"
+    assert run_here(tiny_overrides(mine, run, "data.tokenizer=chars")).code == 0
+    (mine / "30.txt").write_text("more: Ω " * 40)
+    assert evaluate_here([f"run.dir={run}"]) == 78
+    assert "data.tokenizer=chars is not the tokenizer of" in capsys.readouterr().err
+
+
+def test_a_mixture_is_told_by_source(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    argv = tiny_overrides(text, run, "trainer.eval_every=6", "trainer.eval_batches=3", "data=mixture")
+    argv = [word for word in argv if not word.startswith("data.path")]
+    for name, files in (("few", "0*.txt"), ("many", "[12]*.txt")):
+        argv += [f"data.sources.{name}.name=text", f"data.sources.{name}.path={text}/{files}"]
+    assert run_here(argv).code == 0
+    last = metrics(run, "eval")[-1]
+    found = evaluated(cluster, 2, f"run.dir={run}")
+    assert [each["set"] for each in found] == ["validation", "validation/few", "validation/many"]
+    assert found[0]["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    assert found[1]["loss"] == pytest.approx(last["source_losses"]["few"], rel=1e-6)
+    assert sum(each["tokens"] for each in found[1:]) == found[0]["tokens"] == last["tokens"]
+
+
+def test_under_torchrun_as_a_user_types_it(run_dir: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*torchrun, str(ROOT / "serried.py"), "evaluate", f"run.dir={run_dir}", "precision=bf16"],
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    head, first, second = done.stdout.splitlines()
+    assert head.startswith(f"model      {run_dir}/checkpoints/step-00000004, bf16, 2 processes on cpu (gloo)")
+    assert first.startswith("validation loss 5.")
+    assert "bits/byte" in first
+    assert "36 of" in first
+    assert second.startswith("more       loss 5.")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["json=yes"], "json=yes is not true or false"),
+        (["checkpoint=3"], "there are 2, 4"),
+        (["model.layers=9"], "the run has model.layers=3"),
+        (["recipe=llama1b"], "the run has recipe=tiny"),
+        (["data.tokenizer=chars"], "the run has data.tokenizer=bytes"),
+        (["trainer.steps=9"], "trainer.steps=9 changes nothing here"),
+        (["trainer.eval_batchs=9"], "did you mean trainer.eval_batches=9"),
+        (["launch=local"], "launch=local changes nothing here"),
+        (["data=text", "data.path=nowhere.txt"], "nowhere.txt"),
+        (["data=mixture", "data.sources.a.name=stdlib"], "one by one"),
+        (["trainer.eval_batches=0"], "trainer.eval_batches=0 (command line) is out of range"),
+        (["chekpoint=3"], "did you mean checkpoint=3"),
+        (["parallel=fsdp", "parallel.shard=2"], "the mesh needs 2 processes"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line(
+    words: list[str], expected: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = evaluate_here([f"run.dir={run_dir}", *words])
+        printed = capsys.readouterr().err
+    except UserError as error:
+        code, printed = 78, f"error: {error}\n"
+    assert code == 78
+    assert printed.startswith("error: ")
+    assert len(printed.splitlines()) == 1
+    assert expected in printed
+
+
+def test_a_config_that_is_none_is_told_by_its_line(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = (run_dir / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(saved.replace("eval_batches: 1", "eval_batches: few"))
+    assert main(["evaluate", f"run.dir={tmp_path}"]) == 78
+    printed = capsys.readouterr().err
+    assert "trainer.eval_batches=few (config.yaml:" in printed
+    (tmp_path / "config.yaml").write_text("[1, 2")
+    assert main(["evaluate", f"run.dir={tmp_path}"]) == 78
+    assert "is not a config that train.py wrote" in capsys.readouterr().err
+
+
+def test_a_choice_of_data_replaces_where_documents_come_from_and_nothing_else(run_dir: Path) -> None:
+    saved = compose_saved(run_dir / "config.yaml", [], ("data",))
+    changed = compose_saved(
+        run_dir / "config.yaml", ["data=hf", "data.path=owner/set", "precision=bf16"], ("data", "precision")
+    )
+    assert (changed.data.name, changed.data.path, changed.data.validation) == ("hf", "owner/set", {})
+    same = ("tokenizer", "sequence_length", "packing", "isolate_documents", "format", "cache_dir")
+    assert all(getattr(changed.data, key) == getattr(saved.data, key) for key in same)
+    assert (changed.precision.name, saved.precision.name) == ("bf16", "fp32")
+    assert changed.model == saved.model
+
+
+# bytes ----------------------------------------------------------------------------------------------------------------
+
+
+def byte_level() -> HuggingFaceTokenizer:
+    return train_tokenizer(iter(["the cat sat on the mat; né à la carte " * 20]), 320)
+
+
+def of_words() -> HuggingFaceTokenizer:
+    """As Llama 2's: blanks are part of words, a text begins with one, and what it does not know goes byte by byte."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers
+
+    words = ["▁", "t", "h", "e", "c", "a", "▁t", "▁th", "▁the", "▁c", "▁ca"]
+    vocabulary = {name: number for number, name in enumerate([*(f"<0x{byte:02X}>" for byte in range(256)), *words])}
+    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("▁", "c"), ("▁c", "a")]
+    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(["</s>"])
+    return HuggingFaceTokenizer({"tokenizer.json": made.to_str(), "tokenizer_config.json": '{"eos_token": "</s>"}'})
+
+
+KINDS: dict[str, Tokenizer] = {
+    "bytes": BytesTokenizer(), "chars": CharsTokenizer("".join(sorted(set("the cat sat né€")))),
+    "byte level": byte_level(), "words": of_words(),
+}  # fmt: skip
+
+
+@settings(max_examples=40)
+@given(st.lists(st.text(alphabet="the cat sat né€", min_size=1, max_size=30), min_size=1, max_size=5))
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_targets_are_those_of_the_text(kind: str, documents: list[str]) -> None:
+    tokenizer = KINDS[kind]
+    ids = [tokenizer.end_id]
+    for document in documents:
+        ids += [*tokenizer.start_ids, *tokenizer.encode(document).tolist(), tokenizer.end_id]
+    stream = torch.tensor([ids])
+    batch = Batch(stream[:, :-1], stream[:, 1:], torch.zeros(1, dtype=torch.int64))
+    counted = TextBytes(tokenizer)
+    assert counted.of_targets(batch) == sum(len(document.encode()) for document in documents)
+    half = batch.targets.clone()
+    half[:, ::2] = IGNORE
+    rest = batch.targets.clone()
+    rest[:, 1::2] = IGNORE
+    parts = [counted.of_targets(batch._replace(targets=targets)) for targets in (half, rest)]
+    assert sum(parts) == counted.of_targets(batch), "each target counts once, however batches are cut"
+
+
+def test_a_tokenizer_of_characters_comes_back_from_its_files(tmp_path: Path) -> None:
+    tokenizer = CharsTokenizer("\n abcé€")
+    for name, content in hugging_face_files(tokenizer).items():
+        (tmp_path / name).write_text(content, "utf-8")
+    found = find_tokenizer(str(tmp_path))
+    assert isinstance(found, CharsTokenizer)
+    assert found.spec() == tokenizer.spec()
+    assert np.array_equal(found.encode("bé"), tokenizer.encode("bé"))
+    for name, content in hugging_face_files(BytesTokenizer()).items():
+        (tmp_path / name).write_text(content, "utf-8")
+    assert isinstance(find_tokenizer(str(tmp_path)), HuggingFaceTokenizer)

@@ -1,0 +1,312 @@
+"""serried generate: what a checkpoint writes is what transformers makes it write, token by token, and no slower."""
+
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipes.data.chat import CHATML, ask
+from recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, train_tokenizer
+from recipes.data.tokenizer import BytesTokenizer, Tokenizer
+from recipes.generation import TextStream, chooser, continued, until_end
+from recipes.models.cache import Cache
+from recipes.models.transformer import Transformer, hugging_face_config, hugging_face_name
+from serried import main
+from tests.cluster import Cluster
+from tests.runs import metrics, overrides, run_here, tiny_overrides
+from tests.test_model import LLAMA31_SCALING, build, section
+
+CPU = torch.device("cpu")
+GREEDY = chooser(temperature=0, top_p=1, seed=0)
+
+
+def prompt_of(length: int) -> list[int]:
+    return torch.randint(131, (length,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@torch.no_grad()
+def without_cache(model: Transformer, prompt: list[int], tokens: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(tokens):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def theirs(model: Transformer) -> Any:
+    import transformers
+
+    config = transformers.LlamaConfig(**hugging_face_config(model.config, 131, None), attn_implementation="eager")
+    twin = transformers.LlamaForCausalLM(config).eval()
+    state = {hugging_face_name(name): parameter for name, parameter in model.named_parameters()}
+    twin.load_state_dict(state, strict=False)
+    return twin
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tied", "scaling"), [(4, False, None), (2, True, LLAMA31_SCALING), (1, False, None)]
+)
+def test_with_a_cache_without_and_in_transformers_the_tokens_are_the_same(
+    kv_heads: int, tied: bool, scaling: Any
+) -> None:
+    model = build(section(kv_heads=kv_heads, tie_embeddings=tied, rope_scaling=scaling))
+    if tied:  # else its likeliest token is the one it has just read
+        with torch.no_grad():
+            model.embed_tokens.weight *= 0.2
+            for name, parameter in model.named_parameters():
+                parameter *= 3 if "proj" in name else 1
+    prompt = prompt_of(9)
+    made = list(continued(model, prompt, layers=3, tokens=60, choose=GREEDY, device=CPU))
+    assert len(set(made)) > 5, "a model that repeats itself would compare equal to much"
+    assert made == without_cache(model, prompt, 60)
+    asked = torch.tensor([prompt])
+    settings = {"attention_mask": torch.ones_like(asked), "do_sample": False, "max_new_tokens": 60, "pad_token_id": 0}
+    expected = theirs(model).generate(asked, **settings)
+    assert made == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("pieces", [[20], [1] * 20, [7, 1, 12], [19, 1], [1, 19]])
+def test_tokens_may_come_in_pieces_of_any_size(pieces: list[int]) -> None:
+    model = build(section(rope_scaling=LLAMA31_SCALING))
+    tokens = torch.tensor([prompt_of(20), prompt_of(25)[5:]])
+    with torch.no_grad():
+        expected, cache, first = model(tokens), Cache(3, 24), 0
+        for size in pieces:
+            logits = model(tokens[:, first : first + size], cache=cache)
+            first += size
+            assert logits.shape == (2, 1, 131)
+            torch.testing.assert_close(logits[:, 0], expected[:, first - 1], rtol=0, atol=1e-5)
+
+
+# choosing -------------------------------------------------------------------------------------------------------------
+
+logits = st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=40).map(torch.tensor)
+
+
+@given(logits, st.floats(0.01, 1.0), st.floats(0.1, 3.0), st.integers(0, 5))
+def test_only_tokens_of_the_nucleus_are_drawn(
+    logits: torch.Tensor, top_p: float, temperature: float, seed: int
+) -> None:
+    choose = chooser(temperature=temperature, top_p=top_p, seed=seed)
+    drawn = {choose(logits) for _ in range(20)}
+    probabilities = (logits / temperature).softmax(-1)
+    for token in drawn:  # the likelier ones alone do not come to top_p
+        assert probabilities[probabilities > probabilities[token]].sum() < top_p + 1e-5
+
+
+def test_they_are_drawn_as_often_as_they_are_likely() -> None:
+    probabilities = torch.tensor([0.4, 0.05, 0.3, 0.15, 0.1])
+    choose = chooser(temperature=1, top_p=0.8, seed=1)
+    counts = torch.bincount(torch.tensor([choose(probabilities.log()) for _ in range(8000)]), minlength=5) / 8000
+    expected = torch.tensor([0.4, 0, 0.3, 0.15, 0]) / 0.85
+    torch.testing.assert_close(counts, expected, rtol=0, atol=0.02)
+    assert counts[1] == counts[4] == 0
+
+
+@given(logits)
+def test_at_temperature_0_it_is_the_likeliest_and_close_to_0_too(logits: torch.Tensor) -> None:
+    assert GREEDY(logits) == int(logits.argmax())
+    assert logits[chooser(temperature=1e-5, top_p=1, seed=1)(logits)] >= logits.max() - 0.01
+
+
+@given(logits, st.floats(0.05, 0.95))
+def test_the_nucleus_is_that_of_transformers(logits: torch.Tensor, top_p: float) -> None:
+    from transformers import TopPLogitsWarper
+
+    warped = TopPLogitsWarper(top_p)(torch.zeros(1, 1, dtype=torch.int64), logits[None].double())[0]
+    drawn = {chooser(temperature=1, top_p=top_p, seed=seed)(logits) for seed in range(10)}
+    ties = {float(value) for value in logits[warped.isfinite()]}  # of equals either may be in it
+    assert {float(logits[token]) for token in drawn} <= ties
+
+
+# where it ends --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 2), max_size=4))
+def test_text_ends_at_the_end_mark_or_the_end_of_a_turn(tokens: list[int], ending: list[int]) -> None:
+    expected = tokens[: tokens.index(3)] if 3 in tokens else tokens
+    found = list(until_end(iter(tokens), 3, ending))
+    ends = [at for at in range(len(expected)) if ending and expected[at : at + len(ending)] == ending]
+    assert found == (expected[: ends[0]] if ends else expected)
+
+
+@pytest.fixture(scope="module")
+def learned() -> HuggingFaceTokenizer:
+    return train_tokenizer(iter(["a b c, the cat sat on the mat; né à la carte " * 20]), 300)
+
+
+@settings(max_examples=50)
+@given(st.text(alphabet=string.ascii_letters + " néà€\N{GRINNING FACE}\n", max_size=40), st.booleans())
+def test_pieces_make_up_the_text_and_characters_are_whole(learned: Tokenizer, text: str, is_learned: bool) -> None:
+    tokenizer = learned if is_learned else BytesTokenizer()
+    prompt = [int(token) for token in tokenizer.encode("the cat né")]
+    stream = TextStream(tokenizer, prompt)
+    pieces = [stream.add(int(token)) for token in tokenizer.encode(text)]
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert "".join([*pieces, stream.rest()]) == text
+
+
+def test_what_is_no_text_is_shown_as_such() -> None:
+    stream = TextStream(BytesTokenizer(), [])
+    assert "".join(stream.add(token) for token in [0xFF] * 40) + stream.rest() == "\N{REPLACEMENT CHARACTER}" * 40
+
+
+def test_a_question_is_asked_in_the_template_and_its_end_is_known() -> None:
+    tokenizer = BytesTokenizer()
+    ids, end_of_turn = ask(CHATML, tokenizer, "how?")
+    assert tokenizer.decode(ids) == "<|im_start|>user\nhow?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(end_of_turn) == "<|im_end|>"
+
+
+# the command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run_dir(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    argv = overrides(
+        text, folder, "trainer.steps=12", "checkpoint.every=6", "optim.lr=0.02", "model.max_sequence_length=90"
+    )
+    assert run_here(argv).code == 0
+    return folder
+
+
+def files_of(folder: Path) -> dict[Path, tuple[int, int]]:
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def test_the_command_writes_what_transformers_writes(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    before = files_of(run_dir)
+    assert main(["generate", f"run.dir={run_dir}", "prompt=lorem ip", "tokens=50", "temperature=0", "device=cpu"]) == 0
+    printed = capsys.readouterr()
+    assert files_of(run_dir) == before, "nothing of the run is touched"
+    assert main(["export", f"run.dir={run_dir}", f"out={tmp_path / 'model'}"]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    asked = tokenizer("lorem ip", return_tensors="pt")
+    expected = model.generate(**asked, do_sample=False, max_new_tokens=50, pad_token_id=0)
+    assert printed.out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
+    assert "step-00000012, fp32 on cpu" in printed.err
+    assert "it was trained on 32 tokens at a time" in printed.err
+
+
+def test_the_seed_decides_and_an_earlier_checkpoint_writes_something_else(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def text(*more: str) -> str:
+        assert main(["generate", f"run.dir={run_dir}", "prompt=sed ", "tokens=30", *more]) == 0
+        return capsys.readouterr().out
+
+    assert text() == text() == text("seed=1", "temperature=0.8", "top_p=1", "checkpoint=12", "precision=fp32")
+    assert len({text(), text("seed=2"), text("checkpoint=6"), text("temperature=3")}) == 4
+
+
+def test_the_model_goes_as_far_as_it_goes(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", f"run.dir={run_dir}", f"prompt={'x' * 80}", "temperature=0", "tokens=50"]) == 0
+    assert "after 10 tokens" in (printed := capsys.readouterr().err)
+    assert "model.max_sequence_length=90" in printed
+    assert main(["generate", f"run.dir={run_dir}", f"prompt={'x' * 90}"]) == 78
+    assert capsys.readouterr().err.startswith("error: the prompt has 90 tokens, and model.max_sequence_length=90")
+
+
+def test_a_run_on_conversations_is_asked_in_its_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chats = tmp_path / "chats.jsonl"
+    row = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes %d"}]}\n'
+    chats.write_text("".join(row % number for number in range(40)))
+    argv = tiny_overrides(tmp_path, tmp_path / "run", "recipe=sft", f"data.path={chats}", "data.sequence_length=96")
+    argv += ["data.packing=best_fit", "trainer.eval_batches=1", "data.validation_fraction=0.3"]
+    assert run_here([word for word in argv if word != "data=text"]).code == 0
+    asked: list[str] = []
+
+    def replied(_model: Any, prompt: list[int], **_: Any) -> Any:
+        asked.append(BytesTokenizer().decode(prompt))
+        return iter(b"aye<|im_<|im_end|>more")
+
+    monkeypatch.setattr("recipes.causal_lm.continued", replied)
+    capsys.readouterr()
+    assert main(["generate", f"run.dir={tmp_path / 'run'}", "prompt=hi"]) == 0
+    assert capsys.readouterr().out == "aye<|im_\n"
+    assert asked == ["<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"]
+
+
+@pytest.mark.parametrize("tokenizer", ["chars", "train"])
+def test_a_tokenizer_that_was_made_of_the_text_lies_with_the_model(
+    tokenizer: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = [f"data.tokenizer={tokenizer}", *(["data.vocab_size=300"] if tokenizer == "train" else [])]
+    assert run_here(tiny_overrides(text, tmp_path / "run", *more, "model.vocab_multiple=64")).code == 0
+    capsys.readouterr()
+    assert main(["generate", f"run.dir={tmp_path / 'run'}", "prompt=lorem", "tokens=5"]) == 0
+    assert capsys.readouterr().out.startswith("lorem")
+    if tokenizer == "chars":
+        assert main(["generate", f"run.dir={tmp_path / 'run'}", "prompt=Ω"]) == 78
+        assert "character 'Ω'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["temperature=warm"], "temperature=warm is not a number from 0 to 1000"),
+        (["temperature=-1"], "temperature=-1 is not"),
+        (["top_p=0"], "use temperature=0 for the likeliest"),
+        (["top_p=1.5"], "top_p=1.5 is not"),
+        (["tokens=2.5"], "tokens=2.5 is not a whole number"),
+        (["tokens=0"], "tokens=0 is not"),
+        (["temprature=1"], "did you mean temperature=1"),
+        (["checkpoint=7"], "there are 6, 12"),
+        (["model.dim=64"], "the run has model.dim=32"),
+        (["optim.lr=1"], "optim.lr=1 changes nothing here"),
+        (["precisoin=bf16"], "did you mean precision=bf16"),
+        (["precision=bf17"], "no precision 'bf17'"),
+        (["device=tpu"], "launch.device=tpu (command line) is not one of auto, cpu, cuda"),
+        (["run.dir=nowhere"], "cannot read nowhere/config.yaml"),
+        (["prompt=a", "prompt=b"], "prompt is given twice"),
+        (["hello"], "hello"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_one_line(
+    words: list[str], expected: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = [] if any(word.startswith("run.dir") for word in words) else [f"run.dir={run_dir}"]
+    assert main(["generate", *place, *words]) == 78
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert len(printed.splitlines()) == 1
+    assert expected in printed
+
+
+def test_a_damaged_checkpoint_writes_nothing(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import shutil
+
+    shutil.copytree(run_dir, tmp_path / "run")
+    weights = next((tmp_path / "run" / "checkpoints" / "step-00000012").glob("model*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert main(["generate", f"run.dir={tmp_path / 'run'}"]) == 78
+    assert "has checksum" in capsys.readouterr().err
+
+
+def test_the_sample_at_the_end_of_a_run_is_the_same_under_sharding(
+    cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    more = ["trainer.steps=3", "trainer.sample_tokens=40", "trainer.global_batch=4", "trainer.micro_batch=2"]
+    samples = []
+    for ranks, parallel in ((1, "single"), (2, "fsdp")):
+        folder = tmp_path / parallel
+        argv = overrides(text, folder, f"parallel={parallel}", *more)
+        cluster.run(ranks, "tests.runs:train_small", argv=argv)
+        log = (folder / "log" / "rank-0.log").read_text()
+        samples.append([line[20:] for line in log.splitlines() if "  | " in line])
+        assert metrics(folder, "stop")[-1]["state"] == "finished"
+    assert samples[0] == samples[1] != []

@@ -1,0 +1,278 @@
+"""How well a model predicts a data set: while it is trained, and of a checkpoint afterwards."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs.errors import EXIT_FINISHED, UserError
+from configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig
+from parallel.apply import parallelize
+from parallel.data import Single
+from parallel.mesh import resolve_layout
+from trainer.checkpoint.manifest import Damaged, check_file, read_manifest
+from trainer.checkpoint.retention import MODEL
+from trainer.checkpoint.state import load_weights
+from trainer.loader import evaluation_batches
+from trainer.precision import LOW_DTYPES
+from trainer.recipe import Dataset, Recipe, to_device
+from trainer.sampler import evaluation_samples
+from trainer.track import Console
+
+if TYPE_CHECKING:
+    from launch.session import Session
+
+Batches = Iterable[Any]
+
+_LARGEST_EXPONENT = 709.0
+
+
+def source_losses(
+    parallel: Single,
+    recipe: Recipe,
+    dataset: Dataset,
+    session: "Session",
+    *,
+    sequences: int,
+    micro_batch: int,
+    on_device: Callable[[Batches], Batches],
+) -> Iterator[tuple[str, float, int]]:
+    """Loss sum and targets of the first ``sequences`` sequences (all, where there are fewer), by source of a mixture;
+    under the name "" where there is one. A collective: all ranks read their share.
+
+    ``on_device`` is handed the batches, and hands them on where the model is.
+    """
+    for source, samples in evaluation_samples(dataset, sequences).items():
+        batches = evaluation_batches(
+            dataset,
+            recipe.collate,
+            samples,
+            micro_batch=micro_batch,
+            data_ranks=session.world_size,
+            data_rank=session.rank,
+        )
+        terms = parallel.evaluate(on_device(batches), recipe.loss)
+        yield source, terms.loss_sum.item(), int(terms.weight.item())
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation found on one data set."""
+
+    set: str
+    """Its name; of a mixture's source, behind a slash, the source's too."""
+    sequences: int
+    all_sequences: int
+    """In the data set."""
+    tokens: int
+    """Targets, that is."""
+    text_bytes: int
+    """Of the text of the targets, in UTF-8."""
+    loss_sum: float
+    """Over the targets, in nats."""
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over the targets; None where there is none."""
+        return self.loss_sum / self.tokens if self.tokens else None
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp(loss); infinite where no float is that large."""
+        if self.loss is None:
+            return None
+        return math.exp(self.loss) if self.loss < _LARGEST_EXPONENT else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits that the model needs for a byte of the text; None where the targets are no text."""
+        return self.loss_sum / (math.log(2) * self.text_bytes) if self.text_bytes else None
+
+
+def print_evaluation(
+    config: RunConfig,
+    recipe: Recipe,
+    session: "Session",
+    checkpoint: Path,
+    *,
+    is_whole: bool,
+    batches: int | None,
+    as_json: bool,
+) -> int:
+    """``evaluate``, told on rank 0. Returns the exit code."""
+    console = Console(session.is_main, session.rank)
+    global_batch = config.trainer.global_batch
+    try:
+        found = evaluate(
+            config, recipe, session, checkpoint,
+            is_whole=is_whole, sequences=batches and batches * global_batch, console=console,
+        )  # fmt: skip
+        if as_json:
+            for each in found:
+                values = {name: getattr(each, name) for name in _TOLD}
+                console.say(json.dumps({name: _finite(value) for name, value in values.items()}))
+            return EXIT_FINISHED
+        console.say(f"model      {checkpoint}, {config.precision.name}, {session.place()}")
+        for each in found:
+            console.say(describe(each, global_batch))
+    finally:
+        console.close()
+    return EXIT_FINISHED
+
+
+_TOLD = ("set", "loss", "perplexity", "bits_per_byte", "tokens", "text_bytes", "sequences", "all_sequences")
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def describe(found: Evaluated, global_batch: int) -> str:
+    """One line for the user."""
+    if found.loss is None:
+        return f"{found.set:<10} no loss: its {found.sequences:,} sequences hold nothing to predict"
+    bits = f"{found.bits_per_byte:.4f}" if found.bits_per_byte is not None else "not known"
+    line = (
+        f"{found.set:<10} loss {found.loss:.4f}  perplexity {found.perplexity:.4g}  bits/byte {bits}  over "
+        f"{found.tokens:,} tokens, {found.text_bytes:,} bytes"
+    )
+    if found.sequences < found.all_sequences and "/" not in found.set:
+        batches = -(-found.all_sequences // global_batch)
+        line += f"; {found.sequences:,} of {found.all_sequences:,} sequences, all: trainer.eval_batches={batches}"
+    return line
+
+
+def evaluate(
+    config: RunConfig,
+    recipe: Recipe,
+    session: "Session",
+    checkpoint: Path,
+    *,
+    is_whole: bool,
+    sequences: int | None,
+    console: Console,
+) -> list[Evaluated]:
+    """Evaluate the weights of ``checkpoint`` as ``config`` says. A collective; the same result on every rank.
+
+    On the validation sets or, where ``is_whole``, on all of ``data``, each to its first ``sequences`` sequences. None:
+    to the end.
+
+    Raises:
+        UserError: the checkpoint is damaged, or of another model or tokenizer than the data.
+    """
+    console.doing("preparing data")
+    recipe.open_data(session.once_per_node(partial(recipe.prepare, console.progress)))
+    session.once(partial(recipe.check_tokenizer, checkpoint))
+    console.doing(f"reading {checkpoint}")
+    session.once(partial(check_weights, checkpoint))
+    parallel = load_model(config, recipe, session, checkpoint)
+    names = [WHOLE] if is_whole else [DEFAULT_VALIDATION, *recipe.further_validation()]
+    found = []
+    for name in names:
+        dataset = recipe.dataset(name)
+        wanted = len(dataset) if sequences is None else sequences
+        found += _evaluate_on(config, recipe, session, parallel, name, dataset, wanted, console)
+    return found
+
+
+def _evaluate_on(
+    config: RunConfig,
+    recipe: Recipe,
+    session: "Session",
+    parallel: Single,
+    name: str,
+    dataset: Dataset,
+    wanted: int,
+    console: Console,
+) -> list[Evaluated]:
+    """The data set ``name`` and, where that is a mixture, each source of it."""
+    sizes = {source: len(samples) for source, samples in evaluation_samples(dataset, wanted).items()}
+    micro_batch, total = config.trainer.micro_batch, sum(sizes.values())
+    done, text_bytes = 0, 0
+
+    def on_device(batches: Batches) -> Iterator[Any]:
+        nonlocal done, text_bytes
+        for batch in batches:
+            console.doing(f"evaluating {name}: {min(done, total):,} of {total:,} sequences", f"evaluating {name}")
+            text_bytes += recipe.target_bytes(batch)
+            yield to_device(batch, session.device)
+            done += micro_batch * session.world_size
+
+    each: list[Evaluated] = []
+    losses = source_losses(
+        parallel, recipe, dataset, session, sequences=wanted, micro_batch=micro_batch, on_device=on_device
+    )
+    for source, loss_sum, tokens in losses:
+        of_source = f"{name}/{source}" if source else name
+        all_bytes, text_bytes = sum(session.gather(text_bytes)), 0
+        each.append(Evaluated(of_source, sizes[source], len(dataset), tokens, all_bytes, loss_sum))
+    if len(each) == 1:
+        return each
+    tokens, all_bytes = sum(part.tokens for part in each), sum(part.text_bytes for part in each)
+    return [Evaluated(name, total, len(dataset), tokens, all_bytes, sum(part.loss_sum for part in each)), *each]
+
+
+def as_saved(
+    config: RunConfig, checkpoint: Path, *, world_size: int, is_cut_anew: bool, is_other_data: bool
+) -> RunConfig:
+    """``config`` of a run as the model in ``checkpoint`` is to be opened: with its vocabulary.
+
+    Where it ``is_cut_anew``, over the processes that there are. Where it ``is_other_data`` than the run's, all of it is
+    tokenised by the tokenizer that lies with the model, since the run's may be made of its data.
+
+    Raises:
+        UserError: the checkpoint lacks its config.
+    """
+    try:
+        rows = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint / 'config.json'} cannot be read: {error}; use another checkpoint") from None
+    model, data, parallel = config.model.model_copy(update={"vocab_size": rows}), config.data, config.parallel
+    if is_cut_anew:
+        strategy = "single" if world_size == 1 else "ddp" if parallel.strategy in ("single", "ddp") else "fsdp"
+        degrees = {"replicate": -1 if strategy == "ddp" else 1, "shard": -1 if strategy == "fsdp" else 1}
+        parallel = parallel.model_copy(update={"strategy": strategy, **degrees, "sync_every_micro_batch": False})
+    if is_other_data:
+        update: dict[str, Any] = {"validation_fraction": 0.0, "validation": {}}
+        is_prepared = data.name == "tokens" and (Path(data.path or "") / "summary.json").exists()
+        if data.tokenizer != "bytes" and not is_prepared:
+            update["tokenizer"] = str(checkpoint.absolute())
+        if (checkpoint / "chat_template.jinja").exists():
+            update["chat_template"] = str(checkpoint / "chat_template.jinja")
+        data = data.model_copy(update=update)
+    return config.model_copy(update={"model": model, "data": data, "parallel": parallel})
+
+
+def load_model(config: RunConfig, recipe: Recipe, session: "Session", checkpoint: Path) -> Single:
+    """The model with the weights of ``checkpoint``, cut over all ranks. A collective."""
+    model = recipe.build_model()
+    parallel = parallelize(
+        model,
+        recipe.parallel_plan(model),
+        None,
+        seed=config.trainer.seed,
+        layout=resolve_layout(config.parallel, session.world_size),
+        section=config.parallel,
+        low_dtype=LOW_DTYPES[config.precision.name],
+        device=session.device,
+    )
+    load_weights(checkpoint, parallel.module, recipe.export_name)
+    parallel.model.eval()
+    return parallel
+
+
+def check_weights(checkpoint: Path) -> None:
+    """Compare the files of the weights with their checksums.
+
+    Raises:
+        UserError: one is damaged.
+    """
+    try:
+        for name, record in read_manifest(checkpoint).items():
+            if name.startswith(MODEL) or name == "config.json":
+                check_file(checkpoint, name, record)
+    except Damaged as damaged:
+        raise UserError(f"{damaged}; use another checkpoint: checkpoint=STEP") from None

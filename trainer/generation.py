@@ -1,0 +1,76 @@
+"""Text from a checkpoint, as it is made."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from configs.errors import UserError
+from configs.schema import RunConfig
+from trainer.evaluation import check_weights, load_model
+from trainer.recipe import Recipe
+
+if TYPE_CHECKING:
+    from launch.session import Session
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How text is made."""
+
+    tokens: int
+    """At most so many."""
+    temperature: float
+    """0: always the likeliest token."""
+    top_p: float
+    """Probability of the tokens that are drawn from, the likeliest ones."""
+    seed: int
+
+
+def write_text(
+    config: RunConfig,
+    recipe: Recipe,
+    session: "Session",
+    checkpoint: Path,
+    prompt: str,
+    sampling: Sampling,
+    *,
+    say: Callable[[str], None],
+    note: Callable[[str], None],
+) -> None:
+    """Have ``say`` print ``prompt`` and what the model in ``checkpoint`` writes after it, piece by piece; of a chat the
+    reply alone. ``note`` takes the lines about it.
+
+    Raises:
+        UserError: the prompt is too long for the model, or the checkpoint is damaged.
+    """
+    prompt_tokens = len(recipe.prompt_ids(prompt))
+    trained, longest = config.data.sequence_length, config.model.max_sequence_length
+    if prompt_tokens >= longest:
+        raise UserError(
+            f"the prompt has {prompt_tokens:,} tokens, and model.max_sequence_length={longest} is as far as the model "
+            "goes; use a shorter one"
+        )
+    check_weights(checkpoint)
+    note(f"model      {checkpoint}, {config.precision.name} on {session.device}")
+    model = load_model(config, recipe, session, checkpoint)
+    tokens = min(sampling.tokens, longest - prompt_tokens)
+    if prompt_tokens + tokens > trained:
+        note(f"note       it was trained on {trained:,} tokens at a time; what comes after these may be worse")
+    started, made = time.perf_counter(), 0
+    if config.data.format == "text":
+        say(prompt)
+    with model.autocast():
+        for piece in recipe.write(
+            model.model, prompt, tokens=tokens, temperature=sampling.temperature, top_p=sampling.top_p,
+            seed=sampling.seed, device=session.device,
+        ):  # fmt: skip
+            made += piece.tokens
+            say(piece.text)
+    say("\n")
+    ending = "the end of the text" if made < tokens else f"tokens={sampling.tokens}"
+    if made == tokens < sampling.tokens:
+        ending = f"model.max_sequence_length={longest}"
+    seconds = time.perf_counter() - started
+    note(f"ended      after {made:,} tokens, {made / seconds:.1f} a second: {ending}")

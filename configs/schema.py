@@ -595,7 +595,8 @@ class SlurmSection(Section):
     modules: str | None = None
     """Environment modules to load, with blanks between them."""
     setup: str | None = None
-    """Shell commands to run on each node before training: ``source /opt/env.sh; export NCCL_DEBUG=INFO``."""
+    """Shell commands to run on the first node before training; all nodes see what they export: ``source /opt/env.sh;
+    export NCCL_DEBUG=INFO``."""
     container: str | None = None
     """Command that runs what follows it in a container: ``apptainer exec --nv image.sif``."""
     python: str | None = None

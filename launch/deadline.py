@@ -30,11 +30,10 @@ class Deadline:
 
 
 def deadline_of_job() -> Deadline | None:
-    """As Slurm said when the job began; None: it did not, or never."""
+    """As Slurm said when the job began; None: it did not, never, or the job that this is left over from has ended."""
     try:
         at = float(os.environ["SLURM_JOB_END_TIME"])
     except (KeyError, ValueError):
         return None
-    if not 0 < at < time.time() + _FAR_SECONDS:
-        return None
-    return Deadline(at, min(_SPARE_SECONDS, max(0.0, at - time.time()) / 4))
+    left = at - time.time()
+    return Deadline(at, min(_SPARE_SECONDS, left / 4)) if 0 < left < _FAR_SECONDS else None

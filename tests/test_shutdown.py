@@ -354,7 +354,7 @@ def test_max_minutes_stops(text: Path, tmp_path: Path) -> None:
     assert "changed since" not in ended.printed
 
 
-@pytest.mark.parametrize("left", [400, 4e9])
+@pytest.mark.parametrize("left", [400, 4e9, -400])  # of a job that has ended, in a shell that was started in it
 def test_a_run_that_has_the_time_ends_by_itself(
     left: float, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

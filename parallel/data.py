@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -120,10 +119,9 @@ class Single:
     @contextmanager
     def _waits_after(self, gradients_of: Sequence[Tensor]) -> Iterator[None]:
         """Once backward has computed these gradients, the rest of it is waiting for other ranks."""
-        hook = register_multi_grad_hook(gradients_of, lambda _: self.phases.wait())
-        try:
-            yield
-        finally:
+        hooks = self.phases.wait_after(gradients_of)
+        yield
+        for hook in hooks:
             hook.remove()
 
 

@@ -5,10 +5,12 @@ until the step is read. On a CPU it is the clock. Each moment of a marked step b
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, HOST = PHASES = (
     "data", "forward", "backward", "communication", "optimizer", "host"
@@ -64,6 +66,22 @@ class Phases:
         """Go on with the phase that was interrupted."""
         if self._marks is not None and self._before_waits:
             self._mark(self._before_waits.pop())
+
+    def wait_after(self, tensors: Sequence[Tensor]) -> list[RemovableHandle]:
+        """Once backward has computed the gradients of all ``tensors``, what comes is communication.
+
+        Remove the hooks after that backward. (``register_multi_grad_hook`` allows for tensors that get no gradient, at
+        ten times the cost. Where one gets none here, the wait is taken for backward.)
+        """
+        missing = len(tensors)
+
+        def arrived(_: Tensor) -> None:
+            nonlocal missing
+            missing -= 1
+            if not missing:
+                self.wait()
+
+        return [tensor.register_hook(arrived) for tensor in tensors]
 
     def end(self) -> None:
         """The step is done; if it was marked, it can be read."""

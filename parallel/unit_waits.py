@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from parallel.phases import Phases
@@ -27,7 +26,7 @@ class UnitWaits:
         self._own = {unit: _own_parameters(unit, units) for unit in units}
         self._given: tuple[Any, ...] = ()
         self._last_gradients: list[Tensor] = []
-        self._handle: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
         for unit in units:
             unit.register_forward_pre_hook(self._before_gather, prepend=True)
             unit.register_forward_pre_hook(self._after_gather)
@@ -36,10 +35,10 @@ class UnitWaits:
 
     def forget(self) -> None:
         """The micro-batch is done."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         self._last_gradients.clear()
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
 
     def _before_gather(self, unit: nn.Module, given: tuple[Any, ...]) -> None:
         del unit
@@ -76,7 +75,7 @@ class UnitWaits:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(_ignoring_arguments(self._phases.end_wait))
         if unit is self._root and self._last_gradients:
-            self._handle = register_multi_grad_hook(self._last_gradients, lambda _: self._phases.wait())
+            self._hooks = self._phases.wait_after(self._last_gradients)
 
 
 def _ignoring_arguments(function: Callable[[], None]) -> Callable[..., None]:

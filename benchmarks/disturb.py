@@ -188,6 +188,8 @@ def run_storm(documentation: str | None, what: str, default: int, storm: Callabl
     parser.add_argument("--layout", default="fsdp", choices=("single", "ddp", "fsdp", "hsdp"))
     parser.add_argument("--seed", type=int, default=1)
     options = vars(parser.parse_args())
+    # A shell has what it starts in the background (`... &`) ignore SIGINT, and torchrun would until it is up.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="serried-storm-") as folder:
         result = storm(Path(folder) / "storm", **options, say=lambda line: print(line, flush=True))
     for violation in result.violations:

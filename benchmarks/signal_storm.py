@@ -115,8 +115,10 @@ def storm(
                 break
             everyone = family(agent.pid)
             ranks = [pid for pid in everyone if parent(pid) == agent.pid]
-            hit = {"torchrun": [agent.pid], "one rank": [chance.choice(ranks)] if ranks else [], "all ranks": ranks}
-            targets = hit[target] or [agent.pid]
+            if not ranks:
+                target = "torchrun"  # which has started none yet
+            hit = {"torchrun": [agent.pid], "one rank": ranks and [chance.choice(ranks)], "all ranks": ranks}
+            targets = hit[target]
             struck = time.time()
             for pid in targets:
                 send(pid, number)

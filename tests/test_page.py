@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,8 @@ from tests.browser import Browser, Page, browser
 from tests.cluster import ROOT
 from tests.runs import metrics, run_here, tiny_overrides
 from trainer.page import write_report
+from trainer.page.page import render
+from trainer.page.records import read_records
 from trainer.page.thinning import means, thinned
 
 pytestmark = pytest.mark.page
@@ -114,17 +117,14 @@ def page_file(run_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def long_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three runs of 100,000 logged steps each, of the same records: writing them is what takes long here."""
+    """Three runs of 100,000 logged steps each, of the same records: writing and reading them takes long."""
     folder = tmp_path_factory.mktemp("long")
-    write_run(folder / "a", 100_000)
-    for number, name in enumerate(("b", "c"), start=1):
-        (folder / name).mkdir()
-        for file in (folder / "a").iterdir():
-            (folder / name / file.name).hardlink_to(file)
-        (folder / name / "config.yaml").unlink()
-        config = (folder / "a" / "config.yaml").read_text()
-        (folder / name / "config.yaml").write_text(config.replace("lr: 0.0003", f"lr: 0.000{number}"))
-    write_report([folder / name for name in "abc"], folder / "report.html")
+    records = read_records(write_run(folder / "a", 100_000))
+    others = [
+        replace(records, path=folder / name, config={**records.config, "optim.lr": rate})
+        for name, rate in (("b", 0.0001), ("c", 0.0002))
+    ]
+    (folder / "report.html").write_text(render([records, *others]), encoding="utf-8")
     return folder / "report.html"
 
 

@@ -1,4 +1,4 @@
-"""``train.py`` whose last rank asks in step 2 for more memory than there is: ``-m tests.greedy STAGE KEY=VALUE ...``."""
+"""``train.py`` whose last rank asks in step 2 for more memory than there is: ``-m tests.greedy STAGE KEY=VALUE``."""
 
 import os
 import sys

@@ -125,27 +125,25 @@ def limited(argv: list[str]) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_a_micro_batch_that_does_not_fit_and_the_one_that_is_advised(text: Path, tmp_path: Path) -> None:
+def test_a_micro_batch_that_does_not_fit(text: Path, tmp_path: Path) -> None:
     batch = ["trainer.global_batch=65536", "trainer.steps=1"]
     ended = limited(tiny_overrides(text, tmp_path / "run", *batch, "trainer.micro_batch=65536"))
     assert ended.returncode == 70, ended.stderr
     assert "ran out of memory in forward of step 1" in ended.stderr
     assert "this process may have (ulimit -v) 3.0GiB" in ended.stderr
-    advised = next(line.split()[1] for line in ended.stderr.splitlines() if line.strip().startswith("try"))
-    assert advised.startswith("trainer.micro_batch=")
-    ended = limited(tiny_overrides(text, tmp_path / "smaller", *batch, advised))
-    assert ended.returncode == 0, ended.stderr
+    assert "  try        trainer.micro_batch=" in ended.stderr
 
 
 def test_a_model_that_does_not_fit(text: Path, tmp_path: Path) -> None:
-    sizes = ["model.dim=4096", "model.heads=32", "model.layers=32", "model.hidden_dim=16384"]
+    sizes = ["model.dim=4096", "model.heads=32", "model.layers=4", "model.hidden_dim=16384"]
     ended = limited(tiny_overrides(text, tmp_path / "run", *sizes))
     assert ended.returncode == 70, ended.stderr
     assert ended.stderr.count("failed:") == 1
     assert f"ran out of memory in {SET_UP}" in ended.stderr
-    assert "needs      parameters 31." in ended.stderr
+    assert "needs      parameters 3.5GiB" in ended.stderr
     assert "more ranks and parallel=fsdp" in ended.stderr
     assert "trainer.micro_batch" not in ended.stderr
+    assert "checkpoint.mode" not in ended.stderr, "nothing is saved yet"
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "failed"
 
 

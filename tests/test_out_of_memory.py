@@ -6,27 +6,21 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-import recipes.causal_lm
 from configs.compose import compose
 from parallel.phases import BACKWARD, FORWARD, OPTIMIZER
-from parallel.plan import LossTerms
 from recipes.causal_lm import CausalLM
 from recipes.models.transformer import Transformer, activation_bytes
-from tests.cluster import ROOT, Cluster
+from tests.cluster import ROOT
+from tests.greedy import ABSURD, train_out_of_memory
 from tests.runs import metrics, tiny_overrides
-from train import main
 from trainer.out_of_memory import _advice, _asked_bytes, _Planned, _Usage, is_out_of_memory
-from trainer.step import TrainStep
 from trainer.watchdog import SET_UP
 
-_ABSURD = 2**50
 _ADDRESS_SPACE_BYTES = 3 * 2**30
 
 
@@ -71,71 +65,48 @@ def test_activations_take_what_the_plan_says_to_a_twentieth(shape: str, dtype: t
 # failure ------------------------------------------------------------------------------------------------------------
 
 
-class _Asks(torch.autograd.Function):
-    """Asks for too much in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:
-        del ctx
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        del ctx
-        return gradient + torch.empty(_ABSURD).sum()
-
-
-def train_out_of_memory(argv: list[str], stage: str) -> int:
-    """As ``train.py`` does it; in step 2 rank 1 asks in ``stage`` for more than there is."""
-    loss, step, took = CausalLM.loss, TrainStep.__call__, [0]
-    is_rank_1 = os.environ["RANK"] == "1"
-
-    def greedy_loss(self: CausalLM, model: Any, batch: Any) -> LossTerms:
-        is_step_2 = took[0] == 1 and torch.is_grad_enabled()
-        if is_rank_1 and ((stage == FORWARD and is_step_2) or (stage == "evaluation" and not torch.is_grad_enabled())):
-            torch.empty(_ABSURD)
-        terms = loss(self, model, batch)
-        if is_rank_1 and stage == BACKWARD and is_step_2:
-            return terms._replace(loss_sum=_Asks.apply(terms.loss_sum))
-        return terms
-
-    def greedy_step(self: TrainStep, *arguments: Any) -> Tensor:
-        if is_rank_1 and stage == OPTIMIZER and took[0] == 1:
-            self._optimizer.register_step_pre_hook(lambda *_: torch.empty(_ABSURD) and None)
-        result = step(self, *arguments)
-        took[0] += 1
-        return result
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(recipes.causal_lm.CausalLM, "loss", greedy_loss)
-        patched.setattr(TrainStep, "__call__", greedy_step)
-        return main(argv)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "stage"),
-    [("ddp", FORWARD), ("fsdp", BACKWARD), ("ddp", OPTIMIZER), ("fsdp", "evaluation")],
-)
-def test_the_rank_that_runs_out_of_memory_says_so_and_the_other_ends_with_it(
-    strategy: str, stage: str, cluster: Cluster, text: Path, tmp_path: Path
-) -> None:
-    argv = tiny_overrides(text, tmp_path / "run", f"parallel={strategy}", "trainer.eval_every=2")
-    answers = cluster.run(2, "tests.test_out_of_memory:train_out_of_memory", argv=argv, stage=stage)
-    assert {answer.value for answer in answers} == {70}
-    assert "failed:" not in answers[0].printed
-    assert "Traceback" not in "".join(answer.printed for answer in answers)
-    lines = answers[1].printed[answers[1].printed.index("failed: ") :].splitlines()
+def check(printed: str, run_dir: Path, rank: int, strategy: str, stage: str) -> None:
+    """That one rank told what happened, and that the records have it."""
+    assert printed.count("failed: ") == 1, printed
+    lines = printed[printed.index("failed: ") :].splitlines()
+    end = next((number for number, line in enumerate(lines) if number and not line.startswith("  ")), len(lines))
+    lines = lines[:end]
     assert len(lines) <= 10
-    assert lines[0].startswith("failed: rank 1 on ")
+    assert lines[0].startswith(f"failed: rank {rank} on ")
     assert f"ran out of memory in {stage} of step 2: 4096.00TiB more asked for" in lines[0]
     assert lines[1].split()[0] == "holds"
     assert all(what in lines[1] for what in ("parameters", "optimizer state", "activations"))
     assert any("trainer.micro_batch=1" in line for line in lines) == (stage != OPTIMIZER)
-    assert any("parallel=fsdp" in line for line in lines) == (strategy == "ddp")
-    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert any("parallel=fsdp" in line for line in lines) == (strategy != "fsdp")
+    status = json.loads((run_dir / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 70)
     assert status["reason"] == lines[0].removeprefix("failed: ")
-    assert metrics(tmp_path / "run", "stop")[-1]["reason"] == status["reason"]
+    assert metrics(run_dir, "stop")[-1]["reason"] == status["reason"]
+
+
+@pytest.mark.parametrize("stage", [FORWARD, OPTIMIZER])
+def test_a_process_that_runs_out_of_memory_says_where(
+    stage: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = tiny_overrides(text, tmp_path / "run")
+    assert train_out_of_memory(argv, stage) == 70
+    printed = capfd.readouterr().err
+    assert "Traceback" not in printed
+    check(printed, tmp_path / "run", 0, "single", stage)
+
+
+@pytest.mark.parametrize(("strategy", "stage"), [("ddp", BACKWARD), ("fsdp", "evaluation")])
+def test_the_rank_that_runs_out_of_memory_says_so_and_the_other_ends_with_it(
+    strategy: str, stage: str, text: Path, tmp_path: Path
+) -> None:
+    argv = tiny_overrides(text, tmp_path / "run", f"parallel={strategy}", "trainer.eval_every=2")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    ended = subprocess.run(
+        [*torchrun, "-m", "tests.greedy", stage, *argv],
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ended.returncode != 0
+    check(ended.stderr, tmp_path / "run", 1, strategy, stage)
 
 
 _LIMITED = f"""
@@ -154,27 +125,25 @@ def limited(argv: list[str]) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_a_micro_batch_that_does_not_fit_and_the_one_that_is_advised(text: Path, tmp_path: Path) -> None:
+def test_a_micro_batch_that_does_not_fit(text: Path, tmp_path: Path) -> None:
     batch = ["trainer.global_batch=65536", "trainer.steps=1"]
     ended = limited(tiny_overrides(text, tmp_path / "run", *batch, "trainer.micro_batch=65536"))
     assert ended.returncode == 70, ended.stderr
     assert "ran out of memory in forward of step 1" in ended.stderr
     assert "this process may have (ulimit -v) 3.0GiB" in ended.stderr
-    advised = next(line.split()[1] for line in ended.stderr.splitlines() if line.strip().startswith("try"))
-    assert advised.startswith("trainer.micro_batch=")
-    ended = limited(tiny_overrides(text, tmp_path / "smaller", *batch, advised))
-    assert ended.returncode == 0, ended.stderr
+    assert "  try        trainer.micro_batch=" in ended.stderr
 
 
 def test_a_model_that_does_not_fit(text: Path, tmp_path: Path) -> None:
-    sizes = ["model.dim=4096", "model.heads=32", "model.layers=32", "model.hidden_dim=16384"]
+    sizes = ["model.dim=4096", "model.heads=32", "model.layers=4", "model.hidden_dim=16384"]
     ended = limited(tiny_overrides(text, tmp_path / "run", *sizes))
     assert ended.returncode == 70, ended.stderr
     assert ended.stderr.count("failed:") == 1
     assert f"ran out of memory in {SET_UP}" in ended.stderr
-    assert "needs      parameters 31." in ended.stderr
+    assert "needs      parameters 3.5GiB" in ended.stderr
     assert "more ranks and parallel=fsdp" in ended.stderr
     assert "trainer.micro_batch" not in ended.stderr
+    assert "checkpoint.mode" not in ended.stderr, "nothing is saved yet"
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "failed"
 
 
@@ -217,7 +186,7 @@ def test_the_largest_micro_batch_that_fits_is_advised() -> None:
 
 def test_what_counts_as_out_of_memory() -> None:
     with pytest.raises(RuntimeError) as allocator:
-        torch.empty(_ABSURD)
+        torch.empty(ABSURD)
     gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of ...")
     wrapped = RuntimeError("sample 5 cannot be read")
     wrapped.__cause__ = MemoryError()
@@ -225,4 +194,4 @@ def test_what_counts_as_out_of_memory() -> None:
         assert is_out_of_memory(error)
     assert not is_out_of_memory(RuntimeError("Connection closed by peer"))
     assert _asked_bytes(gpu) == 2.5 * 2**30
-    assert _asked_bytes(allocator.value) == 4 * _ABSURD
+    assert _asked_bytes(allocator.value) == 4 * ABSURD

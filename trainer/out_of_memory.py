@@ -279,7 +279,7 @@ def _that_keep_the_numbers(planned: _Planned, stage: str, usage: _Usage) -> Iter
     if layout.strategy != "ddp":
         name = "more ranks" if layout.shard > 1 else "more ranks and parallel=fsdp"
         yield f"{name}, such as {2 * world}", planned.saved_by("parallel", ranks=2, **fully), " on each"
-    if usage.others is None and config.checkpoint.mode == "async":
+    if usage.others is None and config.checkpoint.mode == "async" and stage != SET_UP:
         copy = state_bytes(planned.parameters) // world
         yield "checkpoint.mode=sync", copy, " where a save is under way"
 

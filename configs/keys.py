@@ -25,6 +25,11 @@ _EXAMPLES = {  # keys for which a value made up from the type alone would mislea
     "optim.betas": "[0.9,0.95]",
     "run.name": "first-try",
     "run.dir": "runs/first-try",
+    "track.mlflow": "sqlite:///runs/mlflow.db",
+    "track.project": "books",
+    "track.entity": "my-team",
+    "track.group": "lr-study",
+    "track.tags": "[a,b]",
     "slurm.partition": "gpu",
     "slurm.account": "my-project",
     "slurm.qos": "normal",
@@ -48,6 +53,7 @@ _WORDS = {
     "boolean": ("true or false", "true"),
     "string": ("text", "some-name"),
     "array": ("a list of two numbers", "[0.9,0.95]"),
+    "texts": ("a list of texts", "[a,b]"),
     "object": ("a section", "null"),
 }
 
@@ -59,7 +65,8 @@ class Key:
     path: str
     """Full dotted name, such as ``trainer.steps``."""
     kind: str
-    """JSON's name of the type: integer, number, boolean, string, array; object: a section that may be null."""
+    """JSON's name of the type: integer, number, boolean, string, array; texts: an array of strings; object: a section
+    that may be null."""
     choices: tuple[str, ...]
     """The values it may take, where they are few; else empty."""
     nullable: bool
@@ -151,7 +158,7 @@ def all_keys() -> Keys:
             if section is None or nullable:
                 found[path] = Key(
                     path=path,
-                    kind="object" if section else field["type"],
+                    kind="object" if section else _kind(field),
                     choices=tuple(field["enum"])
                     if "enum" in field
                     else ((field["const"],) if "const" in field else ()),
@@ -165,6 +172,10 @@ def all_keys() -> Keys:
 
     walk(description["properties"], description.get("required", []), "", keys)
     return keys
+
+
+def _kind(field: dict[str, Any]) -> str:
+    return "texts" if field.get("items", {}).get("type") == "string" else str(field["type"])
 
 
 def all_sections() -> list[str]:

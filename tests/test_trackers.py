@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
+from benchmarks.disturb import family
 from configs.compose import compose
 from configs.errors import UserError
 from configs.trackers import check_installed
 from tests.cluster import ROOT
 from tests.runs import metrics, tiny_overrides
-from tests.tracked import Records, accumulator, mirrors, scalars, session_of, wait_for, wandb_run
+from tests.tracked import Records, accumulator, mirrors, scalars, wait_for, wandb_run
 from tests.wandb_server import WandbServer, serving
 from trainer.mirror.metrics_file import MetricsFile
 from trainer.mirror.rows import Rows
@@ -180,9 +181,8 @@ def test_its_service_killed_the_records_are_kept(
     records.steps(1, 3)
     (mirror,) = wait_for(lambda: mirrors(run_dir))
     wait_for(lambda: server.runs)
-    for pid in session_of(mirror):
-        if pid != mirror:
-            os.kill(pid, signal.SIGKILL)
+    for pid in family(mirror)[1:]:
+        os.kill(pid, signal.SIGKILL)
     records.steps(4, 6)
     wait_for(lambda: records.look() or list(run_dir.glob("wandb/offline-run-*/*.wandb")))
     records.steps(7, 9)

@@ -28,8 +28,8 @@ def _nobodys_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _kill_its_service(run_dir: Path) -> Callable[[Trainer, int], None]:
     def kill(_: Trainer, step: int) -> None:
         if step == 3:
-            for pid in wait_for(lambda: [pid for mirror in mirrors(run_dir) for pid in family(mirror)[1:]]):
-                send(pid, signal.SIGKILL)
+            for service in wait_for(lambda: [pid for mirror in mirrors(run_dir) for pid in family(mirror)[1:]]):
+                send(service, signal.SIGKILL)
 
     return kill
 

@@ -32,10 +32,11 @@ _LOOK_SECONDS = 1.0
 _TRY_AGAIN_SECONDS = 30.0
 _CALL_SECONDS = 180.0
 _CALL_SECONDS_WHEN_ALONE = 40.0
-_CONNECT_SECONDS_WHEN_ALONE = 5.0
+_CONNECT_SECONDS_WHEN_ALONE = 10.0
 _ALONE_SECONDS = 120.0
 _WATCH_SECONDS = 0.2
 _FINISHING = "finishing"
+_NOT_OF_THE_RUN = ("event", "time", "tracker_run_id", "resumed_from")
 _HELPERS = {"wandb": "wandb-core"}
 _PRIORITY = 5
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -275,7 +276,7 @@ def read_beginning(run_dir: Path) -> tuple[Run, int] | None:
                         start, before = event, rollbacks
     if start is None:
         return None
-    facts = {key: value for key, value in start.items() if key not in ("event", "time", "tracker_run_id")}
+    facts = {key: value for key, value in start.items() if key not in _NOT_OF_THE_RUN}
     with suppress(OSError, ValueError):
         facts["environment"] = json.loads((run_dir / "environment.json").read_text())
     return Run(run_dir, start["tracker_run_id"], read_config(run_dir), facts), before
@@ -309,6 +310,9 @@ def _end_helpers() -> None:
     for pid in helpers - {os.getpid()}:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
+    for pid in helpers - {os.getpid()}:
+        with suppress(OSError):  # it is not a child of this process, but of a child
+            os.waitpid(pid, 0)
 
 
 def _has_lost_a_helper(name: str) -> bool:

@@ -11,7 +11,7 @@ import wandb
 from trainer.mirror.tracker import Row, Run, Summary
 
 _INIT_SECONDS = 90.0
-_FINISH_SECONDS = 6.0
+_FINISH_SECONDS = 20.0
 _FLUSH_SECONDS = 1
 _STEP = "step"
 

@@ -88,7 +88,21 @@ def mirrors(run_dir: Path) -> list[int]:
 
 
 def await_mirrors(run_dir: Path) -> None:
-    wait_for(lambda: not mirrors(run_dir))
+    """Wait until the mirrors of a run have ended. One that begins again has no command line for a moment."""
+    seen: set[int] = set()
+
+    def have_ended() -> bool:
+        seen.update(mirrors(run_dir))
+        return not any(_is_alive(pid) for pid in seen)
+
+    wait_for(have_ended)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:

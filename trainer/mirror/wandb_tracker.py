@@ -86,6 +86,7 @@ class WandbTracker:
 
     def close(self, summary: Summary) -> None:
         self._run.finish(exit_code=0 if summary["state"] in ("finished", "stopped") else 1)
+        wandb.teardown()  # its service closes the file after it has answered, and only then ends
 
     def note(self) -> str:
         return f"W&B: {self._run.url}" if self._is_online else f"W&B, offline; {self._to_send()}"

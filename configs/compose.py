@@ -361,10 +361,10 @@ class _Command:
         elif parsed is None:
             self.mistakes.append(unfit(key, shown(value), _COMMAND_LINE))
         elif parsed.is_sweep_override():
-            remedy = f"a list stands in brackets, {pasteable(key.path, f'[{value}]')}"
-            self.mistakes.append(
-                f"{key.path}={shown(value)} holds several values: {remedy if key.kind == 'array' else _NO_SWEEP}"
-            )
+            remedy = _NO_SWEEP
+            if key.kind in ("array", "texts"):
+                remedy = f"a list stands in brackets, {pasteable(key.path, f'[{value}]')}"
+            self.mistakes.append(f"{key.path}={shown(value)} holds several values: {remedy}")
         else:
             self._accept(key, value, value)
 

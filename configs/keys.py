@@ -26,6 +26,11 @@ _EXAMPLES = {  # keys for which a value made up from the type alone would mislea
     "profile.steps": "[10,13]",
     "run.name": "first-try",
     "run.dir": "runs/first-try",
+    "track.mlflow": "sqlite:///runs/mlflow.db",
+    "track.project": "books",
+    "track.entity": "my-team",
+    "track.group": "lr-study",
+    "track.tags": "[a,b]",
     "slurm.partition": "gpu",
     "slurm.account": "my-project",
     "slurm.qos": "normal",
@@ -49,6 +54,7 @@ _WORDS = {
     "boolean": ("true or false", "true"),
     "string": ("text", "some-name"),
     "array": ("a list of two numbers", "[0.9,0.95]"),
+    "texts": ("a list of texts", "[a,b]"),
     "object": ("a section", "null"),
 }
 
@@ -60,7 +66,8 @@ class Key:
     path: str
     """Full dotted name, such as ``trainer.steps``."""
     kind: str
-    """JSON's name of the type: integer, number, boolean, string, array; object: a section that may be null."""
+    """JSON's name of the type: integer, number, boolean, string, array; texts: an array of strings; object: a section
+    that may be null."""
     choices: tuple[str, ...]
     """The values it may take, where they are few; else empty."""
     nullable: bool
@@ -152,7 +159,7 @@ def all_keys() -> Keys:
             if section is None or nullable:
                 found[path] = Key(
                     path=path,
-                    kind="object" if section else field["type"],
+                    kind="object" if section else _kind(field),
                     choices=tuple(field["enum"])
                     if "enum" in field
                     else ((field["const"],) if "const" in field else ()),
@@ -166,6 +173,10 @@ def all_keys() -> Keys:
 
     walk(description["properties"], description.get("required", []), "", keys)
     return keys
+
+
+def _kind(field: dict[str, Any]) -> str:
+    return "texts" if field.get("items", {}).get("type") == "string" else str(field["type"])
 
 
 def all_sections() -> list[str]:

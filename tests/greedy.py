@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from launch.ending import leave
-from parallel.plan import LossTerms
 from parallel.phases import BACKWARD, FORWARD, OPTIMIZER
+from parallel.plan import LossTerms
 from recipes.causal_lm import CausalLM
 from train import main
 from trainer.step import TrainStep

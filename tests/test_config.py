@@ -20,6 +20,7 @@ from configs.help import choices_of
 from configs.keys import all_keys, key_tables
 from configs.schema import ModelSection, RunConfig
 from configs.suggest import _ALIASES, _EXPLAINED, _LATER, _SWITCHES, unknown_key
+from configs.trackers import asked_for
 
 GROUPS = choices_of()
 
@@ -64,6 +65,9 @@ def test_every_choice_composes_and_carries_its_name(group: str, choice: str):
     if (group, choice) == ("data", "fineweb_edu"):
         choice = "hf"  # which it is an instance of
     section = getattr(config, group)
+    if group == "track":  # several of its choices go together
+        assert asked_for(section) == [] if choice == "files" else asked_for(section) == [choice.partition("_")[0]]
+        return
     assert choice in (section, getattr(section, "name", None), getattr(section, "strategy", None), "adamw")
 
 
@@ -444,7 +448,7 @@ def test_no_value_ends_in_anything_but_a_config_or_a_refusal(key: str, value: st
             "defaults: [tiny]\ntraner:\n  steps: 5\n",
             ["unknown section traner (configs/recipe/mine.yaml:4)", "trainer?"],
         ),
-        ("defaults: [tiny]\nwandb:\n  project: x\n", ["section wandb", "not in this version yet"]),
+        ("defaults: [tiny]\nwandb:\n  project: x\n", ["unknown section wandb", "sections: ", "track"]),
         ("defaults: [tiny]\nlearning_rate: 1\n", ["learning_rate=1 (configs/recipe/mine.yaml:4)", "optim.lr=1"]),
         ("defaults: [tiny]\nrun:\n  name: ${nope}\n", ["run.name=${nope} (configs/recipe/mine.yaml:5)", "not exist"]),
         ("trainer:\n  steps: 5\n", ["trainer.global_batch", "set by no YAML file", "trainer.micro_batch=8"]),

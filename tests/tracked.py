@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import struct
 import time
 import zlib
@@ -12,6 +13,7 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
+from benchmarks.disturb import family, send
 from configs.compose import compose, config_yaml
 from tests.runs import tiny_overrides
 from trainer.mirror.processes import Mirrors
@@ -65,8 +67,8 @@ class Records:
     def die(self) -> None:
         """As if all were killed: the mirrors too, in the middle of whatever they do."""
         for pid in mirrors(self._run_dir):
-            for helper in session_of(pid):
-                os.kill(helper, 9)
+            for each in family(pid):
+                send(each, signal.SIGKILL)
         self._mirrors.end()
         self.folder.close()
         await_mirrors(self._run_dir)
@@ -85,21 +87,22 @@ def mirrors(run_dir: Path) -> list[int]:
     return found
 
 
-def session_of(leader: int) -> list[int]:
-    """Living processes of a session."""
-    found = []
-    for path in Path("/proc").iterdir():
-        try:
-            fields = (path / "stat").read_text().rpartition(")")[2].split() if path.name.isdigit() else []
-        except OSError:
-            continue
-        if fields and fields[0] != "Z" and int(fields[3]) == leader:
-            found.append(int(path.name))
-    return found
-
-
 def await_mirrors(run_dir: Path) -> None:
-    wait_for(lambda: not mirrors(run_dir))
+    """Wait until the mirrors of a run have ended. One that begins again has no command line for a moment."""
+    seen: set[int] = set()
+
+    def have_ended() -> bool:
+        seen.update(mirrors(run_dir))
+        return not any(_is_alive(pid) for pid in seen)
+
+    wait_for(have_ended)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:

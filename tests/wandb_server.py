@@ -60,7 +60,7 @@ class WandbServer(ThreadingHTTPServer):
             run.starts += 1
             run.config = variables.get("config") or run.config
             run.answers.append(variables)
-            bucket = {"id": name, "name": name, "displayName": name, "project": _PROJECT}
+            bucket: dict[str, Any] = {"id": name, "name": name, "displayName": name, "project": _PROJECT}
             bucket |= {"description": None, "config": run.config, "sweepName": None}
             bucket["historyLineCount"] = len(run.history)
             return {"upsertBucket": {"bucket": bucket, "inserted": run.starts == 1}}

@@ -32,9 +32,12 @@ _LOOK_SECONDS = 1.0
 _TRY_AGAIN_SECONDS = 30.0
 _CALL_SECONDS = 180.0
 _CALL_SECONDS_WHEN_ALONE = 40.0
-_CONNECT_SECONDS_WHEN_ALONE = 5.0
+_CONNECT_SECONDS_WHEN_ALONE = 10.0
 _ALONE_SECONDS = 120.0
 _WATCH_SECONDS = 0.2
+_FINISHING = "finishing"
+_NOT_OF_THE_RUN = ("event", "time", "tracker_run_id", "resumed_from")
+_HELPERS = {"wandb": "wandb-core"}
 _PRIORITY = 5
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm sends a job's signals to every process of it. This one ends when the training process has ended."""
@@ -60,12 +63,13 @@ class _Voice:
 class _Watch:
     """Knows whether the training process is still there, and which call into the tracker takes too long."""
 
-    def __init__(self, until: float | None, give_up: Callable[[str], NoReturn]) -> None:
+    def __init__(self, until: float | None, helper: str | None, give_up: Callable[[str], NoReturn]) -> None:
+        """``helper``: name of a process that the tracker starts, and may wait for when it is gone."""
         self.alone = threading.Event()
         """Set once the training process has ended, or said that there is no more to come."""
         self.until = until
         """When this process ends at the latest, in unix seconds; None: the training process is still there."""
-        self._give_up = give_up
+        self._helper, self._give_up = helper, give_up
         self._call: tuple[str, float, float] | None = None
         threading.Thread(target=self._wait_for_the_end, name="end of training", daemon=True).start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -95,6 +99,8 @@ class _Watch:
                 _leave(1)
             if call is None:
                 continue
+            if self._helper is not None and call[0] != _FINISHING and _has_lost_a_helper(self._helper):
+                self._give_up(f"its service {self._helper} has ended")
             what, began, seconds_when_alone = call
             limit = began + _CALL_SECONDS
             if self.until is not None:
@@ -110,7 +116,7 @@ class _Mirror:
         self._arguments = arguments
         self._run_dir: Path = arguments.run_dir
         self._voice = _Voice()
-        self._watch = _Watch(arguments.until, self._give_up)
+        self._watch = _Watch(arguments.until, _HELPERS.get(arguments.name), self._give_up)
         self._tracker: Tracker | None = None
 
     def run(self) -> None:
@@ -170,7 +176,7 @@ class _Mirror:
                 is_behind = False
                 self._caught_up(tracker)
             self._watch.alone.wait(_LOOK_SECONDS)
-        with self._watch.call("finishing"):
+        with self._watch.call(_FINISHING):
             tracker.write([row for row in rows.rest() if row.step > has])
             if is_behind:
                 self._caught_up(tracker)
@@ -225,6 +231,7 @@ class _Mirror:
         if self._watch.until is not None:
             again += ["--until", str(self._watch.until)]
         _end_helpers()
+        os.environ.pop("WANDB_SERVICE", None)  # where the client in this program reached its own
         self._voice.hand_over()
         os.execv(sys.executable, [*_COMMAND, arguments.name, str(self._run_dir), *again])
 
@@ -269,7 +276,7 @@ def read_beginning(run_dir: Path) -> tuple[Run, int] | None:
                         start, before = event, rollbacks
     if start is None:
         return None
-    facts = {key: value for key, value in start.items() if key not in ("event", "time", "tracker_run_id")}
+    facts = {key: value for key, value in start.items() if key not in _NOT_OF_THE_RUN}
     with suppress(OSError, ValueError):
         facts["environment"] = json.loads((run_dir / "environment.json").read_text())
     return Run(run_dir, start["tracker_run_id"], read_config(run_dir), facts), before
@@ -290,14 +297,30 @@ def _be_modest() -> None:
 
 
 def _end_helpers() -> None:
-    """End the processes that a tracker started: all of this session, which is this process's own. Linux only."""
+    """End what a tracker started: the processes below this one, and those in sessions that they began. Linux only."""
+    processes: dict[int, tuple[int, int]] = {}  # -> parent, session
     with suppress(OSError):
         for path in Path("/proc").iterdir():
             with suppress(OSError, ValueError, IndexError):
-                pid = int(path.name)
-                session = int((path / "stat").read_text().rpartition(")")[2].split()[3])
-                if session == os.getpid() != pid:
-                    os.kill(pid, signal.SIGKILL)
+                fields = (path / "stat").read_text().rpartition(")")[2].split()
+                processes[int(path.name)] = int(fields[1]), int(fields[3])
+    helpers: set[int] = set()
+    while new := {pid for pid, above in processes.items() if pid not in helpers and {os.getpid(), *helpers} & {*above}}:
+        helpers |= new
+    for pid in helpers - {os.getpid()}:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in helpers - {os.getpid()}:
+        with suppress(OSError):  # it is not a child of this process, but of a child
+            os.waitpid(pid, 0)
+
+
+def _has_lost_a_helper(name: str) -> bool:
+    """Whether the process called ``name`` that a tracker started has ended, and nobody has noticed."""
+    with suppress(OSError):
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return ended is not None and Path(f"/proc/{ended.si_pid}/comm").read_text().strip() == name
+    return False
 
 
 def _leave(code: int) -> NoReturn:

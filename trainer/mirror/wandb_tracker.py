@@ -11,7 +11,7 @@ import wandb
 from trainer.mirror.tracker import Row, Run, Summary
 
 _INIT_SECONDS = 90.0
-_FINISH_SECONDS = 6.0
+_FINISH_SECONDS = 20.0
 _FLUSH_SECONDS = 1
 _STEP = "step"
 
@@ -86,6 +86,7 @@ class WandbTracker:
 
     def close(self, summary: Summary) -> None:
         self._run.finish(exit_code=0 if summary["state"] in ("finished", "stopped") else 1)
+        wandb.teardown()  # its service closes the file after it has answered, and only then ends
 
     def note(self) -> str:
         return f"W&B: {self._run.url}" if self._is_online else f"W&B, offline; {self._to_send()}"

@@ -1,0 +1,81 @@
+"""Whole runs with trackers beside them: nothing of training depends on them."""
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.disturb import family, send
+from tests.runs import checkpoint, metrics, run_here, tiny_overrides, weights
+from tests.tracked import await_mirrors, mirrors, scalars, wait_for, wandb_run
+from tests.wandb_server import serving
+from trainer.trainer import Trainer
+
+_NUMBERS = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "skipped")
+
+
+@pytest.fixture(autouse=True)
+def _nobodys_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def _kill_its_service(run_dir: Path) -> Callable[[Trainer, int], None]:
+    def kill(_: Trainer, step: int) -> None:
+        if step == 3:
+            for service in wait_for(lambda: [pid for mirror in mirrors(run_dir) for pid in family(mirror)[1:]]):
+                send(service, signal.SIGKILL)
+
+    return kill
+
+
+@pytest.mark.parametrize("how", ["no key", "refused", "never answers", "service killed"])
+def test_with_wandb_unreachable_a_run_has_the_same_bits(
+    how: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, tracked = tmp_path / "plain", tmp_path / "tracked"
+    argv = ("trainer.deterministic=true", "trainer.eval_every=3")
+    assert run_here(tiny_overrides(text, plain, *argv)).code == 0
+    with socket.socket() as waiting, serving() as server:
+        waiting.bind(("127.0.0.1", 0))
+        if how == "never answers":
+            waiting.listen()
+        if how != "no key":
+            monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
+        url = server.url if how == "service killed" else f"http://127.0.0.1:{waiting.getsockname()[1]}"
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+        disturb = _kill_its_service(tracked) if how == "service killed" else None
+        ended = run_here(tiny_overrides(text, tracked, *argv, "track.wandb=online"), disturb)
+        await_mirrors(tracked)
+    assert ended.code == 0, ended.printed
+    assert len([line for line in ended.printed.splitlines() if line.startswith("WARNING    W&B")]) == 1, ended.printed
+    assert not [line for line in ended.printed.splitlines() if line.startswith("WARNING") and "W&B" not in line]
+    numbers = [[{key: line[key] for key in _NUMBERS} for line in metrics(each)] for each in (plain, tracked)]
+    assert numbers[0] == numbers[1]
+    assert [line["loss"] for line in metrics(plain, "eval")] == [line["loss"] for line in metrics(tracked, "eval")]
+    for stem in ("model", "optimizer"):
+        expected, found = weights(plain, stem), weights(tracked, stem)
+        assert expected.keys() == found.keys()
+        assert all(expected[name].equal(found[name]) for name in expected)
+    assert [row["step"] for row in wandb_run(tracked)["history"]] == list(range(1, 7)), "kept, to be sent later"
+
+
+def test_a_run_keeps_its_name_with_trackers_when_it_goes_on_and_a_fork_has_another(text: Path, tmp_path: Path) -> None:
+    run_dir, fork = tmp_path / "run", tmp_path / "fork"
+    assert run_here(tiny_overrides(text, run_dir, "track.tensorboard=true", "trainer.stop_at=3")).code == 75
+    (first,) = (line["tracker_run_id"] for line in metrics(run_dir, "start"))
+    assert json.loads((checkpoint(run_dir) / "state.json").read_text())["tracker_run_id"] == first
+    assert run_here(tiny_overrides(text, run_dir, "track.tensorboard=true")).code == 0
+    assert [line["tracker_run_id"] for line in metrics(run_dir, "start")] == [first, first]
+    await_mirrors(run_dir)
+    assert [step for step, _ in scalars(run_dir)] == [1, 2, 3, 4, 5, 6]
+    resume = f"checkpoint.resume={run_dir / 'checkpoints' / 'step-00000004'}"
+    assert run_here(tiny_overrides(text, fork, resume)).code == 0
+    (other,) = (line["tracker_run_id"] for line in metrics(fork, "start"))
+    assert other != first
+    assert len(other) == 8

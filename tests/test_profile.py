@@ -150,6 +150,20 @@ def test_a_full_disk_costs_the_profile_alone(text: Path, tmp_path: Path) -> None
     assert files(tmp_path / "run") == []
 
 
+def test_memory_alone_says_that_a_cpu_keeps_no_history(text: Path, tmp_path: Path) -> None:
+    ended = run_here(tiny_overrides(text, tmp_path / "run", "profile.memory=true", "trainer.steps=1"))
+    assert ended.code == 0
+    assert "WARNING    profile.memory=true alone keeps nothing on a CPU" in ended.printed
+    assert "'profile.steps=[FIRST,LAST]'" in ended.printed
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no allocator to take a snapshot of")
+def test_a_run_on_a_gpu_keeps_who_asked_for_its_memory(text: Path, tmp_path: Path) -> None:
+    assert run_here(tiny_overrides(text, tmp_path / "run", "profile.memory=true", "profile.steps=[2,3]")).code == 0
+    (path,) = (tmp_path / "run/profile").glob("memory-*.json.gz")
+    assert any(entry["frames"] for device in trace(path)["device_traces"] for entry in device)
+
+
 def test_torch_still_has_the_private_names_that_a_snapshot_takes() -> None:
     recorded = inspect.signature(torch.cuda.memory._record_memory_history).parameters
     assert {"stacks", "max_entries"} <= recorded.keys()

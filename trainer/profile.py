@@ -16,13 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
 from configs.schema import RunConfig
 from parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from trainer.health import GoBack
-from trainer.snapshot import write_snapshot
+from trainer.snapshot import record_history, write_snapshot
 from trainer.track import PROFILES, Console, size
 from trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN
 
@@ -37,6 +38,17 @@ _STEP = "ProfilerStep"
 _SHOWN_OPERATORS, _WRITTEN_OPERATORS = 8, 60
 _NAME_WIDTH = 60
 _COMPRESSION = 3
+
+
+def remember_allocations(config: RunConfig, device: torch.device, console: Console) -> None:
+    """Have the GPU's allocator keep its history from here on, where ``profile.memory`` asks for that."""
+    if config.profile.memory and device.type == "cuda":
+        record_history()
+    elif config.profile.memory and config.profile.steps is None:
+        console.say(
+            "WARNING    profile.memory=true alone keeps nothing on a CPU, whose allocator has no history; add "
+            "'profile.steps=[FIRST,LAST]' for a trace with the allocations of these steps"
+        )
 
 
 class StepProfiler:

@@ -44,7 +44,7 @@ from trainer.overview import overview
 from trainer.page import write_report
 from trainer.peak_flops import device_name, peak_flops
 from trainer.precision import LOW_DTYPES, GradScaler
-from trainer.profile import StepProfiler
+from trainer.profile import StepProfiler, remember_allocations
 from trainer.recipe import Dataset, Recipe, to_device
 from trainer.report import DONE, Report
 from trainer.sampler import Mixture, Stream, sample_order
@@ -212,6 +212,7 @@ class Trainer:
         accumulation = gradient_accumulation(trainer, layout)
         set_determinism(trainer.deterministic)
         training = self._open_data(start)
+        remember_allocations(config, device, console)
         model = self._build_model(start)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         plan = recipe.parallel_plan(model)

@@ -18,7 +18,6 @@ _COMMON_KEYS = (
     "trainer.deterministic",
     "trainer.log_every",
     "trainer.eval_every",
-    "trainer.sample_tokens",
     "optim.lr",
     "optim.weight_decay",
     "schedule.warmup_steps",

@@ -53,7 +53,9 @@ def warnings(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if line.startswith("WARNING")]
 
 
-def test_a_run_that_was_killed_with_its_mirrors_and_went_on_shows_each_step_once(text: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_with_its_mirrors_and_went_on_shows_each_step_once(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed at step 12 and resumed at 10: steps 11 and 12 are those of the second time."""
     run_dir, store = tmp_path / "run", f"{tmp_path}/mlruns"
     argv = ("track.wandb=offline", "track.tensorboard=true", f"track.mlflow={store}")
@@ -69,6 +71,7 @@ def test_a_run_that_was_killed_with_its_mirrors_and_went_on_shows_each_step_once
     assert scalars(run_dir) == [(step, pytest.approx(loss)) for step, loss in truth]
     history = wandb_run(run_dir)["history"]
     assert [(row["step"], row["train/loss"]) for row in history] == truth
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     client = MlflowClient(tracking_uri=store)
     (run,) = client.search_runs([client.get_experiment_by_name("serried").experiment_id])
     assert [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "train/loss")] == truth

@@ -46,6 +46,8 @@ def tell_of_a_kill(run_dir: Path, reason: str, *, since: float) -> None:
         return
     values = json.loads((run_dir / "status.json").read_text())
     ended = {**values, "state": "failed", "reason": reason, "exit_code": EXIT_FAILED}
+    if status.state == "failed" and values.get("last_failure"):
+        ended["last_failure"] = {**values["last_failure"], "reason": reason}
     temporary = run_dir / f".status.json.{os.getpid()}.tmp"
     temporary.write_text(json.dumps(ended) + "\n")
     temporary.replace(run_dir / "status.json")

@@ -276,6 +276,28 @@ def test_a_rank_that_waits_for_another_in_vain_still_hears(text: Path, tmp_path:
     assert (now["state"], now["step"], now["reason"]) == ("stopped", 0, "SIGTERM before the first step")
 
 
+def ask_after(last: int) -> Callable[[Trainer, int], None]:
+    def ask(_: Trainer, step: int) -> None:
+        if step == last:
+            os.kill(os.getpid(), TERM)
+
+    return ask
+
+
+def test_the_step_that_a_run_stops_after_is_told(text: Path, tmp_path: Path) -> None:
+    assert run_here(tiny_overrides(text, tmp_path / "run", "trainer.log_every=100"), ask_after(2)).code == 75
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 3]
+
+
+def test_a_request_in_the_last_step_says_which_evaluation_there_is_not(text: Path, tmp_path: Path) -> None:
+    argv = tiny_overrides(text, tmp_path / "run", "trainer.steps=6", "trainer.eval_every=4")
+    ended = run_here(argv, ask_after(5))
+    assert ended.code == 0
+    assert [line["step"] for line in metrics(tmp_path / "run", "eval")] == [4]
+    assert " (step 4)" in next(line for line in ended.printed.splitlines() if line.startswith("finished"))
+    assert "WARNING    SIGTERM came before the evaluation after step 6" in ended.printed
+
+
 def test_where_the_last_checkpoint_cannot_be_saved_the_run_has_failed(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 

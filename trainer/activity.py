@@ -41,8 +41,8 @@ class Activity:
         parts = [f"step {step:>{len(str(self._steps))}}/{self._steps}"]
         last: dict[str, Any] | None = self._console.last_step
         if last is not None:
-            parts.append(f"loss {last['loss']:.4f}")
-        if last is not None and last["tokens_per_second"] is not None:
+            parts.append(f"loss {last['loss']:.4f} at step {last['step']}")
+        if last is not None and last["tokens_per_second"] is not None and not last["is_first"]:  # it took longer
             parts.append(f"tok/s {short(last['tokens_per_second'])}")
             since = (step - last["step"]) * last["step_seconds"]
             parts.append(f"eta {duration(max(0.0, last['eta_seconds'] - since))}")

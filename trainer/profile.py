@@ -238,12 +238,12 @@ def operator_table(events: Sequence[Any], steps: Sequence[int], *, on_device: bo
     lines = [
         f"profile    {which}, {whole / 1e3:.1f} ms each under the profiler; "
         f"{'the host: ' if on_device else ''}{', '.join(shares)}",
-        f"  {'operator':<{_NAME_WIDTH}}  {'calls':>7}  {'GPU ms' if on_device else 'CPU ms':>9}  {'share':>6}",
+        f"  {'operator':<{_NAME_WIDTH}}  {'calls/step':>10}  {'GPU' if on_device else 'CPU':>6} ms/step  {'share':>6}",
     ]
     for event in operators[:_SHOWN_OPERATORS]:
         own = getattr(event, time_of)
         lines.append(
-            f"  {event.key[:_NAME_WIDTH]:<{_NAME_WIDTH}}  {event.count / count:>7.4g}  {own / count / 1e3:>9.2f}  "
+            f"  {event.key[:_NAME_WIDTH]:<{_NAME_WIDTH}}  {event.count / count:>10.6g}  {own / count / 1e3:>14.2f}  "
             f"{own / max(total, 1e-9):>6.1%}"
         )
     return lines

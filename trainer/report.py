@@ -98,7 +98,7 @@ class Report:
             "scale": result.scale if self._config.precision.name == "fp16" else None,
         }
         self._record("step", **values)
-        self._console.last_step = values
+        self._console.last_step = {**values, "is_first": step == self._first_step + 1}
         self._console.say(step_line(values, self._config.trainer.steps, self._session.world_size))
 
     def spiked(self, step: int, result: StepResult, text: str) -> None:
@@ -205,12 +205,19 @@ class Report:
         """
         config, progress = self._config, self.progress
         is_finished = step == config.trainer.steps
+        is_validated = not config.trainer.eval_every or progress.validated_step == step
         validation = "" if progress.validation_loss is None else f", validation {progress.validation_loss:.4f}"
+        validation += "" if is_validated or not validation else f" (step {progress.validated_step})"
         since = f" since step {self._first_step}" if self._first_step else ""
         self._console.say(
             f"{'finished' if is_finished else 'stopped':<10} {step} steps, {short(progress.tokens)} tokens, "
             f"{duration(seconds)}{since}; loss {_loss(progress.first_loss)} -> {_loss(progress.last_loss)}{validation}"
         )
+        if is_finished and not is_validated:  # which nobody would come back for: the run is done
+            self._console.say(
+                f"WARNING    {request} came before the evaluation after step {step}; for its loss: serried evaluate "
+                f"run.dir={config.run.dir}"
+            )
         if sample is not None:
             self._console.say("sample     what the model writes by itself:")
             self._console.say("\n".join(f"  | {line}" for line in sample.splitlines()))

@@ -318,7 +318,8 @@ class Trainer:
     def _log(self) -> None:
         """Read results where that is due, log them, and stop the run where they say so."""
         self._pulse.enter(LOG, self.step)
-        log = self._is_due(self._config.trainer.log_every) or (self.step == 1 and self._config.trainer.log_every > 0)
+        every, is_an_end = self._config.trainer.log_every, self.step == 1 or self._shutdown.stops
+        log = self._is_due(every) or (is_an_end and every > 0)
         # Reading waits for the device. A CPU has nothing to wait for; a GPU is read now and then even without a log.
         if log or self._session.device.type == "cpu" or self._is_due(_READ_AT_LEAST_EVERY):
             self._read_results(log=log)

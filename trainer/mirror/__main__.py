@@ -204,7 +204,7 @@ class _Mirror:
         elif arguments.warned:
             self._voice.tell(connecting=False)
         else:
-            self._voice.tell(connecting=False, warning=f"{arguments.because}; {tracker.instead()}")
+            self._voice.tell(connecting=False, warning=f"{arguments.because.rstrip('.')}; {tracker.instead()}")
             arguments.warned = True
         return has
 

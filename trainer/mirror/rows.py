@@ -9,8 +9,8 @@ from trainer.mirror.tracker import Row
 
 _ABOUT_THE_LINE = ("event", "time", "step", "set")
 _SPEED = (
-    "step_seconds", "tokens_per_second", "mfu", "data_seconds", "memory_bytes", "memory_reserved_bytes", "eta_seconds",
-    "time_split",
+    "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "data_seconds", "memory_bytes",
+    "memory_reserved_bytes", "eta_seconds", "time_split", "slowest_rank", "slowest_share",
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from typing import IO
 import yaml
 from pydantic import ValidationError
 
+from configs.announce import duration
 from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, TrainingFailed, UserError
 from configs.points import Point, Sweep, labels
 from configs.schema import RunConfig
@@ -183,7 +184,7 @@ class _Runs:
         began = time.time()
         outcome = self._train(point, began)
         self._keep(outcome)
-        took = f"after {_duration(time.time() - began)}"
+        took = f"after {duration(time.time() - began)}"
         end = _losses(outcome) if outcome.is_finished else outcome.reason
         self._line(point, f"{outcome.state} {took}; {end}")
         if self.signals.received:
@@ -311,14 +312,6 @@ def _losses(outcome: Outcome) -> str:
 def _say(label: str, text: str) -> None:
     with suppress(OSError):  # whoever listened is gone
         print(f"{label:<10} {text}", flush=True)
-
-
-def _duration(seconds: float) -> str:
-    """Seconds -> 45s, 3m20s, 5h12m."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60}h{minutes % 60:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
 class _LiveLine:

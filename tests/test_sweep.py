@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from configs.errors import UserError
+from configs.points import Point
 from configs.sweep import read_sweep
 from launch.start import start_sweep
 from launch.summary import Outcome, read_outcome, table, write_summary
@@ -335,8 +337,17 @@ def test_the_corners_of_a_search_are_checked_before_it_starts() -> None:
         ("hydra/sweeper=optuna hydra.sweeper.n_jobs=4 optim.lr=1,2", "one after the other"),
         ("hydra/sweeper=optuna hydra.sweeper.direction=maximize optim.lr=1,2", "direction=minimize"),
         ("hydra/sweeper=optuna hydra.sweeper.max_failure_rate=7 optim.lr=1,2", "between 0 and 1"),
-        ("hydra/sweeper=optuna hydra/sweeper/sampler=tpee optim.lr=1,2", "there are cmaes, grid"),
+        ("hydra/sweeper=optuna hydra/sweeper/sampler=tpee optim.lr=1,2", "there are tpe, random, grid"),
         ("hydra/sweeper=optuna optim.lr=[1],[2]", "is not a number"),
+        ("hydra/sweeper=optuna hydra/sweeper/sampler=cmaes optim.lr=1,2", "keeps pickles"),
+        ("hydra/sweeper=optuna hydra/sweeper/sampler=motpe optim.lr=1,2", "use hydra/sweeper/sampler=tpe|random"),
+        ("hydra/sweeper=optuna hydra.sweeper.storage=redis://:secret@here optim.lr=1,2", "keeps pickles"),
+        ("hydra/sweeper=optuna hydra.sweeper.storage=nonsense://x optim.lr=1,2", "use hydra.sweeper.storage=sqlite"),
+        ("hydra/sweeper=optuna hydra.sweeper.storage={_target_:os.abort} optim.lr=1,2", "use hydra.sweeper.storage="),
+        ("hydra/sweeper=optuna hydra.sweeper.custom_search_space=os.getcwd optim.lr=1,2", "names a function"),
+        ("hydra/sweeper=optuna hydra.sweeper.sampler={_target_:os.abort} optim.lr=1,2", "write hydra/sweeper"),
+        ("hydra/sweeper=optuna hydra.sweeper.sampler._target_=os.getcwd optim.lr=1,2", "unknown key"),
+        ("hydra/sweeper=optuna hydra.sweeper.sampler.seed={_target_:os.getcwd} optim.lr=1,2", "seed"),
     ],
 )
 def test_what_is_no_sweep_is_refused_in_one_line(words: str, expected: str) -> None:
@@ -344,13 +355,69 @@ def test_what_is_no_sweep_is_refused_in_one_line(words: str, expected: str) -> N
         read_sweep(words.split())
     assert expected in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert "secret" not in str(refused.value)
 
 
-@pytest.mark.parametrize("url", ["nonsense://x", "sqlite:////nowhere/at/all.db"])
-def test_a_storage_that_cannot_be_opened_is_one_line(url: str, text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "content", "words", "expected"),
+    [
+        ("sampler/mine.yaml", "_target_: os.getcwd\n", "hydra/sweeper/sampler=mine", "no sampler os.getcwd"),
+        (
+            "sampler/mine.yaml", "_target_: optuna.samplers.TPESampler\ngamma: {_target_: os.getcwd}\n",
+            "hydra/sweeper/sampler=mine", "is no single value",
+        ),
+        (
+            "sampler/mine.yaml", "_target_: optuna.samplers.NSGAIISampler\nconstraints_func: os.getcwd\n",
+            "hydra/sweeper/sampler=mine", "names a function",
+        ),
+        ("", "hydra: {sweeper: {sampler: {_target_: os.getcwd}}}\n", "", "no sampler os.getcwd"),
+        ("", "hydra: {sweeper: {custom_search_space: os.getcwd}}\n", "", "names a function"),
+        ("", "hydra: {sweeper: {storage: 'redis://here'}}\n", "", "keeps pickles"),
+    ],
+)  # fmt: skip
+def test_no_function_is_called_because_a_file_names_it(
+    file: str, content: str, words: str, expected: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "configs"
+    shutil.copytree(ROOT / "configs", folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    if file:
+        path = folder / "hydra" / "sweeper" / file
+        path.parent.mkdir(parents=True)
+        path.write_text(content)
+    else:
+        with (folder / "train.yaml").open("a") as train:
+            train.write(content)
+    with pytest.raises(UserError, match=expected):
+        read_sweep(["hydra/sweeper=optuna", *words.split(), "optim.lr=1e-3,1e-2"], folder)
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "grid", "nsgaii"])
+def test_what_is_used_of_the_plugin_is_there_and_no_study_holds_a_pickle(
+    sampler: str, text: Path, tmp_path: Path
+) -> None:
+    words = tiny_overrides(text, tmp_path, *_OPTUNA[2:], "optim.lr=1e-3,1e-2", "hydra/sweeper=optuna")
+    sweep = read_sweep([*words, f"hydra/sweeper/sampler={sampler}", "hydra.sweeper.n_trials=2"])
+    assert sweep.search is not None
+    tried: list[Point] = []
+
+    def evaluate(point: Point) -> float:
+        tried.append(point)
+        return point.config.optim.lr
+
+    sweep.search(evaluate)
+    assert len(tried) == 2
+    study = (sweep.folder / "study.db").read_bytes()
+    for start in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+        assert start + b"c" not in study
+        assert start + b"\x95" not in study
+        assert start.hex().encode() not in study
+
+
+def test_a_storage_that_cannot_be_opened_is_one_line(text: Path, tmp_path: Path) -> None:
+    url = "sqlite:////nowhere/at/all.db"
     words = tiny_overrides(text, tmp_path, *_OPTUNA, "optim.lr=1e-3,1e-2", f"hydra.sweeper.storage={url}")
     with pytest.raises(UserError, match="hydra/sweeper=optuna: "):
-        start_sweep(read_sweep(words))
+        start_sweep(read_sweep(words), lambda *_: None)
 
 
 def test_trials_of_another_command_do_not_compare(text: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """``-m`` as it is typed: a grid or Optuna's search, real processes, killed in the middle and gone on with."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -454,6 +455,57 @@ def test_a_search_is_no_array_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sbatch ... --wrap" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "swept", ["launch.processes=1,2", "launch.nodes=1,2", "slurm.memory=1G,2G", "slurm.qos=null,a"]
+)
+def test_the_runs_of_an_array_job_ask_for_the_same(swept: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "launch=slurm", "launch.device=cpu", "slurm.dry_run=true", swept]) == 78
+    shown = capsys.readouterr()
+    key, _, values = swept.partition("=")
+    assert f"{key} is {values.replace(',', ' in one run and ')} in another" in shown.err
+    assert f"{key}={values.partition(',')[0]} run.name=OTHER" in shown.err
+    assert len(shown.err.splitlines()) == 1
+    assert shown.out == ""
+
+
+def fake_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
+    """Commands of Slurm that do as ``scripts`` say."""
+    folder.mkdir()
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_while_squeue_does_not_answer_nothing_is_submitted_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, submitted = tmp_path / "runs", tmp_path / "submitted"
+    fake_slurm(tmp_path / "bin", monkeypatch, squeue="exit 1", sbatch=f"echo x >> {submitted}; echo 17")
+    words = ["launch=slurm", "launch.device=cpu", "trainer.seed=1,2", f"run.dir={runs}"]
+    assert main(["-m", *words]) == 0
+    assert f"serried status run.dir={runs}/sweep-seed" in capsys.readouterr().out
+    assert submitted.read_text() == "x\n"
+    for again in (["-m", *words], [*words[:2], f"run.dir={runs}/seed-2"]):
+        assert main(again) == 78
+        told = capsys.readouterr().err
+        assert "squeue does not answer, and job 17_" in told
+        assert len(told.splitlines()) == 1
+    assert submitted.read_text() == "x\n"
+
+
+def test_a_look_at_the_nodes_does_not_wait_for_squeue_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("launch.slurm._SILENT_SECONDS", 0)
+    monkeypatch.setattr("launch.slurm._LOOK_SECONDS", 0.01)
+    cancelled = tmp_path / "cancelled"
+    fake_slurm(tmp_path / "bin", monkeypatch, squeue="exit 1", sbatch="echo 17", scancel=f"echo $1 > {cancelled}")
+    assert serried(["preflight", "launch=slurm", "launch.device=cpu", f"run.dir={tmp_path / 'run'}"]) == 78
+    assert "squeue has not answered for 0 s, so job 17 is cancelled" in capsys.readouterr().err
+    assert cancelled.read_text() == "17\n"
+
+
 def test_the_table_has_the_best_first_and_what_never_trained_last() -> None:
     outcomes = [
         Outcome(Path("a"), {"optim.lr": "0.0123456789"}, "finished", 6, loss=2.0, validation_loss=3.0),
@@ -486,13 +538,34 @@ def test_the_report_compares_what_has_begun_and_may_fail(tmp_path: Path, capsys:
     assert compared == [(["seed-2", "seed-1"], tmp_path / "sweep-seed" / "report.html")]
     assert "report.html" in capsys.readouterr().out
 
-    def full(_: object, out: Path) -> None:
-        raise OSError(28, "No space left on device", str(out))
+    for error in (OSError(28, "No space left on device"), KeyError("of the page's own")):
 
-    summarize(sweep, outcomes, full)
-    printed = capsys.readouterr().out
-    assert "WARNING    no report: " in printed
-    assert "report.html" not in printed.splitlines()[-1]
+        def fails(*_: object, error: Exception = error) -> None:
+            raise error
+
+        summarize(sweep, outcomes, fails)
+        printed = capsys.readouterr().out
+        assert "WARNING    no report: " in printed
+        assert "report.html" not in printed.splitlines()[-1]
+
+
+def test_status_writes_the_table_and_the_report_of_a_sweep_anew(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, run_dir = tmp_path / "sweep-lr", tmp_path / "a"
+    assert run_here(tiny_overrides(text, run_dir, "trainer.steps=2")).code == 0
+    noted = Outcome(run_dir, {"optim.lr": "0.1"}, "queued", time=0.0)
+    write_summary(folder, ["optim.lr"], [noted])
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert serried(["status", f"run.dir={folder}"]) == 0
+        assert summary(folder)["a"]["state"] == "queued", "whoever is at it writes it"
+    capsys.readouterr()
+    assert serried(["status", f"run.dir={folder}"]) == 0
+    assert capsys.readouterr().out.endswith(f"files      {folder}: sweep.json, sweep.csv, report.html\n")
+    assert summary(folder)["a"]["state"] == "finished"
+    assert "finished" in (folder / "sweep.csv").read_text()
+    assert (folder / "report.html").stat().st_size > 1000
 
 
 def test_status_shows_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,9 @@ from launch.ending import leave, report_mistake
 from launch.ranks import is_started
 
 USAGE = """\
-usage: serried prepare [recipe=RECIPE] [key=value ...]
+usage: serried recipes
+       serried plan [recipe=RECIPE] [key=value ...]
+       serried prepare [recipe=RECIPE] [key=value ...]
        serried preflight [key=value ...]
        serried submit [key=value ...] [-m]
        serried status [key=value ...]
@@ -24,8 +26,9 @@ usage: serried prepare [recipe=RECIPE] [key=value ...]
        serried generate run.dir=RUN [prompt=TEXT] [tokens=200] [temperature=0.8] [top_p=1] [seed=1] [checkpoint=STEP]
        serried evaluate run.dir=RUN [checkpoint=STEP] [json=true] [data=text data.path=FILES] [key=value ...]
 
-Those without run.dir take the overrides of train.py, which name the run.
+All but recipes and those with run.dir take the overrides of train.py, which name the run.
 
+recipes, what recipe=NAME can name; plan, what a run would be, on any machine: as python train.py dry_run=true
 prepare, tokenise the data once, before training or on another machine:
   data.workers    threads; one for each core when not given
   data.cache_dir  where to; give the same to train.py
@@ -61,8 +64,7 @@ status, how a run or a sweep stands, and its job; without overrides, all in runs
 
 Training is train.py's: python train.py --help"""
 
-_COMMANDS = ("prepare", "preflight", "submit", "status", "export", "report", "generate", "evaluate")
-_LATER = ("plan", "recipes")
+_COMMANDS = ("recipes", "plan", "prepare", "preflight", "submit", "status", "export", "report", "generate", "evaluate")
 _EXPORT_KEYS = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
 _READ_OVERRIDES = ("generate", "evaluate")
 _REPORT_KEYS = ("run.dir", "run.name", "out")
@@ -105,8 +107,10 @@ def main(arguments: list[str] | None = None) -> int:
             return submit(rest)
         elif command == "status":
             status(rest)
-        elif command in _LATER:
-            raise UserError(f"serried {command} is not in this version yet; there are: {', '.join(_COMMANDS)}")
+        elif command == "plan":
+            return plan(rest)
+        elif command == "recipes":
+            print(recipes(rest))
         else:
             close = nearest(command, _COMMANDS) or _COMMANDS
             raise UserError(f"there is no command {command!r}; did you mean: serried {' or '.join(close)}")
@@ -137,6 +141,28 @@ def prepare(overrides: list[str]) -> str:
     recipe.open_data(recipe.prepare(Console(speaks=True, rank=0).progress, threads))
     recipe.vocab_size()  # refuses a model that is too small for the tokenizer, while nothing else waits for it
     return recipe.summary()
+
+
+def plan(words: list[str]) -> int:
+    """``train.py dry_run=true`` under another name: what a run would be. Returns the exit code."""
+    import train
+
+    return train.main([*words, *([] if "dry_run=true" in words else ["dry_run=true"])])
+
+
+def recipes(words: list[str]) -> str:
+    """What there is for ``recipe=``.
+
+    Raises:
+        UserError: there are ``words``; it takes none.
+    """
+    from configs.help import recipes_text
+
+    if words:
+        raise UserError(
+            f"serried recipes takes nothing, and got {' '.join(words)}; serried plan {words[0]} shows a run"
+        )
+    return f"{recipes_text()}\none of them: python train.py recipe=NAME; what it is made of: serried plan recipe=NAME"
 
 
 def submit(words: list[str]) -> int:

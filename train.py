@@ -48,7 +48,7 @@ def _run(config: RunConfig) -> int:
 
     def work(session: Session) -> int:
         from recipes.causal_lm import CausalLM
-        from trainer.trainer import train
+        from trainer.run import train
 
         session.same_everywhere("the config", text)
         return train(config, CausalLM(config), session, text)

@@ -61,7 +61,7 @@ def choices_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
 def help_text(folder: Path = _FOLDER) -> str:
     """Usage, recipes, groups, the common keys with their units, and examples."""
     groups = choices_of(folder)
-    recipes = [(name, _first_comment(folder / "recipe" / f"{name}.yaml")) for name in groups.pop("recipe")]
+    del groups["recipe"]
     keys = [(path, _first_sentence(all_keys()[path].purpose, _WIDTH - 34)) for path in _COMMON_KEYS]
     return "\n".join(
         [
@@ -72,7 +72,7 @@ def help_text(folder: Path = _FOLDER) -> str:
             "       python train.py [key=value ...] --cfg job      print the config and stop",
             "",
             "recipes: recipe=NAME chooses everything below; overrides come on top (tiny when not given)",
-            *_table(recipes),
+            recipes_text(folder),
             "",
             "groups: each chooses a set of keys",
             *_table([(group, " | ".join(choices)) for group, choices in groups.items()]),
@@ -84,6 +84,12 @@ def help_text(folder: Path = _FOLDER) -> str:
             *_table(_EXAMPLES),
         ]
     )
+
+
+def recipes_text(folder: Path = _FOLDER) -> str:
+    """Each recipe, and what it is for."""
+    names = choices_of(folder)["recipe"]
+    return "\n".join(_table([(name, _first_comment(folder / "recipe" / f"{name}.yaml")) for name in names]))
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> list[str]:

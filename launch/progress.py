@@ -55,10 +55,11 @@ def _step(run_dir: Path, step: int, *, is_running: bool) -> str:
     parts = [f"{step}" + (f"/{steps}" if steps else "")]
     if last.get("loss") is not None:
         parts.append(f"loss {last['loss']:.4f}" + ("" if last["step"] == step else f" at step {last['step']}"))
-    if is_running and steps and last.get("step_seconds"):
-        parts.append(f"eta {duration((steps - step) * last['step_seconds'])}")
     if is_running and "time" in last:
-        parts.append(f"last line {duration(max(0.0, time.time() - last['time']))} ago")
+        since = max(0.0, time.time() - last["time"])
+        if last.get("eta_seconds") is not None:
+            parts.append(f"eta {duration(max(0.0, last['eta_seconds'] - since))}")
+        parts.append(f"last line {duration(since)} ago")
     return ", ".join(parts)
 
 

@@ -56,8 +56,8 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.last_words: Callable[[], None] | None = None
-        """Called before the process is ended at once."""
+        self.last_words: Callable[[], int | None] | None = None
+        """Called before the process is ended at once. Returns the exit code where that is settled."""
         self.last_words_unheard: Callable[[], int] | None = None
         """Called where nothing was to save and the main thread did not hear. Returns the exit code."""
         self._phase = _Phase.RAISE
@@ -151,12 +151,14 @@ class Signals:
             self._end_at_once()
 
     def _end_at_once(self) -> NoReturn:
+        code = None
         if self.last_words is not None:
             with suppress(Exception):
-                self.last_words()
-        with suppress(OSError):
-            os.write(2, b"interrupted again: ended at once, without saving\n")
-        os._exit(EXIT_FAILED)
+                code = self.last_words()
+        if code is None:
+            with suppress(OSError):
+                os.write(2, b"interrupted again: ended at once, without saving\n")
+        os._exit(EXIT_FAILED if code is None else code)
 
     def _listen(self, pipe: int) -> None:
         """Read the numbers of signals from ``pipe`` as they come, and act where the main thread does not."""

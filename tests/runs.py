@@ -27,9 +27,10 @@ from recipes.models.head import IGNORE
 from train import main
 from trainer.checkpoint.resume import find_start
 from trainer.checkpoint.retention import committed
+from trainer.run import train
 from trainer.step import TrainStep
 from trainer.track import Console, RunFolder
-from trainer.trainer import Trainer, train
+from trainer.trainer import Trainer
 from trainer.watchdog import Pulse
 
 

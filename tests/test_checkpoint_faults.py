@@ -538,6 +538,7 @@ def test_killed_at_any_point_of_a_save(text: Path, tmp_path: Path) -> None:
         assert (folder / model).read_bytes() == (run_dir / model).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_signal_during_a_save_lets_it_end_and_saves_again(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = tiny_overrides(text, run_dir, "trainer.steps=100000", "checkpoint.every=30", "trainer.log_every=0")

@@ -145,6 +145,7 @@ def test_a_mixture_is_told_by_source(cluster: Cluster, text: Path, tmp_path: Pat
     assert sum(each["tokens"] for each in found[1:]) == found[0]["tokens"] == last["tokens"]
 
 
+@pytest.mark.slow
 def test_under_torchrun_as_a_user_types_it(run_dir: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(

@@ -21,8 +21,8 @@ from tests.cluster import Cluster
 from tests.runs import ObservedRecipe, metrics, tiny_overrides
 from tests.test_lanes import encode, numbered
 from trainer.loader import BatchLoader
+from trainer.run import train
 from trainer.sampler import Stream, sample_order
-from trainer.trainer import train
 
 GLOBAL_BATCH, SEQUENCE = 12, 8
 KINDS = ("memory-mapped", "mixture", "stream")

@@ -214,7 +214,7 @@ def test_the_line_between_two_log_lines_has_the_step_and_what_was_logged_last() 
         assert (doing.is_routine, doing.line) == (True, "step   8/300")
     console.last_step = {"loss": 2.5, "tokens_per_second": None}
     assert "loss 2.5000" in (activity() or doing).line
-    console.last_step = {"loss": 2.5, "tokens_per_second": 1234.0, "step_seconds": 2.0}
+    console.last_step = {"step": 6, "loss": 2.5, "tokens_per_second": 1234.0, "step_seconds": 2.0, "eta_seconds": 588.0}
     assert (activity() or doing).line == "step   8/300  loss 2.5000  tok/s 1.2k  eta 9m44s"
 
 

@@ -25,7 +25,7 @@ from parallel.phases import PHASES, Phases
 from recipes.models.transformer import Transformer, flops_per_token
 from tests.cluster import ROOT, Cluster
 from tests.runs import metrics, overrides, run_here, tiny_overrides, train_small
-from trainer.metrics import PROFILING, SAVING, eta_seconds
+from trainer.metrics import PROFILING, SAVING, Meter, eta_seconds
 from trainer.peak_flops import PEAK_FLOPS, peak_flops
 from trainer.step import TrainStep
 
@@ -160,6 +160,14 @@ def test_the_parts_of_a_step_add_up_to_its_time(text: Path, tmp_path: Path) -> N
         assert inside[step - 1] <= sum(split.values()) <= boundaries[step - 1] - boundaries[step - 2]
         assert split["communication"] == 0
         assert min(split[phase] for phase in PHASES if phase != "communication") > 0
+
+
+def test_a_pause_before_a_run_goes_back_is_not_taken_off_what_comes_then() -> None:
+    meter = Meter(torch.device("cpu"), 1, 1.0, None)
+    meter.pause("validation", 3600.0)
+    meter.start_at(5, 100)
+    time.sleep(0.01)
+    assert meter.rates(6, 200, 0.0, None)["step_seconds"] >= 0.01
 
 
 def phases_of_calls(argv: list[str]) -> dict[str, list[str]]:

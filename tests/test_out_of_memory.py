@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -95,7 +96,18 @@ def test_a_process_that_runs_out_of_memory_says_where(
     check(printed, tmp_path / "run", 0, "single", stage)
 
 
-@pytest.mark.parametrize(("strategy", "stage"), [("ddp", BACKWARD), ("fsdp", "evaluation")])
+def test_where_even_the_device_cannot_be_asked_the_error_itself_is_told(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with patch("trainer.out_of_memory._measure", side_effect=RuntimeError("CUDA error: unspecified launch failure")):
+        assert train_out_of_memory(tiny_overrides(text, tmp_path / "run"), FORWARD) == 70
+    assert "DefaultCPUAllocator: can't allocate memory" in capfd.readouterr().err
+    assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stage"), [pytest.param("ddp", BACKWARD, marks=pytest.mark.slow), ("fsdp", "evaluation")]
+)
 def test_the_rank_that_runs_out_of_memory_says_so_and_the_other_ends_with_it(
     strategy: str, stage: str, text: Path, tmp_path: Path
 ) -> None:

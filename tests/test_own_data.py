@@ -33,6 +33,7 @@ def dataset(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_llama_recipe_on_a_small_local_dataset(tmp_path: Path) -> None:
     """What ``recipe=llama1b`` does, with a folder for FineWeb-Edu, a tokenizer made here and a tiny model."""
     files = hugging_face_files(train_tokenizer(iter([" ".join(WORDS) * 50]), 290))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-import trainer.trainer
+import trainer.run
 from serried import main
 from tests.browser import Browser, Page, browser
 from tests.cluster import ROOT
@@ -509,7 +509,7 @@ def test_a_page_that_fails_is_one_warning(text: Path, tmp_path: Path) -> None:
     def broken(*_: Any) -> None:
         raise KeyError("here")
 
-    with patch.object(trainer.trainer, "write_report", broken):
+    with patch.object(trainer.run, "write_report", broken):
         ended = run_here(tiny_overrides(text, tmp_path / "run"))
     assert ended.code == 0
     (line,) = [line for line in ended.printed.splitlines() if line.startswith("WARNING")]

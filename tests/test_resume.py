@@ -23,7 +23,10 @@ LAYOUTS = {
     "fsdp x4": (4, ["parallel=fsdp"]),
     "hsdp 2x2": (4, ["parallel=hsdp", "parallel.replicate=2"]),
 }
-SAME_COMMAND = ("single", "ddp x2", "ddp x4", "fsdp x2", "hsdp 2x2")
+SAME_COMMAND = (
+    *("ddp x4", "fsdp x2", "hsdp 2x2"),
+    *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("single", "ddp x2")),
+)  # fmt: skip
 
 
 def run(

@@ -50,7 +50,8 @@ def test_an_earlier_step_can_be_exported(run_dir: Path, tmp_path: Path, capsys: 
     ("arguments", "expected"),
     [
         (["exprot"], "serried export"),
-        (["plan"], "not in this version yet"),
+        (["recipes", "recipe=tiny"], "serried plan recipe=tiny"),
+        (["plan", "trainer.stps=3"], "trainer.steps=3"),
         (["export"], "out=FOLDER is missing"),
         (["export", "out=x", "run.dir=nowhere"], "nowhere/checkpoints holds no checkpoint"),
         (["export", "out=x", "run.dri=runs/tiny"], "did you mean run.dir=runs/tiny"),

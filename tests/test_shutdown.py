@@ -26,6 +26,7 @@ from tests.cluster import ROOT, Cluster
 from tests.runs import ObservedRecipe, metrics, run_here, steps_saved, tiny_overrides, weights
 from train import main
 from trainer.checkpoint.save import Checkpointer
+from trainer.mirror.processes import Mirrors
 from trainer.trainer import Trainer
 
 STEPS = 6
@@ -406,6 +407,7 @@ os.environ["SLURM_JOB_END_TIME"] = str(int(time.time() + 12))
 """
 
 
+@pytest.mark.slow
 def test_before_the_first_step_a_run_ends_before_slurm_ends_it(text: Path, tmp_path: Path) -> None:
     """Wherever it is: it waits for another process, prepares data, or is in a first step that cannot be broken off."""
     processes = [
@@ -492,6 +494,31 @@ def test_ctrl_c_twice_ends_at_once(text: Path, tmp_path: Path) -> None:
     assert done.stderr.endswith("interrupted again: ended at once, without saving\n")
     now = status(tmp_path / "run")
     assert (now["state"], now["step"], now["reason"], now["exit_code"]) == ("failed", 3, "interrupted twice", 70)
+
+
+def end_and_be_interrupted_twice(argv: list[str]) -> None:
+    def wait(_: Mirrors) -> None:
+        os.kill(os.getpid(), INT)
+        time.sleep(1.1)  # what is sooner is one Ctrl-C that came twice
+        os.kill(os.getpid(), INT)
+        time.sleep(60)
+
+    with patch.object(Mirrors, "end", wait):
+        main(argv)
+
+
+@pytest.mark.parametrize(("more", "state", "code"), [([], "finished", 0), (["trainer.stop_at=2"], "stopped", 75)])
+def test_a_run_that_has_told_its_end_keeps_it_whoever_interrupts_then(
+    more: list[str], state: str, code: int, text: Path, tmp_path: Path
+) -> None:
+    argv = tiny_overrides(text, tmp_path / "run", *more)
+    script = f"from tests.test_shutdown import *; end_and_be_interrupted_twice({argv})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (code, "")
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["exit_code"]) == (state, code)
+    assert [line["state"] for line in metrics(tmp_path / "run", "stop")] == [state]
 
 
 # torchrun --------------------------------------------------------------------------------

@@ -45,5 +45,6 @@ class Activity:
             parts.append(f"loss {last['loss']:.4f}")
         if last is not None and last["tokens_per_second"] is not None:
             parts.append(f"tok/s {short(last['tokens_per_second'])}")
-            parts.append(f"eta {duration((self._steps - step) * last['step_seconds'])}")
+            since = (step - last["step"]) * last["step_seconds"]
+            parts.append(f"eta {duration(max(0.0, last['eta_seconds'] - since))}")
         return "  ".join(parts)

@@ -53,6 +53,7 @@ class Meter:
     def start_at(self, step: int, tokens: int) -> None:
         """Count from here: ``step`` steps and ``tokens`` tokens were done before."""
         self._last_step, self._last_tokens, self._last_time = step, tokens, time.perf_counter()
+        self._paused_seconds = 0.0
 
     def pause(self, what: str, seconds: float) -> None:
         """Leave ``seconds`` of ``what`` (an evaluation, say) out of the rates."""

@@ -85,8 +85,10 @@ class StepProfiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Of a step that failed nothing is written: the failure should be told without delay.
-        self._guard(partial(self._end, is_told=kind is None or issubclass(kind, GoBack)))
+        if kind is None or issubclass(kind, GoBack):
+            self._guard(self._end)
+        else:  # left as it is: to stop it waits for the device, which may wait for a peer that is gone
+            self._listen(is_on=False)
 
     def begin(self, step: int) -> None:
         """Now comes ``step``, beginning with the wait for its data."""
@@ -94,7 +96,7 @@ class StepProfiler:
             return
         first, last = self._wanted
         if self._profile is not None:
-            self._guard(partial(self._end, is_told=True) if step > last else partial(self._next, step))
+            self._guard(self._end if step > last else partial(self._next, step))
         elif first - 1 <= step <= last:
             self._guard(partial(self._start, step))
 
@@ -154,7 +156,7 @@ class StepProfiler:
         self._annotation = record_function(_ANNOTATIONS.get(name, name))
         self._annotation.__enter__()
 
-    def _end(self, *, is_told: bool) -> None:
+    def _end(self) -> None:
         if self._profile is None:
             return
         self._listen(is_on=False)
@@ -162,8 +164,7 @@ class StepProfiler:
         ended.stop()
         if not self._profiled:  # the run ended in the step before
             return
-        if is_told:
-            self._write(ended)
+        self._write(ended)
         self._wanted = None
         del ended
         gc.collect()  # its many events refer to each other, and between steps nobody collects those

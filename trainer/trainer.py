@@ -1,4 +1,4 @@
-"""A run: built in order, trained step by step, ended in words."""
+"""A run: built in order, trained step by step."""
 
 import gc
 import os
@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,6 @@ import torch
 from torch import nn
 
 from configs.errors import (
-    EXIT_FAILED,
-    EXIT_FINISHED,
-    EXIT_STOPPED,
-    StopRequested,
     TrainingFailed,
     TrainingStopped,
     UserError,
@@ -28,7 +24,6 @@ from configs.schema import DEFAULT_VALIDATION, RunConfig
 from parallel.apply import parallelize
 from parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from parallel.plan import ParallelPlan
-from trainer.activity import Activity
 from trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, find_start, make_room, plain
 from trainer.checkpoint.retention import sweep
 from trainer.checkpoint.save import Checkpointer, lack_of_space
@@ -39,155 +34,25 @@ from trainer.loader import PADDING_ID, BatchLoader
 from trainer.metrics import PROFILING, RATES, SAVING, Meter, eta_seconds
 from trainer.mirror.processes import Mirrors, choose_run_id
 from trainer.optim import build_optimizer, learning_rate, state_bytes
-from trainer.out_of_memory import explained
 from trainer.overview import overview
-from trainer.page import write_report
 from trainer.peak_flops import device_name, peak_flops
 from trainer.precision import LOW_DTYPES, GradScaler
 from trainer.profile import StepProfiler, remember_allocations
 from trainer.recipe import Dataset, Recipe, to_device
-from trainer.report import DONE, Report
+from trainer.report import Report
 from trainer.sampler import Mixture, Stream, sample_order
 from trainer.shutdown import Action, Shutdown
 from trainer.step import StepResult, TrainStep
-from trainer.track import Console, RunFolder, environment, tell_end
-from trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse, Watchdog
+from trainer.track import Console, RunFolder, environment
+from trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse
 
 if TYPE_CHECKING:
-    from launch.ending import Failure
     from launch.session import Session
 
 _READ_AT_LEAST_EVERY = 50
 _COLLECT_GARBAGE_EVERY = 50
 _STEPS_BETWEEN_MARKED = 10
 """Of so many steps at most one has its phases marked: a share of the time that does not show."""
-
-
-def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: str) -> int:
-    """Train ``recipe`` as ``config`` says, on all ranks of ``session``. Returns the exit code.
-
-    Raises:
-        UserError: something the user can mend; the same on every rank.
-        TrainingFailed: the numbers stopped being finite.
-    """
-    folder: RunFolder | None = None
-
-    def claim() -> None:
-        nonlocal folder
-        folder = RunFolder(config.run.dir)
-
-    session.once(claim)
-    console = Console(session.is_main, session.rank)
-    start, trainer = Start(), None
-    watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
-    console.doing("looking for a checkpoint to go on from")
-    console.follow(Activity(watchdog.pulse, session, console, config.trainer.steps))
-
-    def stop_unheard() -> int:
-        console.quiet()
-        failure = session.failure(StopRequested(session.signals.received))
-        _tell_end(config, start.step, failure)
-        if failure.exit_code == EXIT_STOPPED:
-            console.say(f"stopped    {failure.reason}; go on: the same command")
-        return failure.exit_code
-
-    session.signals.last_words_unheard = stop_unheard
-    try:
-        start = find_start(config, session)
-        for note in start.notes:
-            console.say(note)
-        if start.checkpoint is not None and start.step >= config.trainer.last_step:
-            recipe.open_data(session.once_per_node(partial(recipe.prepare, console.progress)))
-            check_data(start, recipe.dataset("train").fingerprint, config)
-            check_names(start.checkpoint, recipe.build_model(), recipe.export_name)
-            return _nothing_to_do(config, start, console, folder)
-        trainer = Trainer(config, recipe, session, folder, console, config_yaml, start, watchdog.pulse)
-        if folder is not None:
-            session.signals.last_words = partial(_last_words, console, folder, trainer)
-        return trainer.run()
-    except BaseException as error:
-        session.shield()
-        told = explained(error, config, recipe, session, watchdog.pulse, trainer._optimizer if trainer else None)
-        watchdog.pulse.enter(END, trainer.step if trainer else start.step)
-        failure = session.first_failure(told)
-        console.log(traceback.format_exc())
-        if trainer is not None:
-            trainer.end_save()
-        step = trainer.step if trainer else start.step
-        if folder is None:
-            if failure.rank == session.rank:
-                _tell_end(config, step, failure)
-        elif failure.exit_code == EXIT_STOPPED:
-            folder.stop_early(step, failure.reason, failure.exit_code)
-        else:
-            folder.fail(step, failure.reason, failure.exit_code)
-        if told is not error:
-            raise told from error
-        raise
-    finally:
-        if trainer is not None:
-            trainer.checkpointer.close()
-        watchdog.close()
-        if trainer is not None:
-            trainer.mirrors.end()
-        if folder is not None:
-            folder.close()
-            if folder.has_begun:
-                _write_page(config, console)
-        console.close()
-
-
-def _write_page(config: RunConfig, console: Console) -> None:
-    """Leave ``report.html`` beside the records. However that goes, the run has ended as it has ended."""
-    path = config.run.dir / "report.html"
-    try:
-        write_report([config.run.dir], path)
-    except Exception as error:
-        console.log(traceback.format_exc())
-        why = (str(error).splitlines() or [""])[0]
-        console.say(
-            f"WARNING    {path} is not written ({type(error).__name__}: {why}); try: serried report {config.run.dir}"
-        )
-
-
-def _tell_end(config: RunConfig, step: int, failure: "Failure") -> None:
-    state = "stopped" if failure.exit_code == EXIT_STOPPED else "failed"
-    with suppress(OSError):
-        tell_end(config.run.dir, state, step=step, reason=failure.reason, exit_code=failure.exit_code)
-
-
-def _last_words(console: Console, folder: RunFolder, trainer: "Trainer") -> None:
-    console.quiet()
-    folder.fail(trainer.step, "interrupted twice", EXIT_FAILED)
-
-
-def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: RunFolder | None) -> int:
-    if not start.continues(config.run.dir):
-        end = f"trainer.steps={config.trainer.steps}"
-        if start.step < config.trainer.steps:
-            end = f"trainer.stop_at={config.trainer.stop_at}"
-        raise UserError(
-            f"{start.checkpoint} is at step {start.step}, and {end} leaves nothing to train; raise that, or take its "
-            "weights alone: export them, and use checkpoint.resume=FOLDER with what was exported"
-        )
-    if start.step < config.trainer.steps:
-        stop_at = config.trainer.stop_at
-        end = f"where trainer.stop_at={stop_at} stops" if start.step == stop_at else f"past trainer.stop_at={stop_at}"
-        if folder is not None:  # a batch script looks there whether to queue this again
-            folder.status("stopped", step=start.step, reason=f"trainer.stop_at={stop_at}", exit_code=EXIT_STOPPED)
-        console.say(
-            f"{start.checkpoint} is at step {start.step}, {end}. "
-            f"Nothing to do.\ngo on: leave trainer.stop_at out, or raise it, up to trainer.steps={config.trainer.steps}"
-        )
-        return EXIT_STOPPED
-    if folder is not None:  # of a run that was killed after its last checkpoint
-        folder.status("finished", step=start.step, reason=DONE, exit_code=EXIT_FINISHED)
-    console.say(
-        f"{config.run.dir} is finished: {start.step} steps, the model is in {start.checkpoint}. Nothing to do."
-        f"\nstart anew: checkpoint.resume=never (keeps these files in {config.run.dir}/earlier-N) "
-        f"· elsewhere: run.name=OTHER"
-    )
-    return EXIT_FINISHED
 
 
 class Trainer:
@@ -413,6 +278,7 @@ class Trainer:
         self._rollbacks += 1
         self.step, self._position = start.step, (start.step, samples)
         self._marked_step = start.step
+        self._pulse.phases.take()  # of a step that is undone
         self._loader = self._load_from_here()
         self._report.went_back(start, back.step, samples, str(back))
         self._meter.start_at(start.step, self._report.progress.tokens)

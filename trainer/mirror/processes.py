@@ -62,10 +62,14 @@ class Mirrors:
                 how = f"was killed by signal {-code}" if code < 0 else f"ended (exit code {code})"
                 self._warn(mirror.name, f"its process {how}; see {mirror.log}")
 
-    def end(self) -> None:
-        """Have the mirrors take the rest and end, and wait for them a little: what they hold is a copy."""
+    def finish(self) -> None:
+        """Have the mirrors take the rest and end. Waits for nothing."""
         for mirror in self._mirrors:
             mirror.end()
+
+    def end(self) -> None:
+        """Have the mirrors take the rest and end, and wait for them a little: what they hold is a copy."""
+        self.finish()
         began, has_spoken = time.monotonic(), False
         while waiting := [mirror for mirror in self._mirrors if mirror.process.poll() is None]:
             self.look()

@@ -1,0 +1,163 @@
+"""A run from beginning to end: where it starts, what it trains, and in what words it ends, whatever ended it."""
+
+import traceback
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
+from configs.schema import RunConfig
+from trainer.activity import Activity
+from trainer.checkpoint.resume import Start, check_data, find_start
+from trainer.checkpoint.state import check_names
+from trainer.out_of_memory import explained
+from trainer.page import write_report
+from trainer.recipe import Recipe
+from trainer.report import DONE
+from trainer.track import Console, RunFolder, tell_end
+from trainer.trainer import Trainer
+from trainer.watchdog import END, Watchdog
+
+if TYPE_CHECKING:
+    from launch.ending import Failure
+    from launch.session import Session
+
+
+def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: str) -> int:
+    """Train ``recipe`` as ``config`` says, on all ranks of ``session``. Returns the exit code.
+
+    Raises:
+        UserError: something the user can mend; the same on every rank.
+        TrainingFailed: the numbers stopped being finite.
+    """
+    folder: RunFolder | None = None
+
+    def claim() -> None:
+        nonlocal folder
+        folder = RunFolder(config.run.dir)
+
+    session.once(claim)
+    console = Console(session.is_main, session.rank)
+    start, trainer = Start(), None
+    watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
+    console.doing("looking for a checkpoint to go on from")
+    console.follow(Activity(watchdog.pulse, session, console, config.trainer.steps))
+
+    def stop_unheard() -> int:
+        console.quiet()
+        failure = session.failure(StopRequested(session.signals.received))
+        _tell_end(config, start.step, failure)
+        if failure.exit_code == EXIT_STOPPED:
+            console.say(f"stopped    {failure.reason}; go on: the same command")
+        return failure.exit_code
+
+    session.signals.last_words_unheard = stop_unheard
+    try:
+        start = find_start(config, session)
+        for note in start.notes:
+            console.say(note)
+        if start.checkpoint is not None and start.step >= config.trainer.last_step:
+            recipe.open_data(session.once_per_node(partial(recipe.prepare, console.progress)))
+            check_data(start, recipe.dataset("train").fingerprint, config)
+            check_names(start.checkpoint, recipe.build_model(), recipe.export_name)
+            return _nothing_to_do(config, start, console, folder)
+        trainer = Trainer(config, recipe, session, folder, console, config_yaml, start, watchdog.pulse)
+        if folder is not None:
+            session.signals.last_words = partial(_last_words, console, folder, trainer)
+        code = trainer.run()
+        session.signals.last_words = partial(_settled, console, code)
+        return code
+    except BaseException as error:
+        session.shield()
+        told = explained(error, config, recipe, session, watchdog.pulse, trainer._optimizer if trainer else None)
+        watchdog.pulse.enter(END, trainer.step if trainer else start.step)
+        failure = session.first_failure(told)
+        console.log(traceback.format_exc())
+        if trainer is not None:
+            trainer.end_save()
+        step = trainer.step if trainer else start.step
+        if folder is None:
+            if failure.rank == session.rank:
+                _tell_end(config, step, failure)
+        elif failure.exit_code == EXIT_STOPPED:
+            folder.stop_early(step, failure.reason, failure.exit_code)
+        else:
+            folder.fail(step, failure.reason, failure.exit_code)
+        is_stopped = failure.exit_code == EXIT_STOPPED
+        session.signals.last_words = partial(_settled, console, EXIT_STOPPED if is_stopped else None)
+        if told is not error:
+            raise told from error
+        raise
+    finally:
+        if trainer is not None:
+            trainer.checkpointer.close()
+        watchdog.close()
+        if trainer is not None:
+            trainer.mirrors.finish()
+        if folder is not None:
+            folder.close()
+            if folder.has_begun:
+                _write_page(config, console)
+        if trainer is not None:
+            trainer.mirrors.end()
+        console.close()
+
+
+def _write_page(config: RunConfig, console: Console) -> None:
+    """Leave ``report.html`` beside the records. However that goes, the run has ended as it has ended."""
+    path = config.run.dir / "report.html"
+    try:
+        write_report([config.run.dir], path)
+    except Exception as error:
+        console.log(traceback.format_exc())
+        why = (str(error).splitlines() or [""])[0]
+        console.say(
+            f"WARNING    {path} is not written ({type(error).__name__}: {why}); try: serried report {config.run.dir}"
+        )
+
+
+def _tell_end(config: RunConfig, step: int, failure: "Failure") -> None:
+    state = "stopped" if failure.exit_code == EXIT_STOPPED else "failed"
+    with suppress(OSError):
+        tell_end(config.run.dir, state, step=step, reason=failure.reason, exit_code=failure.exit_code)
+
+
+def _last_words(console: Console, folder: RunFolder, trainer: Trainer) -> None:
+    console.quiet()
+    folder.fail(trainer.step, "interrupted twice", EXIT_FAILED)
+
+
+def _settled(console: Console, code: int | None) -> int | None:
+    """Of a run that has told how it ended: only its trackers and its page are still waited for. None: it failed, and
+    why is still to be printed."""
+    console.quiet()
+    return code
+
+
+def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: RunFolder | None) -> int:
+    if not start.continues(config.run.dir):
+        end = f"trainer.steps={config.trainer.steps}"
+        if start.step < config.trainer.steps:
+            end = f"trainer.stop_at={config.trainer.stop_at}"
+        raise UserError(
+            f"{start.checkpoint} is at step {start.step}, and {end} leaves nothing to train; raise that, or take its "
+            "weights alone: export them, and use checkpoint.resume=FOLDER with what was exported"
+        )
+    if start.step < config.trainer.steps:
+        stop_at = config.trainer.stop_at
+        end = f"where trainer.stop_at={stop_at} stops" if start.step == stop_at else f"past trainer.stop_at={stop_at}"
+        if folder is not None:  # a batch script looks there whether to queue this again
+            folder.status("stopped", step=start.step, reason=f"trainer.stop_at={stop_at}", exit_code=EXIT_STOPPED)
+        console.say(
+            f"{start.checkpoint} is at step {start.step}, {end}. "
+            f"Nothing to do.\ngo on: leave trainer.stop_at out, or raise it, up to trainer.steps={config.trainer.steps}"
+        )
+        return EXIT_STOPPED
+    if folder is not None:  # of a run that was killed after its last checkpoint
+        folder.status("finished", step=start.step, reason=DONE, exit_code=EXIT_FINISHED)
+    console.say(
+        f"{config.run.dir} is finished: {start.step} steps, the model is in {start.checkpoint}. Nothing to do."
+        f"\nstart anew: checkpoint.resume=never (keeps these files in {config.run.dir}/earlier-N) "
+        f"· elsewhere: run.name=OTHER"
+    )
+    return EXIT_FINISHED

@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif command == "submit":
             return submit(rest)
         elif command == "status":
-            print(status(rest))
+            status(rest)
         elif command == "plan":
             return plan(rest)
         elif command == "recipes":
@@ -172,24 +172,30 @@ def submit(words: list[str]) -> int:
     return train.main([*words, *([] if "launch=slurm" in words else ["launch=slurm"])])
 
 
-def status(words: list[str]) -> str:
-    """How the run that ``words`` (overrides of train.py) name stands; without any, every run in ``runs``.
+def status(words: list[str]) -> None:
+    """Print how the run that ``words`` (overrides of train.py) name stands; without any, every run in ``runs``.
+
+    Of a sweep that is named, the table and the report are written anew.
 
     Raises:
         UserError: an override is mistaken, or there is no such run.
     """
     from configs.compose import compose
     from launch.progress import describe_run, runs_in
+    from launch.sweep import write_anew
+    from trainer.page import write_report
 
     if words:
         run_dir = compose(words).run.dir
         if not run_dir.is_dir():
             raise UserError(f"there is no run in {run_dir}; use run.dir=FOLDER, or run.name=NAME for runs/NAME")
-        return describe_run(run_dir)
+        print(describe_run(run_dir), flush=True)
+        write_anew(run_dir, write_report)
+        return
     folders = runs_in(Path("runs"))
     if not folders:
         raise UserError("there is no run in runs; use run.dir=FOLDER")
-    return "\n\n".join(describe_run(folder) for folder in folders)
+    print("\n\n".join(describe_run(folder) for folder in folders))
 
 
 def preflight(words: list[str]) -> int:

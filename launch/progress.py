@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from configs.announce import duration
 from launch.queue import jobs_of, queued_jobs
 from launch.status import read_status
 from launch.summary import RECORD, read_summary, table
@@ -57,8 +58,8 @@ def _step(run_dir: Path, step: int, *, is_running: bool) -> str:
     if is_running and "time" in last:
         since = max(0.0, time.time() - last["time"])
         if last.get("eta_seconds") is not None:
-            parts.append(f"eta {_duration(max(0.0, last['eta_seconds'] - since))}")
-        parts.append(f"last line {_duration(since)} ago")
+            parts.append(f"eta {duration(max(0.0, last['eta_seconds'] - since))}")
+        parts.append(f"last line {duration(since)} ago")
     return ", ".join(parts)
 
 
@@ -83,12 +84,3 @@ def _steps(run_dir: Path) -> int | None:
         return int(yaml.safe_load((run_dir / "config.yaml").read_text())["trainer"]["steps"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return None
-
-
-def _duration(seconds: float) -> str:
-    """Seconds -> 45s, 3m20s, 5h12m, 1d03h."""
-    whole = round(seconds)
-    for size, unit, part, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // part:02d}{name}"
-    return f"{whole}s"

@@ -2,9 +2,11 @@
 
 import json
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from configs.errors import UserError
 
 _JOBS = "jobs.jsonl"
 _FORMAT = "%A|%F|%K|%T|%M|%L|%R|%P"
@@ -43,14 +45,20 @@ def note_job(run_dir: Path, job: str, task: int | None) -> None:
 
 def jobs_of(run_dir: Path, queued: Iterable[Job]) -> list[Job]:
     """Those of ``queued`` that were submitted for the run in ``run_dir``."""
-    noted = set()
+    noted = set(_noted(run_dir))
+    return [job for job in queued if _names(job) & noted]
+
+
+def _noted(run_dir: Path) -> list[str]:
+    """Names of the jobs that were submitted for the run in ``run_dir``, the newest last."""
+    names = []
     try:
         for line in (run_dir / "slurm" / _JOBS).read_text().splitlines():
             entry = json.loads(line)
-            noted.add(entry["job"] if entry["task"] is None else f"{entry['job']}_{entry['task']}")
+            names.append(entry["job"] if entry["task"] is None else f"{entry['job']}_{entry['task']}")
     except (OSError, ValueError, KeyError):
         pass
-    return [job for job in queued if _names(job) & noted]
+    return names
 
 
 def _names(job: Job) -> set[str]:
@@ -82,3 +90,21 @@ def queued_jobs() -> list[Job] | None:
         if state not in _ENDING:
             jobs.append(Job(name, state, elapsed, left, where, partition))
     return jobs
+
+
+def queued_before_another(run_dirs: Sequence[Path]) -> list[Job]:
+    """This user's jobs that have not ended, for whoever is about to submit some for ``run_dirs``.
+
+    Raises:
+        UserError: squeue does not answer, so that nobody knows whether an earlier job of one of these still runs.
+    """
+    queued = queued_jobs()
+    if queued is not None:
+        return queued
+    for run_dir in run_dirs:
+        if names := _noted(run_dir):
+            raise UserError(
+                f"squeue does not answer, and job {names[-1]}, submitted for {run_dir}, may be running or waiting; see "
+                "`squeue --me`, and give the same command when that answers"
+            )
+    return []

@@ -13,9 +13,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from configs.announce import announced
 from configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
 from configs.schema import LaunchSection
-from launch.announce import announced
 from launch.ending import Failure, exit_code_of, in_one_line, let_another_end_first, report_alone, say_why
 from launch.meeting import connect, meet
 from launch.ranks import choose_device, keep_freed_memory, torchrun_says, usable_cores

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError
 from configs.schema import RunConfig
-from launch.queue import jobs_of, note_job, queued_jobs
+from launch.queue import jobs_of, note_job, queued_before_another, queued_jobs
 from launch.ranks import processes_per_node, say
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -21,6 +22,7 @@ _PATIENCE_SECONDS = 120
 _UNCONFIGURED = "Could not establish a configuration source"  # sbatch's words
 _EXAMINATION_MINUTES = 10
 _LOOK_SECONDS = 2.0
+_SILENT_SECONDS = 300
 _LOOKS = 10
 
 
@@ -49,6 +51,29 @@ def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
     return say(_what_to_watch(job, path, configs, folders))
 
 
+def refuse_unequal(configs: Sequence[RunConfig]) -> None:
+    """Have all runs of a sweep ask for the same nodes, since the tasks of an array get the same.
+
+    Raises:
+        UserError: two ask for different ones.
+    """
+    first, *others = [_asked_for(config) for config in configs]
+    for key, value in first.items():
+        different = next((other[key] for other in others if other[key] != value), value)
+        if different != value:
+            one, another = ("null" if each is None else each for each in (value, different))
+            raise UserError(
+                f"{key} is {one} in one run and {another} in another, and with launch=slurm a sweep is one array job, "
+                f"whose runs all get the same; give one sweep for each value: {key}={one} run.name=OTHER"
+            )
+
+
+def _asked_for(config: RunConfig) -> dict[str, object]:
+    """What of ``config`` is in the part of the script that all runs share."""
+    launch = {f"launch.{name}": getattr(config.launch, name) for name in ("nodes", "processes", "device")}
+    return launch | {f"slurm.{name}": value for name, value in config.slurm.model_dump().items()}
+
+
 def preflight_by_job(argv: Sequence[str], config: RunConfig) -> int:
     """Examine nodes in a job: submit it, wait for it, and print what it has found. Returns the exit code.
 
@@ -71,14 +96,27 @@ def preflight_by_job(argv: Sequence[str], config: RunConfig) -> int:
         _wait_for(job)
         return _result(job, folder)
     except BaseException:
-        subprocess.run(["scancel", job], capture_output=True, timeout=_PATIENCE_SECONDS, check=False)
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(["scancel", job], capture_output=True, timeout=_PATIENCE_SECONDS, check=False)
         raise
 
 
 def _wait_for(job: str) -> None:
-    """Until the queue no longer has ``job``; what it is about is told as it changes."""
+    """Until the queue no longer has ``job``; what it is about is told as it changes.
+
+    Raises:
+        UserError: squeue has not answered for long.
+    """
     told = None
+    answered = time.monotonic()
     while (queued := queued_jobs()) is None or any(each.name == job for each in queued):
+        if queued is not None:
+            answered = time.monotonic()
+        elif time.monotonic() - answered > _SILENT_SECONDS:
+            raise UserError(
+                f"squeue has not answered for {_SILENT_SECONDS} s, so job {job} is cancelled; see `squeue --me` (if it "
+                f"is there still: scancel {job}), and give the same command when that answers"
+            )
         now = next((each for each in queued or [] if each.name == job), None)
         # At first Slurm has not looked at it yet, and says (None).
         if (
@@ -211,10 +249,11 @@ def _options(configs: Sequence[RunConfig]) -> list[str]:
 
 def _refuse_a_second_job(configs: Sequence[RunConfig]) -> None:
     """A second job in the same run folder would wait for the first, or be refused by it: say so before it is queued."""
-    queued = queued_jobs() or []
+    if configs[0].slurm.dependency is not None:
+        return
+    queued = queued_before_another([_absolute(config.run.dir) for config in configs])
     for config in configs:
-        waiting = jobs_of(_absolute(config.run.dir), queued)
-        if waiting and config.slurm.dependency is None:
+        if waiting := jobs_of(_absolute(config.run.dir), queued):
             number = waiting[0].name.partition("_")[0]
             raise UserError(
                 f"{config.run.dir} has a job in the queue already: {waiting[0].describe()}; wait for it, cancel it "

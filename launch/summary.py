@@ -11,14 +11,13 @@ from statistics import median
 from typing import Any
 
 from configs.points import labels
+from configs.schema import DEFAULT_VALIDATION
 from launch.status import read_status
 
 RECORD = "sweep.json"
 """In the folder of a sweep: its keys and how each run stands."""
 _TABLE = "sweep.csv"
 _LONG = 8
-_VALIDATION = "validation"
-"""The set whose loss counts."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def read_outcome(run_dir: Path, values: Mapping[str, str]) -> Outcome:
         if line.get("event") == "step":
             losses.append(line.get("loss"))
             rates += [line["tokens_per_second"]] if line.get("tokens_per_second") else []
-        elif line.get("event") == "eval" and line.get("set") == _VALIDATION and line.get("loss") is not None:
+        elif line.get("event") == "eval" and line.get("set") == DEFAULT_VALIDATION and line.get("loss") is not None:
             validation.append(line["loss"])
     return Outcome(
         run_dir, values, status.state, status.step, status.reason, status.exit_code, losses[-1] if losses else None,

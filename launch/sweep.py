@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,16 +19,17 @@ from typing import IO
 import yaml
 from pydantic import ValidationError
 
+from configs.announce import duration
 from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, TrainingFailed, UserError
 from configs.points import Point, Sweep, labels
 from configs.schema import RunConfig
 from launch.ending import in_one_line, say_why
 from launch.forward import NotedSignals, send
-from launch.queue import jobs_of, queued_jobs
+from launch.queue import jobs_of, queued_before_another
 from launch.signals import SWEEP
-from launch.slurm import submit
+from launch.slurm import refuse_unequal, submit
 from launch.status import tell_of_a_kill
-from launch.summary import Outcome, read_outcome, shown, table, write_summary
+from launch.summary import Outcome, read_outcome, read_summary, shown, table, write_summary
 
 WriteReport = Callable[[Sequence[Path], Path], object]
 """Writes the page that compares the runs in some folders to a file."""
@@ -99,48 +101,71 @@ def submit_sweep(sweep: Sweep, write_report: WriteReport) -> int:
     """Submit what is neither finished nor in the queue, and show how all runs stand. Returns the exit code.
 
     Raises:
-        UserError: Slurm refuses the job.
+        UserError: Slurm refuses the job, the runs ask for different nodes, or squeue does not answer.
     """
+    refuse_unequal([point.config for point in sweep.points])
     if sweep.points[0].config.slurm.dry_run:
         return submit({point.argv: point.config for point in sweep.points})
-    queued = queued_jobs() or []
+    outcomes = [read_outcome(point.config.run.dir, point.values) for point in sweep.points]
+    unfinished = [
+        (number, point)
+        for number, (point, outcome) in enumerate(zip(sweep.points, outcomes, strict=True))
+        if not _is_done(point, outcome)
+    ]
+    queued = queued_before_another([point.config.run.dir for _, point in unfinished])
     left: dict[tuple[str, ...], RunConfig] = {}
-    outcomes = []
-    for point in sweep.points:
-        run_dir = point.config.run.dir
-        outcome = read_outcome(run_dir, point.values)
-        if jobs_of(run_dir, queued):
-            outcome = replace(outcome, state="queued") if outcome.state != "running" else outcome
-        elif not _is_done(point, outcome):
+    for number, point in unfinished:
+        if not jobs_of(point.config.run.dir, queued):
             left[point.argv] = point.config
-        outcomes.append(outcome)
+        elif outcomes[number].state != "running":
+            outcomes[number] = replace(outcomes[number], state="queued")
     if left:
         submit(left)
     summarize(sweep, outcomes, write_report)
+    if unfinished:
+        status = f"serried status run.dir={shlex.quote(str(sweep.folder))}"
+        _say("later", f"{status} shows and writes the table and the report as they are then")
     return EXIT_FINISHED
 
 
 def summarize(sweep: Sweep, outcomes: Sequence[Outcome], write_report: WriteReport) -> None:
     """Print the table of ``outcomes``, and write it and the report into the folder of the sweep."""
-    _note(sweep, outcomes)
     _say("summary", "the best first")
     print("\n".join(f"  {line}" for line in table(sweep.keys, outcomes).splitlines()), flush=True)
-    files = "sweep.json, sweep.csv"
+    _write(sweep.folder, sweep.keys, outcomes, write_report)
+
+
+def write_anew(folder: Path, write_report: WriteReport) -> None:
+    """Write the table and the report of the sweep in ``folder`` as its runs stand by now, and say so.
+
+    Nothing where there is no sweep, or where the process that is at it writes them itself.
+    """
+    keys, outcomes = read_summary(folder)
+    if outcomes and not _is_locked(folder / ".lock"):
+        _write(folder, keys, outcomes, write_report)
+
+
+def _write(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome], write_report: WriteReport) -> None:
+    files = ["sweep.json", "sweep.csv"] if _note(folder, keys, outcomes) else []
     begun = [each.run_dir for each in sorted(outcomes, key=Outcome.rank) if (each.run_dir / "metrics.jsonl").exists()]
     if begun:
         try:
-            write_report(begun, sweep.folder / "report.html")
-            files += ", report.html"
-        except (OSError, UserError) as error:  # the runs are trained all the same
+            write_report(begun, folder / "report.html")
+            files.append("report.html")
+        except Exception as error:  # whatever is wrong with the page, the runs are trained
             _say("WARNING", f"no report: {in_one_line(error)}")
-    _say("files", f"{sweep.folder}: {files}")
+    if files:
+        _say("files", f"{folder}: {', '.join(files)}")
 
 
-def _note(sweep: Sweep, outcomes: Sequence[Outcome]) -> None:
+def _note(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]) -> bool:
+    """Write the table. Returns whether that could be done."""
     try:
-        write_summary(sweep.folder, sweep.keys, outcomes)
+        write_summary(folder, keys, outcomes)
     except OSError as error:
-        _say("WARNING", f"cannot write {error.filename or sweep.folder}: {error.strerror}. The sweep goes on")
+        _say("WARNING", f"cannot write {error.filename or folder}: {error.strerror}")
+        return False
+    return True
 
 
 class _Runs:
@@ -183,7 +208,7 @@ class _Runs:
         began = time.time()
         outcome = self._train(point, began)
         self._keep(outcome)
-        took = f"after {_duration(time.time() - began)}"
+        took = f"after {duration(time.time() - began)}"
         end = _losses(outcome) if outcome.is_finished else outcome.reason
         self._line(point, f"{outcome.state} {took}; {end}")
         if self.signals.received:
@@ -193,7 +218,7 @@ class _Runs:
 
     def _keep(self, outcome: Outcome) -> None:
         self.outcomes[outcome.run_dir] = outcome
-        _note(self._sweep, list(self.outcomes.values()))
+        _note(self._sweep.folder, self._sweep.keys, list(self.outcomes.values()))
 
     def _line(self, point: Point, text: str) -> None:
         values = " ".join(f"{self._labels[key]}={shown(value)}" for key, value in point.values.items())
@@ -311,14 +336,6 @@ def _losses(outcome: Outcome) -> str:
 def _say(label: str, text: str) -> None:
     with suppress(OSError):  # whoever listened is gone
         print(f"{label:<10} {text}", flush=True)
-
-
-def _duration(seconds: float) -> str:
-    """Seconds -> 45s, 3m20s, 5h12m."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60}h{minutes % 60:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
 class _LiveLine:

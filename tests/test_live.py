@@ -141,7 +141,7 @@ class Said:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "_TICK_SECONDS", 0.001)
-    monkeypatch.setattr(live, "_SILENCE_SECONDS", (0.005, 0.01, 1e9))
+    monkeypatch.setattr(live, "SILENCE_SECONDS", (0.005, 0.01, 1e9))
 
 
 @pytest.mark.usefixtures("quick")

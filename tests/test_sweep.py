@@ -1,7 +1,9 @@
 """``-m`` as it is typed: a grid or Optuna's search, real processes, killed in the middle and gone on with."""
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from configs.errors import UserError
+from configs.points import Point
 from configs.sweep import read_sweep
 from launch.start import start_sweep
 from launch.summary import Outcome, read_outcome, table, write_summary
@@ -117,6 +120,7 @@ def losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in metrics(run_dir)]
 
 
+@pytest.mark.slow
 def test_a_grid_goes_on_after_a_signal_and_after_a_kill_with_the_numbers_of_single_runs(
     text: Path, tmp_path: Path, sweeps: list[Sweep]
 ) -> None:
@@ -154,10 +158,27 @@ def test_a_grid_goes_on_after_a_signal_and_after_a_kill_with_the_numbers_of_sing
         assert losses(run_dir) == pytest.approx(losses(alone))
 
 
-def test_a_run_that_fails_does_not_end_the_others(text: Path, tmp_path: Path, sweeps: list[Sweep]) -> None:
+def test_a_run_that_fails_does_not_end_the_others_and_one_that_is_stopped_goes_on(
+    text: Path, tmp_path: Path, sweeps: list[Sweep]
+) -> None:
     words = tiny_overrides(text, tmp_path / "runs", "model.vocab_size=8,300", "trainer.eval_every=3")
+    stopped = tmp_path / "runs" / "vocab_size-300"
+    (tmp_path / "hold").write_text("vocab_size-300 3")
+    sweeps.append(Sweep(tmp_path, *words))
+    wait_for(lambda: has_trained(stopped, 2), "the second run to be under way", 300)
+    sweeps[-1].process.terminate()
+    code, stdout, _ = sweeps[-1].end()
+    assert code == 75
+    assert "stopped    SIGTERM: 0 of 2 runs are finished; go on: the same command" in stdout
+    assert read_outcome(stopped, {}).state == "stopped"
+
+    (tmp_path / "hold").unlink()
     sweeps.append(Sweep(tmp_path, *words))
     code, stdout, stderr = sweeps[-1].end()
+    assert [line["resumed_from"] for line in metrics(stopped, "start")] == [None, 3]
+    alone = tmp_path / "alone"
+    assert run_here(tiny_overrides(text, alone, "model.vocab_size=300", "trainer.eval_every=3")).code == 0
+    assert losses(stopped) == pytest.approx(losses(alone))
     assert code == 78
     assert stderr.startswith(f"failed: {tmp_path}/runs/vocab_size-8: ")
     assert len(stderr.splitlines()) == 1
@@ -174,20 +195,21 @@ def test_a_run_that_fails_does_not_end_the_others(text: Path, tmp_path: Path, sw
     assert [row.partition(",")[0] for row in rows[1:]] == ["300", "8"]
 
 
+@pytest.mark.parametrize("starts", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_optuna_is_told_the_best_validation_loss_and_goes_on_with_its_study(
-    text: Path, tmp_path: Path, sweeps: list[Sweep]
+    starts: int, text: Path, tmp_path: Path, sweeps: list[Sweep]
 ) -> None:
     space = ("optim.lr=tag(log, interval(1e-5, 1e-2))", "schedule=cosine,constant")
     words = tiny_overrides(text, tmp_path / "runs", *_OPTUNA, *space, "hydra.sweeper.sampler.seed=1")
     folder = tmp_path / "runs" / "search-lr-schedule"
-    for trials in (2, 3):
+    for trials in range(1, starts + 1):
         sweeps.append(Sweep(tmp_path, *words, f"hydra.sweeper.n_trials={trials}"))
         code, stdout, stderr = sweeps[-1].end()
         assert (code, stderr) == (0, "")
-        assert stdout.count(": finished before") == (2 if trials == 3 else 0)
-    assert sorted(path.name for path in folder.glob("trial-*")) == ["trial-0", "trial-1", "trial-2"]
+        assert stdout.count(": finished before") == trials - 1
+    assert sorted(path.name for path in folder.glob("trial-*")) == [f"trial-{number}" for number in range(starts)]
     runs = summary(folder)
-    assert len({run["values"]["optim.lr"] for run in runs.values()}) == 3  # type: ignore[index]
+    assert len({run["values"]["optim.lr"] for run in runs.values()}) == starts  # type: ignore[index]
     found = {name: min(line["loss"] for line in metrics(folder / name, "eval")) for name in runs}
     assert {name: run["validation_loss"] for name, run in runs.items()} == found
     best = (folder / "optimization_results.yaml").read_text()
@@ -335,8 +357,17 @@ def test_the_corners_of_a_search_are_checked_before_it_starts() -> None:
         ("hydra/sweeper=optuna hydra.sweeper.n_jobs=4 optim.lr=1,2", "one after the other"),
         ("hydra/sweeper=optuna hydra.sweeper.direction=maximize optim.lr=1,2", "direction=minimize"),
         ("hydra/sweeper=optuna hydra.sweeper.max_failure_rate=7 optim.lr=1,2", "between 0 and 1"),
-        ("hydra/sweeper=optuna hydra/sweeper/sampler=tpee optim.lr=1,2", "there are cmaes, grid"),
+        ("hydra/sweeper=optuna hydra/sweeper/sampler=tpee optim.lr=1,2", "there are tpe, random, grid"),
         ("hydra/sweeper=optuna optim.lr=[1],[2]", "is not a number"),
+        ("hydra/sweeper=optuna hydra/sweeper/sampler=cmaes optim.lr=1,2", "keeps pickles"),
+        ("hydra/sweeper=optuna hydra/sweeper/sampler=motpe optim.lr=1,2", "use hydra/sweeper/sampler=tpe|random"),
+        ("hydra/sweeper=optuna hydra.sweeper.storage=redis://:secret@here optim.lr=1,2", "keeps pickles"),
+        ("hydra/sweeper=optuna hydra.sweeper.storage=nonsense://x optim.lr=1,2", "use hydra.sweeper.storage=sqlite"),
+        ("hydra/sweeper=optuna hydra.sweeper.storage={_target_:os.abort} optim.lr=1,2", "use hydra.sweeper.storage="),
+        ("hydra/sweeper=optuna hydra.sweeper.custom_search_space=os.getcwd optim.lr=1,2", "names a function"),
+        ("hydra/sweeper=optuna hydra.sweeper.sampler={_target_:os.abort} optim.lr=1,2", "write hydra/sweeper"),
+        ("hydra/sweeper=optuna hydra.sweeper.sampler._target_=os.getcwd optim.lr=1,2", "unknown key"),
+        ("hydra/sweeper=optuna hydra.sweeper.sampler.seed={_target_:os.getcwd} optim.lr=1,2", "seed"),
     ],
 )
 def test_what_is_no_sweep_is_refused_in_one_line(words: str, expected: str) -> None:
@@ -344,13 +375,69 @@ def test_what_is_no_sweep_is_refused_in_one_line(words: str, expected: str) -> N
         read_sweep(words.split())
     assert expected in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert "secret" not in str(refused.value)
 
 
-@pytest.mark.parametrize("url", ["nonsense://x", "sqlite:////nowhere/at/all.db"])
-def test_a_storage_that_cannot_be_opened_is_one_line(url: str, text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "content", "words", "expected"),
+    [
+        ("sampler/mine.yaml", "_target_: os.getcwd\n", "hydra/sweeper/sampler=mine", "no sampler os.getcwd"),
+        (
+            "sampler/mine.yaml", "_target_: optuna.samplers.TPESampler\ngamma: {_target_: os.getcwd}\n",
+            "hydra/sweeper/sampler=mine", "is no single value",
+        ),
+        (
+            "sampler/mine.yaml", "_target_: optuna.samplers.NSGAIISampler\nconstraints_func: os.getcwd\n",
+            "hydra/sweeper/sampler=mine", "names a function",
+        ),
+        ("", "hydra: {sweeper: {sampler: {_target_: os.getcwd}}}\n", "", "no sampler os.getcwd"),
+        ("", "hydra: {sweeper: {custom_search_space: os.getcwd}}\n", "", "names a function"),
+        ("", "hydra: {sweeper: {storage: 'redis://here'}}\n", "", "keeps pickles"),
+    ],
+)  # fmt: skip
+def test_no_function_is_called_because_a_file_names_it(
+    file: str, content: str, words: str, expected: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "configs"
+    shutil.copytree(ROOT / "configs", folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    if file:
+        path = folder / "hydra" / "sweeper" / file
+        path.parent.mkdir(parents=True)
+        path.write_text(content)
+    else:
+        with (folder / "train.yaml").open("a") as train:
+            train.write(content)
+    with pytest.raises(UserError, match=expected):
+        read_sweep(["hydra/sweeper=optuna", *words.split(), "optim.lr=1e-3,1e-2"], folder)
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "grid", "nsgaii"])
+def test_what_is_used_of_the_plugin_is_there_and_no_study_holds_a_pickle(
+    sampler: str, text: Path, tmp_path: Path
+) -> None:
+    words = tiny_overrides(text, tmp_path, *_OPTUNA[2:], "optim.lr=1e-3,1e-2", "hydra/sweeper=optuna")
+    sweep = read_sweep([*words, f"hydra/sweeper/sampler={sampler}", "hydra.sweeper.n_trials=2"])
+    assert sweep.search is not None
+    tried: list[Point] = []
+
+    def evaluate(point: Point) -> float:
+        tried.append(point)
+        return point.config.optim.lr
+
+    sweep.search(evaluate)
+    assert len(tried) == 2
+    study = (sweep.folder / "study.db").read_bytes()
+    for start in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+        assert start + b"c" not in study
+        assert start + b"\x95" not in study
+        assert start.hex().encode() not in study
+
+
+def test_a_storage_that_cannot_be_opened_is_one_line(text: Path, tmp_path: Path) -> None:
+    url = "sqlite:////nowhere/at/all.db"
     words = tiny_overrides(text, tmp_path, *_OPTUNA, "optim.lr=1e-3,1e-2", f"hydra.sweeper.storage={url}")
     with pytest.raises(UserError, match="hydra/sweeper=optuna: "):
-        start_sweep(read_sweep(words))
+        start_sweep(read_sweep(words), lambda *_: None)
 
 
 def test_trials_of_another_command_do_not_compare(text: Path, tmp_path: Path) -> None:
@@ -387,6 +474,55 @@ def test_a_search_is_no_array_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sbatch ... --wrap" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("swept", ["launch.processes=1,2", "slurm.qos=null,a"])
+def test_the_runs_of_an_array_job_ask_for_the_same(swept: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "launch=slurm", "launch.device=cpu", "slurm.dry_run=true", swept]) == 78
+    shown = capsys.readouterr()
+    key, _, values = swept.partition("=")
+    assert f"{key} is {values.replace(',', ' in one run and ')} in another" in shown.err
+    assert f"{key}={values.partition(',')[0]} run.name=OTHER" in shown.err
+    assert len(shown.err.splitlines()) == 1
+    assert shown.out == ""
+
+
+def fake_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
+    """Commands of Slurm that do as ``scripts`` say."""
+    folder.mkdir()
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_while_squeue_does_not_answer_nothing_is_submitted_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, submitted = tmp_path / "runs", tmp_path / "submitted"
+    fake_slurm(tmp_path / "bin", monkeypatch, squeue="exit 1", sbatch=f"echo x >> {submitted}; echo 17")
+    words = ["launch=slurm", "launch.device=cpu", "trainer.seed=1,2", f"run.dir={runs}"]
+    assert main(["-m", *words]) == 0
+    assert f"serried status run.dir={runs}/sweep-seed" in capsys.readouterr().out
+    assert submitted.read_text() == "x\n"
+    for again in (["-m", *words], [*words[:2], f"run.dir={runs}/seed-2"]):
+        assert main(again) == 78
+        told = capsys.readouterr().err
+        assert "squeue does not answer, and job 17_" in told
+        assert len(told.splitlines()) == 1
+    assert submitted.read_text() == "x\n"
+
+
+def test_a_look_at_the_nodes_does_not_wait_for_squeue_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("launch.slurm._SILENT_SECONDS", 0)
+    monkeypatch.setattr("launch.slurm._LOOK_SECONDS", 0.01)
+    cancelled = tmp_path / "cancelled"
+    fake_slurm(tmp_path / "bin", monkeypatch, squeue="exit 1", sbatch="echo 17", scancel=f"echo $1 > {cancelled}")
+    assert serried(["preflight", "launch=slurm", "launch.device=cpu", f"run.dir={tmp_path / 'run'}"]) == 78
+    assert "squeue has not answered for 0 s, so job 17 is cancelled" in capsys.readouterr().err
+    assert cancelled.read_text() == "17\n"
+
+
 def test_the_table_has_the_best_first_and_what_never_trained_last() -> None:
     outcomes = [
         Outcome(Path("a"), {"optim.lr": "0.0123456789"}, "finished", 6, loss=2.0, validation_loss=3.0),
@@ -419,13 +555,34 @@ def test_the_report_compares_what_has_begun_and_may_fail(tmp_path: Path, capsys:
     assert compared == [(["seed-2", "seed-1"], tmp_path / "sweep-seed" / "report.html")]
     assert "report.html" in capsys.readouterr().out
 
-    def full(_: object, out: Path) -> None:
-        raise OSError(28, "No space left on device", str(out))
+    for error in (OSError(28, "No space left on device"), KeyError("of the page's own")):
 
-    summarize(sweep, outcomes, full)
-    printed = capsys.readouterr().out
-    assert "WARNING    no report: " in printed
-    assert "report.html" not in printed.splitlines()[-1]
+        def fails(*_: object, error: Exception = error) -> None:
+            raise error
+
+        summarize(sweep, outcomes, fails)
+        printed = capsys.readouterr().out
+        assert "WARNING    no report: " in printed
+        assert "report.html" not in printed.splitlines()[-1]
+
+
+def test_status_writes_the_table_and_the_report_of_a_sweep_anew(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, run_dir = tmp_path / "sweep-lr", tmp_path / "a"
+    assert run_here(tiny_overrides(text, run_dir, "trainer.steps=2")).code == 0
+    noted = Outcome(run_dir, {"optim.lr": "0.1"}, "queued", time=0.0)
+    write_summary(folder, ["optim.lr"], [noted])
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert serried(["status", f"run.dir={folder}"]) == 0
+        assert summary(folder)["a"]["state"] == "queued", "whoever is at it writes it"
+    capsys.readouterr()
+    assert serried(["status", f"run.dir={folder}"]) == 0
+    assert capsys.readouterr().out.endswith(f"files      {folder}: sweep.json, sweep.csv, report.html\n")
+    assert summary(folder)["a"]["state"] == "finished"
+    assert "finished" in (folder / "sweep.csv").read_text()
+    assert (folder / "report.html").stat().st_size > 1000
 
 
 def test_status_shows_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

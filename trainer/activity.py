@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from configs.announce import duration
 from trainer.live import Doing
-from trainer.track import Console, duration, short
+from trainer.track import Console, short
 from trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse
 
 if TYPE_CHECKING:

@@ -13,10 +13,9 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-_TICK_SECONDS, _TICK_SECONDS_LIVE = 1.0, 0.25
-_SILENCE_SECONDS = (10.0, 20.0, 30.0, 60.0, 180.0, 300.0)
-"""Without a word before the first line about one thing, and between each such line and the next; the last for ever."""
+from configs.announce import SILENCE_SECONDS
 
+_TICK_SECONDS, _TICK_SECONDS_LIVE = 1.0, 0.25
 _SLOW_AT_TIMES_LONGEST = 2.0
 _SHOWN_AT_SECONDS = 5.0
 _CLEAR = "\r\033[K"
@@ -120,7 +119,7 @@ class Live:
             self._times_said = times + 1
 
     def _patience(self, doing: Doing) -> float:
-        silence = _SILENCE_SECONDS[min(self._times_said, len(_SILENCE_SECONDS) - 1)]
+        silence = SILENCE_SECONDS[min(self._times_said, len(SILENCE_SECONDS) - 1)]
         usual = _SLOW_AT_TIMES_LONGEST * self._longest.get(doing.kind, 0.0) if doing.is_routine else 0.0
         return max(silence, usual)
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from configs.announce import duration
 from configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed
 from configs.schema import DEFAULT_VALIDATION, RunConfig
 from parallel.mesh import Layout
@@ -13,7 +14,7 @@ from trainer.checkpoint.retention import folder_name
 from trainer.checkpoint.save import Saved
 from trainer.peak_flops import device_name
 from trainer.step import StepResult
-from trainer.track import Console, RunFolder, duration, short, size, step_line
+from trainer.track import Console, RunFolder, short, size, step_line
 
 if TYPE_CHECKING:
     from launch.session import Session

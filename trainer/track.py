@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from configs.announce import duration
 from configs.errors import UserError
 from trainer.live import Doing, Live, is_terminal
 
@@ -397,15 +398,3 @@ def size(number_bytes: float) -> str:
         if number_bytes < limit:
             return f"{number_bytes / divisor:.1f}{unit}"
     return f"{number_bytes / 2**40:.2f}TiB"
-
-
-def duration(seconds: float) -> str:
-    """Seconds -> 45s, 3m20s, 5h12m, 1d03h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from configs.announce import duration
+
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -89,7 +91,7 @@ class Progress:
         left = (self._total_bytes - done) / rate if rate > 0 else 0.0
         return (
             f"preparing data: {self._what} {done / scale:,.1f} of {self._total_bytes / scale:,.1f} {unit}, "
-            f"{rate / 1e6:,.1f} MB/s, eta {_duration(left)}"
+            f"{rate / 1e6:,.1f} MB/s, eta {duration(left)}"
         )
 
 
@@ -108,10 +110,3 @@ def ordered(
     finally:
         for future in waiting:
             future.cancel()
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -1,12 +1,12 @@
-"""A word now and then while something takes long, before there is a trainer that could tell what it does."""
+"""How long something takes: a word now and then, before there is a trainer that could tell what it does."""
 
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-_SILENCE_SECONDS = (10.0, 20.0, 30.0, 60.0, 180.0, 300.0)
-"""Before the first line, and between each line and the next; the last for ever. As in trainer.live."""
+SILENCE_SECONDS = (10.0, 20.0, 30.0, 60.0, 180.0, 300.0)
+"""Before the first line, and between each line and the next; the last for ever."""
 
 
 @contextmanager
@@ -23,7 +23,16 @@ def announced(what: str, *, speaks: bool) -> Iterator[None]:
 
 def _tell(what: str, done: threading.Event) -> None:
     started, times = time.monotonic(), 0
-    while not done.wait(_SILENCE_SECONDS[min(times, len(_SILENCE_SECONDS) - 1)]):
+    while not done.wait(SILENCE_SECONDS[min(times, len(SILENCE_SECONDS) - 1)]):
         times += 1
         with suppress(OSError):  # whoever listened is gone
             print(f"waiting    {time.monotonic() - started:.0f} s so far: {what}", flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Seconds -> 45s, 3m20s, 5h12m, 1d03h."""
+    whole = round(seconds)
+    for size, unit, part, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // part:02d}{name}"
+    return f"{whole}s"

@@ -1,0 +1,388 @@
+"""``hydra/sweeper=optuna``: a search, which Hydra's own plugin conducts.
+
+Here it only gets another launcher, which hands each trial to whoever trains it. Nothing is called because a config
+names it: the plugin's sweeper and Optuna's sampler are made here, the latter from a list.
+"""
+
+import functools
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.errors import TrainingFailed, UserError
+from configs.origin import Origin, in_a_name, parse_word, refuse_to_sweep, words_of
+from configs.points import Evaluate, Point, Sweep, labels
+from configs.suggest import nearest_keys, pasteable
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.trial import FrozenTrial
+
+SWEEPER, SAMPLER = "hydra/sweeper", "hydra/sweeper/sampler"
+OPTION = "hydra.sweeper."
+_EXAMPLE = "'optim.lr=tag(log, interval(1e-5, 1e-2))'"
+_ANY_TIME = ("launch", "slurm", "track", "profile")
+"""Sections that may change between two starts of a search."""
+_SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "GridSampler", "nsgaii": "NSGAIISampler"}
+"""Those that keep no pickle in the study, as ``cmaes`` does, and that are for one result, as ``motpe`` is not."""
+_STORAGES = ("sqlite", "postgresql", "mysql")
+"""Databases of tables; in Redis Optuna keeps pickles."""
+_CALLED = ("custom_search_space", "sampler.constraints_func")
+"""Options that name a function."""
+
+
+def read_search(argv: Sequence[str], words: Sequence[str], folder: Path) -> Sweep:
+    """The search of the overrides ``argv``, with the overrides ``words`` of ``hydra.sweeper`` itself.
+
+    Raises:
+        UserError: Optuna is not installed, nothing is searched, or a word or an end of the space is mistaken.
+    """
+    try:
+        if importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
+            raise ModuleNotFoundError
+    except ModuleNotFoundError:
+        raise UserError(f"{SWEEPER}=optuna needs Optuna, which is not installed: pip install -e '.[sweep]'") from None
+    options = _options(words, folder)
+    with _optuna_is_quiet(), _told_in_one_line():
+        space, fixed = _space(argv, options)
+    if not space:
+        raise UserError(f"{SWEEPER}=optuna searches values, and no key has several; e.g. {_EXAMPLE}")
+    for key, distribution in space.items():
+        refuse_to_sweep(key, str(distribution))
+    keys = tuple(space)
+    name = f"search-{in_a_name(str(options.study_name or '-'.join(labels(keys).values())))}"
+    corners = _corners(space)
+    origin = Origin.of([*fixed, *words_of(corners[0])], folder, name)
+    origin = Origin(origin.run_name, origin.sweep_folder, origin.sweep_folder, folder)
+    points = tuple(origin.point(f"corner-{number}", values, fixed) for number, values in enumerate(corners))
+    trainer = points[0].config.trainer
+    if not trainer.eval_every:
+        raise UserError(
+            f"{SWEEPER}=optuna goes by the validation loss, and trainer.eval_every=0 evaluates nothing; "
+            f"use trainer.eval_every={max(1, trainer.steps // 4)}"
+        )
+    search = _Search(options, argv=[word for word in argv if word not in fixed], fixed=tuple(fixed), origin=origin)
+    return Sweep(origin.sweep_folder, keys, points, options.n_trials, search)
+
+
+def _options(words: Sequence[str], folder: Path) -> Any:
+    """``hydra.sweeper``, as Hydra composes it from ``words``.
+
+    Raises:
+        UserError: a key or a value is wrong, or asks for what runs of ours cannot give.
+    """
+    groups = [word for word in words if "/" in word.partition("=")[0]]
+    given = {word.partition("=")[0].removeprefix(OPTION): word for word in words if word not in groups}
+    known = _composed(groups, folder)
+    _refuse_what_is_called(known)
+    names = [f"{OPTION}{name}" for name in _dotted(known) if not name.endswith("_")]
+    for name, word in given.items():
+        if name.startswith(("params", "search_space")):
+            raise UserError(f"{word}: that is for YAML files; here type the keys themselves, e.g. {_EXAMPLE}")
+        if name == "sampler":
+            raise UserError(f"{word}: write {SAMPLER}={'|'.join(_SAMPLERS)}, and its keys as {OPTION}sampler.seed=1")
+        if f"{OPTION}{name}" not in names:
+            near = [pasteable(key, word.partition("=")[2]) for key in nearest_keys(f"{OPTION}{name}", names)]
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
+            raise UserError(f"unknown key {word}; {hint}")
+    options = _composed([*groups, *(f"++{word}" for word in given.values())], folder)
+    _refuse_what_is_called(options)
+    _refuse_pickles(options)
+    direction = getattr(options.direction, "name", options.direction)
+    if direction != "minimize":
+        raise UserError(
+            f"hydra.sweeper.direction={direction}: a run has one result, its best validation loss, and that is to be "
+            "small; use hydra.sweeper.direction=minimize"
+        )
+    if options.n_trials < 1:
+        raise UserError(
+            f"hydra.sweeper.n_trials={options.n_trials} leaves nothing to do; use hydra.sweeper.n_trials=20"
+        )
+    if "n_jobs" in given and options.n_jobs != 1:
+        raise UserError(
+            f"hydra.sweeper.n_jobs={options.n_jobs}: the runs of a sweep go one after the other, so that each has the "
+            "whole machine and Optuna knows of all before it; leave it out"
+        )
+    if not 0 <= options.max_failure_rate <= 1:
+        raise UserError(
+            f"hydra.sweeper.max_failure_rate={options.max_failure_rate:g} is no share between 0 and 1; leave it out to "
+            "go on after runs that fail, or use hydra.sweeper.max_failure_rate=0 to stop at the first"
+        )
+    with open_dict(options):
+        options.n_jobs = 1
+        if "max_failure_rate" not in given:
+            options.max_failure_rate = 1.0
+    return options
+
+
+def _refuse_what_is_called(options: Any) -> None:
+    """Have no config, of whatever file or command line, say what is called.
+
+    Raises:
+        UserError: one does, or the sampler is none of those allowed.
+    """
+    for name in _CALLED:
+        if (value := OmegaConf.select(options, name)) is not None:
+            raise UserError(
+                f"{OPTION}{name}={value} names a function, and none is called because a config names it; leave it out"
+            )
+    sampler = OmegaConf.to_container(options.sampler, resolve=True)
+    kind = sampler.get("_target_") if isinstance(sampler, dict) else sampler
+    if kind == "optuna.samplers.CmaEsSampler":
+        raise UserError(f"{SAMPLER}=cmaes keeps pickles in the study, which can run code; use {SAMPLER}=tpe")
+    if kind not in [f"optuna.samplers.{name}" for name in _SAMPLERS.values()]:
+        raise UserError(f"no sampler {kind}; use {SAMPLER}={'|'.join(_SAMPLERS)}")
+    for name, value in sampler.items():
+        if isinstance(value, dict | list):
+            raise UserError(f"{OPTION}sampler.{name}={value} is no single value; leave it out")
+
+
+def _refuse_pickles(options: Any) -> None:
+    storage = options.storage
+    if storage is None:
+        return
+    kind, is_url, _ = storage.partition("://") if isinstance(storage, str) else ("", "", "")
+    if kind.partition("+")[0] in _STORAGES and is_url:
+        return
+    what = f"{kind}://..." if is_url else "..."  # the rest of it may hold a password
+    why = "Optuna keeps pickles there, which can run code" if kind.startswith("redis") else "no database for a study"
+    raise UserError(f"{OPTION}storage={what}: {why}; use {OPTION}storage=sqlite:///FILE, postgresql:// or mysql://")
+
+
+def _composed(words: Sequence[str], folder: Path) -> DictConfig:
+    try:
+        with initialize_config_dir(str(folder), version_base=None):
+            return hydra_compose("train", list(words), return_hydra_config=True).hydra.sweeper
+    except MissingConfigException as error:
+        group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+        raise UserError(f"no {group} {choice!r}; there are {', '.join(_SAMPLERS)}") from None
+    except (HydraException, OmegaConfBaseException) as error:
+        what = _first_line(error).removeprefix("Error merging override ++")
+        raise UserError(f"{what}: {_first_line(error.__cause__)}" if error.__cause__ else what) from None
+
+
+def _dotted(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    for name in node:
+        yield f"{prefix}{name}"
+        if OmegaConf.is_dict(node) and not OmegaConf.is_missing(node, name) and isinstance(node[name], DictConfig):
+            yield from _dotted(node[name], f"{prefix}{name}.")
+
+
+def _space(argv: Sequence[str], options: Any) -> tuple[dict[str, Any], list[str]]:
+    """The distribution of each key that is searched, and the words of ``argv`` that are none."""
+    # The plugin's public class wants a whole Hydra application; how it reads values is in this module alone.
+    # tests/test_sweep.py guards what is used of it.
+    from hydra_plugins.hydra_optuna_sweeper import _impl
+
+    parsed = {word: parse_word(word) for word in argv}
+    swept = [word for word, override in parsed.items() if override is not None and override.is_sweep_override()]
+    fixed = [word for word in argv if word not in swept]
+    fixed_keys = [word.partition("=")[0] for word in fixed]
+    with open_dict(options):
+        for in_yaml in (options.params, options.search_space):
+            for key in [key for key in in_yaml or {} if key in fixed_keys]:  # the command line is the stronger
+                del in_yaml[key]
+    space = {
+        str(key): _impl.create_optuna_distribution_from_config(each)
+        for key, each in (options.search_space or {}).items()
+    }
+    params = [f"{key}={value}" for key, value in (options.params or {}).items()]
+    found, constants = _impl.create_params_from_overrides([*params, *swept])
+    return {**space, **found}, [*fixed, *words_of(constants)]
+
+
+def _corners(space: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Points that between them have the ends of every range and every choice."""
+    ends = {
+        key: [_typed(each) for each in getattr(one, "choices", None) or (one.low, one.high)]
+        for key, one in space.items()
+    }
+    first = {key: values[0] for key, values in ends.items()}
+    return [first, *({**first, key: value} for key, values in ends.items() for value in values[1:])]
+
+
+def _typed(value: Any) -> str:
+    """A value of a trial as one would type it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Optuna's, as Hydra's plugin conducts it: trials are asked for one at a time, and told how they ended."""
+
+    options: Any
+    argv: Sequence[str]
+    """What is searched."""
+    fixed: tuple[str, ...]
+    origin: Origin
+
+    def __call__(self, evaluate: Evaluate) -> None:
+        with _optuna_is_quiet(), _told_in_one_line():
+            storage, study, options = self._study()
+            sweeper = _sweeper(options, storage, study.study_name, self._left(study))
+            sweeper.config = OmegaConf.create({"hydra": {"sweep": {"dir": str(self.origin.sweep_folder)}}})
+            sweeper.hydra_context, sweeper.job_idx = object(), 0
+            sweeper.launcher = launcher = _Launcher(study, self._point, evaluate, self.options.max_failure_rate)
+        for trial in _completed(study):
+            if (self.origin.sweep_folder / _name(trial.number)).is_dir():
+                evaluate(self._point(study, trial))  # finished: to be shown beside the others
+        try:
+            with _optuna_is_quiet(), _told_in_one_line():
+                sweeper.sweep(list(self.argv))
+        except UserError:
+            if launcher.problem is not None:
+                raise launcher.problem from None
+            if _completed(study) or self._left(study):
+                raise
+            # All are done and have failed, so that Optuna has no best one to name.
+
+    def _study(self) -> "tuple[Any, Study, Any]":
+        """The storage, the study in it, with what an earlier start broke off asked for again, and the options."""
+        import optuna
+
+        folder, options = self.origin.sweep_folder, self.options.copy()
+        folder.mkdir(parents=True, exist_ok=True)
+        url = options.storage or f"sqlite:///{folder / 'study.db'}"
+        # Optuna 2.10 leaves commits to SQLAlchemy, which does them by itself no longer since 2.0.
+        storage = optuna.storages.RDBStorage(url, {"isolation_level": "AUTOCOMMIT"})
+        study = optuna.create_study(
+            storage=storage, study_name=options.study_name or folder.name, direction="minimize", load_if_exists=True
+        )
+        self._refuse_another_command(study)
+        for trial in study.get_trials(deepcopy=False):
+            if trial.state.name == "RUNNING" and (folder / _name(trial.number)).is_dir():
+                study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+            elif trial.state.name != "FAIL" or _again(trial.number) in study.user_attrs:
+                continue
+            study.set_user_attr(_again(trial.number), True)
+            study.enqueue_trial(trial.params)
+        seed = options.sampler.get("seed")
+        if seed is not None:  # or it would suggest what it has suggested before
+            options.sampler.seed = seed + len(study.get_trials(deepcopy=False))
+        return storage, study, options
+
+    def _refuse_another_command(self, study: "Study") -> None:
+        fixed = sorted(word for word in self.fixed if word.partition(".")[0].partition("=")[0] not in _ANY_TIME)
+        earlier = study.user_attrs.get("fixed")
+        if earlier is None:
+            study.set_user_attr("fixed", fixed)
+        elif earlier != fixed:
+            then, now = sorted({*earlier} - {*fixed}), sorted({*fixed} - {*earlier})
+            raise UserError(
+                f"the trials in {self.origin.sweep_folder} were made with {' '.join(then) or 'less'}, and this command "
+                f"has {' '.join(now) or 'not'}: their losses would not compare; use run.name=OTHER for another search"
+            )
+
+    def _left(self, study: "Study") -> int:
+        """How many trials are to be made yet; one that is asked for again does not count."""
+        ended = [trial for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
+        again = [trial for trial in ended if _again(trial.number) in study.user_attrs]
+        return int(max(0, self.options.n_trials - len(ended) + len(again)))
+
+    def _point(self, study: "Study", trial: "FrozenTrial") -> Point:
+        # The same values are the same run: it goes on, or is finished already.
+        number = next(other.number for other in study.get_trials(deepcopy=False) if other.params == trial.params)
+        values = {key: _typed(value) for key, value in trial.params.items()}
+        return self.origin.point(_name(number), values, self.fixed)
+
+
+def _sweeper(options: Any, storage: Any, study_name: str, trials: int) -> Any:
+    """What Hydra's plugin would have made of ``options``."""
+    import optuna
+    from hydra_plugins.hydra_optuna_sweeper._impl import OptunaSweeperImpl  # see _space
+
+    given = OmegaConf.to_container(options.sampler, resolve=True)
+    kind = getattr(optuna.samplers, given["_target_"].rpartition(".")[2])
+    keys = {name: value for name, value in given.items() if not name.startswith("_")}
+    # The plugin gives the grid its values.
+    sampler = functools.partial(kind, **keys) if kind is optuna.samplers.GridSampler else kind(**keys)
+    return OptunaSweeperImpl(
+        sampler=sampler, direction=options.direction, storage=storage, study_name=study_name, n_trials=trials,
+        n_jobs=options.n_jobs, max_failure_rate=options.max_failure_rate, search_space=options.search_space,
+        custom_search_space=None, params=options.params,
+    )  # fmt: skip
+
+
+def _name(number: int) -> str:
+    return f"trial-{number}"
+
+
+def _again(number: int) -> str:
+    """Attribute of a study: this trial has been asked for again."""
+    return f"again-{number}"
+
+
+def _completed(study: "Study") -> list[Any]:
+    return [trial for trial in study.get_trials(deepcopy=False) if trial.value is not None]
+
+
+class _Launcher:
+    """What Hydra's sweeper takes for a launcher."""
+
+    def __init__(
+        self, study: "Study", point: "Callable[[Study, FrozenTrial], Point]", evaluate: Evaluate, failure_rate: float
+    ) -> None:
+        self.problem: BaseException | None = None
+        """What ended the sweep from our side."""
+        self._study, self._point, self._evaluate, self._failure_rate = study, point, evaluate, failure_rate
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:  # noqa: ARG002
+        """Train the trial that was asked for, one at a time. Hydra chose the names."""
+        try:
+            running = [each for each in self._study.get_trials(deepcopy=False) if each.state.name == "RUNNING"]
+            trial = next(
+                each for each in reversed(running)
+                if {f"{key}={value}" for key, value in each.params.items()} <= set(job_overrides[0])
+            )  # fmt: skip
+            loss = self._evaluate(self._point(self._study, trial))
+            if loss is None and self._failure_rate < 1:
+                raise TrainingFailed(f"trial {trial.number} failed, and max_failure_rate={self._failure_rate:g}")
+        except BaseException as error:
+            self.problem = error
+            raise
+        # None is no number: the plugin tells Optuna that the trial failed, and goes on.
+        return [JobReturn(overrides=job_overrides[0], status=JobStatus.COMPLETED, _return_value=loss)]
+
+
+@contextmanager
+def _optuna_is_quiet() -> Iterator[None]:
+    """What matters is told by us; warnings are about interfaces that the plugin uses."""
+    for name in ("optuna", "hydra_plugins.hydra_optuna_sweeper._impl", "alembic"):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _told_in_one_line() -> Iterator[None]:
+    """Make one line of what Optuna, its storage or Hydra's plugin object to.
+
+    Raises:
+        UserError: they do.
+    """
+    try:
+        yield
+    except (UserError, TrainingFailed):
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error  # Hydra's own words are about its instantiation
+        raise UserError(f"{SWEEPER}=optuna: {type(cause).__name__}: {_first_line(cause)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.addresses import masked
 from configs.schema import DEFAULT_VALIDATION
 from trainer.page.records import Curve, Records, is_count, is_number, read_records
 from trainer.page.thinning import means, thinned
@@ -30,7 +31,6 @@ _POINTS = 60_000
 _WEIGHTS = {"loss": 4, "grad_norm": 2}
 """How many points a curve of a chart may have, to those of other charts: these two show what is looked at closely."""
 _MOST_BUCKETS = 1500
-_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> None:
@@ -293,4 +293,4 @@ def _counted(value: Any) -> str:
 def _text(value: Any) -> str:
     """A value of the config as one would type it; without the password of an address."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return _PASSWORD.sub("***", text)
+    return masked(text)

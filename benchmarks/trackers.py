@@ -51,11 +51,16 @@ def main() -> None:
             shift = turn % len(ways)
             for way in (ways[shift:] + ways[:shift])[:: 1 if turn % 2 else -1]:
                 run_dir = Path(folder) / f"{turn}-{way.replace(' ', '-')}"
-                seconds[way].append(_run(way, text, run_dir, arguments.steps))
+                seconds[way].append(took := _run(way, text, run_dir, arguments.steps))
+                print(
+                    f"turn {turn + 1}, {way}: {took.elapsed:.2f} s, {took.processor:.2f} s of a processor", flush=True
+                )
                 losses[way].append([line["loss"] for line in metrics(run_dir)])
                 await_mirrors(run_dir)  # its rest is no part of the next
     elapsed, processor = (statistics.median(values) for values in zip(*seconds["off"], strict=True))
-    print(f"{arguments.turns} turns of {arguments.steps} steps; off: {elapsed:.1f} s, {processor:.1f} s of a processor")
+    print(
+        f"\n{arguments.turns} turns of {arguments.steps} steps; off: {elapsed:.1f} s, {processor:.1f} s of a processor"
+    )
     print("\nof off, median (lowest to highest):\n\n| W&B | seconds | processor seconds | losses |")
     print("| --- | --- | --- | --- |")
     for way in ways[1:]:

@@ -23,7 +23,7 @@ from tests.cluster import ROOT
 from tests.runs import metrics, run_here, tiny_overrides
 from trainer.page import write_report
 from trainer.page.page import render
-from trainer.page.records import read_records
+from trainer.page.records import Curve, read_records
 from trainer.page.thinning import means, thinned
 
 pytestmark = pytest.mark.page
@@ -297,6 +297,52 @@ def test_long_runs_are_thinned_and_keep_their_spikes(chromium: Browser, long_pag
             page.js(f"zoomTo([{at - 500}, {at + 500}])")
             page.drawn()
             assert shown in hover(page, "loss", at)
+
+
+@pytest.mark.parametrize(
+    ("count", "charts", "drawn", "told"),
+    [
+        (40, 12, 40, ""),
+        (400, 2, 400, "So many runs"),
+        (1000, 2, 100, "Of so many runs the best 100 "),
+    ],
+)
+def test_many_runs_fit_a_page(count: int, charts: int, drawn: int, told: str, run_dir: Path) -> None:
+    records = read_records(run_dir)
+    best = {key: Curve(curve.steps, [value - 1 for value in curve.values]) for key, curve in records.curves.items()}
+    runs = [
+        replace(
+            records,
+            path=Path(f"run-{number}"),
+            config={**records.config, "optim.lr": number / 1000},
+            curves=best if number >= count - 100 else records.curves,
+        )
+        for number in range(count)
+    ]
+    html = render(runs)
+    assert len(html.encode()) < LIMIT_BYTES
+    page = json.loads(re.findall(r'<script[^>]* id="data"[^>]*>(.*?)</script>', html, re.DOTALL)[0])
+    assert page["left_out"].startswith(told)
+    assert bool(page["left_out"]) == bool(told)
+    assert len(page["runs"]) == len(page["differences"]["optim.lr"]) == count
+    assert {run["best_validation"]["step"] for run in page["runs"]}, "in the table all are there"
+    having = [number for number, run in enumerate(page["runs"]) if run["curves"]]
+    assert having == list(range(count - drawn, count))
+    assert len({curve["chart"] for curve in page["runs"][-1]["curves"]}) == charts
+    assert all(len(curve["y"]) >= 10 for curve in page["runs"][-1]["curves"] if curve["name"] != "undone")
+
+
+def test_so_many_runs_are_told_of(chromium: Browser, run_dir: Path, tmp_path: Path) -> None:
+    records = read_records(run_dir)
+    file = tmp_path / "report.html"
+    file.write_text(render([replace(records, path=Path(f"run-{number}")) for number in range(800)]), encoding="utf-8")
+    with chromium.page(file) as page:
+        assert "Of so many runs the best" in page.js("document.getElementById('summary').innerText")
+        assert page.js("charts.map((chart) => chart.spec.id)") == ["loss"]
+        assert colours_drawn(page, "loss") > 100
+        assert page.js("document.querySelectorAll('.results tbody tr').length") == 800
+        page.click(".choice [data-value=tokens]")
+        assert colours_drawn(page, "loss") > 100
 
 
 def test_a_lone_spike_leaves_the_scale_to_the_curve(chromium: Browser, long_page: Path) -> None:

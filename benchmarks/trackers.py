@@ -124,6 +124,7 @@ def _processor_seconds(pid: int) -> float:
 def _wandb(way: str) -> Iterator[dict[str, str]]:
     """The environment of a run that finds W&B so."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment["OMP_NUM_THREADS"] = "1"  # threads that wait for each other spin, and count the load of the machine
     with socket.socket() as waiting, serving() as server, tempfile.TemporaryDirectory() as home:
         waiting.bind(("127.0.0.1", 0))
         if way == "never answers":

@@ -81,6 +81,7 @@ def test_a_run_that_was_killed_with_its_mirrors_and_went_on_shows_each_step_once
     assert run.data.tags["summary.final_validation_loss"] == "2.0"
 
 
+@pytest.mark.slow
 def test_steps_that_a_rollback_undid_are_not_shown(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     records = Records(text, run_dir, "track.wandb=offline", "track.tensorboard=true")
@@ -145,6 +146,7 @@ def test_online_a_restart_sends_what_the_server_has_not(
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), f"the key is in {path}"
 
 
+@pytest.mark.slow
 def test_without_a_key_its_records_are_kept_to_be_sent_later(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +162,7 @@ def test_without_a_key_its_records_are_kept_to_be_sent_later(
     assert f"wandb sync {run['folder']}" in warning
 
 
+@pytest.mark.slow
 def test_its_service_killed_the_records_are_kept(
     text: Path, tmp_path: Path, server: WandbServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

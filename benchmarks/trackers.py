@@ -4,7 +4,8 @@
     python -m benchmarks.trackers --turns 10 --steps 400
 
 Each turn starts ``python train.py`` once for each way, in another order each time, and takes the seconds from start to
-end of the process. Ratios are of one turn, to the run of that turn without W&B.
+end of the process, and the processor seconds of that process alone: without its mirror's, and hardly more where others
+use the machine too. Ratios are of one turn, to the run of that turn without W&B.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.disturb import family, send
 from tests.cluster import ROOT
@@ -38,7 +40,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=list(WAYS[1:]))
     arguments = parser.parse_args()
     ways = ["off", *arguments.ways]
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    seconds: dict[str, list[_Seconds]] = {way: [] for way in ways}
     losses: dict[str, list[list[float]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text"
@@ -49,21 +51,41 @@ def main() -> None:
             shift = turn % len(ways)
             for way in (ways[shift:] + ways[:shift])[:: 1 if turn % 2 else -1]:
                 run_dir = Path(folder) / f"{turn}-{way.replace(' ', '-')}"
-                seconds[way].append(_run(way, text, run_dir, arguments.steps))
+                seconds[way].append(took := _run(way, text, run_dir, arguments.steps))
+                print(
+                    f"turn {turn + 1}, {way}: {took.elapsed:.2f} s, {took.processor:.2f} s of a processor", flush=True
+                )
                 losses[way].append([line["loss"] for line in metrics(run_dir)])
                 await_mirrors(run_dir)  # its rest is no part of the next
-    print(f"{arguments.turns} turns of {arguments.steps} steps; off: {statistics.median(seconds['off']):.1f} s a run")
+    elapsed, processor = (statistics.median(values) for values in zip(*seconds["off"], strict=True))
+    print(
+        f"\n{arguments.turns} turns of {arguments.steps} steps; off: {elapsed:.1f} s, {processor:.1f} s of a processor"
+    )
+    print("\nof off, median (lowest to highest):\n\n| W&B | seconds | processor seconds | losses |")
+    print("| --- | --- | --- | --- |")
     for way in ways[1:]:
-        ratios = sorted(its / off for its, off in zip(seconds[way], seconds["off"], strict=True))
+        by_turn = list(zip(seconds[way], seconds["off"], strict=True))
         same = all(its == off for its, off in zip(losses[way], losses["off"], strict=True))
         print(
-            f"{way:<15} {statistics.median(ratios):.3f} of off (median; {ratios[0]:.3f} to {ratios[-1]:.3f}), "
-            f"losses {'the same bits' if same else 'DIFFER'}"
+            f"| {way} | {_spread([its.elapsed / off.elapsed for its, off in by_turn])} | "
+            f"{_spread([its.processor / off.processor for its, off in by_turn])} | "
+            f"{'the same bits' if same else 'DIFFER'} |"
         )
 
 
-def _run(way: str, text: Path, run_dir: Path, steps: int) -> float:
-    """Seconds that the process of a run took."""
+class _Seconds(NamedTuple):
+    """What a run took of a clock, and of processors by its own process."""
+
+    elapsed: float
+    processor: float
+
+
+def _spread(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
+def _run(way: str, text: Path, run_dir: Path, steps: int) -> _Seconds:
+    """Train once."""
     mode = way if way in ("off", "offline") else "online"
     argv = [f"trainer.steps={steps}", "trainer.log_every=10", "trainer.deterministic=true", f"track.wandb={mode}"]
     with _wandb(way) as environment, (run_dir.parent / "output").open("w") as output:
@@ -73,23 +95,36 @@ def _run(way: str, text: Path, run_dir: Path, steps: int) -> float:
             cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
         )  # fmt: skip
         has_killed = False
-        while way == "service killed" and not has_killed and process.poll() is None:
+        while way == "service killed" and not has_killed and not _has_ended(process.pid, os.WNOHANG):
             services = [pid for mirror in mirrors(run_dir) for pid in family(mirror)[1:]]
             has_killed = bool(services) and (run_dir / "wandb").exists()
             for pid in services if has_killed else []:
                 send(pid, signal.SIGKILL)
             time.sleep(_LOOK_SECONDS)
+        _has_ended(process.pid)
+        seconds = _Seconds(time.perf_counter() - started, _processor_seconds(process.pid))
         code = process.wait()
-        seconds = time.perf_counter() - started
     if code:
         sys.exit(f"{way}: exit code {code}\n{(run_dir.parent / 'output').read_text()}")
     return seconds
+
+
+def _has_ended(pid: int, flags: int = 0) -> bool:
+    """Whether the child ``pid`` has ended, waiting unless ``flags`` say not to. Its figures can still be read."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | flags) is not None
+
+
+def _processor_seconds(pid: int) -> float:
+    """What the process ``pid`` used of processors, without its children: of Linux."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
 def _wandb(way: str) -> Iterator[dict[str, str]]:
     """The environment of a run that finds W&B so."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment["OMP_NUM_THREADS"] = "1"  # threads that wait for each other spin, and count the load of the machine
     with socket.socket() as waiting, serving() as server, tempfile.TemporaryDirectory() as home:
         waiting.bind(("127.0.0.1", 0))
         if way == "never answers":

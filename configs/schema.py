@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from configs.addresses import has_password, without_password
 from configs.divisors import nearest_divisors
 
 NAME_PATTERN = r"[A-Za-z][A-Za-z0-9_-]*"
@@ -552,12 +553,13 @@ class TrackSection(Section):
 
     @model_validator(mode="after")
     def _no_secret(self) -> "TrackSection":
-        address = re.fullmatch(r"([a-z+]+://[^/@:]*):[^/]*@(.*)", self.mlflow or "")
-        if address:
+        if self.mlflow and has_password(self.mlflow):
+            kept = without_password(self.mlflow)
             raise ValueError(
                 "track.mlflow holds a password, and the config is kept in the run folder; use "
-                f"track.mlflow={address[1]}@{address[2]}, and give the password by the environment: "
-                "MLFLOW_TRACKING_PASSWORD for a server, PGPASSWORD or MYSQL_PWD for a database"
+                f"{f'track.mlflow={kept}' if kept else 'an address without it'}, and give the password by the "
+                "environment: MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN for a server, PGPASSWORD or MYSQL_PWD "
+                "for a database"
             )
         return self
 

@@ -23,10 +23,8 @@ from tests.cluster import ROOT
 from tests.runs import metrics, run_here, tiny_overrides
 from trainer.page import write_report
 from trainer.page.page import render
-from trainer.page.records import read_records
+from trainer.page.records import Curve, read_records
 from trainer.page.thinning import means, thinned
-
-pytestmark = pytest.mark.page
 
 LIMIT_BYTES = 3_000_000
 SPIKE_STEP, SPIKE = 61_803, 17.25
@@ -157,6 +155,7 @@ def hover(page: Page, chart: str, step: float) -> str:
     return text
 
 
+@pytest.mark.page
 def test_every_curve_is_drawn(chromium: Browser, page_file: Path, run_dir: Path) -> None:
     with chromium.page(page_file) as page:
         charts = page.js("charts.map((chart) => chart.spec.id)")
@@ -176,6 +175,7 @@ def test_every_curve_is_drawn(chromium: Browser, page_file: Path, run_dir: Path)
         assert told in text, told
 
 
+@pytest.mark.page
 def test_the_pointer_shows_exact_values(chromium: Browser, page_file: Path, run_dir: Path) -> None:
     line = next(line for line in metrics(run_dir) if line["step"] == 96)
     evaluation = next(line for line in metrics(run_dir, "eval") if line["step"] == 96)
@@ -194,6 +194,7 @@ def test_the_pointer_shows_exact_values(chromium: Browser, page_file: Path, run_
         assert "from step 187: the loss jumped" in hover(page, "loss", 180)
 
 
+@pytest.mark.page
 def test_log_scales_smoothing_and_axes(chromium: Browser, page_file: Path) -> None:
     with chromium.page(page_file) as page:
         assert page.js(f"{plot('loss')}.scales.y.distr") == 1
@@ -217,6 +218,7 @@ def test_log_scales_smoothing_and_axes(chromium: Browser, page_file: Path) -> No
         assert page.js(f"{plot('loss')}.scales.x.max") == 240
 
 
+@pytest.mark.page
 def test_curves_and_marks_can_be_hidden(chromium: Browser, page_file: Path) -> None:
     with chromium.page(page_file) as page:
         before = colours_drawn(page, "loss")
@@ -230,6 +232,7 @@ def test_curves_and_marks_can_be_hidden(chromium: Browser, page_file: Path) -> N
         assert colours_drawn(page, "loss") == without_marks
 
 
+@pytest.mark.page
 def test_dragging_zooms_all_charts_and_resets(chromium: Browser, page_file: Path) -> None:
     with chromium.page(page_file) as page:
         box = page.box("#chart-grad_norm .u-over")
@@ -250,6 +253,7 @@ def test_dragging_zooms_all_charts_and_resets(chromium: Browser, page_file: Path
         assert page.js("document.getElementById('reset').hidden")
 
 
+@pytest.mark.page
 def test_light_and_dark(chromium: Browser, page_file: Path) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     with chromium.page(page_file) as page:
@@ -264,6 +268,7 @@ def test_light_and_dark(chromium: Browser, page_file: Path) -> None:
         assert page.js(ground) == light
 
 
+@pytest.mark.page
 def test_a_phone_scrolls_down_only(chromium: Browser, page_file: Path, long_page: Path) -> None:
     for file in (page_file, long_page):
         with chromium.page(file, width=360, height=740) as page:
@@ -284,6 +289,7 @@ def test_a_phone_scrolls_down_only(chromium: Browser, page_file: Path, long_page
             assert page.js(f"{plot('loss')}.width") > 600, "turned on its side"
 
 
+@pytest.mark.page
 def test_long_runs_are_thinned_and_keep_their_spikes(chromium: Browser, long_page: Path) -> None:
     assert long_page.stat().st_size < LIMIT_BYTES
     with chromium.page(long_page) as page:
@@ -299,6 +305,54 @@ def test_long_runs_are_thinned_and_keep_their_spikes(chromium: Browser, long_pag
             assert shown in hover(page, "loss", at)
 
 
+@pytest.mark.parametrize(
+    ("count", "charts", "drawn", "told"),
+    [
+        (40, 12, 40, ""),
+        (400, 2, 400, "So many runs"),
+        (1000, 2, 100, "Of so many runs the best 100 "),
+    ],
+)
+def test_many_runs_fit_a_page(count: int, charts: int, drawn: int, told: str, run_dir: Path) -> None:
+    records = read_records(run_dir)
+    best = {key: Curve(curve.steps, [value - 1 for value in curve.values]) for key, curve in records.curves.items()}
+    runs = [
+        replace(
+            records,
+            path=Path(f"run-{number}"),
+            config={**records.config, "optim.lr": number / 1000},
+            curves=best if number >= count - 100 else records.curves,
+        )
+        for number in range(count)
+    ]
+    html = render(runs)
+    assert len(html.encode()) < LIMIT_BYTES
+    page = json.loads(re.findall(r'<script[^>]* id="data"[^>]*>(.*?)</script>', html, re.DOTALL)[0])
+    assert page["left_out"].startswith(told)
+    assert bool(page["left_out"]) == bool(told)
+    assert len(page["runs"]) == len(page["differences"]["optim.lr"]) == count
+    assert {run["best_validation"]["step"] for run in page["runs"]}, "in the table all are there"
+    having = [number for number, run in enumerate(page["runs"]) if run["curves"]]
+    assert having == list(range(count - drawn, count))
+    assert len({curve["chart"] for curve in page["runs"][-1]["curves"]}) == charts
+    assert all(len(curve["y"]) >= 10 for curve in page["runs"][-1]["curves"] if curve["name"] != "undone")
+
+
+@pytest.mark.page
+def test_so_many_runs_are_told_of(chromium: Browser, run_dir: Path, tmp_path: Path) -> None:
+    records = read_records(run_dir)
+    file = tmp_path / "report.html"
+    file.write_text(render([replace(records, path=Path(f"run-{number}")) for number in range(800)]), encoding="utf-8")
+    with chromium.page(file) as page:
+        assert "Of so many runs the best" in page.js("document.getElementById('summary').innerText")
+        assert page.js("charts.map((chart) => chart.spec.id)") == ["loss"]
+        assert colours_drawn(page, "loss") > 100
+        assert page.js("document.querySelectorAll('.results tbody tr').length") == 800
+        page.click(".choice [data-value=tokens]")
+        assert colours_drawn(page, "loss") > 100
+
+
+@pytest.mark.page
 def test_a_lone_spike_leaves_the_scale_to_the_curve(chromium: Browser, long_page: Path) -> None:
     with chromium.page(long_page) as page:
         assert page.js(f"{plot('loss')}.scales.y.max") < 12
@@ -308,6 +362,7 @@ def test_a_lone_spike_leaves_the_scale_to_the_curve(chromium: Browser, long_page
         assert page.js(f"{plot('loss')}.scales.y.max") < 5
 
 
+@pytest.mark.page
 def test_runs_are_compared(chromium: Browser, long_page: Path) -> None:
     with chromium.page(long_page) as page:
         assert page.js("[...document.querySelectorAll('.results tbody tr')].map((row) => row.cells[0].innerText)") == [
@@ -336,6 +391,7 @@ _VISION = {  # of linear RGB, row by row; Machado, Oliveira and Fernandes 2009, 
 _XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 
 
+@pytest.mark.page
 def test_colours_differ_for_every_kind_of_colour_vision(chromium: Browser, page_file: Path) -> None:
     """By CIE76, where 2.3 is just noticeable; and against the ground a contrast of 3, as WCAG wants of graphics."""
     with chromium.page(page_file) as page:
@@ -427,6 +483,7 @@ def _of_wrong_kinds(folder: Path) -> None:
         (_of_wrong_kinds, "rollbacks"),
     ],
 )
+@pytest.mark.page
 def test_records_in_any_state_have_their_page(harm: Any, told: str, chromium: Browser, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "harmed", 40)
     harm(folder)
@@ -438,6 +495,7 @@ def test_records_in_any_state_have_their_page(harm: Any, told: str, chromium: Br
                 page.js(f"document.querySelector('[data-value={axis}]').click()")
 
 
+@pytest.mark.page
 def test_names_and_values_are_text(chromium: Browser, tmp_path: Path) -> None:
     harm = "</script><img src=x onerror=alert(1)><!-- {{data}} ' \" & \u2028"
     folder = write_run(
@@ -461,6 +519,7 @@ def test_names_and_values_are_text(chromium: Browser, tmp_path: Path) -> None:
             assert "onerror=alert(1)" in page.js("document.body.innerText"), "shown as it is"
 
 
+@pytest.mark.page
 def test_the_page_may_fetch_nothing_and_run_nothing_else(chromium: Browser, page_file: Path) -> None:
     text = page_file.read_text()
     assert not re.findall(r"""(?:src|href)=["']?(?!data:,)[^"'\s>]""", text.split("<script")[0])
@@ -558,6 +617,7 @@ def test_mistakes_are_one_line(
     assert expected in printed
 
 
+@pytest.mark.page
 def test_a_sweep_of_long_names_fits_a_phone(chromium: Browser, tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / f"optim.lr=0.000{number},model.layers={number},x=long", 30) for number in range(1, 9)

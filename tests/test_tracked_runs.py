@@ -34,7 +34,10 @@ def _kill_its_service(run_dir: Path) -> Callable[[Trainer, int], None]:
     return kill
 
 
-@pytest.mark.parametrize("how", ["no key", "refused", "never answers", "service killed"])
+@pytest.mark.parametrize(
+    "how",
+    ["refused", *(pytest.param(how, marks=pytest.mark.slow) for how in ("no key", "never answers", "service killed"))],
+)
 def test_with_wandb_unreachable_a_run_has_the_same_bits(
     how: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from benchmarks.disturb import family
+from configs.addresses import masked
 from configs.compose import compose
 from configs.errors import UserError
 from configs.trackers import check_installed
@@ -80,6 +81,7 @@ def test_a_run_that_was_killed_with_its_mirrors_and_went_on_shows_each_step_once
     assert run.data.tags["summary.final_validation_loss"] == "2.0"
 
 
+@pytest.mark.slow
 def test_steps_that_a_rollback_undid_are_not_shown(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     records = Records(text, run_dir, "track.wandb=offline", "track.tensorboard=true")
@@ -144,6 +146,7 @@ def test_online_a_restart_sends_what_the_server_has_not(
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), f"the key is in {path}"
 
 
+@pytest.mark.slow
 def test_without_a_key_its_records_are_kept_to_be_sent_later(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +162,7 @@ def test_without_a_key_its_records_are_kept_to_be_sent_later(
     assert f"wandb sync {run['folder']}" in warning
 
 
+@pytest.mark.slow
 def test_its_service_killed_the_records_are_kept(
     text: Path, tmp_path: Path, server: WandbServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +197,45 @@ def test_a_mirror_that_is_killed_costs_a_warning(
     wait_for(lambda: records.look() or capsys.readouterr().out.count("TensorBoard: its process was killed by signal 9"))
     records.end()
     assert not warnings(capsys.readouterr().out), "told once"
+
+
+def test_a_mirror_may_say_anything(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a tracker's library prints there by itself stops nothing, and hides nothing."""
+    garbage = [
+        b"no JSON", b"{torn", b'{"warning": ', b"{" * 10_000, b'{"a":' * 10_000, b"{\xff\xfe}", b"[]", b"7", b"",
+        b'{"warning": 7, "connecting": "yes"}', b'{"note": null}', b'{"note": {}}', b"x" * 100_000,
+        b'{"warning": "heard"}', b'{"note": "heard\\n too"}',
+    ]  # fmt: skip
+    (tmp_path / "said").write_bytes(b"\n".join(garbage) + b"\n{unended")
+    speaker = tmp_path / "speaker"
+    speaker.write_text(f"#!/bin/sh\nexec cat '{tmp_path / 'said'}'\n")
+    speaker.chmod(0o755)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(speaker))
+        records = Records(text, tmp_path / "run", "track.wandb=offline")
+    printed: list[str] = []
+    wait_for(lambda: records.look() or printed.append(capsys.readouterr().out) or "heard too" in "".join(printed))
+    assert "W&B: heard" in "".join(printed)
+    records.end()
+
+
+def test_mirrors_that_are_told_to_finish_are_not_waited_for(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    records = Records(text, run_dir, "track.tensorboard=true")
+    records.steps(1, 3)
+    (mirror,) = wait_for(lambda: mirrors(run_dir))
+    os.kill(mirror, signal.SIGSTOP)
+    records.folder.record("stop", step=3, state="finished", reason="all steps done")
+    records.mirrors.finish()
+    assert mirrors(run_dir) == [mirror], "it cannot have ended: nobody has waited for it"
+    os.kill(mirror, signal.SIGCONT)
+    wait_for(lambda: not mirrors(run_dir))  # without another word
+    assert [step for step, _ in scalars(run_dir)] == [1, 2, 3]
+    records.mirrors.finish()
+    records.mirrors.end()
+    records.folder.close()
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(
@@ -269,8 +312,36 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_starts(
         check_installed(config.track)
 
 
-def test_a_password_is_kept_out_of_the_config(text: Path, tmp_path: Path) -> None:
-    argv = tiny_overrides(text, tmp_path / "run", "track.mlflow=https://me:secret@host/path")
-    with pytest.raises(UserError, match=r"use track\.mlflow=https://me@host/path") as caught:
-        compose(argv)
+@pytest.mark.parametrize(
+    ("address", "advice"),
+    [
+        ("https://me:secret@host/path", "track.mlflow=https://me@host/path,"),
+        ("HTTPS://me:secret@host/", "track.mlflow=HTTPS://me@host/,"),
+        ("https://:secret@host:5000", "track.mlflow=https://@host:5000,"),
+        ("postgresql+psycopg2://me:se/cret@host/runs", "track.mlflow=postgresql+psycopg2://me@host/runs,"),
+        ("postgresql://host:5432/runs?user=me&password=secret", "track.mlflow=postgresql://host:5432/runs?user=me,"),
+        ("mysql://host/runs?PASSWD=secret&ssl_ca=x", "track.mlflow=mysql://host/runs?ssl_ca=x,"),
+        ("https://host/?api_key=secret", "track.mlflow=https://host/,"),
+        ("https://host/?access_token=secret#top", "without"),
+        ("mssql+pyodbc:///?odbc_connect=UID%3Dme%3BPWD%3Dsecret", "use an address without it,"),
+    ],
+)
+def test_a_password_is_kept_out_of_the_config(address: str, advice: str, text: Path, tmp_path: Path) -> None:
+    quoted = f"track.mlflow='{address}'"
+    with pytest.raises(UserError, match=r"track\.mlflow holds a password") as caught:
+        compose(tiny_overrides(text, tmp_path / "run", quoted))
     assert "secret" not in str(caught.value)
+    assert advice in str(caught.value)
+    if "%" not in address:
+        assert "cret" not in masked(address), "nor is it on the page of a run that came by it otherwise"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://host:5000/#/runs@home", "https://me@host/", "sqlite:////home/me/runs.db", "runs/mlflow",
+        "postgresql://me@host:5432/runs?sslkey=/home/me/key&tokenizer=x", "databricks://profile",
+    ],
+)  # fmt: skip
+def test_an_address_without_a_password_is_taken(address: str, text: Path, tmp_path: Path) -> None:
+    assert compose(tiny_overrides(text, tmp_path / "run", f"track.mlflow='{address}'")).track.mlflow == address

@@ -35,8 +35,8 @@ class Records:
             tracker_run_id=identity,
         )  # fmt: skip
         self._run_dir = run_dir
-        self._mirrors = Mirrors(run_dir, config.track, Console(True, 0))
-        self._mirrors.start()
+        self.mirrors = Mirrors(run_dir, config.track, Console(True, 0))
+        self.mirrors.start()
 
     def steps(self, first: int, last: int, loss: float = 1.0) -> None:
         """Tell of steps, the last of them evaluated."""
@@ -47,20 +47,20 @@ class Records:
                 source_tokens={"web": step},
             )  # fmt: skip
         self.folder.record("eval", step=last, set="validation", loss=loss, tokens=64)
-        self._mirrors.look()
+        self.mirrors.look()
 
     def go_back(self, step: int, from_step: int) -> None:
         self.folder.go_back(step)
         self.folder.record("rollback", step=step, from_step=from_step, samples=0, left_out=0, reason="a spike")
 
     def look(self) -> bool:
-        self._mirrors.look()
+        self.mirrors.look()
         return False
 
     def end(self, state: str = "finished") -> None:
         """End the run, and wait until its mirrors have ended too."""
         self.folder.record("stop", step=9, state=state, reason="all steps done")
-        self._mirrors.end()
+        self.mirrors.end()
         self.folder.close()
         await_mirrors(self._run_dir)
 
@@ -69,7 +69,7 @@ class Records:
         for pid in mirrors(self._run_dir):
             for each in family(pid):
                 send(each, signal.SIGKILL)
-        self._mirrors.end()
+        self.mirrors.end()
         self.folder.close()
         await_mirrors(self._run_dir)
 

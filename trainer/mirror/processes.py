@@ -23,6 +23,7 @@ _WAIT_SECONDS = 10.0
 _WAIT_FOR_A_CONNECTION_SECONDS = 1.0
 _WORTH_A_WORD_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
+_READ_BYTES, _MOST_READS = 65_536, 16
 
 
 def choose_run_id(state: Mapping[str, Any], is_continued: bool) -> str:
@@ -50,25 +51,26 @@ class Mirrors:
     def look(self) -> None:
         """Say what the mirrors have to say, and which has ended without a word. Waits for nothing."""
         for mirror in self._mirrors:
+            code = mirror.process.poll()  # before its last words are read
             for told in mirror.heard():
-                if "warning" in told and not mirror.has_warned:
+                warning, note = _line(told.get("warning")), _line(told.get("note"))
+                if warning and not mirror.has_warned:
                     mirror.has_warned = True
-                    self._warn(mirror.name, told["warning"])
-                elif "note" in told:
-                    self._console.say(f"{'tracking':<10} {told['note']}")
-            code = mirror.process.poll()
+                    self._warn(mirror.name, warning)
+                elif note:
+                    self._console.say(f"{'tracking':<10} {note}")
             if code is not None and not mirror.has_warned and (code or not mirror.is_to_end):
                 mirror.has_warned = True
                 how = f"was killed by signal {-code}" if code < 0 else f"ended (exit code {code})"
                 self._warn(mirror.name, f"its process {how}; see {mirror.log}")
 
     def finish(self) -> None:
-        """Have the mirrors take the rest and end. Waits for nothing."""
+        """Tell the mirrors to take the rest and end: nothing more is written. Waits for nothing, and may come twice."""
         for mirror in self._mirrors:
-            mirror.end()
+            mirror.finish()
 
     def end(self) -> None:
-        """Have the mirrors take the rest and end, and wait for them a little: what they hold is a copy."""
+        """``finish``, and wait for the mirrors a little: what they hold is a copy."""
         self.finish()
         began, has_spoken = time.monotonic(), False
         while waiting := [mirror for mirror in self._mirrors if mirror.process.poll() is None]:
@@ -126,19 +128,36 @@ class _Mirror:
         self._heard = b""
 
     def heard(self) -> list[dict[str, Any]]:
-        """What the process has told since: JSON objects, one a line."""
-        with suppress(BlockingIOError):
-            while data := os.read(self._output, 4096):
+        """What the process has told since: JSON objects, one a line. What is none is left out, and of a flood the rest
+        is for the next time."""
+        with suppress(OSError):
+            for _ in range(_MOST_READS):
+                if not (data := os.read(self._output, _READ_BYTES)):
+                    break
                 self._heard += data
-        *lines, self._heard = self._heard.split(b"\n")
-        told: list[dict[str, Any]] = [json.loads(line) for line in lines if line.startswith(b"{")]
+        *lines, rest = self._heard.split(b"\n")
+        self._heard = rest[:_READ_BYTES]
+        told = [each for each in map(_object, lines) if each is not None]
         for each in told:
-            self.is_connecting = each.get("connecting", self.is_connecting)
+            self.is_connecting = each.get("connecting", self.is_connecting) is True
         return told
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Tell the process that there is no more to come."""
         self.is_to_end = True
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    """The JSON object in ``line``, which a tracker's library may have written; None where it is none."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(told := json.loads(line), dict):
+            return told
+    return None
+
+
+def _line(told: Any) -> str:
+    """``told`` as one line; empty where it is no text."""
+    return " ".join(told.split()) if isinstance(told, str) else ""

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,20 +18,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.addresses import masked
 from configs.schema import DEFAULT_VALIDATION
-from trainer.page.records import Curve, Records, is_count, is_number, read_records
+from trainer.page.records import Curve, Mark, Records, is_count, is_number, read_records
 from trainer.page.thinning import means, thinned
 
 _HERE = Path(__file__).resolve().parent
 _OWN_SCRIPTS = ("format", "specs", "charts", "marks", "sections", "page")
 _SCRIPTS = ("uplot/uPlot.iife.min.js", *(f"template/{name}.js" for name in _OWN_SCRIPTS))
 _STYLES = ("uplot/uPlot.min.css", "template/page.css")
-_POINTS = 60_000
-"""Of all curves of a page together: about 2 MB."""
+_POINTS, _POINTS_OF_A_RUN, _FEWEST_POINTS = 60_000, 50, 10_000
+"""Of all curves of a page together, about 2 MB, less the room that each run takes with what is told of it in words."""
 _WEIGHTS = {"loss": 4, "grad_norm": 2}
 """How many points a curve of a chart may have, to those of other charts: these two show what is looked at closely."""
-_MOST_BUCKETS = 1500
-_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_MOST_BUCKETS, _FEWEST_BUCKETS = 1500, 10
+"""Of a curve whose weight is 1. Where there are too many runs for the fewest, they have their main curves alone, and
+where there are too many for that the best have."""
+_MAIN_CURVES = (("loss", "training"), ("validation", DEFAULT_VALIDATION))
+_MARKS = 3000
+"""Of each kind, on a page."""
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> None:
@@ -76,10 +82,20 @@ def _for_html(payload: dict[str, Any]) -> str:
 
 
 def _payload(runs: Sequence[Records], names: Sequence[str]) -> dict[str, Any]:
-    weight = sum(_WEIGHTS.get(chart, 1) for run in runs for chart, _ in run.curves)
+    curves, left_out = _curves_to_draw(runs)
+    weight = sum(_WEIGHTS.get(chart, 1) for of_run in curves for chart, _ in of_run)
+    buckets, marks = _points(runs) / 2 / max(weight, 1), _MARKS // max(len(runs), 1)
     configs = [run.config for run in runs]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     differing = [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]
+    environments = [
+        {key: _counted(value) for key, value in run.environment.items() if value not in (None, [])} for run in runs
+    ]
+    shared = {
+        key: value
+        for key, value in (environments[0] if environments else {}).items()
+        if all(environment.get(key) == value for environment in environments)
+    }
     return {
         "written": time.time(),
         "runs": [
@@ -87,17 +103,52 @@ def _payload(runs: Sequence[Records], names: Sequence[str]) -> dict[str, Any]:
                 "name": name,
                 "folder": str(run.path),
                 **_summary(run),
-                "starts": [_start(start) for start in run.starts],
-                "environment": {
-                    key: _counted(value) for key, value in run.environment.items() if value not in (None, [])
-                },
-                **_drawn(run, _POINTS / 2 / max(weight, 1)),
+                "starts": [_start(start, start is run.starts[-1]) for start in run.starts],
+                "environment": {key: value for key, value in environment.items() if key not in shared},
+                **_drawn(run, of_run, buckets, marks if of_run else 0),
             }
-            for run, name in zip(runs, names, strict=True)
+            for run, name, environment, of_run in zip(runs, names, environments, curves, strict=True)
         ],
+        "left_out": left_out,
+        "environment": shared,
         "differences": {key: [_text(config.get(key)) for config in configs] for key in differing},
         "config": {key: _text(configs[0].get(key)) for key in keys if key not in differing},
     }
+
+
+def _points(runs: Sequence[Records]) -> int:
+    return max(_FEWEST_POINTS, _POINTS - _POINTS_OF_A_RUN * len(runs))
+
+
+_Curves = dict[tuple[str, str], Curve]
+
+
+def _curves_to_draw(runs: Sequence[Records]) -> tuple[list[_Curves], str]:
+    """The curves of each run that a page has room for, and in words what it has none for."""
+    most = _points(runs) // 2 // _FEWEST_BUCKETS  # weight
+
+    def weight(of_runs: Iterable[_Curves]) -> int:
+        return sum(_WEIGHTS.get(chart, 1) for curves in of_runs for chart, _ in curves)
+
+    every = [run.curves for run in runs]
+    if weight(every) <= most:
+        return every, ""
+    main = [{key: run.curves[key] for key in _MAIN_CURVES if key in run.curves} for run in runs]
+    if weight(main) <= most:
+        return main, "So many runs have their loss and validation drawn alone. A page of fewer has all charts."
+    order = sorted(range(len(runs)), key=lambda index: _rank(runs[index]))
+    drawn = set(order[: most // weight([dict.fromkeys(_MAIN_CURVES, Curve([], []))])])
+    return (
+        [curves if index in drawn else {} for index, curves in enumerate(main)],
+        f"Of so many runs the best {len(drawn)} have their loss and validation drawn, and no more. A page of fewer has "
+        "all charts.",
+    )
+
+
+def _rank(run: Records) -> tuple[float, float]:
+    """Lower is better: by validation loss, without which a run comes after those that have one, and by loss."""
+    best, last = _lowest(_of(run, "validation", DEFAULT_VALIDATION)), _at(_of(run, "loss", "training"), -1)
+    return (best["value"] if best else math.inf, last["value"] if last else math.inf)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -167,7 +218,8 @@ def _sources(run: Records) -> list[dict[str, Any]]:
     return [{"name": name, "tokens": count, "loss": _known(by_name.get(name))} for name, count in tokens.items()]
 
 
-def _start(start: dict[str, Any]) -> dict[str, Any]:
+def _start(start: dict[str, Any], is_last: bool) -> dict[str, Any]:
+    """The hosts are shown of the last start."""
     end = start["end"] or {}
     mesh, hosts, device = start.get("mesh"), start.get("hosts"), start.get("device")
     return {
@@ -175,24 +227,25 @@ def _start(start: dict[str, Any]) -> dict[str, Any]:
         "mesh": {str(axis): degree for axis, degree in mesh.items() if is_count(degree)}
         if isinstance(mesh, dict)
         else {},
-        "hosts": [str(host) for host in hosts] if isinstance(hosts, list) else [],
+        "hosts": [str(host) for host in hosts] if isinstance(hosts, list) and is_last else [],
         "device": str(device) if device else None,
         "state": end.get("state"),
         "reason": end.get("reason"),
     }
 
 
-def _drawn(run: Records, points: float) -> dict[str, Any]:
-    """The curves and marks of ``run``, thinned to ``points`` buckets for a chart of weight 1.
+def _drawn(run: Records, curves: _Curves, points: float, most_marks: int) -> dict[str, Any]:
+    """``curves`` of ``run``, thinned to ``points`` buckets for a chart of weight 1, and ``most_marks`` of each kind.
 
     ``x`` has a row for each step that one of them needs, and they refer to those rows. Numbers that only grow are given
     as differences: that is a third of their length.
     """
-    drawn = [(chart, name, *_thin(run, chart, curve, points)) for (chart, name), curve in sorted(run.curves.items())]
+    drawn = [(chart, name, *_thin(run, chart, curve, points)) for (chart, name), curve in sorted(curves.items())]
+    marks = _first_of_each_kind(run.marks, most_marks)
     rows = np.unique(
         np.concatenate(
             [
-                np.array([mark.step for mark in run.marks], dtype=np.int64),
+                np.array([mark.step for mark in marks], dtype=np.int64),
                 *(steps for _, _, (steps, _), _ in drawn),
                 *(steps for _, _, _, (steps, _) in drawn),
             ]
@@ -212,9 +265,19 @@ def _drawn(run: Records, points: float) -> dict[str, Any]:
             for chart, name, (steps, values), (mean_steps, mean_values) in drawn
         ],
         "marks": [
-            {"kind": mark.kind, "at": int(np.searchsorted(rows, mark.step)), "text": mark.text} for mark in run.marks
+            {"kind": mark.kind, "at": int(np.searchsorted(rows, mark.step)), "text": mark.text} for mark in marks
         ],
     }
+
+
+def _first_of_each_kind(marks: Sequence[Mark], most: int) -> list[Mark]:
+    counts: Counter[str] = Counter()
+    kept = []
+    for mark in marks:
+        counts[mark.kind] += 1
+        if counts[mark.kind] <= most:
+            kept.append(mark)
+    return kept
 
 
 _Points = tuple[NDArray[np.int64], NDArray[np.float64]]
@@ -222,7 +285,7 @@ _Points = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 def _thin(run: Records, chart: str, curve: Curve, points: float) -> tuple[_Points, _Points]:
     """Steps and values to draw, and those to smooth: none where what is drawn is all there is."""
-    buckets = max(20, min(_MOST_BUCKETS, int(points * _WEIGHTS.get(chart, 1))))
+    buckets = max(_FEWEST_BUCKETS, min(_MOST_BUCKETS, int(points * _WEIGHTS.get(chart, 1))))
     steps, values = np.array(curve.steps, dtype=np.int64), np.array(curve.values)
     # What is stacked needs its parts at the same steps: where their sum has its spikes.
     parts = [other.values for (of, _), other in run.curves.items() if of == chart and other.steps == curve.steps]
@@ -293,4 +356,4 @@ def _counted(value: Any) -> str:
 def _text(value: Any) -> str:
     """A value of the config as one would type it; without the password of an address."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return _PASSWORD.sub("***", text)
+    return masked(text)

@@ -129,6 +129,7 @@ function comparison() {
   return [
     make("div", { class: "title" }, make("h1", {}, `${runs.length} runs compared`)),
     make("p", { class: "subtitle" }, runs.length > 1 ? "Click a run to hide or show it, a heading to sort." : ""),
+    page.left_out && make("p", { class: "subtitle" }, page.left_out),
     sortable(columns),
   ];
 }
@@ -141,19 +142,17 @@ function numeric(text) {
 function sortable(columns) {
   const body = make("tbody");
   const order = runs.map((run, index) => index);
+  const bests = columns.map(([, value, show, best]) => best && bestText(best, runs.map(value), runs.map(show)));
   const rows = runs.map((run, index) =>
     make(
       "tr",
       {},
-      columns.map(([name, value, show, best]) => {
+      columns.map(([name, value, show], column) => {
         if (name === "run") return make("td", {}, runToggle(run, index));
         if (name === "state") return make("td", {}, pill(run));
-        const isBest = best && isBestOf(best, runs.map(value), index, runs.map(show));
-        return make(
-          "td",
-          { class: isBest ? "number best" : "number", title: exactTitle(value(run, index)) },
-          show(run, index),
-        );
+        const text = show(run, index);
+        const isBest = bests[column] != null && bests[column] === text;
+        return make("td", { class: isBest ? "number best" : "number", title: exactTitle(value(run, index)) }, text);
       }),
     ),
   );
@@ -202,11 +201,11 @@ function sortable(columns) {
   );
 }
 
-/** Whether the number at `index` is the lowest or highest of several that do not all look alike. */
-function isBestOf(best, values, index, texts) {
+/** How the lowest or highest of several numbers looks; null where they all look alike. */
+function bestText(best, values, texts) {
   const numbers = values.filter((value) => typeof value === "number");
-  if (new Set(texts).size < 2 || numbers.length < 2) return false;
-  return texts[index] === texts[values.indexOf(best === "low" ? Math.min(...numbers) : Math.max(...numbers))];
+  if (new Set(texts).size < 2 || numbers.length < 2) return null;
+  return texts[values.indexOf(best === "low" ? Math.min(...numbers) : Math.max(...numbers))];
 }
 
 function exactTitle(value) {
@@ -486,14 +485,13 @@ function configuration() {
 }
 
 function environments() {
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.environment)))];
-  if (!keys.length) return null;
-  const isSame = (key) => runs.every((run) => run.environment[key] === runs[0].environment[key]);
   const title = (key) => make("span", {}, key.replaceAll("_", " "));
-  const alike = keys.filter(isSame).map((key) => [title(key), runs[0].environment[key]]);
-  const unlike = keys
-    .filter((key) => !isSame(key))
-    .map((key) => [title(key), ...runs.map((run) => run.environment[key] ?? "–")]);
+  const alike = Object.entries(page.environment).map(([key, value]) => [title(key), value]);
+  const unlike = [...new Set(runs.flatMap((run) => Object.keys(run.environment)))].map((key) => [
+    title(key),
+    ...runs.map((run) => run.environment[key] ?? "–"),
+  ]);
+  if (!alike.length && !unlike.length) return null;
   return card(
     "Environment",
     alike.length ? table(null, alike, "pairs") : "",

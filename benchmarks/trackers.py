@@ -4,8 +4,8 @@
     python -m benchmarks.trackers --turns 10 --steps 400
 
 Each turn starts ``python train.py`` once for each way, in another order each time, and takes the seconds from start to
-end of the process, and the processor seconds of that process alone: without its mirror's, and hardly more where others
-use the machine too. Ratios are of one turn, to the run of that turn without W&B.
+end of the process, and the processor seconds of that process alone, without its mirror's. Ratios are of one turn, to
+the run of that turn without W&B. Both kinds of seconds grow severalfold where others use the machine: leave it idle.
 """
 
 import argparse

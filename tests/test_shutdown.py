@@ -254,6 +254,15 @@ def test_a_peer_that_died_without_a_word_is_no_request_to_stop(cluster: Cluster)
     assert answer == [0, "rank 1 died without a word before the first step", 70]
 
 
+def test_a_step_that_a_peer_left_before_is_not_done(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert run_here(tiny_overrides(text, run_dir, "trainer.stop_at=2")).code == 75
+    with torchrun(2, tiny_overrides(text, run_dir), tmp_path / "output", script=("-m", "tests.leaving")) as agent:
+        agent.wait(120)
+    assert (status(run_dir)["state"], status(run_dir)["step"]) == ("stopped", 2)
+    assert metrics(run_dir, "stop")[-1]["step"] == 2
+
+
 def test_a_rank_that_waits_for_another_in_vain_still_hears(text: Path, tmp_path: Path) -> None:
     """Python's handlers do not run inside a call that waits."""
     argv = tiny_overrides(text, tmp_path / "run")

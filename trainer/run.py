@@ -75,7 +75,9 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         console.log(traceback.format_exc())
         if trainer is not None:
             trainer.end_save()
-        step = trainer.step if trainer else start.step
+        step = start.step
+        if trainer is not None:  # a step in which a run stops, because a peer left before it, is not done
+            step = trainer.steps_done if failure.exit_code == EXIT_STOPPED else trainer.step
         if folder is None:
             if failure.rank == session.rank:
                 _tell_end(config, step, failure)

@@ -108,7 +108,7 @@ class Trainer:
             recipe.export_files,
         )
         self._replicas, self._compared_step = ReplicaCheck(layout, session), -1
-        self.step = self._first_step = self._marked_step = start.step
+        self.step = self.steps_done = self._first_step = self._marked_step = start.step
         self._position = start.step, int(start.state.get("samples", 0))
         self._rollbacks = int(start.state.get("rollbacks", 0))
         self._open_loader = partial(
@@ -276,7 +276,8 @@ class Trainer:
         self._parallel.reshard()
         self._take_up(start)
         self._rollbacks += 1
-        self.step, self._position = start.step, (start.step, samples)
+        self.step = self.steps_done = start.step
+        self._position = start.step, samples
         self._marked_step = start.step
         self._pulse.phases.take()  # of a step that is undone
         self._loader = self._load_from_here()
@@ -295,6 +296,7 @@ class Trainer:
         self._pulse.enter(TRAIN, step)
         on_device = [to_device(batch, self._session.device) for batch in batches]
         result = self._train_step(on_device, self._learning_rate(step), self._shutdown.vote)
+        self.steps_done = step
         self._pulse.phases.end()
         self._meter.add(step, result)
         self._shutdown.count(result[StepResult._fields.index("votes")])

@@ -1,0 +1,26 @@
+"""Training whose rank 1 hears its signal when it is built and has not begun: ``torchrun -m tests.leaving key=value``.
+
+Rank 0 is in its first step by then, or on its way there.
+"""
+
+import sys
+from unittest.mock import patch
+
+from configs.errors import StopRequested
+from launch.ending import leave
+from train import main
+from trainer.trainer import Trainer
+
+_run = Trainer.run
+
+
+def run_unless_asked(self: Trainer) -> int:
+    """As rank 1 of those that were asked to stop."""
+    if self._session.rank == 1:
+        raise StopRequested("SIGTERM")
+    return _run(self)
+
+
+if __name__ == "__main__":
+    with patch.object(Trainer, "run", run_unless_asked):
+        leave(main(sys.argv[1:]))

@@ -137,6 +137,7 @@ def limited(argv: list[str]) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_micro_batch_that_does_not_fit(text: Path, tmp_path: Path) -> None:
     batch = ["trainer.global_batch=65536", "trainer.steps=1"]
     ended = limited(tiny_overrides(text, tmp_path / "run", *batch, "trainer.micro_batch=65536"))

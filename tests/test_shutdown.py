@@ -538,7 +538,10 @@ def end_and_be_interrupted_twice(argv: list[str]) -> None:
         main(argv)
 
 
-@pytest.mark.parametrize(("more", "state", "code"), [([], "finished", 0), (["trainer.stop_at=2"], "stopped", 75)])
+@pytest.mark.parametrize(
+    ("more", "state", "code"),
+    [([], "finished", 0), pytest.param(["trainer.stop_at=2"], "stopped", 75, marks=pytest.mark.slow)],
+)
 def test_a_run_that_has_told_its_end_keeps_it_whoever_interrupts_then(
     more: list[str], state: str, code: int, text: Path, tmp_path: Path
 ) -> None:

@@ -54,6 +54,7 @@ def warnings(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if line.startswith("WARNING")]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_with_its_mirrors_and_went_on_shows_each_step_once(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

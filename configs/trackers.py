@@ -1,6 +1,7 @@
 """Which trackers a run asks for, and whether they are installed."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
 from configs.errors import UserError
 from configs.schema import TrackSection
@@ -17,11 +18,22 @@ def asked_for(track: TrackSection) -> list[str]:
     return [name for name, is_asked_for in asked.items() if is_asked_for]
 
 
-def check_installed(track: TrackSection) -> None:
-    """Raise ``UserError`` where a tracker that is asked for is not installed. Imports none."""
+def check_trackers(track: TrackSection) -> None:
+    """Raise ``UserError`` where a tracker that is asked for is not installed, or has no place to go. Imports none."""
     missing = [name for name in asked_for(track) if find_spec(name) is None]
     if missing:
         raise UserError(
             f"{' and '.join(LABELS[name] for name in missing)} {'is' if len(missing) == 1 else 'are'} not installed; "
             f"pip install -e '.[{','.join(missing)}]', or do without: {' '.join(_OFF[name] for name in missing)}"
+        )
+    store = track.mlflow
+    if (
+        store is not None
+        and not store.startswith("databricks")
+        and not set(store) & set("/:.")
+        and not Path(store).exists()
+    ):
+        raise UserError(
+            f"track.mlflow={store} is neither an address nor a folder that is there; use track.mlflow=./{store} for a "
+            f"new folder, or track.mlflow=sqlite:///{store}.db"
         )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from configs.errors import UserError
 from configs.points import Sweep
 from configs.schema import RunConfig
-from configs.trackers import check_installed
+from configs.trackers import check_trackers
 from launch.ranks import is_started, torchrun_says
 from launch.signals import end_with_sweep
 from launch.sweep import WriteReport, run_sweep, submit_sweep
@@ -17,7 +17,7 @@ def start_elsewhere(argv: Sequence[str], config: RunConfig) -> int | None:
     Raises:
         UserError: the launcher cannot do that, or not here; or a tracker is not installed.
     """
-    check_installed(config.track)
+    check_trackers(config.track)
     if is_started():
         return None
     end_with_sweep()
@@ -46,7 +46,7 @@ def start_sweep(sweep: Sweep, write_report: WriteReport) -> int:
         UserError: the launcher cannot do that, or not here; or a tracker is not installed.
     """
     config = sweep.points[0].config
-    check_installed(config.track)
+    check_trackers(config.track)
     if is_started():
         raise UserError(
             "-m under torchrun would start every run in every process; type it without torchrun: python train.py -m "

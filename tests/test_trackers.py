@@ -16,7 +16,7 @@ from benchmarks.disturb import family
 from configs.addresses import masked
 from configs.compose import compose
 from configs.errors import UserError
-from configs.trackers import check_installed
+from configs.trackers import check_trackers
 from tests.cluster import ROOT
 from tests.runs import metrics, tiny_overrides
 from tests.tracked import Records, accumulator, mirrors, scalars, wait_for, wandb_run
@@ -310,7 +310,14 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_starts(
     monkeypatch.setattr("configs.trackers.find_spec", lambda name: None if name == "mlflow" else find_spec(name))
     config = compose(tiny_overrides(text, tmp_path / "run", "track.wandb=offline", "track.mlflow=sqlite:///a.db"))
     with pytest.raises(UserError, match=r"^MLflow is not installed; pip install -e '.\[mlflow\]', or do without: "):
-        check_installed(config.track)
+        check_trackers(config.track)
+
+
+def test_half_an_address_is_no_folder_to_make(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^track.mlflow=postgres is neither .* use track.mlflow=./postgres "):
+        check_trackers(compose(tiny_overrides(text, tmp_path / "run", "track.mlflow=postgres")).track)
+    for address in ("./new", "sqlite:///a.db", "databricks", str(tmp_path)):
+        check_trackers(compose(tiny_overrides(text, tmp_path / "run", f"track.mlflow={address}")).track)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What many tests share: ranks, and a small text to train on."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,9 @@ from hypothesis import settings
 
 from tests.cluster import Cluster
 from tests.runs import write_text
+
+# A shell has what it starts in the background (`make test &`) ignore SIGINT, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("here", deadline=None, print_blob=True)  # a busy machine is not a failing test
 settings.load_profile("here")

@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import nn
 
 from configs.compose import compose, config_yaml
-from launch.session import open_session
+from configs.schema import RunConfig
+from launch.session import Session, open_session
 from parallel.initialize import initialize
 from parallel.mesh import gradient_accumulation, resolve_layout
 from recipes.causal_lm import CausalLM
@@ -59,11 +60,8 @@ STEPS_IN_A_TURN_OF_MARKS = 10
 def race(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[float]]:
     """Seconds a step of each turn, for the trainer and for the hand-written loop. Runs on every rank."""
     config = compose(argv)
-    with open_session(config.launch) as session:
-        folder = RunFolder(config.run.dir) if session.is_main else None
-        console = Console(False, session.rank)
-        recipe = CausalLM(config)
-        trainer = Trainer(config, recipe, session, folder, console, config_yaml(config), Start(), Pulse())
+    recipe = CausalLM(config)
+    with _trainer(config, recipe) as (trainer, session):
         ours = trainer.steps()
         theirs = by_hand(config, recipe, session.device)
         seconds: dict[str, list[float]] = {"trainer": [], "by hand": []}
@@ -77,18 +75,13 @@ def race(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[fl
                     next(racer)
                 seconds[name].append((time.perf_counter() - started) / steps_in_a_turn)
         ours.close()
-        trainer.checkpointer.close()
         return {name: values[2:] for name, values in seconds.items()}
 
 
 def race_against_unmarked(argv: list[str], turns: int) -> dict[str, list[float]]:
     """Processor seconds a step of each turn, with and without marks. Runs on every rank."""
     config = compose(argv)
-    with open_session(config.launch) as session:
-        folder = RunFolder(config.run.dir) if session.is_main else None
-        console = Console(False, session.rank)
-        recipe = CausalLM(config)
-        trainer = Trainer(config, recipe, session, folder, console, config_yaml(config), Start(), Pulse())
+    with _trainer(config, CausalLM(config)) as (trainer, _):
         steps, phases = trainer.steps(), trainer._parallel.phases
         seconds: dict[str, list[float]] = {"trainer": [], "unmarked": []}
         for turn in range(turns + 1):  # the first warms up
@@ -99,8 +92,18 @@ def race_against_unmarked(argv: list[str], turns: int) -> dict[str, list[float]]
                         next(steps)
                     seconds[name].append((time.process_time() - started) / STEPS_IN_A_TURN_OF_MARKS)
         steps.close()
-        trainer.checkpointer.close()
         return {name: values[1:] for name, values in seconds.items()}
+
+
+@contextmanager
+def _trainer(config: RunConfig, recipe: CausalLM) -> Iterator[tuple[Trainer, Session]]:
+    """A trainer that is built, and the session it is built in."""
+    with open_session(config.launch) as session:
+        folder = RunFolder(config.run.dir) if session.is_main else None
+        console = Console(False, session.rank)
+        trainer = Trainer(config, recipe, session, folder, console, config_yaml(config), Start(), Pulse())
+        yield trainer, session
+        trainer.checkpointer.close()
 
 
 def by_hand(config: Any, recipe: CausalLM, device: torch.device) -> Iterator[None]:

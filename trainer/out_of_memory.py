@@ -70,23 +70,12 @@ def explained(
     """
     if isinstance(error, UserError | TrainingFailed) or not is_out_of_memory(error):
         return error
-    try:
-        return _explained(error, config, recipe, session, pulse, optimizer)
-    except Exception:  # of a device in no state to be asked; the error itself is still told
-        return error
-
-
-def _explained(
-    error: BaseException,
-    config: RunConfig,
-    recipe: Recipe,
-    session: "Session",
-    pulse: Pulse,
-    optimizer: torch.optim.Optimizer | None,
-) -> TrainingFailed:
     stage, step = pulse.phases.now, pulse.now.step
-    usage = _measure(session.device)
     where = stage if stage == SET_UP or not step else f"{stage} of step {step}"
+    try:
+        usage = _measure(session.device)
+    except Exception:  # the device is in no state to be asked; the error itself is still told
+        return error
     lines = [
         f"rank {session.rank} on {session.host()} ran out of memory in {where}: {_asked_for(error)}{usage.free_text}"
     ]

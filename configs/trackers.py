@@ -18,6 +18,16 @@ def asked_for(track: TrackSection) -> list[str]:
     return [name for name, is_asked_for in asked.items() if is_asked_for]
 
 
+def is_behind_a_network(name: str, track: TrackSection) -> bool:
+    """Whether the tracker ``name`` has to reach another machine before it can take anything."""
+    return track.wandb == "online" if name == "wandb" else name == "mlflow" and is_address(track.mlflow or "")
+
+
+def is_address(store: str) -> bool:
+    """Whether ``track.mlflow=store`` names a server, rather than a file or a folder."""
+    return store.startswith("databricks") or ("://" in store and not store.startswith(("sqlite:", "file:")))
+
+
 def check_trackers(track: TrackSection) -> None:
     """Raise ``UserError`` where a tracker that is asked for is not installed, or has no place to go. Imports none."""
     missing = [name for name in asked_for(track) if find_spec(name) is None]

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.cluster import ROOT
 from tests.runs import metrics, tiny_overrides
 from tests.tracked import Records, accumulator, mirrors, scalars, wait_for, wandb_run
 from tests.wandb_server import WandbServer, serving
+from trainer.mirror import processes
 from trainer.mirror.metrics_file import MetricsFile
 from trainer.mirror.rows import Rows
 
@@ -52,6 +54,25 @@ def shown(run_dir: Path) -> int:
 
 def warnings(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if line.startswith("WARNING")]
+
+
+def warned(records: Records, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The warnings that ``records`` print, once there is one."""
+    printed: list[str] = []
+    return list(
+        wait_for(lambda: records.look() or printed.append(capsys.readouterr().out) or warnings("".join(printed)))
+    )
+
+
+@contextmanager
+def in_place_of_mirrors(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have a shell ``command`` started where a mirror would be."""
+    speaker = tmp_path / "speaker"
+    speaker.write_text(f"#!/bin/sh\n{command}\n")
+    speaker.chmod(0o755)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(speaker))
+        yield
 
 
 @pytest.mark.slow
@@ -154,11 +175,11 @@ def test_without_a_key_its_records_are_kept_to_be_sent_later(
     run_dir = tmp_path / "run"
     records = Records(text, run_dir, "track.wandb=online")
     records.steps(1, 5)
-    wait_for(lambda: records.look() or list(run_dir.glob("wandb/offline-run-*/*.wandb")))
+    (warning,) = warned(records, capsys)
     records.end()
+    assert not warnings(capsys.readouterr().out), "told once"
     run = wandb_run(run_dir)
     assert [row["step"] for row in run["history"]] == list(range(1, 6))
-    (warning,) = warnings(capsys.readouterr().out)
     assert "No API key configured" in warning
     assert f"wandb sync {run['folder']}" in warning
 
@@ -175,12 +196,12 @@ def test_its_service_killed_the_records_are_kept(
     for pid in family(mirror)[1:]:
         os.kill(pid, signal.SIGKILL)
     records.steps(4, 6)
-    wait_for(lambda: records.look() or list(run_dir.glob("wandb/offline-run-*/*.wandb")))
+    (warning,) = warned(records, capsys)
     records.steps(7, 9)
     records.end()
+    assert not warnings(capsys.readouterr().out), "told once"
     run = wandb_run(run_dir)
     assert [row["step"] for row in run["history"]] == list(range(1, 10))
-    (warning,) = warnings(capsys.readouterr().out)
     assert f"wandb sync {run['folder']}" in warning
 
 
@@ -206,15 +227,11 @@ def test_a_mirror_may_say_anything(
     """Whatever a tracker's library prints there by itself stops nothing, and hides nothing."""
     garbage = [
         b"no JSON", b"{torn", b'{"warning": ', b"{" * 10_000, b'{"a":' * 10_000, b"{\xff\xfe}", b"[]", b"7", b"",
-        b'{"warning": 7, "connecting": "yes"}', b'{"note": null}', b'{"note": {}}', b"x" * 100_000,
+        b'{"warning": 7, "reached": "yes"}', b'{"note": null}', b'{"note": {}}', b"x" * 100_000,
         b'{"warning": "heard"}', b'{"note": "heard\\n too"}',
     ]  # fmt: skip
     (tmp_path / "said").write_bytes(b"\n".join(garbage) + b"\n{unended")
-    speaker = tmp_path / "speaker"
-    speaker.write_text(f"#!/bin/sh\nexec cat '{tmp_path / 'said'}'\n")
-    speaker.chmod(0o755)
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "executable", str(speaker))
+    with in_place_of_mirrors(f"exec cat '{tmp_path / 'said'}'", tmp_path, monkeypatch):
         records = Records(text, tmp_path / "run", "track.wandb=offline")
     printed: list[str] = []
     wait_for(lambda: records.look() or printed.append(capsys.readouterr().out) or "heard too" in "".join(printed))
@@ -236,6 +253,22 @@ def test_mirrors_that_are_told_to_finish_are_not_waited_for(text: Path, tmp_path
     assert [step for step, _ in scalars(run_dir)] == [1, 2, 3]
     records.mirrors.finish()
     records.mirrors.end()
+    records.folder.close()
+
+
+def test_a_tracker_that_was_never_reached_is_not_waited_for(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_WAIT_SECONDS", 10_000.0)  # so that to wait is to wait in vain
+    with in_place_of_mirrors("exec sleep 20000", tmp_path, monkeypatch):
+        records = Records(text, tmp_path / "run", "track.wandb=online")
+    (mirror,) = records.mirrors._mirrors
+    records.mirrors.end()
+    assert mirror.process.poll() is None
+    (warning,) = warnings(capsys.readouterr().out)
+    assert "W&B has not answered yet" in warning
+    mirror.process.kill()
+    mirror.process.wait()
     records.folder.close()
 
 

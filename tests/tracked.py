@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
@@ -16,6 +17,7 @@ from wandb.proto import wandb_internal_pb2
 from benchmarks.disturb import family, send
 from configs.compose import compose, config_yaml
 from tests.runs import tiny_overrides
+from trainer.mirror import processes
 from trainer.mirror.processes import Mirrors
 from trainer.track import Console, RunFolder
 
@@ -36,7 +38,8 @@ class Records:
         )  # fmt: skip
         self._run_dir = run_dir
         self.mirrors = Mirrors(run_dir, config.track, Console(True, 0))
-        self.mirrors.start()
+        with patch.object(processes, "_NICENESS", 0):  # nothing is trained, and other tests need not be spared
+            self.mirrors.start()
 
     def steps(self, first: int, last: int, loss: float = 1.0) -> None:
         """Tell of steps, the last of them evaluated."""

@@ -3,7 +3,7 @@
 The training process starts this, and keeps the other end of its standard input open for as long as it lives. Started by
 hand with ``< /dev/null``, it sends the records of a run that has ended.
 
-Standard output tells the training process what there is to say, a JSON object a line: ``connecting``, ``note``,
+Standard output tells the training process what there is to say, a JSON object a line: ``reached``, ``note``,
 ``warning``. Everything else goes to standard error, which leads into a log.
 """
 
@@ -30,7 +30,7 @@ from trainer.mirror.tracker import Row, Run, Tracker
 
 _LOOK_SECONDS = 1.0
 _TRY_AGAIN_SECONDS = 30.0
-_CALL_SECONDS = 180.0
+_CALL_SECONDS = 300.0
 _CALL_SECONDS_WHEN_ALONE = 40.0
 _CONNECT_SECONDS_WHEN_ALONE = 10.0
 _ALONE_SECONDS = 120.0
@@ -38,7 +38,6 @@ _WATCH_SECONDS = 0.2
 _FINISHING = "finishing"
 _NOT_OF_THE_RUN = ("event", "time", "tracker_run_id", "resumed_from")
 _HELPERS = {"wandb": "wandb-core"}
-_PRIORITY = 5
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm sends a job's signals to every process of it. This one ends when the training process has ended."""
 
@@ -194,17 +193,17 @@ class _Mirror:
 
     def _open(self, tracker: Tracker, run: Run) -> int:
         if tracker.uses_network:
-            self._voice.tell(connecting=True)
+            self._voice.tell(reached=False)
         patience = _CONNECT_SECONDS_WHEN_ALONE if tracker.uses_network else _CALL_SECONDS_WHEN_ALONE
         with self._watch.call("connecting", patience):
             has = tracker.open(run)
         arguments = self._arguments
         if not arguments.because:
-            self._voice.tell(connecting=False, note=tracker.note())
+            self._voice.tell(reached=True, note=tracker.note())
         elif arguments.warned:
-            self._voice.tell(connecting=False)
+            self._voice.tell(reached=True)
         else:
-            self._voice.tell(connecting=False, warning=f"{arguments.because.rstrip('.')}; {tracker.instead()}")
+            self._voice.tell(reached=True, warning=f"{arguments.because.rstrip('.')}; {tracker.instead()}")
             arguments.warned = True
         return has
 
@@ -216,7 +215,7 @@ class _Mirror:
         """Begin again, as a new program: what a tracker left in this one is gone with it."""
         arguments, alone = self._arguments, self._watch.alone
         log(f"gives up: {reason}")
-        self._voice.tell(connecting=False)
+        self._voice.tell(reached=False)
         again = ["--because", arguments.because or reason]
         if arguments.name == "wandb" and not arguments.offline:
             again += ["--offline"]
@@ -288,12 +287,12 @@ def log(text: str) -> None:
         print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
-def _be_modest() -> None:
-    """Training comes first on every core."""
+def _be_nice(niceness: int) -> None:
+    """Leave the cores to others, as the command ``nice`` does. What a tracker starts inherits it."""
     with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)
     with suppress(OSError):  # where the kernel shares out cores by session, the above counts within this one alone
-        Path("/proc/self/autogroup").write_text(str(_PRIORITY))
+        Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def _end_helpers() -> None:
@@ -334,7 +333,8 @@ def main(argv: list[str]) -> NoReturn:
     parser.add_argument("name", choices=("wandb", "tensorboard", "mlflow"))
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--offline", action="store_true", help="W&B: write files, whatever track.wandb says")
-    # What one attempt passes to the next.
+    parser.add_argument("--nice", type=int, default=0, help="priority, as of the command nice; 19 is the lowest")
+    # What one attempt passes to the next, which inherits the priority.
     parser.add_argument("--because", default="", help=argparse.SUPPRESS)
     parser.add_argument("--warned", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--last", action="store_true", help=argparse.SUPPRESS)
@@ -342,7 +342,8 @@ def main(argv: list[str]) -> NoReturn:
     arguments = parser.parse_args(argv)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    _be_modest()
+    if arguments.nice:
+        _be_nice(arguments.nice)
     _Mirror(arguments).run()
     _leave(0)
 

@@ -12,12 +12,12 @@ os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder is what the
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
+from configs.trackers import is_address
 from trainer.mirror.tracker import Row, Run, Summary, flat
 
 _IDENTITY = "tracker_run_id"
 _METRICS_AT_A_TIME = 1000
 _PARAMETERS_AT_A_TIME = 100
-_LOCAL = ("sqlite:", "file:")
 _LONGEST_VALUE = 5000
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "killed": "KILLED"}
 _OF_EACH_ROW = ("train/lr", "spike/loss_limit")
@@ -34,7 +34,7 @@ class MlflowTracker:
     follows_changes = True
 
     def __init__(self, uri: str) -> None:
-        self.uses_network = not uri.startswith(_LOCAL) and "://" in uri
+        self.uses_network = is_address(uri)
         self._uri = uri
         self._client = MlflowClient(tracking_uri=uri)
         self._run_id = ""

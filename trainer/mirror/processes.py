@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import TrackSection
-from configs.trackers import LABELS, asked_for
+from configs.trackers import LABELS, asked_for, is_behind_a_network
 from trainer.track import Console
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _ID_LETTERS, _ID_LENGTH = string.ascii_lowercase + string.digits, 8
 _WAIT_SECONDS = 10.0
-_WAIT_FOR_A_CONNECTION_SECONDS = 1.0
+_WAIT_SHARE_UNREACHED = 1 / 200
 _WORTH_A_WORD_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
 _READ_BYTES, _MOST_READS = 65_536, 16
+_NICENESS = 19
+"""Of a core that training wants too, such a process gets 15 parts of 1024 + 15: that much a mirror costs at most."""
 
 
 def choose_run_id(state: Mapping[str, Any], is_continued: bool) -> str:
@@ -39,12 +41,14 @@ class Mirrors:
     def __init__(self, run_dir: Path, track: TrackSection, console: Console) -> None:
         self._run_dir, self._track, self._console = run_dir.absolute(), track, console
         self._mirrors: list[_Mirror] = []
+        self._started = 0.0
 
     def start(self) -> None:
         """Start a process for each tracker that is asked for. ``metrics.jsonl`` is there by now."""
+        self._started = time.monotonic()
         for name in asked_for(self._track):
             try:
-                self._mirrors.append(_Mirror(name, self._run_dir))
+                self._mirrors.append(_Mirror(name, self._run_dir, not is_behind_a_network(name, self._track)))
             except OSError as error:
                 self._warn(name, f"cannot start a process for it: {error.strerror}")
 
@@ -70,15 +74,19 @@ class Mirrors:
             mirror.finish()
 
     def end(self) -> None:
-        """``finish``, and wait for the mirrors a little: what they hold is a copy."""
+        """``finish``, and wait for the mirrors a little: what they hold is a copy. For one that has not reached its
+        tracker, no longer than a small share of the run."""
         self.finish()
-        began, has_spoken = time.monotonic(), False
-        while waiting := [mirror for mirror in self._mirrors if mirror.process.poll() is None]:
+        began, waited, has_spoken = time.monotonic(), 0.0, False
+        unreached_seconds = min(_WAIT_SECONDS, _WAIT_SHARE_UNREACHED * (began - self._started))
+
+        def is_waited_for(mirror: _Mirror) -> bool:
+            limit = _WAIT_SECONDS if mirror.has_reached else unreached_seconds
+            return mirror.process.poll() is None and waited < limit
+
+        while waiting := [mirror for mirror in self._mirrors if is_waited_for(mirror)]:
             self.look()
             waited = time.monotonic() - began
-            is_in_vain = all(mirror.is_connecting for mirror in waiting) and waited > _WAIT_FOR_A_CONNECTION_SECONDS
-            if is_in_vain or waited > _WAIT_SECONDS:
-                break
             if waited > _WORTH_A_WORD_SECONDS and not has_spoken:
                 has_spoken = True
                 names = " and ".join(LABELS[mirror.name] for mirror in waiting)
@@ -87,9 +95,10 @@ class Mirrors:
         self.look()
         for mirror in self._mirrors:
             if mirror.process.poll() is None and not mirror.has_warned:
+                begins, what = ("tracking  ", "taken all") if mirror.has_reached else ("WARNING   ", "answered")
                 self._console.say(
-                    f"WARNING    {LABELS[mirror.name]} has not {'answered' if mirror.is_connecting else 'taken all'} "
-                    f"yet; its process goes on for at most two minutes, see {mirror.log}"
+                    f"{begins} {LABELS[mirror.name]} has not {what} yet; its process goes on for at most two minutes, "
+                    f"see {mirror.log}"
                 )
         self._mirrors = []
 
@@ -100,8 +109,8 @@ class Mirrors:
 class _Mirror:
     """One process that mirrors to one tracker."""
 
-    def __init__(self, name: str, run_dir: Path) -> None:
-        self.name, self.has_warned, self.is_connecting, self.is_to_end = name, False, False, False
+    def __init__(self, name: str, run_dir: Path, has_reached: bool) -> None:
+        self.name, self.has_warned, self.has_reached, self.is_to_end = name, False, has_reached, False
         self.log = run_dir / "log" / f"mirror-{name}.log"
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         try:
@@ -112,7 +121,7 @@ class _Mirror:
         try:
             self.process = subprocess.Popen(
                 # -P: a file of the user's called wandb.py is not the tracker.
-                [sys.executable, "-P", "-m", "trainer.mirror", name, str(run_dir)],
+                [sys.executable, "-P", "-m", "trainer.mirror", name, str(run_dir), f"--nice={_NICENESS}"],
                 stdin=subprocess.PIPE,  # closes when this process ends, however it ends
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -139,7 +148,7 @@ class _Mirror:
         self._heard = rest[:_READ_BYTES]
         told = [each for each in map(_object, lines) if each is not None]
         for each in told:
-            self.is_connecting = each.get("connecting", self.is_connecting) is True
+            self.has_reached = each.get("reached", self.has_reached) is True
         return told
 
     def finish(self) -> None:

@@ -10,7 +10,8 @@ import wandb
 
 from trainer.mirror.tracker import Row, Run, Summary
 
-_INIT_SECONDS = 90.0
+# Where training has all cores, a mirror is given about a hundredth of one.
+_INIT_SECONDS, _SERVICE_SECONDS = 180.0, 120.0
 _FINISH_SECONDS = 20.0
 _FLUSH_SECONDS = 1
 _STEP = "step"
@@ -55,6 +56,7 @@ class WandbTracker:
                 silent=True,
                 console="off",
                 init_timeout=_INIT_SECONDS,
+                x_service_wait=_SERVICE_SECONDS,
                 finish_timeout=_FINISH_SECONDS,
                 finish_timeout_raises=True,
                 x_transaction_log_flush_interval=_FLUSH_SECONDS,  # what is not flushed is lost where W&B is killed

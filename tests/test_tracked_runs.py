@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.disturb import family, send
+from benchmarks.disturb import family, is_alive, last_step, send, torchrun
 from tests.runs import checkpoint, metrics, run_here, tiny_overrides, weights
 from tests.tracked import await_mirrors, mirrors, scalars, wait_for, wandb_run
 from tests.wandb_server import serving
@@ -66,6 +66,38 @@ def test_with_wandb_unreachable_a_run_has_the_same_bits(
         assert expected.keys() == found.keys()
         assert all(expected[name].equal(found[name]) for name in expected)
     assert [row["step"] for row in wandb_run(tracked)["history"]] == list(range(1, 7)), "kept, to be sent later"
+
+
+@pytest.mark.slow
+def test_killed_outright_and_resumed_everything_shows_each_step_once(text: Path, tmp_path: Path) -> None:
+    """torchrun, both ranks and all mirrors at once, between two checkpoints."""
+    run_dir, every = tmp_path / "run", 50
+    argv = ["parallel=ddp", "trainer.steps=100000", f"checkpoint.every={every}", "trainer.log_every=1"]
+    argv = tiny_overrides(text, run_dir, *argv, "track.wandb=offline", "track.tensorboard=true")
+
+    def is_between_and_shown() -> bool:
+        wandb_files = run_dir.glob("wandb/offline-run-*/*.wandb")
+        is_shown = list(run_dir.glob("tensorboard/events*")) and [path for path in wandb_files if path.stat().st_size]
+        return bool(is_shown) and last_step(run_dir) > every and 10 < last_step(run_dir) % every < every - 10
+
+    with torchrun(2, argv, tmp_path / "first") as agent:
+        wait_for(lambda: agent.poll() is not None or is_between_and_shown())
+        processes = family(agent.pid)
+        assert len(processes) > 4, (tmp_path / "first").read_text()
+        for pid in processes:
+            send(pid, signal.SIGKILL)
+        agent.wait()
+    wait_for(lambda: not any(map(is_alive, processes)))
+    killed = last_step(run_dir)
+    with torchrun(2, [*argv, f"trainer.stop_at={killed + 5}"], tmp_path / "second") as agent:
+        assert agent.wait(240) != 0, "stopped: there is more to train"
+    await_mirrors(run_dir)
+    (_, start) = metrics(run_dir, "start")
+    assert every <= start["resumed_from"] < killed, "some steps were trained twice"
+    truth = [(line["step"], line["loss"]) for line in metrics(run_dir)]
+    assert [step for step, _ in truth] == list(range(1, killed + 6))
+    assert scalars(run_dir) == [(step, pytest.approx(loss)) for step, loss in truth]
+    assert [(row["step"], row["train/loss"]) for row in wandb_run(run_dir)["history"]] == truth
 
 
 def test_a_run_keeps_its_name_with_trackers_when_it_goes_on_and_a_fork_has_another(text: Path, tmp_path: Path) -> None:

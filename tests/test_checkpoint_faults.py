@@ -410,6 +410,7 @@ def killed_while_writing(argv: list[str], rank: int, at_step: int) -> int:
         return train_reported(argv)
 
 
+@pytest.mark.slow
 def test_a_slow_disk_delays_saves_and_nothing_else(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(text, tmp_path / "run", "parallel=fsdp", "launch.step_timeout_seconds=2", "trainer.steps=4")
     # At least two writes of each rank.

@@ -1,6 +1,7 @@
 """The promise: loss, gradient norm and samples of a run do not depend on how it was cut."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,13 +10,21 @@ from tests import runs
 from tests.cluster import Cluster
 
 
+def cuts(*names: str, is_slow: bool = False) -> list[Any]:
+    """Parameters: the cuts of these names."""
+    marks = [pytest.mark.slow] if is_slow else []
+    return [pytest.param(cut, id=cut.name, marks=marks) for cut in CUTS if cut.name in names]
+
+
 @pytest.fixture(scope="session")
 def references(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Curve]:
     folder = tmp_path_factory.mktemp("references")
     return {name: run(cluster, CUTS[0], 1, name, text, folder / name) for name in TOLERANCES}
 
 
-@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+@pytest.mark.parametrize(
+    "accumulation", [pytest.param(count, marks=pytest.mark.slow) if count == 1 else count for count in ACCUMULATIONS]
+)
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.name)
 def test_fp32_equals_the_single_process(
     cut: Cut, accumulation: int, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
@@ -28,9 +37,7 @@ def test_fp32_equals_the_single_process(
     assert curve.losses[-1] < 0.8 * curve.losses[0], "a run that learns nothing would agree with anything"
 
 
-@pytest.mark.parametrize(
-    "cut", [c for c in CUTS if c.name in ("ddp x2", "fsdp x2 (ZeRO-3)", "hsdp 2x2")], ids=lambda c: c.name
-)
+@pytest.mark.parametrize("cut", [*cuts("ddp x2", "fsdp x2 (ZeRO-3)"), *cuts("hsdp 2x2", is_slow=True)])
 def test_tied_embeddings_equal_the_single_process(cut: Cut, cluster: Cluster, text: Path, tmp_path: Path) -> None:
     """A table that is used at both ends gets the gradient of both, and belongs to no unit of its own when sharded."""
     tied = "model.tie_embeddings=true"
@@ -44,9 +51,7 @@ def test_tied_embeddings_equal_the_single_process(cut: Cut, cluster: Cluster, te
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(
-    "cut", [c for c in CUTS if c.name in ("ddp x2", "fsdp x2 (ZeRO-3)", "hsdp 2x2")], ids=lambda c: c.name
-)
+@pytest.mark.parametrize("cut", [*cuts("fsdp x2 (ZeRO-3)"), *cuts("ddp x2", "hsdp 2x2", is_slow=True)])
 def test_low_precision_stays_within_its_rounding(
     cut: Cut, precision: str, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
@@ -58,9 +63,7 @@ def test_low_precision_stays_within_its_rounding(
     assert 0 < against_fp32.loss < 3e-2, "the low type was really used, and does no harm"
 
 
-@pytest.mark.parametrize(
-    "cut", [c for c in CUTS if c.name in ("single", "ddp x2", "fsdp x2 (ZeRO-3)", "hsdp 2x2")], ids=lambda c: c.name
-)
+@pytest.mark.parametrize("cut", [*cuts("single", "ddp x2", "fsdp x2 (ZeRO-3)"), *cuts("hsdp 2x2", is_slow=True)])
 def test_the_same_command_twice_gives_the_same_bits(cut: Cut, cluster: Cluster, text: Path, tmp_path: Path) -> None:
     first, second = (
         run(cluster, cut, 3, "fp32", text, tmp_path / name, "trainer.deterministic=true") for name in ("a", "b")
@@ -71,9 +74,7 @@ def test_the_same_command_twice_gives_the_same_bits(cut: Cut, cluster: Cluster, 
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
-@pytest.mark.parametrize(
-    "cut", [c for c in CUTS if c.name in ("ddp x2", "fsdp x2 (ZeRO-3)", "hsdp 2x2")], ids=lambda c: c.name
-)
+@pytest.mark.parametrize("cut", cuts("ddp x2", "fsdp x2 (ZeRO-3)", "hsdp 2x2"))
 def test_a_lost_gradient_would_be_seen(
     cut: Cut, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

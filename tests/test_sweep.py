@@ -158,6 +158,7 @@ def test_a_grid_goes_on_after_a_signal_and_after_a_kill_with_the_numbers_of_sing
         assert losses(run_dir) == pytest.approx(losses(alone))
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_does_not_end_the_others_and_one_that_is_stopped_goes_on(
     text: Path, tmp_path: Path, sweeps: list[Sweep]
 ) -> None:

@@ -4,8 +4,9 @@
     python -m benchmarks.trackers --turns 10 --steps 400
 
 Each turn starts ``python train.py`` once for each way, in another order each time, and takes the seconds from start to
-end of the process, and the processor seconds of that process alone, without its mirror's. Ratios are of one turn, to
-the run of that turn without W&B. Both kinds of seconds grow severalfold where others use the machine: leave it idle.
+end of the process, the processor seconds of that process alone, and those of its mirror until then, which training
+would have had where it uses all cores. Ratios are of one turn, to the run of that turn without W&B. Seconds grow
+severalfold where others use the machine: leave it idle.
 """
 
 import argparse
@@ -53,31 +54,36 @@ def main() -> None:
                 run_dir = Path(folder) / f"{turn}-{way.replace(' ', '-')}"
                 seconds[way].append(took := _run(way, text, run_dir, arguments.steps))
                 print(
-                    f"turn {turn + 1}, {way}: {took.elapsed:.2f} s, {took.processor:.2f} s of a processor", flush=True
+                    f"turn {turn + 1}, {way}: {took.elapsed:.2f} s, {took.processor:.2f} s of a processor, its mirror "
+                    f"{took.mirror:.2f} s",
+                    flush=True,
                 )
                 losses[way].append([line["loss"] for line in metrics(run_dir)])
                 await_mirrors(run_dir)  # its rest is no part of the next
-    elapsed, processor = (statistics.median(values) for values in zip(*seconds["off"], strict=True))
+    elapsed, processor, _ = (statistics.median(values) for values in zip(*seconds["off"], strict=True))
     print(
         f"\n{arguments.turns} turns of {arguments.steps} steps; off: {elapsed:.1f} s, {processor:.1f} s of a processor"
     )
-    print("\nof off, median (lowest to highest):\n\n| W&B | seconds | processor seconds | losses |")
-    print("| --- | --- | --- | --- |")
+    print("\nof off, median (lowest to highest):\n")
+    print("| W&B | seconds | processor seconds | the mirror's, of the run's seconds | losses |")
+    print("| --- | --- | --- | --- | --- |")
     for way in ways[1:]:
         by_turn = list(zip(seconds[way], seconds["off"], strict=True))
         same = all(its == off for its, off in zip(losses[way], losses["off"], strict=True))
         print(
             f"| {way} | {_spread([its.elapsed / off.elapsed for its, off in by_turn])} | "
             f"{_spread([its.processor / off.processor for its, off in by_turn])} | "
+            f"{_spread([(its.mirror - off.mirror) / off.elapsed for its, off in by_turn])} | "
             f"{'the same bits' if same else 'DIFFER'} |"
         )
 
 
 class _Seconds(NamedTuple):
-    """What a run took of a clock, and of processors by its own process."""
+    """What a run took of a clock, and of processors: by its own process, and by those it started."""
 
     elapsed: float
     processor: float
+    mirror: float
 
 
 def _spread(ratios: list[float]) -> str:
@@ -102,7 +108,9 @@ def _run(way: str, text: Path, run_dir: Path, steps: int) -> _Seconds:
                 send(pid, signal.SIGKILL)
             time.sleep(_LOOK_SECONDS)
         _has_ended(process.pid)
-        seconds = _Seconds(time.perf_counter() - started, _processor_seconds(process.pid))
+        elapsed, (own, of_children) = time.perf_counter() - started, _processor_seconds(process.pid)
+        left = [sum(_processor_seconds(pid)) for mirror in mirrors(run_dir) for pid in family(mirror)]
+        seconds = _Seconds(elapsed, own, of_children + sum(left))
         code = process.wait()
     if code:
         sys.exit(f"{way}: exit code {code}\n{(run_dir.parent / 'output').read_text()}")
@@ -114,10 +122,14 @@ def _has_ended(pid: int, flags: int = 0) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | flags) is not None
 
 
-def _processor_seconds(pid: int) -> float:
-    """What the process ``pid`` used of processors, without its children: of Linux."""
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+def _processor_seconds(pid: int) -> tuple[float, float]:
+    """What the process ``pid`` used of processors, and what children of it did that have ended: of Linux."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+    except OSError:  # it has just ended
+        return 0.0, 0.0
+    user, system, of_children, system_of_children = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields)
+    return user + system, of_children + system_of_children
 
 
 @contextmanager

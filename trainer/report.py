@@ -14,12 +14,14 @@ from trainer.checkpoint.retention import folder_name
 from trainer.checkpoint.save import Saved
 from trainer.peak_flops import device_name
 from trainer.step import StepResult
-from trainer.track import Console, RunFolder, short, size, step_line
+from trainer.track import PROFILES, Console, RunFolder, short, size, step_line
 
 if TYPE_CHECKING:
     from launch.session import Session
 
 DONE = "all steps done"
+_MORE_FOLDERS = ("wandb", "tensorboard", PROFILES)
+"""In the run folder, where they were asked for."""
 
 
 @dataclass
@@ -223,9 +225,10 @@ class Report:
             self._console.say("sample     what the model writes by itself:")
             self._console.say("\n".join(f"  | {line}" for line in sample.splitlines()))
         checkpoint = f"{CHECKPOINTS}/{folder_name(step)}"
+        more = "".join(f", {name}/" for name in _MORE_FOLDERS if (config.run.dir / name).is_dir())
         self._console.say(
-            f"files      {config.run.dir}: report.html, metrics.jsonl, config.yaml, status.json; the model, opens in "
-            f"transformers: {checkpoint}"
+            f"files      {config.run.dir}: report.html, metrics.jsonl, config.yaml, status.json{more}; the model, "
+            f"opens in transformers: {checkpoint}"
         )
         self._console.say(f"next       {self._next(step, request)}")
         state, code = ("finished", EXIT_FINISHED) if is_finished else ("stopped", EXIT_STOPPED)

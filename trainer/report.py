@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from launch.session import Session
 
 DONE = "all steps done"
-_MORE_FOLDERS = ("wandb", "tensorboard", PROFILES)
-"""In the run folder, where they were asked for."""
 
 
 @dataclass
@@ -225,7 +223,9 @@ class Report:
             self._console.say("sample     what the model writes by itself:")
             self._console.say("\n".join(f"  | {line}" for line in sample.splitlines()))
         checkpoint = f"{CHECKPOINTS}/{folder_name(step)}"
-        more = "".join(f", {name}/" for name in _MORE_FOLDERS if (config.run.dir / name).is_dir())
+        asked = {"wandb": config.track.wandb != "off", "tensorboard": config.track.tensorboard, PROFILES: False}
+        # A tracker's process may not have come to making its folder yet.
+        more = "".join(f", {name}/" for name, is_asked in asked.items() if is_asked or (config.run.dir / name).is_dir())
         self._console.say(
             f"files      {config.run.dir}: report.html, metrics.jsonl, config.yaml, status.json{more}; the model, "
             f"opens in transformers: {checkpoint}"

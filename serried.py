@@ -518,7 +518,7 @@ def _pairs(
             close = nearest(key, keys)
             hint = f"did you mean {close[0]}={value}" if close else f"there are {', '.join(keys)}"
             mistakes.append(f"{command} has no key {key!r}; {hint}")
-            if close:  # what it says of that may be wrong too
+            if close[:1] in (["run.dir"], ["run.name"]):  # a run is named, so none is missing
                 given.setdefault(close[0], value)
         elif given.get(key, value) != value:
             mistakes.append(f"{key} is given twice: {given[key]} and {value}; give it once")

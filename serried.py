@@ -1,7 +1,8 @@
 """Everything that is not training: ``serried export run.dir=runs/tiny out=my-model``. Run from the checkout."""
 
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from math import nan
 from pathlib import Path
 
@@ -12,59 +13,97 @@ from configs.keys import all_keys
 from configs.schema import RunConfig, parse_count
 from configs.suggest import nearest
 from launch.ending import leave, report_mistake
-from launch.ranks import is_started
+from launch.ranks import is_started, say
 
-USAGE = """\
-usage: serried recipes
-       serried plan [recipe=RECIPE] [key=value ...]
-       serried prepare [recipe=RECIPE] [key=value ...]
-       serried preflight [key=value ...]
-       serried submit [key=value ...] [-m]
-       serried status [key=value ...]
-       serried export run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]
-       serried report RUN [RUN ...] [out=FILE]
-       serried generate run.dir=RUN [prompt=TEXT] [tokens=200] [temperature=0.8] [top_p=1] [seed=1] [checkpoint=STEP]
-       serried evaluate run.dir=RUN [checkpoint=STEP] [json=true] [data=text data.path=FILES] [key=value ...]
-
-All but recipes and those with run.dir take the overrides of train.py, which name the run.
-
-recipes, what recipe=NAME can name; plan, what a run would be, on any machine: as python train.py dry_run=true
-prepare, tokenise the data once, before training or on another machine:
+_OVERRIDES = "[recipe=RECIPE] [key=value ...]"
+_COMMANDS = {  # what it takes, what it does, and more of that
+    "recipes": ("", "what recipe=NAME can name", ""),
+    "plan": (_OVERRIDES, "what a run would be, on any machine: as python train.py dry_run=true", ""),
+    "prepare": (
+        _OVERRIDES,
+        "tokenise the data once, before training or on another machine:",
+        """\
   data.workers    threads; one for each core when not given
   data.cache_dir  where to; give the same to train.py
-
-export, a checkpoint as a plain model:
+""",
+    ),
+    "preflight": (
+        "[key=value ...]",
+        "are these nodes fit: alone, or on all nodes of a run, on each of them with torchrun's usual words:",
+        """\
+  torchrun --nnodes=2 --nproc_per_node=8 ... serried.py preflight run.dir=RUN
+  serried preflight launch=slurm launch.nodes=2 ... run.dir=RUN    in a Slurm job: submits it, waits, prints its table
+""",
+    ),
+    "submit": ("[key=value ...] [-m]", "a run to Slurm: as python train.py launch=slurm", ""),
+    "status": ("[key=value ...]", "how a run or a sweep stands, and its job; without overrides, all in runs/", ""),
+    "export": (
+        "run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]",
+        "a checkpoint as a plain model:",
+        """\
   run.dir     run folder (or run.name=NAME for runs/NAME)
   out         folder to write, which transformers opens: config, generation config, tokenizer, weights
   checkpoint  step of the checkpoint; the newest when not given
   dtype       of the weights; as saved (fp32) when not given
   shard_size  largest file, in bytes: 500MB, 5GB (the default); a tensor that is larger has its own
-
-report, the curves of one run, or of several compared, as one HTML page that needs no network:
+""",
+    ),
+    "report": (
+        "RUN [RUN ...] [out=FILE]",
+        "the curves of one run, or of several compared, as one HTML page that needs no network:",
+        """\
   RUN         run folders: runs/tiny, or runs/sweep/*; run.dir=RUN and run.name=NAME do too
   out         file to write; when not given RUN/report.html, or report.html here for several
-
-generate, text from a checkpoint, as it is made; the prompt is a user's message where the run was data.format=chat:
+""",
+    ),
+    "generate": (
+        "run.dir=RUN [prompt=TEXT] [tokens=200] [temperature=0.8] [top_p=1] [seed=1] [checkpoint=STEP]",
+        "text from a checkpoint, as it is made; the prompt is a user's message where the run was data.format=chat:",
+        """\
   prompt       what to go on from; without one a document is begun
   tokens       at most so many; it ends by itself at the end of the text
   temperature  0: always the likeliest token; 1: as the model weighs them
   top_p        of the likeliest tokens so many that their probabilities come to this
   device       cpu, or cuda; precision=bf16 is read too
-evaluate, loss, perplexity and bits per byte of a checkpoint, on the run's validation sets or on data named here:
+""",
+    ),
+    "evaluate": (
+        "run.dir=RUN [checkpoint=STEP] [json=true] [data=text data.path=FILES] [key=value ...]",
+        "loss, perplexity and bits per byte of a checkpoint, on the run's validation sets or on data named here:",
+        """\
   data, data.path, ...   other text, all of it, tokenised as the run's
   trainer.eval_batches   batches of trainer.global_batch sequences to evaluate on; the run's when not given
   parallel, precision    as in training; under torchrun on all its processes: torchrun ... serried.py evaluate ...
   json=true              a line of JSON for each set
+""",
+    ),
+}
 
-preflight, are these nodes fit: alone, or on all nodes of a run, on each of them with torchrun's usual words:
-  torchrun --nnodes=2 --nproc_per_node=8 ... serried.py preflight run.dir=RUN
-  serried preflight launch=slurm launch.nodes=2 ... run.dir=RUN    in a Slurm job: submits it, waits, prints its table
-submit, a run to Slurm: as python train.py launch=slurm
-status, how a run or a sweep stands, and its job; without overrides, all in runs/
 
-Training is train.py's: python train.py --help"""
+_OF_A_RUN = """\
+  run.dir      run folder (or run.name=NAME for runs/NAME)
+  checkpoint   step of the checkpoint; the newest when not given
+"""
 
-_COMMANDS = ("recipes", "plan", "prepare", "preflight", "submit", "status", "export", "report", "generate", "evaluate")
+
+def _help(command: str) -> str:
+    """The part of ``command``; of none, the whole page."""
+    if command not in _COMMANDS:
+        lines = "\n       ".join(f"serried {name} {takes}".rstrip() for name, (takes, *_) in _COMMANDS.items())
+        about = "\n".join(f"{name}, {does}\n{more}" for name, (_, does, more) in _COMMANDS.items())
+        return f"""usage: {lines}
+
+All but recipes and those with run.dir take the overrides of train.py, which name the run.
+
+{about}
+One of them alone: serried COMMAND --help. Training is train.py's: python train.py --help"""
+    takes, does, more = _COMMANDS[command]
+    of_a_run = _OF_A_RUN if command in _READ_OVERRIDES else ""
+    overrides = "\nkey=value: overrides of train.py, which python train.py --help lists" if "key=value" in takes else ""
+    usage = f"usage: serried {command} {takes}".rstrip()
+    return f"{usage}\n\n{command}, {does}\n{of_a_run}{more}{overrides}\nAll commands: serried --help"
+
+
 _EXPORT_KEYS = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
 _READ_OVERRIDES = ("generate", "evaluate")
 _REPORT_KEYS = ("run.dir", "run.name", "out")
@@ -89,16 +128,16 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     command, *rest = words or ["--help"]
     try:
-        if command in ("--help", "-h", "help") or {"--help", "-h"} & set(rest):
-            print(USAGE)
+        if command in ("--help", "-h", "help") or {"--help", "-h"} & {*rest}:
+            say(_help(rest[0] if command == "help" and rest else command))
         elif command == "export":
-            print(export(_pairs(rest, "export", _EXPORT_KEYS)[0]))
+            print(export(rest))
         elif command == "report":
             print(report(rest))
         elif command == "generate":
-            generate(*_pairs(rest, "generate", _GENERATE_KEYS))
+            generate(rest)
         elif command == "evaluate":
-            leave(evaluate(*_pairs(rest, "evaluate", _EVALUATE_KEYS)))
+            leave(evaluate(rest))
         elif command == "prepare":
             print(prepare(rest))
         elif command == "preflight":
@@ -112,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif command == "recipes":
             print(recipes(rest))
         else:
-            close = nearest(command, _COMMANDS) or _COMMANDS
+            close = nearest(command, [*_COMMANDS]) or [*_COMMANDS]
             raise UserError(f"there is no command {command!r}; did you mean: serried {' or '.join(close)}")
     except UserError as error:
         return report_mistake(error)
@@ -230,8 +269,8 @@ def _preflight_here(config: RunConfig) -> int:
     return examine(config.launch, config.run.dir, needed_bytes, peaks, config.slurm.exclude)
 
 
-def export(given: dict[str, str]) -> str:
-    """Export a checkpoint as ``given`` says. Returns what to tell the user.
+def export(words: list[str]) -> str:
+    """Export a checkpoint as ``words`` say. Returns what to tell the user.
 
     Raises:
         UserError: a key or value is wrong, or the export fails.
@@ -242,20 +281,25 @@ def export(given: dict[str, str]) -> str:
     from trainer.track import size
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    mistakes: list[str] = []
+    given, _ = _pairs(words, "export", _EXPORT_KEYS, mistakes)
     dtype = given.get("dtype")
     if dtype is not None and dtype not in dtypes:
-        raise UserError(f"dtype={dtype} is none of {', '.join(dtypes)}; use dtype=bf16")
+        mistakes.append(f"dtype={dtype} is none of {', '.join(dtypes)}; use dtype=bf16")
     if "out" not in given:
-        raise UserError("out=FOLDER is missing: where the model goes; e.g. out=my-model")
-    checkpoint = _checkpoint(given)
+        mistakes.append("out=FOLDER is missing: where the model goes; e.g. out=my-model")
+    with _noted(mistakes):
+        shard_bytes = _bytes(given.get("shard_size", "5GB"))
+    with _noted(mistakes):
+        checkpoint = _checkpoint(_run_of(given, "export"), given)
+    _refuse(mistakes)
     out = Path(given["out"])
-    shard_bytes = _bytes(given.get("shard_size", "5GB"))
     files = write(checkpoint, out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes)
     return f"exported   {checkpoint} to {out}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}"
 
 
-def generate(given: dict[str, str], overrides: list[str]) -> None:
-    """Print what a checkpoint writes, as ``given`` says, with ``overrides`` of the run's config.
+def generate(words: list[str]) -> None:
+    """Print what a checkpoint writes, as ``words`` say: the command's own keys, and overrides of the run's config.
 
     Raises:
         UserError: a key or value is wrong, or there is no such checkpoint.
@@ -268,19 +312,25 @@ def generate(given: dict[str, str], overrides: list[str]) -> None:
     from trainer.evaluation import as_saved
     from trainer.generation import Sampling, write_text
 
+    mistakes: list[str] = []
+    given, overrides = _pairs(words, "generate", _GENERATE_KEYS, mistakes)
     sampling = Sampling(
-        tokens=_whole(given, "tokens", 200, lowest=1),
-        temperature=_between(given, "temperature", 0.8, 0, 1000),
-        top_p=_between(given, "top_p", 1.0, 0, 1),
-        seed=_whole(given, "seed", 1, lowest=0),
+        tokens=_whole(given, "tokens", 200, mistakes, lowest=1),
+        temperature=_between(given, "temperature", 0.8, 0, 1000, mistakes),
+        top_p=_between(given, "top_p", 1.0, 0, 1, mistakes),
+        seed=_whole(given, "seed", 1, mistakes, lowest=0),
     )
     if sampling.top_p == 0:
-        raise UserError("top_p=0 leaves no token to choose from; use temperature=0 for the likeliest")
+        mistakes.append("top_p=0 leaves no token to choose from; use temperature=0 for the likeliest")
     if torchrun_says()[2] > 1:
-        raise UserError("serried generate is the work of one process; leave torchrun out")
+        mistakes.append("serried generate is the work of one process; leave torchrun out")
     device = [f"launch.device={given['device']}"] if "device" in given else []
-    config = compose_saved(_run_dir(given) / "config.yaml", [*overrides, *device], _GENERATE_READS)
-    checkpoint = _checkpoint(given)
+    with _noted(mistakes):
+        run = _run_of(given, "generate")
+        with _noted(mistakes):
+            config = compose_saved(run / "config.yaml", [*overrides, *device], _GENERATE_READS)
+        checkpoint = _checkpoint(run, given)
+    _refuse(mistakes)
     config = as_saved(config, checkpoint, world_size=1, is_cut_anew=True, is_other_data=True)
     session = Session(0, 0, 1, 1, choose_device(config.launch, 0, 1), config.launch)
     shown = for_terminal if sys.stdout.isatty() else str
@@ -292,8 +342,8 @@ def generate(given: dict[str, str], overrides: list[str]) -> None:
         )  # fmt: skip
 
 
-def evaluate(given: dict[str, str], overrides: list[str]) -> int:
-    """Print how well a checkpoint predicts its validation sets, or data that ``overrides`` name. Returns the exit code.
+def evaluate(words: list[str]) -> int:
+    """Print how well a checkpoint predicts its validation sets, or data that ``words`` name. Returns the exit code.
 
     Raises:
         UserError: a key or value is wrong, or there is no such checkpoint.
@@ -304,11 +354,18 @@ def evaluate(given: dict[str, str], overrides: list[str]) -> int:
     from recipes.causal_lm import CausalLM
     from trainer.evaluation import as_saved, print_evaluation
 
+    mistakes: list[str] = []
+    given, overrides = _pairs(words, "evaluate", _EVALUATE_KEYS, mistakes)
     if given.get("json", "false") not in ("true", "false"):
-        raise UserError(f"json={given['json']} is not true or false; use json=true")
+        mistakes.append(f"json={given['json']} is not true or false; use json=true")
     keys = [word.partition("=")[0].lstrip("+") for word in overrides]
-    config = compose_saved(_run_dir(given) / "config.yaml", overrides, _EVALUATE_READS)
-    checkpoint, is_other_data = _checkpoint(given), any(key in _OTHER_DATA for key in keys)
+    with _noted(mistakes):
+        run = _run_of(given, "evaluate")
+        with _noted(mistakes):
+            config = compose_saved(run / "config.yaml", overrides, _EVALUATE_READS)
+        checkpoint = _checkpoint(run, given)
+    _refuse(mistakes)
+    is_other_data = any(key in _OTHER_DATA for key in keys)
     if is_other_data and config.data.name == "mixture":
         raise UserError("data=mixture is several sources; evaluate them one by one, as in data=text data.path=FILES")
     is_cut_anew = not any(key.startswith("parallel") for key in keys)
@@ -327,14 +384,38 @@ def evaluate(given: dict[str, str], overrides: list[str]) -> int:
     return run_in_session(config.launch, work)
 
 
-def _run_dir(given: dict[str, str]) -> Path:
+@contextmanager
+def _noted(mistakes: list[str]) -> Iterator[None]:
+    """Put a mistake that ends what is done here among the others, to be told with them."""
+    try:
+        yield
+    except UserError as error:
+        mistakes += error.args
+
+
+def _refuse(mistakes: list[str]) -> None:
+    if mistakes:
+        raise UserError(*mistakes)
+
+
+def _run_of(given: dict[str, str], command: str) -> Path:
+    """The folder of the run that ``given`` names; the recipe tiny's where it names none and that is there.
+
+    Raises:
+        UserError: there is no such run, naming those that there are.
+    """
     if "run.dir" in given and "run.name" in given:
         raise UserError(f"run.dir={given['run.dir']} and run.name={given['run.name']} are both given; keep one")
-    return Path(given.get("run.dir", Path("runs") / given.get("run.name", "tiny")))
+    run = Path(given.get("run.dir", Path("runs") / given.get("run.name", "tiny")))
+    if (run / "checkpoints").is_dir():
+        return run
+    if not {"run.dir", "run.name"} & {*given}:
+        raise UserError(f"serried {command} needs a run: run.dir=RUN; {_runs_there_are(Path('runs'))}")
+    return _run_folder(str(run), "run.dir=")
 
 
-def _checkpoint(given: dict[str, str]) -> Path:
-    """The checkpoint of a run that ``given`` names, or its newest.
+def _checkpoint(run: Path, given: dict[str, str]) -> Path:
+    """The checkpoint of ``run`` that ``given`` names, or its newest.
 
     Raises:
         UserError: there is none, or not that one.
@@ -342,7 +423,6 @@ def _checkpoint(given: dict[str, str]) -> Path:
     from trainer.checkpoint.resume import CHECKPOINTS
     from trainer.checkpoint.retention import committed, step_of
 
-    run = _run_dir(given)
     try:
         found = {step_of(path): path for path in committed(run / CHECKPOINTS)}
     except OSError as error:
@@ -365,17 +445,22 @@ def report(words: list[str]) -> str:
     from trainer.page import write_report
     from trainer.track import size
 
+    mistakes: list[str] = []
     # A word with a = is a key, unless a folder is called so.
     folders = [word for word in words if Path(word).is_dir() or not ("=" in word or word.startswith("-"))]
-    given, _ = _pairs([word for word in words if word not in folders], "report", _REPORT_KEYS)
+    given, _ = _pairs([word for word in words if word not in folders], "report", _REPORT_KEYS, mistakes)
     folders += [given["run.dir"]] if "run.dir" in given else []
     folders += [f"runs/{given['run.name']}"] if "run.name" in given else []
-    runs = [_run_folder(folder) for folder in folders]
-    if not runs:
-        raise UserError(f"serried report needs a run folder: serried report RUN; {_runs_there_are(Path('runs'))}")
-    for number, run in enumerate(runs):
-        if run.resolve() in [other.resolve() for other in runs[:number]]:
-            raise UserError(f"the run {run} is given twice; give it once")
+    runs: list[Path] = []
+    for folder in folders:
+        with _noted(mistakes):
+            run = _run_folder(folder)
+            if run.resolve() in [other.resolve() for other in runs]:
+                raise UserError(f"the run {run} is given twice; give it once")
+            runs.append(run)
+    if not folders:
+        mistakes.append(f"serried report needs a run folder: serried report RUN; {_runs_there_are(Path('runs'))}")
+    _refuse(mistakes)
     out = Path(given.get("out", runs[0] / "report.html" if len(runs) == 1 else "report.html"))
     if out.is_dir():
         raise UserError(f"out={out} is a folder; give a file, e.g. out={out / 'report.html'}")
@@ -387,8 +472,8 @@ def report(words: list[str]) -> str:
     return f"report     {what}: {out}, {size(out.stat().st_size)}; open it in a browser"
 
 
-def _run_folder(word: str) -> Path:
-    """The run folder that ``word`` names.
+def _run_folder(word: str, key: str = "") -> Path:
+    """The run folder that ``word`` names; ``key`` stands before it on the command line.
 
     Raises:
         UserError: there is no run in it, naming the ones that may be meant.
@@ -398,24 +483,28 @@ def _run_folder(word: str) -> Path:
         return folder
     if not folder.is_dir():
         named = Path("runs") / word
-        hint = f"did you mean {named}?" if named.is_dir() else _runs_there_are(Path("runs"))
+        hint = f"did you mean {key}{named}?" if named.is_dir() else _runs_there_are(Path("runs"))
         raise UserError(f"there is no folder {word}; {hint}")
     raise UserError(f"{word} holds no run: no metrics.jsonl, status.json or config.yaml; {_runs_there_are(folder)}")
 
 
 def _runs_there_are(folder: Path) -> str:
     from launch.progress import runs_in
+    from launch.summary import RECORD
 
-    runs = [str(run) for run in runs_in(folder)]
+    # The folder of a grid has no runs in it, that of a search has.
+    runs = [str(run) for run in runs_in(folder) if not (run / RECORD).exists() or runs_in(run)]
     if not runs:
-        return "give the folder of a run, e.g. runs/tiny"
+        return f"there is none in {folder}; python train.py makes runs/tiny"
     more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
     return f"in {folder} there are: {' '.join(runs[:8])}{more}"
 
 
-def _pairs(words: list[str], command: str, keys: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
+def _pairs(
+    words: list[str], command: str, keys: tuple[str, ...], mistakes: list[str]
+) -> tuple[dict[str, str], list[str]]:
     """``words`` by key, where they are the command's own ``keys``, and the rest: overrides of train.py, which not all
-    commands read."""
+    commands read. What is wrong with them goes to ``mistakes``."""
     given: dict[str, str] = {}
     overrides: list[str] = []
     for word in words:
@@ -424,14 +513,17 @@ def _pairs(words: list[str], command: str, keys: tuple[str, ...]) -> tuple[dict[
             overrides.append(word)
             continue
         if not equals or not (value or key == "prompt"):
-            raise UserError(f"{word!r} is not key=value; see serried --help")
-        if key not in keys:
+            mistakes.append(f"{word!r} is not key=value; see serried {command} --help")
+        elif key not in keys:
             close = nearest(key, keys)
             hint = f"did you mean {close[0]}={value}" if close else f"there are {', '.join(keys)}"
-            raise UserError(f"{command} has no key {key!r}; {hint}")
-        if given.get(key, value) != value:
-            raise UserError(f"{key} is given twice: {given[key]} and {value}")
-        given[key] = value
+            mistakes.append(f"{command} has no key {key!r}; {hint}")
+            if close[:1] in (["run.dir"], ["run.name"]):  # a run is named, so none is missing
+                given.setdefault(close[0], value)
+        elif given.get(key, value) != value:
+            mistakes.append(f"{key} is given twice: {given[key]} and {value}; give it once")
+        else:
+            given[key] = value
     return given, overrides
 
 
@@ -440,22 +532,26 @@ def _is_slip(key: str, keys: tuple[str, ...]) -> bool:
     return key not in all_keys() and bool(close := nearest(key, keys)) and "." not in key and close[0][:1] == key[:1]
 
 
-def _whole(given: dict[str, str], key: str, default: int, lowest: int) -> int:
+def _whole(given: dict[str, str], key: str, default: int, mistakes: list[str], *, lowest: int) -> int:
     """The whole number that ``given`` has for ``key``."""
     value = parse_count(given.get(key, str(default)))
     if not isinstance(value, int) or not lowest <= value < 2**63:
-        raise UserError(f"{key}={given[key]} is not a whole number from {lowest} on; e.g. {key}={default}")
+        mistakes.append(f"{key}={given[key]} is not a whole number from {lowest} on; e.g. {key}={default}")
+        return default
     return value
 
 
-def _between(given: dict[str, str], key: str, default: float, lowest: float, highest: float) -> float:
+def _between(
+    given: dict[str, str], key: str, default: float, lowest: float, highest: float, mistakes: list[str]
+) -> float:
     """The number that ``given`` has for ``key``."""
     try:
         value = float(given.get(key, default))
     except ValueError:
         value = nan
     if not lowest <= value <= highest:
-        raise UserError(f"{key}={given[key]} is not a number from {lowest:g} to {highest:g}; e.g. {key}={default:g}")
+        mistakes.append(f"{key}={given[key]} is not a number from {lowest:g} to {highest:g}; e.g. {key}={default:g}")
+        return default
     return value
 
 

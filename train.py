@@ -9,7 +9,7 @@ from configs.sweep import read_sweep
 from launch.ending import leave, report_mistake
 from launch.ranks import planned_processes, say
 from launch.session import Session, run_in_session
-from launch.start import start_elsewhere, start_sweep
+from launch.start import describe_runs, start_elsewhere, start_sweep
 from parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from trainer.page import write_report
 
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
         configs = [point.config for point in sweep.points] if sweep else [compose(overrides)]
         config, (plan, *_) = configs[0], [_plan(config) for config in configs]
         if action == "config" or config.dry_run:
-            return say(config_yaml(config) if action == "config" else _overview(config, *plan))
+            return say(config_yaml(config) if action == "config" else _overview(config, *plan) + describe_runs(sweep))
         code = start_sweep(sweep, write_report) if sweep else start_elsewhere(overrides, config)
     except UserError as error:
         return report_mistake(error)

@@ -21,12 +21,17 @@ def announced(what: str, *, speaks: bool) -> Iterator[None]:
         done.set()
 
 
+def tell(label: str, text: str) -> None:
+    """Print one line now."""
+    with suppress(OSError):  # whoever listened is gone
+        print(f"{label:<10} {text}", flush=True)
+
+
 def _tell(what: str, done: threading.Event) -> None:
     started, times = time.monotonic(), 0
     while not done.wait(SILENCE_SECONDS[min(times, len(SILENCE_SECONDS) - 1)]):
         times += 1
-        with suppress(OSError):  # whoever listened is gone
-            print(f"waiting    {time.monotonic() - started:.0f} s so far: {what}", flush=True)
+        tell("waiting", f"{time.monotonic() - started:.0f} s so far: {what}")
 
 
 def duration(seconds: float) -> str:

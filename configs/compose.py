@@ -156,8 +156,7 @@ def _take_over(key: str, composed: Mapping[str, Any], plain: dict[str, Any]) -> 
 
 def _refuse(mistakes: Sequence[str]) -> None:
     if mistakes:
-        lines = list(dict.fromkeys(" ".join(mistake.split()) for mistake in mistakes))
-        raise UserError(lines[0] if len(lines) == 1 else f"{len(lines)} mistakes:\n  " + "\n  ".join(lines))
+        raise UserError(*dict.fromkeys(" ".join(mistake.split()) for mistake in mistakes))
 
 
 def config_yaml(config: RunConfig) -> str:

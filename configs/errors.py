@@ -7,8 +7,14 @@ class UserError(Exception):
     """A mistake in the command, the config or the surroundings that the user can mend.
 
     It reaches the user as one ``error:`` line and exit code 78, never as a traceback, so the message carries
-    what was wrong, where, every number involved, and an override to paste.
+    what was wrong, where, every number involved, and an override to paste. Several mistakes, an argument each, have a
+    line each.
     """
+
+    def __str__(self) -> str:
+        if len(self.args) < 2:
+            return super().__str__()
+        return f"{len(self.args)} mistakes:\n  " + "\n  ".join(map(str, self.args))
 
 
 class TrainingFailed(Exception):

@@ -6,6 +6,7 @@
 import functools
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,8 +43,8 @@ _EXAMPLES = {  # keys for which a value made up from the type alone would mislea
     "slurm.exclude": "node17",
     "slurm.dependency": "afterok:123",
     "slurm.modules": "cuda",
-    "slurm.setup": "'source env.sh'",
-    "slurm.container": "'apptainer exec --nv image.sif'",
+    "slurm.setup": "source env.sh",
+    "slurm.container": "apptainer exec --nv image.sif",
     "slurm.python": "/shared/.venv/bin/python",
     "slurm.interface": "ib0",
     "slurm.signal_seconds": "120",
@@ -96,9 +97,10 @@ class Key:
 
     @property
     def example(self) -> str:
-        """An override to paste, perhaps with other values after it."""
-        value = _EXAMPLES.get(self.path) or (self.choices[0] if self.choices else _WORDS[self.kind][1])
-        return f"{self.path}={value}"
+        """An override to paste into a shell, perhaps with other values after it."""
+        values = _EXAMPLES.get(self.path) or (self.choices[0] if self.choices else _WORDS[self.kind][1])
+        first, *others = values.split(", ")
+        return ", ".join([shlex.quote(f"{self.path}={first}"), *others])
 
 
 NAME = "NAME"

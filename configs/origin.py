@@ -11,9 +11,11 @@ from hydra.errors import HydraException
 
 from configs.compose import compose
 from configs.errors import UserError
+from configs.help import choices_of
 from configs.keys import all_keys
 from configs.points import Point
 
+_SEVERAL = re.compile(r"[^=]+=\s*(?:tag|interval|range|choice|int|float|sort|shuffle|glob)\s*\(")
 _ONE_VALUE = {
     "run.name": "each run gets a name of its own",
     "run.dir": "each run gets a folder of its own in it",
@@ -31,6 +33,25 @@ def refuse_to_sweep(key: str, value: str) -> None:
     """
     if key in _ONE_VALUE:
         raise UserError(f"{key}={value} cannot be swept: {_ONE_VALUE[key]}; give one value")
+
+
+def is_known(word: str, folder: Path) -> bool:
+    """Whether the key of an override is one, or a group in ``folder``; where not, ``compose`` is to say so."""
+    key = word.partition("=")[0].strip()
+    return key in all_keys() or key in choices_of(folder)
+
+
+def refuse_unreadable(words: Sequence[str], example: str) -> None:
+    """Have none of ``words`` begin to say several values, as in ``range(1,``, and not be readable.
+
+    Raises:
+        UserError: some do; ``example`` is one to paste that can be read.
+    """
+    mistaken = [word for word in words if _SEVERAL.match(word) and parse_word(word) is None]
+    keys = all_keys()
+    mistaken = [word for word in mistaken if (key := keys.get(word.partition("=")[0])) is None or not key.is_free_text]
+    if mistaken:
+        raise UserError(*(f"{word} cannot be read as values to sweep over; e.g. {example}" for word in mistaken))
 
 
 def parse_word(word: str) -> Override | None:

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from configs.addresses import has_password, without_password
 from configs.divisors import nearest_divisors
@@ -489,6 +489,15 @@ class ProfileSection(Section):
     memory: bool = False
     """Put every allocation of the profiled steps into the trace. On a GPU also keep the allocator's history from the
     start, for a snapshot after these steps and when memory runs out."""
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _not_one(cls, steps: object) -> object:
+        if isinstance(steps, int) and not isinstance(steps, bool) and steps > 0:
+            raise ValueError(
+                f"profile.steps={steps} is one number; use the first and the last: 'profile.steps=[{steps},{steps}]'"
+            )
+        return steps
 
     @model_validator(mode="after")
     def _ordered(self) -> "ProfileSection":

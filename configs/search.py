@@ -7,6 +7,7 @@ names it: the plugin's sweeper and Optuna's sampler are made here, the latter fr
 import functools
 import importlib.util
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,14 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from configs.compose import compose
 from configs.errors import TrainingFailed, UserError
-from configs.origin import Origin, in_a_name, parse_word, refuse_to_sweep, words_of
+from configs.origin import Origin, in_a_name, is_known, parse_word, refuse_to_sweep, refuse_unreadable, words_of
 from configs.points import Evaluate, Point, Sweep, labels
+from configs.schema import parse_count
 from configs.suggest import nearest_keys, pasteable
 
 if TYPE_CHECKING:
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 SWEEPER, SAMPLER = "hydra/sweeper", "hydra/sweeper/sampler"
 OPTION = "hydra.sweeper."
 _EXAMPLE = "'optim.lr=tag(log, interval(1e-5, 1e-2))'"
+_TWO_ENDS = re.compile(r"(?:interval|range)\(\s*([^\s=,()]+)\s*,\s*([^\s=,()]+)\s*[,)]")
 _ANY_TIME = ("launch", "slurm", "track", "profile")
 """Sections that may change between two starts of a search."""
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "GridSampler", "nsgaii": "NSGAIISampler"}
@@ -54,9 +59,12 @@ def read_search(argv: Sequence[str], words: Sequence[str], folder: Path) -> Swee
             raise ModuleNotFoundError
     except ModuleNotFoundError:
         raise UserError(f"{SWEEPER}=optuna needs Optuna, which is not installed: pip install -e '.[sweep]'") from None
+    refuse_unreadable(argv, _EXAMPLE)
     options = _options(words, folder)
     with _optuna_is_quiet(), _told_in_one_line():
-        space, fixed = _space(argv, options)
+        space, fixed = _space([word for word in argv if is_known(word, folder)], options)
+    if unknown := [word for word in argv if not is_known(word, folder)]:
+        compose([*fixed, *unknown], folder)  # refuses them, as they were typed
     if not space:
         raise UserError(f"{SWEEPER}=optuna searches values, and no key has several; e.g. {_EXAMPLE}")
     for key, distribution in space.items():
@@ -88,7 +96,8 @@ def _options(words: Sequence[str], folder: Path) -> Any:
     known = _composed(groups, folder)
     _refuse_what_is_called(known)
     names = [f"{OPTION}{name}" for name in _dotted(known) if not name.endswith("_")]
-    for name, word in given.items():
+    mistakes: list[str] = []
+    for name, word in [*given.items()]:
         if name.startswith(("params", "search_space")):
             raise UserError(f"{word}: that is for YAML files; here type the keys themselves, e.g. {_EXAMPLE}")
         if name == "sampler":
@@ -96,8 +105,19 @@ def _options(words: Sequence[str], folder: Path) -> Any:
         if f"{OPTION}{name}" not in names:
             near = [pasteable(key, word.partition("=")[2]) for key in nearest_keys(f"{OPTION}{name}", names)]
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
-            raise UserError(f"unknown key {word}; {hint}")
-    options = _composed([*groups, *(f"++{word}" for word in given.values())], folder)
+            mistakes.append(f"unknown key {word}; {hint}")
+            del given[name]
+    try:
+        options = _composed([*groups, *(f"++{word}" for word in given.values())], folder)
+    except UserError:
+        for name, word in given.items():
+            try:
+                _composed([*groups, f"++{word}"], folder)
+            except UserError as error:
+                mistakes.append(_unfit(word, OmegaConf.select(known, name), str(error)))
+        raise UserError(*mistakes) from None
+    if mistakes:
+        raise UserError(*mistakes)
     _refuse_what_is_called(options)
     _refuse_pickles(options)
     direction = getattr(options.direction, "name", options.direction)
@@ -125,6 +145,20 @@ def _options(words: Sequence[str], folder: Path) -> Any:
         if "max_failure_rate" not in given:
             options.max_failure_rate = 1.0
     return options
+
+
+def _unfit(word: str, default: Any, reason: str) -> str:
+    """The sentence for a value that ``hydra.sweeper`` refuses for ``reason`` where ``default`` stands otherwise."""
+    key, _, value = word.partition("=")
+    if isinstance(default, bool):
+        return f"{word} is not true or false; e.g. {key}={str(default).lower()}"
+    if isinstance(default, int) or "to Integer" in reason:
+        count, usual = parse_count(value), 1 if default is None or key == f"{OPTION}n_jobs" else default
+        digits, count = (" in digits", count) if isinstance(count, int) else ("", usual)
+        return f"{word} is not a whole number{digits}; e.g. {key}={count}"
+    if isinstance(default, float) or "to Float" in reason:
+        return f"{word} is not a number; e.g. {key}={0.1 if default is None else default}"
+    return reason
 
 
 def _refuse_what_is_called(options: Any) -> None:
@@ -191,16 +225,52 @@ def _space(argv: Sequence[str], options: Any) -> tuple[dict[str, Any], list[str]
     fixed = [word for word in argv if word not in swept]
     fixed_keys = [word.partition("=")[0] for word in fixed]
     with open_dict(options):
-        for in_yaml in (options.params, options.search_space):
-            for key in [key for key in in_yaml or {} if key in fixed_keys]:  # the command line is the stronger
-                del in_yaml[key]
-    space = {
-        str(key): _impl.create_optuna_distribution_from_config(each)
-        for key, each in (options.search_space or {}).items()
-    }
-    params = [f"{key}={value}" for key, value in (options.params or {}).items()]
-    found, constants = _impl.create_params_from_overrides([*params, *swept])
-    return {**space, **found}, [*fixed, *words_of(constants)]
+        for chosen in (options.params, options.search_space):
+            for key in [key for key in chosen or {} if key in fixed_keys]:  # the command line is the stronger
+                del chosen[key]
+    space: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
+    mistakes: list[str] = []
+    for key, each in (options.search_space or {}).items():
+        try:
+            space[str(key)] = _impl.create_optuna_distribution_from_config(each)
+        except Exception as error:  # whatever Optuna says of a range, it does not say of which
+            mistakes.append(f"hydra.sweeper.search_space of a YAML file, {key}: {_first_line(error)}")
+    in_yaml = " (hydra.sweeper.params of a YAML file)"
+    params = {f"{key}={value}": in_yaml for key, value in (options.params or {}).items()}
+    for word, place in [*params.items(), *((word, "") for word in swept)]:
+        try:
+            found, plain = _impl.create_params_from_overrides([word])
+        except Exception as error:
+            mistakes.append(_no_range(word, place, error))
+        else:
+            space.update(found)
+            constants.update(plain)
+    if mistakes:
+        raise UserError(*mistakes)
+    return space, [*fixed, *words_of(constants)]
+
+
+def _no_range(word: str, place: str, error: Exception) -> str:
+    """The sentence for an override, from ``place``, of which Optuna can make nothing that is searched."""
+    key, _, value = word.partition("=")
+    override = parse_word(word)
+    ends = override.value() if override is not None else None
+    found = _TWO_ENDS.search(value)
+    if found is None or not isinstance(ends, IntervalSweep | RangeSweep):
+        return f"{word}{place}: {_first_line(error)}; e.g. {_EXAMPLE}"
+
+    def with_ends(low: str, high: str) -> str:
+        return pasteable(key, f"{value[: found.start(1)]}{low},{high}{value[found.end(2) :]}")
+
+    low, high = (ends.start, ends.end) if isinstance(ends, IntervalSweep) else (ends.start, ends.stop)
+    if low > high:
+        use = with_ends(found[2], found[1])
+        return f"{word}{place}: the lower end comes first, and {low:g} is above {high:g}; use {use}"
+    if "log" in ends.tags and low <= 0 < high:
+        use = with_ends("1" if isinstance(low, int) else f"{high / 1000:g}", found[2])
+        return f"{word}{place}: what is searched by its logarithm begins above 0, not at {low:g}; use {use}"
+    return f"{word}{place}: {_first_line(error)}; e.g. {_EXAMPLE}"
 
 
 def _corners(space: Mapping[str, Any]) -> list[dict[str, str]]:

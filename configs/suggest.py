@@ -312,8 +312,9 @@ def _assignment(name: str, value: str, groups: Mapping[str, Sequence[str]]) -> s
         value = _in_minutes(value)
     if name not in groups:
         return pasteable(name, value) if value else all_keys()[name].example
-    chosen = value if value in groups[name] else _CHOICE_ALIASES.get(value.lower(), "")
-    return f"{name}={chosen}" if chosen in groups[name] else f"{name}={'|'.join(groups[name])}"
+    chosen = [each if each in groups[name] else _CHOICE_ALIASES.get(each.lower(), "") for each in value.split(",")]
+    # Several are a sweep.
+    return f"{name}={','.join(chosen) if {*chosen} <= {*groups[name]} else '|'.join(groups[name])}"
 
 
 def _in_minutes(limit: str) -> str:

@@ -8,14 +8,17 @@ from pathlib import Path
 
 from hydra.errors import HydraException
 
-from configs.announce import announced
-from configs.compose import FOLDER
+from configs.announce import announced, tell
+from configs.compose import FOLDER, compose
 from configs.errors import UserError
-from configs.origin import Origin, in_a_name, parse_word, refuse_to_sweep, words_of
+from configs.origin import Origin, in_a_name, is_known, parse_word, refuse_to_sweep, refuse_unreadable, words_of
 from configs.points import Point, Sweep, labels
 from configs.search import OPTION, SAMPLER, SWEEPER, read_search
 
 _MOST_RUNS = 1000
+_MANY_RUNS = 20
+"""So many take more than a second to check."""
+_EXAMPLE = "-m optim.lr=1e-3,3e-3"
 
 
 def read_sweep(argv: Sequence[str], folder: Path = FOLDER) -> Sweep:
@@ -46,8 +49,12 @@ def _is_of_the_sweeper(word: str) -> bool:
 def _grid(argv: Sequence[str], folder: Path) -> Sweep:
     combinations: list[dict[str, str]] = [{}]
     fixed: list[str] = []
+    refuse_unreadable(argv, _EXAMPLE)
     for word in argv:
         key, values = _values(word)
+        if not is_known(word, folder):  # stays as it was typed, for the words that refuse it
+            fixed.append(word)
+            continue
         if len(values) < 2:
             fixed.append(word if not values else f"{key}={values[0]}")
             continue
@@ -57,10 +64,16 @@ def _grid(argv: Sequence[str], folder: Path) -> Sweep:
             raise UserError(f"a grid of more than {_MOST_RUNS} runs ({word}); give fewer values, or {SWEEPER}=optuna")
     keys = tuple(combinations[0])
     if not keys:
-        raise UserError("-m sweeps over several values, and no key has them; e.g. -m optim.lr=1e-3,3e-3")
+        if not all(is_known(word, folder) for word in fixed):
+            compose(fixed, folder)
+        raise UserError(f"-m sweeps over several values, and no key has them; e.g. {_EXAMPLE}")
     label = labels(keys)
     origin = Origin.of([*fixed, *words_of(combinations[0])], folder, f"sweep-{in_a_name('-'.join(label.values()))}")
     points: dict[Path, Point] = {}
+    if len(combinations) >= _MANY_RUNS:
+        tell(
+            "sweep", f"{len(combinations)} runs: {' x '.join(keys)}; the settings of each are checked before any starts"
+        )
     with announced(f"the settings of {len(combinations)} runs are checked", speaks=True):
         for chosen in combinations:
             name = "-".join(f"{label[key]}-{in_a_name(value)}" for key, value in chosen.items())

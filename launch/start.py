@@ -8,7 +8,9 @@ from configs.schema import RunConfig
 from configs.trackers import check_trackers
 from launch.ranks import is_started, torchrun_says
 from launch.signals import end_with_sweep
-from launch.sweep import WriteReport, run_sweep, submit_sweep
+from launch.sweep import WriteReport, run_sweep, submit_sweep, values_shown
+
+_RUNS_DESCRIBED = 20
 
 
 def start_elsewhere(argv: Sequence[str], config: RunConfig) -> int | None:
@@ -60,3 +62,20 @@ def start_sweep(sweep: Sweep, write_report: WriteReport) -> int:
             "job train them all: sbatch ... --wrap 'python train.py -m launch=local hydra/sweeper=optuna ...'"
         )
     return submit_sweep(sweep, write_report)
+
+
+def describe_runs(sweep: Sweep | None) -> str:
+    """Lines to stand below the plan of the first run of ``sweep``, of which nothing is started: its runs, or what is
+    known of a search. Empty where there is none."""
+    if sweep is None:
+        return ""
+    runs, keys = f"{sweep.runs} runs", " x ".join(sweep.keys)
+    if sweep.search is not None:
+        return f"\n{'sweep':<10} {runs}: {keys}; each is chosen as it begins; the ends of the space are checked"
+    lines = [("sweep", f"{runs}: {keys}; all are checked, and this is the plan of the first")]
+    lines += [
+        (f"run {number}/{sweep.runs}", f"{values_shown(sweep.keys, point)}: {point.config.run.dir}")
+        for number, point in enumerate(sweep.points[:_RUNS_DESCRIBED], start=1)
+    ]
+    lines += [("...", f"{sweep.runs - _RUNS_DESCRIBED} more")] if sweep.runs > _RUNS_DESCRIBED else []
+    return "".join(f"\n{label:<10} {text}" for label, text in lines)

@@ -94,7 +94,28 @@ def _tell(sweep: Sweep, runs: "_Runs", write_report: WriteReport, problem: Excep
         return EXIT_STOPPED
     if failed or problem is not None:
         return EXIT_MISTAKE if {each.exit_code for each in failed} == {EXIT_MISTAKE} else EXIT_FAILED
-    return EXIT_FINISHED if all(each.is_finished for each in outcomes) else EXIT_STOPPED
+    if all(each.is_finished for each in outcomes):
+        return EXIT_FINISHED
+    _say("stopped", _how_to_go_on(sweep, outcomes))
+    return EXIT_STOPPED
+
+
+def _how_to_go_on(sweep: Sweep, outcomes: Sequence[Outcome]) -> str:
+    """What to type where runs have stopped by themselves."""
+    stopped = [each.reason or "" for each in outcomes if not each.is_finished]
+    reasons = ", ".join(dict.fromkeys(filter(None, stopped))) or "before the last step"
+    done = f"{reasons}: {len(outcomes) - len(stopped)} of {sweep.runs} runs are finished"
+    if not any(reason.startswith("trainer.stop_at=") for reason in stopped):
+        return f"{done}; go on: the same command"
+    if sweep.search is not None:  # its trials were chosen by what they came to at this step
+        return f"{done}; a search to the last step is another: without trainer.stop_at, and with run.name=OTHER"
+    return f"{done}; go on: the same command without trainer.stop_at, or with a higher one"
+
+
+def values_shown(keys: Sequence[str], point: Point) -> str:
+    """What ``point`` has for each of the swept ``keys``, for a person to read."""
+    label = labels(keys)
+    return " ".join(f"{label[key]}={shown(value)}" for key, value in point.values.items())
 
 
 def submit_sweep(sweep: Sweep, write_report: WriteReport) -> int:
@@ -174,7 +195,6 @@ class _Runs:
     def __init__(self, sweep: Sweep, signals: NotedSignals) -> None:
         self.signals = signals
         self._sweep = sweep
-        self._labels = labels(sweep.keys)
         grid = sweep.points if sweep.search is None else ()
         self.outcomes = {each.config.run.dir: read_outcome(each.config.run.dir, each.values) for each in grid}
         self._met = 0
@@ -221,8 +241,7 @@ class _Runs:
         _note(self._sweep.folder, self._sweep.keys, list(self.outcomes.values()))
 
     def _line(self, point: Point, text: str) -> None:
-        values = " ".join(f"{self._labels[key]}={shown(value)}" for key, value in point.values.items())
-        _say(f"run {self._met}/{self._sweep.runs}", f"{values}: {text}")
+        _say(f"run {self._met}/{self._sweep.runs}", f"{values_shown(self._sweep.keys, point)}: {text}")
 
     def _give_up_if_all_fail_alike(self, outcome: Outcome, before: Outcome) -> None:
         reason = re.sub(r"\d+", "N", outcome.reason or "")

@@ -43,9 +43,9 @@ def run_dir(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFacto
 
 def evaluate_here(words: list[str]) -> int:
     """What a rank does, without leaving: the process goes on to other tests."""
-    from serried import _EVALUATE_KEYS, _pairs, evaluate
+    from serried import evaluate
 
-    return evaluate(*_pairs(words, "evaluate", _EVALUATE_KEYS))
+    return evaluate(words)
 
 
 def evaluated(cluster: Cluster, ranks: int, *words: str) -> list[dict[str, Any]]:

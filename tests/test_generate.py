@@ -269,7 +269,7 @@ def test_a_tokenizer_that_was_made_of_the_text_lies_with_the_model(
         (["precisoin=bf16"], "did you mean precision=bf16"),
         (["precision=bf17"], "no precision 'bf17'"),
         (["device=tpu"], "launch.device=tpu (command line) is not one of auto, cpu, cuda"),
-        (["run.dir=nowhere"], "cannot read nowhere/config.yaml"),
+        (["run.dir=nowhere"], "there is no folder nowhere"),
         (["prompt=a", "prompt=b"], "prompt is given twice"),
         (["hello"], "hello"),
     ],

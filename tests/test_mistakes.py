@@ -56,7 +56,9 @@ MISTAKES = [
     _mistake("accumulation", "gradient_accumulation_steps=4", "derived", "trainer.global_batch / (trainer.micro_batch"),
     _mistake("bf16", "bf16=true", "precision=bf16"),
     _mistake("profiler", "profiler=pytorch", "'profile.steps=[10,13]'"),
-    _mistake("profile, one step", "profile.steps=5", "a list of two numbers", "profile.steps=[10,13]"),
+    _mistake(
+        "profile, one step", "profile.steps=5", "is one number", "use the first and the last: 'profile.steps=[5,5]'"
+    ),
     _mistake("profile, backwards", "profile.steps=[13,10]", "'profile.steps=[10,13]'"),
     _mistake("profile, from 0", "profile.steps=[0,3]", "profile.steps=[0,3]", "count from 1"),
     _mistake(

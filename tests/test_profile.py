@@ -85,6 +85,7 @@ def test_a_profile_changes_no_bit_and_shows_the_steps_of_every_rank(
 def test_the_first_step_can_be_profiled(text: Path, tmp_path: Path) -> None:
     ended = run_here(tiny_overrides(text, tmp_path / "run", "profile.steps=[1,1]", "trainer.steps=2"))
     assert ended.code == 0
+    assert "status.json, profile/; the model, opens in" in ended.printed
     found = annotations(tmp_path / "run/profile/steps-1-1-rank-0.json.gz")
     assert [name for name in found if name.startswith("ProfilerStep")] == ["ProfilerStep#1"]
     assert found["forward"] == 2

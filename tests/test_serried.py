@@ -52,12 +52,12 @@ def test_an_earlier_step_can_be_exported(run_dir: Path, tmp_path: Path, capsys: 
         (["exprot"], "serried export"),
         (["recipes", "recipe=tiny"], "serried plan recipe=tiny"),
         (["plan", "trainer.stps=3"], "trainer.steps=3"),
-        (["export"], "out=FOLDER is missing"),
-        (["export", "out=x", "run.dir=nowhere"], "nowhere/checkpoints holds no checkpoint"),
-        (["export", "out=x", "run.dri=runs/tiny"], "did you mean run.dir=runs/tiny"),
-        (["export", "out=x", "dtype=int8"], "fp32, bf16, fp16"),
-        (["export", "out"], "'out' is not key=value"),
-        (["export", "out=x", "out=y"], "given twice"),
+        (["export", "run.dir={run}"], "out=FOLDER is missing"),
+        (["export", "out=x", "run.dir=nowhere"], "there is no folder nowhere; there is none in runs"),
+        (["export", "out=x", "run.dri={run}"], "did you mean run.dir="),
+        (["export", "out=x", "run.dir={run}", "dtype=int8"], "fp32, bf16, fp16"),
+        (["export", "run.dir={run}", "out=x", "out"], "'out' is not key=value"),
+        (["export", "run.dir={run}", "out=x", "out=y"], "given twice"),
         (["export", "out=x", "run.dir={run}", "checkpoint=3"], "there are 2, 4"),
         (["export", "out=x", "run.dir={run}", "checkpoint=last"], "checkpoint=last is not a step"),
         (["export", "out=x", "run.dir={run}", "shard_size=0"], "shard_size=0"),
@@ -82,7 +82,78 @@ def test_mistakes_are_one_line(
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["export", "--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["help"]])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
-    assert "serried export" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "serried export" in printed
+    assert "serried COMMAND --help" in printed
+    assert len(printed.splitlines()) <= 60
+
+
+@pytest.mark.parametrize("arguments", [["export", "--help"], ["export", "run.dir=x", "-h"], ["help", "export"]])
+def test_help_on_a_command_is_its_part_alone(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: serried export run.dir=RUN out=FOLDER")
+    assert "shard_size  largest file" in printed
+    assert "tokenise" not in printed
+
+
+def test_help_loads_neither_torch_nor_numpy() -> None:
+    asked = "import sys, serried; serried.main(['generate', '--help']); print({'torch', 'numpy'} & {*sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.endswith("set()\n")
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "export", "report"])
+@pytest.mark.parametrize("named", [[], ["run.dir=runs/tny"]], ids=str)
+def test_without_a_run_those_that_there_are_are_named(
+    command: str, named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("books", "poems"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "status.json").touch()
+    (tmp_path / "runs" / "a-sweep").mkdir()
+    (tmp_path / "runs" / "a-sweep" / "sweep.json").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main([command, *named]) == 78
+    printed = capsys.readouterr().err
+    assert "in runs there are: runs/books runs/poems\n" in printed
+    assert "there is no folder runs/tny" in printed if named else f"serried {command} needs a run" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["generate", "run.dir=nowhere", "tokns=3", "seed=x", "temperature=-1", "top_p=0"],
+            ["tokens=3", "temperature=-1", "seed=x", "top_p=0", "no folder nowhere"],
+        ),
+        (
+            ["evaluate", "run.dir={run}", "json=1", "trainer.stps=3", "model.dim=3", "checkpoint=9"],
+            ["json=true", "unknown key trainer.stps=3", "model.dim=3", "checkpoint=9"],
+        ),
+        (
+            ["export", "run.dir={run}", "dtype=int8", "shard_size=0", "checkpoint=3"],
+            ["dtype=int8", "out=FOLDER", "shard_size=0", "checkpoint=3"],
+        ),
+        (["report", "nowhere", "elsewhere", "otu=x"], ["out=x", "nowhere", "elsewhere"]),
+    ],
+    ids=lambda value: value[0],
+)
+def test_several_mistakes_are_told_at_once(
+    arguments: list[str],
+    expected: list[str],
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([word.replace("{run}", str(run_dir)) for word in arguments]) == 78
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == f"error: {len(expected)} mistakes:"
+    assert [part in line for part, line in zip(expected, lines, strict=True)] == [True] * len(expected)

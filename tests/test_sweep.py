@@ -354,7 +354,27 @@ def test_the_corners_of_a_search_are_checked_before_it_starts() -> None:
         ("hydra/sweeper=optuna optim.lr=interval(-1,1)", "out of range"),
         ("hydra/sweeper=optuna hydra.sweeper.n_trial=3 optim.lr=1,2", "did you mean hydra.sweeper.n_trials=3"),
         ("hydra/sweeper=optuna hydra.sweeper.params={optim.lr:'1,2'}", "type the keys themselves"),
-        ("hydra/sweeper=optuna hydra.sweeper.n_trials=x optim.lr=1,2", "could not be converted to Integer"),
+        (
+            "hydra/sweeper=optuna hydra.sweeper.n_trials=x optim.lr=1,2",
+            "not a whole number; e.g. hydra.sweeper.n_trials=",
+        ),
+        ("hydra/sweeper=optuna hydra.sweeper.n_trials=1k optim.lr=1,2", "e.g. hydra.sweeper.n_trials=1000"),
+        ("hydra/sweeper=optuna hydra.sweeper.sampler.seed=x optim.lr=1,2", "e.g. hydra.sweeper.sampler.seed=1"),
+        (
+            "hydra/sweeper=optuna hydra.sweeper.max_failure_rate=x optim.lr=1,2",
+            "is not a number; e.g. hydra.sweeper.max",
+        ),
+        ("hydra/sweeper=optuna hydra.sweeper.sampler.multivariate=x optim.lr=1,2", "is not true or false; e.g. hydra."),
+        ("hydra/sweeper=optuna optim.lr=interval(3,1)", "3 is above 1; use 'optim.lr=interval(1,3)'"),
+        ("hydra/sweeper=optuna model.layers=range(5,2)", "use 'model.layers=range(2,5)'"),
+        ("hydra/sweeper=optuna optim.lr=tag(log,interval(0,1))", "use 'optim.lr=tag(log,interval(0.001,1))'"),
+        ("hydra/sweeper=optuna optim.lr=interval(a,1)", "optim.lr=interval(a,1) cannot be read"),
+        ("hydra/sweeper=optuna optim.lr=tag(log,interval(1e-5,1e-2)", "cannot be read"),
+        ("hydra/sweeper=optuna optim.lrr=interval(1e-5,1e-2)", "did you mean 'optim.lr=interval(1e-5,1e-2)'?"),
+        ("trainer.seed=range(1,", "trainer.seed=range(1, cannot be read"),
+        ("optim.lrr=1e-3,3e-3", "unknown key optim.lrr=1e-3,3e-3 (command line); did you mean optim.lr=1e-3,3e-3?"),
+        ("optim.lrr=1e-3,3e-3 trainer.seed=1,2", "did you mean optim.lr=1e-3,3e-3?"),
+        ("schedul=cosine,wsd", "did you mean schedule=cosine,wsd?"),
         ("hydra/sweeper=optuna hydra.sweeper.n_jobs=4 optim.lr=1,2", "one after the other"),
         ("hydra/sweeper=optuna hydra.sweeper.direction=maximize optim.lr=1,2", "direction=minimize"),
         ("hydra/sweeper=optuna hydra.sweeper.max_failure_rate=7 optim.lr=1,2", "between 0 and 1"),
@@ -377,6 +397,67 @@ def test_what_is_no_sweep_is_refused_in_one_line(words: str, expected: str) -> N
     assert expected in str(refused.value)
     assert "\n" not in str(refused.value)
     assert "secret" not in str(refused.value)
+
+
+def test_all_mistakes_of_a_sweep_are_told_at_once() -> None:
+    with pytest.raises(UserError) as refused:
+        read_sweep(["hydra/sweeper=optuna", "optim.lr=interval(3,1)", "model.layers=range(5,2)"])
+    assert [line.partition("=")[0].strip() for line in str(refused.value).splitlines()[1:]] == [
+        "optim.lr",
+        "model.layers",
+    ]
+    with pytest.raises(UserError) as refused:
+        read_sweep(["optim.lrr=1e-3,3e-3", "trainer.seed=1,2", "trainer.stps=3"])
+    assert str(refused.value).startswith("2 mistakes:\n")
+
+
+def test_a_large_grid_says_what_it_does_before_it_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read_sweep(["trainer.seed=range(3)"])
+    assert capsys.readouterr().out == ""
+
+    def refuse(*_: object) -> None:
+        raise UserError("the first point")
+
+    monkeypatch.setattr("configs.origin.Origin.point", refuse)
+    with pytest.raises(UserError, match="the first point"):
+        read_sweep(["trainer.seed=range(200)"])
+    assert capsys.readouterr().out.startswith("sweep      200 runs: trainer.seed; ")
+
+
+def test_a_dry_run_names_the_runs_below_the_plan_of_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-m", "dry_run=true", "launch.device=cpu", "optim.lr=1e-3,3e-3", "run.name=mine"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("model ")
+    assert printed[-3].startswith("sweep      2 runs: optim.lr; ")
+    assert printed[-2:] == ["run 1/2    lr=0.001: runs/mine-lr-0.001", "run 2/2    lr=0.003: runs/mine-lr-0.003"]
+    words = ["hydra/sweeper=optuna", "trainer.eval_every=5", "hydra.sweeper.n_trials=7", "optim.lr=interval(1e-5,1e-2)"]
+    assert main(["-m", "dry_run=true", "launch.device=cpu", *words]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("sweep      7 runs: optim.lr; ")
+
+
+@pytest.mark.parametrize(
+    ("reason", "words", "expected"),
+    [
+        ("trainer.stop_at=2", [], "go on: the same command without trainer.stop_at, or with a higher one"),
+        ("trainer.max_minutes=1", [], "go on: the same command"),
+        ("trainer.stop_at=2", list(_OPTUNA), "a search to the last step is another: without trainer.stop_at"),
+    ],
+)
+def test_a_sweep_whose_runs_stopped_says_what_to_type_last(
+    reason: str, words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def stops(_: object, point: Point, __: float) -> Outcome:
+        return Outcome(point.config.run.dir, point.values, "stopped", 2, reason, 75, validation_loss=1.0)
+
+    monkeypatch.setattr("launch.sweep._Runs._train", stops)
+    sweep = read_sweep(["optim.lr=1e-3,3e-3", f"run.dir={tmp_path}", *words])
+    assert start_sweep(sweep, lambda *_: None) == 75
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"stopped    {reason}: 0 of ")
+    assert expected in last
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,9 @@ def test_killed_outright_and_resumed_everything_shows_each_step_once(text: Path,
 
 def test_a_run_keeps_its_name_with_trackers_when_it_goes_on_and_a_fork_has_another(text: Path, tmp_path: Path) -> None:
     run_dir, fork = tmp_path / "run", tmp_path / "fork"
-    assert run_here(tiny_overrides(text, run_dir, "track.tensorboard=true", "trainer.stop_at=3")).code == 75
+    stopped = run_here(tiny_overrides(text, run_dir, "track.tensorboard=true", "trainer.stop_at=3"))
+    assert stopped.code == 75
+    assert "status.json, tensorboard/; the model, opens in" in stopped.printed
     (first,) = (line["tracker_run_id"] for line in metrics(run_dir, "start"))
     assert json.loads((checkpoint(run_dir) / "state.json").read_text())["tracker_run_id"] == first
     assert run_here(tiny_overrides(text, run_dir, "track.tensorboard=true")).code == 0

@@ -14,7 +14,7 @@ from trainer.checkpoint.retention import folder_name
 from trainer.checkpoint.save import Saved
 from trainer.peak_flops import device_name
 from trainer.step import StepResult
-from trainer.track import Console, RunFolder, short, size, step_line
+from trainer.track import PROFILES, Console, RunFolder, short, size, step_line
 
 if TYPE_CHECKING:
     from launch.session import Session
@@ -223,9 +223,12 @@ class Report:
             self._console.say("sample     what the model writes by itself:")
             self._console.say("\n".join(f"  | {line}" for line in sample.splitlines()))
         checkpoint = f"{CHECKPOINTS}/{folder_name(step)}"
+        asked = {"wandb": config.track.wandb != "off", "tensorboard": config.track.tensorboard, PROFILES: False}
+        # A tracker's process may not have come to making its folder yet.
+        more = "".join(f", {name}/" for name, is_asked in asked.items() if is_asked or (config.run.dir / name).is_dir())
         self._console.say(
-            f"files      {config.run.dir}: report.html, metrics.jsonl, config.yaml, status.json; the model, opens in "
-            f"transformers: {checkpoint}"
+            f"files      {config.run.dir}: report.html, metrics.jsonl, config.yaml, status.json{more}; the model, "
+            f"opens in transformers: {checkpoint}"
         )
         self._console.say(f"next       {self._next(step, request)}")
         state, code = ("finished", EXIT_FINISHED) if is_finished else ("stopped", EXIT_STOPPED)

@@ -3,6 +3,7 @@
     python -m benchmarks.step_overhead                     # all layouts; a real model and one of almost no compute
     python -m benchmarks.step_overhead --layouts ddp --turns 40
     python -m benchmarks.step_overhead --against unmarked  # what it costs to mark a step's phases
+    python -m benchmarks.step_overhead --profile           # what a step spends on its own numbers
 
 Both stay alive in the same processes and take turns of a few steps, so that a machine that slows down slows both. The
 hand-written loop has DDP or FSDP2, skipped gradient syncs, clipping, fused AdamW and a loss logged every ten
@@ -10,9 +11,14 @@ steps, and nothing else; its batches lie ready in memory, while the trainer read
 
 Against ``unmarked`` the trainer takes turns with itself, of ten steps: in one it marks the phases of the tenth, as it
 does by itself, in the other of none. There processor time is compared, which other work on the machine disturbs less.
+
+The profile counts, call by call, the time in marks, rates, estimates and whatever else makes the numbers of a log line.
+It slows calls of Python functions and nothing else, so that their share is less without it.
 """
 
 import argparse
+import cProfile
+import pstats
 import statistics
 import tempfile
 import time
@@ -55,6 +61,9 @@ MODELS = {
 STEPS_IN_A_TURN = {"real": 2, "almost no compute": 20}
 STEPS_IN_A_TURN_OF_MARKS = 10
 """The trainer marks one of so many."""
+PROFILED_STEPS = {"real": 30, "almost no compute": 300}
+NUMBERS = ("parallel/phases.py", "parallel/unit_waits.py", "trainer/metrics.py", "trainer/mirror/processes.py")
+"""Where numbers come from."""
 
 
 def race(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[float]]:
@@ -93,6 +102,26 @@ def race_against_unmarked(argv: list[str], turns: int) -> dict[str, list[float]]
                     seconds[name].append((time.process_time() - started) / STEPS_IN_A_TURN_OF_MARKS)
         steps.close()
         return {name: values[1:] for name, values in seconds.items()}
+
+
+def share_of_numbers(argv: list[str], steps_profiled: int) -> tuple[float, float]:
+    """Seconds of a step under the profiler, and those of them that its numbers take. Runs on every rank."""
+    config = compose(argv)
+    with _trainer(config, CausalLM(config)) as (trainer, _):
+        steps, profiler = trainer.steps(), cProfile.Profile()
+        for step in range(steps_profiled + STEPS_IN_A_TURN_OF_MARKS):
+            if step == STEPS_IN_A_TURN_OF_MARKS:  # the ones before warm up
+                profiler.enable()
+            next(steps)
+        profiler.disable()
+        steps.close()
+    profile: Any = pstats.Stats(profiler)
+    whole = sum(own for _, _, own, _, _ in profile.stats.values())
+    numbers = 0.0
+    for (file, _, _), (*_, callers) in profile.stats.items():
+        if file.endswith(NUMBERS):
+            numbers += sum(took for (by, _, _), (*_, took) in callers.items() if not by.endswith(NUMBERS))
+    return whole / steps_profiled, numbers / steps_profiled
 
 
 @contextmanager
@@ -171,13 +200,14 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--against", choices=["by-hand", "unmarked"], default="by-hand")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--turns", type=int, default=20)
     options = parser.parse_args()
     other = options.against.replace("-", " ")
-    print(
-        f"| model | layout | {other}, ms/step | speed of the trainer against it: median (quartiles) | added, ms/step |"
-    )
-    print("| --- | --- | --- | --- | --- |")
+    columns = [f"{other}, ms/step", "speed of the trainer against it: median (quartiles)", "added, ms/step"]
+    if options.profile:
+        columns = ["profiled, ms/step", "its numbers", "share"]
+    print(f"| model | layout | {' | '.join(columns)} |\n|{' --- |' * 5}")
     cluster = Cluster(2)
     with tempfile.TemporaryDirectory(prefix="serried-overhead-") as temporary:
         text = Path(temporary) / "text"
@@ -190,14 +220,19 @@ def main() -> None:
                     f"run.dir={temporary}/{model.split()[0]}-{layout}", f"parallel={layout}", "trainer.steps=1M",
                     "trainer.eval_every=0", "trainer.log_every=10", "checkpoint.every=0",
                 ]  # fmt: skip
-                function, turns = "race_against_unmarked", {}
-                if options.against == "by-hand":
-                    function, turns = "race", {"steps_in_a_turn": STEPS_IN_A_TURN[model]}
-                seconds = cluster.run(
-                    LAYOUTS[layout], f"benchmarks.step_overhead:{function}", timeout_seconds=3600,
-                    argv=argv, turns=options.turns, **turns,
-                )[0].value  # fmt: skip
-                row = _row(seconds["trainer"], seconds[other])
+                function: str = "race_against_unmarked"
+                how: dict[str, Any] = {"turns": options.turns}
+                if options.profile:
+                    function, how = "share_of_numbers", {"steps_profiled": PROFILED_STEPS[model]}
+                elif options.against == "by-hand":
+                    function, how = "race", how | {"steps_in_a_turn": STEPS_IN_A_TURN[model]}
+                found = cluster.run(
+                    LAYOUTS[layout], f"benchmarks.step_overhead:{function}", timeout_seconds=3600, argv=argv, **how
+                )[0].value
+                if options.profile:
+                    row = f"{1000 * found[0]:.1f} | {1000 * found[1]:.3f} | {found[1] / found[0]:.2%}"
+                else:
+                    row = _row(found["trainer"], found[other])
                 print(f"| {model} | {layout} x{LAYOUTS[layout]} | {row} |", flush=True)
     cluster.stop()
 

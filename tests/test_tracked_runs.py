@@ -15,6 +15,7 @@ from tests.tracked import await_mirrors, mirrors, scalars, wait_for, wandb_run
 from tests.wandb_server import serving
 from trainer.trainer import Trainer
 
+_LOWEST_PRIORITY = 19
 _NUMBERS = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "skipped")
 
 
@@ -29,9 +30,19 @@ def _kill_its_service(run_dir: Path) -> Callable[[Trainer, int], None]:
     def kill(_: Trainer, step: int) -> None:
         if step == 3:
             for service in wait_for(lambda: [pid for mirror in mirrors(run_dir) for pid in family(mirror)[1:]]):
+                assert os.getpriority(os.PRIO_PROCESS, service) == _LOWEST_PRIORITY
                 send(service, signal.SIGKILL)
 
     return kill
+
+
+def _see_its_priority(run_dir: Path) -> Callable[[Trainer, int], None]:
+    def see(_: Trainer, step: int) -> None:
+        if step == 3:
+            (mirror,) = mirrors(run_dir)
+            wait_for(lambda: os.getpriority(os.PRIO_PROCESS, mirror) == _LOWEST_PRIORITY)
+
+    return see
 
 
 @pytest.mark.parametrize(
@@ -52,7 +63,7 @@ def test_with_wandb_unreachable_a_run_has_the_same_bits(
             monkeypatch.setenv("WANDB_API_KEY", 40 * "0")
         url = server.url if how == "service killed" else f"http://127.0.0.1:{waiting.getsockname()[1]}"
         monkeypatch.setenv("WANDB_BASE_URL", url)
-        disturb = _kill_its_service(tracked) if how == "service killed" else None
+        disturb = (_kill_its_service if how == "service killed" else _see_its_priority)(tracked)
         ended = run_here(tiny_overrides(text, tracked, *argv, "track.wandb=online"), disturb)
         await_mirrors(tracked)
     assert ended.code == 0, ended.printed

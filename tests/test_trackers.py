@@ -256,17 +256,38 @@ def test_mirrors_that_are_told_to_finish_are_not_waited_for(text: Path, tmp_path
     records.folder.close()
 
 
-def test_a_tracker_that_was_never_reached_is_not_waited_for(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("mode", "patience", "expected"),
+    [
+        # To wait here is to wait in vain.
+        ("online", 10_000.0, ["WARNING    W&B has not answered yet; its process goes on"]),
+        # A file needs no answer.
+        (
+            "offline",
+            1.2,
+            ["W&B: sending the rest, for at most 1 s", "tracking   W&B has not taken all yet; its process"],
+        ),
+    ],
+)
+def test_a_tracker_that_was_never_reached_is_not_waited_for_and_another_is(
+    mode: str,
+    patience: float,
+    expected: list[str],
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(processes, "_WAIT_SECONDS", 10_000.0)  # so that to wait is to wait in vain
+    monkeypatch.setattr(processes, "_WAIT_SECONDS", patience)
     with in_place_of_mirrors("exec sleep 20000", tmp_path, monkeypatch):
-        records = Records(text, tmp_path / "run", "track.wandb=online")
+        records = Records(text, tmp_path / "run", f"track.wandb={mode}")
     (mirror,) = records.mirrors._mirrors
     records.mirrors.end()
     assert mirror.process.poll() is None
-    (warning,) = warnings(capsys.readouterr().out)
-    assert "W&B has not answered yet" in warning
+    printed = [line for line in capsys.readouterr().out.splitlines() if "W&B" in line]
+    assert len(printed) == len(expected)
+    assert all(words in line for words, line in zip(expected, printed, strict=True))
+    assert printed[-1].endswith(f"python -m trainer.mirror wandb {tmp_path / 'run'} < /dev/null")
     mirror.process.kill()
     mirror.process.wait()
     records.folder.close()

@@ -21,7 +21,7 @@ from trainer.mirror import processes
 from trainer.mirror.processes import Mirrors
 from trainer.track import Console, RunFolder
 
-PATIENCE_SECONDS = 200.0
+PATIENCE_SECONDS = 400.0
 """Longer than a mirror may live without its run."""
 
 

@@ -31,9 +31,10 @@ from trainer.mirror.tracker import Row, Run, Tracker
 _LOOK_SECONDS = 1.0
 _TRY_AGAIN_SECONDS = 30.0
 _CALL_SECONDS = 300.0
-_CALL_SECONDS_WHEN_ALONE = 40.0
-_CONNECT_SECONDS_WHEN_ALONE = 10.0
-_ALONE_SECONDS = 120.0
+# Another run may have all cores by then, and this process what is left.
+_CALL_SECONDS_WHEN_ALONE = 60.0
+_CONNECT_SECONDS_WHEN_ALONE = 30.0
+_ALONE_SECONDS = 300.0
 _WATCH_SECONDS = 0.2
 _FINISHING = "finishing"
 _NOT_OF_THE_RUN = ("event", "time", "tracker_run_id", "resumed_from")

@@ -25,7 +25,7 @@ _WORTH_A_WORD_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
 _READ_BYTES, _MOST_READS = 65_536, 16
 _NICENESS = 19
-"""Of a core that training wants too, such a process gets 15 parts of 1024 + 15: that much a mirror costs at most."""
+"""Of a core that training wants too, a thread of such a process gets 15 parts of 1024 + 15."""
 
 
 def choose_run_id(state: Mapping[str, Any], is_continued: bool) -> str:
@@ -89,16 +89,19 @@ class Mirrors:
             waited = time.monotonic() - began
             if waited > _WORTH_A_WORD_SECONDS and not has_spoken:
                 has_spoken = True
-                names = " and ".join(LABELS[mirror.name] for mirror in waiting)
-                self._console.say(f"{'tracking':<10} {names}: sending the rest, for at most {_WAIT_SECONDS:.0f} s")
+                reached = [LABELS[mirror.name] for mirror in waiting if mirror.has_reached]
+                names, what, limit = " and ".join(reached), "sending the rest", _WAIT_SECONDS
+                if not reached:
+                    names, what, limit = LABELS[waiting[0].name], "waiting for an answer", unreached_seconds
+                self._console.say(f"{'tracking':<10} {names}: {what}, for at most {limit:.0f} s")
             time.sleep(_LOOK_SECONDS)
         self.look()
         for mirror in self._mirrors:
             if mirror.process.poll() is None and not mirror.has_warned:
                 begins, what = ("tracking  ", "taken all") if mirror.has_reached else ("WARNING   ", "answered")
                 self._console.say(
-                    f"{begins} {LABELS[mirror.name]} has not {what} yet; its process goes on for at most two minutes, "
-                    f"see {mirror.log}"
+                    f"{begins} {LABELS[mirror.name]} has not {what} yet; its process goes on for at most five minutes, "
+                    f"see {mirror.log}; again: python -m trainer.mirror {mirror.name} {self._run_dir} < /dev/null"
                 )
         self._mirrors = []
 

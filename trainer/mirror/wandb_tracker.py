@@ -10,7 +10,7 @@ import wandb
 
 from trainer.mirror.tracker import Row, Run, Summary
 
-# Where training has all cores, a mirror is given about a hundredth of one.
+# Where training has all cores, a thread here is given 1.5 % of one.
 _INIT_SECONDS, _SERVICE_SECONDS = 180.0, 120.0
 _FINISH_SECONDS = 20.0
 _FLUSH_SECONDS = 1

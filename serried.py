@@ -1,14 +1,14 @@
 """Everything that is not training: ``serried export run.dir=runs/tiny out=my-model``. Run from the checkout."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from math import nan
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not installed: their names are too plain
 
-from configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
+from configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError, noted
 from configs.explain import given_twice
 from configs.keys import all_keys
 from configs.schema import RunConfig, parse_count
@@ -294,9 +294,9 @@ def export(words: list[str]) -> str:
         mistakes.append(f"dtype={dtype} is none of {', '.join(dtypes)}; use dtype=bf16")
     if "out" not in given:
         mistakes.append("out=FOLDER is missing: where the model goes; e.g. out=my-model")
-    with _noted(mistakes):
+    with noted(mistakes):
         shard_bytes = _bytes(given.get("shard_size", "5GB"))
-    with _noted(mistakes):
+    with noted(mistakes):
         checkpoint = _checkpoint(_saved(_run_of(given, "export")), given)
     _refuse(mistakes)
     out = Path(given["out"])
@@ -378,15 +378,6 @@ def evaluate(words: list[str]) -> int:
     return run_in_session(config.launch, work)
 
 
-@contextmanager
-def _noted(mistakes: list[str]) -> Iterator[None]:
-    """Put a mistake that ends what is done here among the others, to be told with them."""
-    try:
-        yield
-    except UserError as error:
-        mistakes += error.args
-
-
 def _refuse(mistakes: list[str]) -> None:
     if mistakes:
         raise UserError(*mistakes)
@@ -405,12 +396,12 @@ def _opened(
 
     of_the_run: list[str] = []
     run: Path | None = None
-    with _noted(of_the_run):
+    with noted(of_the_run):
         folder = _run_of(given, command)
         found = _saved(folder)
         run = folder
         checkpoint = _checkpoint(found, given)
-    with _noted(mistakes):
+    with noted(mistakes):
         if run is None:
             refuse_misread(overrides, reads)
         else:
@@ -486,7 +477,7 @@ def report(words: list[str]) -> str:
     folders += [f"runs/{given['run.name']}"] if "run.name" in given else []
     runs: list[Path] = []
     for folder in folders:
-        with _noted(mistakes):
+        with noted(mistakes):
             run = _run_folder(folder, _is_run)
             if run.resolve() in [other.resolve() for other in runs]:
                 raise UserError(f"the run {run} is given twice; give it once")

@@ -294,8 +294,9 @@ def _no_range(word: str, place: str, error: Exception, folder: Path) -> str:
     override, found = parse_word(word), _RANGE.search(value)
     ends = override.value() if override is not None else None
     e_g = f"e.g. {example(key, folder, is_searched=True)}"
+    reason = _first_line(error) if str(error) else "these are neither values nor a range"
     if found is None or not isinstance(ends, IntervalSweep | RangeSweep):
-        return f"{word}{place} cannot be searched: {_first_line(error)}; {e_g}"
+        return f"{word}{place} cannot be searched: {reason}; {e_g}"
     typed = _arguments(found[1], found[2])
 
     def with_ends(low: str, high: str, *step: str) -> str:
@@ -315,7 +316,7 @@ def _no_range(word: str, place: str, error: Exception, folder: Path) -> str:
         above = "1" if isinstance(ends, IntervalSweep) and isinstance(ends.start, int) else f"{float(high) / 1000:g}"
         use = f"use {with_ends(above, high)}" if float(high) > 0 else e_g
         return f"{word}{place}: what is searched by its logarithm begins above 0, not at {low}; {use}"
-    return f"{word}{place} cannot be searched: {_first_line(error)}; {e_g}"
+    return f"{word}{place} cannot be searched: {reason}; {e_g}"
 
 
 def _arguments(function: str, text: str) -> list[str]:

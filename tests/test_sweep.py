@@ -408,6 +408,10 @@ def test_the_corners_of_a_search_are_checked_before_it_starts() -> None:
             "hydra.sweeper.study_name=${nope} does not fit",
         ),
         ("hydra/sweeper=optuna run.dir=a,b", "run.dir=a,b cannot be swept"),
+        (
+            "hydra/sweeper=optuna optim.lr=glob(*)",
+            "optim.lr=glob(*) cannot be searched: these are neither values nor a",
+        ),
         ("hydra/sweeper=optuna optim.lr=interval(a,1)", "optim.lr=interval(a,1) cannot be read"),
         ("hydra/sweeper=optuna optim.lr=tag(log,interval(1e-5,1e-2)", "cannot be read"),
         ("hydra/sweeper=optuna optim.lrr=interval(1e-5,1e-2)", "did you mean 'optim.lr=interval(1e-5,1e-2)'?"),

@@ -1,6 +1,7 @@
 # make train: set up .venv and train the recipe `tiny`; make test: set up the same way and run the tests; make test-slow:
-# storms of kills and signals; make test-slurm: a real Slurm cluster and two hosts, both made on this machine, as root;
-# make test-page: report.html in a real browser, which it installs as root.
+# storms of kills and signals, and more of what make test has one of each kind of; make test-slurm: a real Slurm cluster
+# and two hosts, both made on this machine, as root; make test-page: report.html in a real browser, which it installs as
+# root.
 # Add overrides with ARGS, choose the interpreter with PYTHON: make train PYTHON=python3.12 ARGS="trainer.steps=100"
 
 PYTHON ?= python3

@@ -1,17 +1,18 @@
 """Everything that is not training: ``serried export run.dir=runs/tiny out=my-model``. Run from the checkout."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from math import nan
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not installed: their names are too plain
 
-from configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
+from configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError, noted
+from configs.explain import given_twice
 from configs.keys import all_keys
 from configs.schema import RunConfig, parse_count
-from configs.suggest import nearest
+from configs.suggest import nearest, pasteable
 from launch.ending import leave, report_mistake
 from launch.ranks import is_started, say
 
@@ -38,10 +39,10 @@ _COMMANDS = {  # what it takes, what it does, and more of that
     "submit": ("[key=value ...] [-m]", "a run to Slurm: as python train.py launch=slurm", ""),
     "status": ("[key=value ...]", "how a run or a sweep stands, and its job; without overrides, all in runs/", ""),
     "export": (
-        "run.dir=RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]",
+        "[run.dir=RUN] out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]",
         "a checkpoint as a plain model:",
         """\
-  run.dir     run folder (or run.name=NAME for runs/NAME)
+  run.dir     run folder (or run.name=NAME for runs/NAME); runs/tiny when not given
   out         folder to write, which transformers opens: config, generation config, tokenizer, weights
   checkpoint  step of the checkpoint; the newest when not given
   dtype       of the weights; as saved (fp32) when not given
@@ -57,7 +58,7 @@ _COMMANDS = {  # what it takes, what it does, and more of that
 """,
     ),
     "generate": (
-        "run.dir=RUN [prompt=TEXT] [tokens=200] [temperature=0.8] [top_p=1] [seed=1] [checkpoint=STEP]",
+        "[run.dir=RUN] [prompt=TEXT] [tokens=200] [temperature=0.8] [top_p=1] [seed=1] [checkpoint=STEP]",
         "text from a checkpoint, as it is made; the prompt is a user's message where the run was data.format=chat:",
         """\
   prompt       what to go on from; without one a document is begun
@@ -68,7 +69,7 @@ _COMMANDS = {  # what it takes, what it does, and more of that
 """,
     ),
     "evaluate": (
-        "run.dir=RUN [checkpoint=STEP] [json=true] [data=text data.path=FILES] [key=value ...]",
+        "[run.dir=RUN] [checkpoint=STEP] [json=true] [data=text data.path=FILES] [key=value ...]",
         "loss, perplexity and bits per byte of a checkpoint, on the run's validation sets or on data named here:",
         """\
   data, data.path, ...   other text, all of it, tokenised as the run's
@@ -81,19 +82,22 @@ _COMMANDS = {  # what it takes, what it does, and more of that
 
 
 _OF_A_RUN = """\
-  run.dir      run folder (or run.name=NAME for runs/NAME)
+  run.dir      run folder (or run.name=NAME for runs/NAME); runs/tiny when not given
   checkpoint   step of the checkpoint; the newest when not given
 """
 
 
-def _help(command: str) -> str:
+_HELP = ("--help", "-h")
+
+
+def _help(command: str | None) -> str:
     """The part of ``command``; of none, the whole page."""
-    if command not in _COMMANDS:
+    if command is None:
         lines = "\n       ".join(f"serried {name} {takes}".rstrip() for name, (takes, *_) in _COMMANDS.items())
         about = "\n".join(f"{name}, {does}\n{more}" for name, (_, does, more) in _COMMANDS.items())
         return f"""usage: {lines}
 
-All but recipes and those with run.dir take the overrides of train.py, which name the run.
+plan, prepare, preflight, submit and status take the overrides of train.py, which name the run.
 
 {about}
 One of them alone: serried COMMAND --help. Training is train.py's: python train.py --help"""
@@ -128,8 +132,13 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     command, *rest = words or ["--help"]
     try:
-        if command in ("--help", "-h", "help") or {"--help", "-h"} & {*rest}:
-            say(_help(rest[0] if command == "help" and rest else command))
+        is_help = command in (*_HELP, "help")
+        asked = next((word for word in rest if word not in _HELP), None) if is_help else command
+        if asked is not None and asked not in _COMMANDS:
+            close = nearest(asked, [*_COMMANDS]) or [*_COMMANDS]
+            raise UserError(f"there is no command {asked!r}; did you mean: serried {' or '.join(close)}")
+        if is_help or {*_HELP} & {*rest}:
+            say(_help(asked))
         elif command == "export":
             print(export(rest))
         elif command == "report":
@@ -150,9 +159,6 @@ def main(arguments: list[str] | None = None) -> int:
             return plan(rest)
         elif command == "recipes":
             print(recipes(rest))
-        else:
-            close = nearest(command, [*_COMMANDS]) or [*_COMMANDS]
-            raise UserError(f"there is no command {command!r}; did you mean: serried {' or '.join(close)}")
     except UserError as error:
         return report_mistake(error)
     except KeyboardInterrupt:
@@ -288,10 +294,10 @@ def export(words: list[str]) -> str:
         mistakes.append(f"dtype={dtype} is none of {', '.join(dtypes)}; use dtype=bf16")
     if "out" not in given:
         mistakes.append("out=FOLDER is missing: where the model goes; e.g. out=my-model")
-    with _noted(mistakes):
+    with noted(mistakes):
         shard_bytes = _bytes(given.get("shard_size", "5GB"))
-    with _noted(mistakes):
-        checkpoint = _checkpoint(_run_of(given, "export"), given)
+    with noted(mistakes):
+        checkpoint = _checkpoint(_saved(_run_of(given, "export")), given)
     _refuse(mistakes)
     out = Path(given["out"])
     files = write(checkpoint, out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes)
@@ -304,7 +310,6 @@ def generate(words: list[str]) -> None:
     Raises:
         UserError: a key or value is wrong, or there is no such checkpoint.
     """
-    from configs.compose import compose_saved
     from launch.ranks import choose_device, torchrun_says
     from launch.session import Session
     from recipes.causal_lm import CausalLM
@@ -325,12 +330,7 @@ def generate(words: list[str]) -> None:
     if torchrun_says()[2] > 1:
         mistakes.append("serried generate is the work of one process; leave torchrun out")
     device = [f"launch.device={given['device']}"] if "device" in given else []
-    with _noted(mistakes):
-        run = _run_of(given, "generate")
-        with _noted(mistakes):
-            config = compose_saved(run / "config.yaml", [*overrides, *device], _GENERATE_READS)
-        checkpoint = _checkpoint(run, given)
-    _refuse(mistakes)
+    config, checkpoint = _opened(given, [*overrides, *device], _GENERATE_READS, "generate", mistakes)
     config = as_saved(config, checkpoint, world_size=1, is_cut_anew=True, is_other_data=True)
     session = Session(0, 0, 1, 1, choose_device(config.launch, 0, 1), config.launch)
     shown = for_terminal if sys.stdout.isatty() else str
@@ -348,7 +348,6 @@ def evaluate(words: list[str]) -> int:
     Raises:
         UserError: a key or value is wrong, or there is no such checkpoint.
     """
-    from configs.compose import compose_saved
     from launch.ranks import torchrun_says
     from launch.session import Session, run_in_session
     from recipes.causal_lm import CausalLM
@@ -359,12 +358,7 @@ def evaluate(words: list[str]) -> int:
     if given.get("json", "false") not in ("true", "false"):
         mistakes.append(f"json={given['json']} is not true or false; use json=true")
     keys = [word.partition("=")[0].lstrip("+") for word in overrides]
-    with _noted(mistakes):
-        run = _run_of(given, "evaluate")
-        with _noted(mistakes):
-            config = compose_saved(run / "config.yaml", overrides, _EVALUATE_READS)
-        checkpoint = _checkpoint(run, given)
-    _refuse(mistakes)
+    config, checkpoint = _opened(given, overrides, _EVALUATE_READS, "evaluate", mistakes)
     is_other_data = any(key in _OTHER_DATA for key in keys)
     if is_other_data and config.data.name == "mixture":
         raise UserError("data=mixture is several sources; evaluate them one by one, as in data=text data.path=FILES")
@@ -384,25 +378,43 @@ def evaluate(words: list[str]) -> int:
     return run_in_session(config.launch, work)
 
 
-@contextmanager
-def _noted(mistakes: list[str]) -> Iterator[None]:
-    """Put a mistake that ends what is done here among the others, to be told with them."""
-    try:
-        yield
-    except UserError as error:
-        mistakes += error.args
-
-
 def _refuse(mistakes: list[str]) -> None:
     if mistakes:
         raise UserError(*mistakes)
+
+
+def _opened(
+    given: dict[str, str], overrides: list[str], reads: tuple[str, ...], command: str, mistakes: list[str]
+) -> tuple[RunConfig, Path]:
+    """The config of the run that ``given`` names, with ``overrides`` whose keys begin as ``reads`` say, and the
+    checkpoint that it names.
+
+    Raises:
+        UserError: there is no such run or checkpoint, an override is wrong, or there were ``mistakes`` before.
+    """
+    from configs.compose import compose_saved, refuse_misread
+
+    of_the_run: list[str] = []
+    run: Path | None = None
+    with noted(of_the_run):
+        folder = _run_of(given, command)
+        found = _saved(folder)
+        run = folder
+        checkpoint = _checkpoint(found, given)
+    with noted(mistakes):
+        if run is None:
+            refuse_misread(overrides, reads)
+        else:
+            config = compose_saved(run / "config.yaml", overrides, reads)
+    _refuse([*mistakes, *of_the_run])
+    return config, checkpoint
 
 
 def _run_of(given: dict[str, str], command: str) -> Path:
     """The folder of the run that ``given`` names; the recipe tiny's where it names none and that is there.
 
     Raises:
-        UserError: there is no such run, naming those that there are.
+        UserError: there is no such run, naming those that ``command`` takes.
     """
     if "run.dir" in given and "run.name" in given:
         raise UserError(f"run.dir={given['run.dir']} and run.name={given['run.name']} are both given; keep one")
@@ -410,29 +422,41 @@ def _run_of(given: dict[str, str], command: str) -> Path:
     if (run / "checkpoints").is_dir():
         return run
     if not {"run.dir", "run.name"} & {*given}:
-        raise UserError(f"serried {command} needs a run: run.dir=RUN; {_runs_there_are(Path('runs'))}")
-    return _run_folder(str(run), "run.dir=")
+        raise UserError(f"serried {command} needs a run: run.dir=RUN; {_runs_there_are(Path('runs'), _has_saved)}")
+    return _run_folder(str(run), _has_saved, "run.dir=")
 
 
-def _checkpoint(run: Path, given: dict[str, str]) -> Path:
-    """The checkpoint of ``run`` that ``given`` names, or its newest.
+def _saved(run: Path) -> dict[int, Path]:
+    """The checkpoints of ``run`` by step, the newest last.
 
     Raises:
-        UserError: there is none, or not that one.
+        UserError: there is none.
     """
     from trainer.checkpoint.resume import CHECKPOINTS
     from trainer.checkpoint.retention import committed, step_of
 
     try:
-        found = {step_of(path): path for path in committed(run / CHECKPOINTS)}
+        found = {step: path for path in committed(run / CHECKPOINTS) if (step := step_of(path)) is not None}
     except OSError as error:
         raise UserError(f"cannot read {run / CHECKPOINTS}: {error.strerror}; use run.dir=FOLDER") from None
     if not found:
-        raise UserError(f"{run / CHECKPOINTS} holds no checkpoint; use run.dir=FOLDER of a run that has saved one")
-    wanted = _step(given["checkpoint"]) if "checkpoint" in given else max(step for step in found if step is not None)
+        raise UserError(
+            f"the run in {run} has saved nothing: {run / CHECKPOINTS} holds no checkpoint; use run.dir=OTHER"
+        )
+    return found
+
+
+def _checkpoint(found: dict[int, Path], given: dict[str, str]) -> Path:
+    """The one of the checkpoints ``found`` that ``given`` names, or the newest.
+
+    Raises:
+        UserError: that one is not among them.
+    """
+    wanted = _step(given["checkpoint"]) if "checkpoint" in given else max(found)
     if wanted not in found:
         have = ", ".join(str(step) for step in found)
-        raise UserError(f"checkpoint={given['checkpoint']} is not in {run / CHECKPOINTS}; there are {have}")
+        folder = next(iter(found.values())).parent
+        raise UserError(f"checkpoint={given['checkpoint']} is not in {folder}; there are {have}")
     return found[wanted]
 
 
@@ -453,13 +477,14 @@ def report(words: list[str]) -> str:
     folders += [f"runs/{given['run.name']}"] if "run.name" in given else []
     runs: list[Path] = []
     for folder in folders:
-        with _noted(mistakes):
-            run = _run_folder(folder)
+        with noted(mistakes):
+            run = _run_folder(folder, _is_run)
             if run.resolve() in [other.resolve() for other in runs]:
                 raise UserError(f"the run {run} is given twice; give it once")
             runs.append(run)
     if not folders:
-        mistakes.append(f"serried report needs a run folder: serried report RUN; {_runs_there_are(Path('runs'))}")
+        runs_there = _runs_there_are(Path("runs"), _is_run)
+        mistakes.append(f"serried report needs a run folder: serried report RUN; {runs_there}")
     _refuse(mistakes)
     out = Path(given.get("out", runs[0] / "report.html" if len(runs) == 1 else "report.html"))
     if out.is_dir():
@@ -472,32 +497,59 @@ def report(words: list[str]) -> str:
     return f"report     {what}: {out}, {size(out.stat().st_size)}; open it in a browser"
 
 
-def _run_folder(word: str, key: str = "") -> Path:
+def _run_folder(word: str, is_taken: Callable[[Path], bool], key: str = "") -> Path:
     """The run folder that ``word`` names; ``key`` stands before it on the command line.
 
     Raises:
-        UserError: there is no run in it, naming the ones that may be meant.
+        UserError: there is no run in it, naming the ones that may be meant and that the command takes.
     """
     folder = Path(word)
-    if any((folder / name).is_file() for name in ("metrics.jsonl", "status.json", "config.yaml")):
+    if _is_run(folder):
         return folder
     if not folder.is_dir():
         named = Path("runs") / word
-        hint = f"did you mean {key}{named}?" if named.is_dir() else _runs_there_are(Path("runs"))
+        hint = f"did you mean {key}{named}?" if named.is_dir() else _runs_there_are(Path("runs"), is_taken)
         raise UserError(f"there is no folder {word}; {hint}")
-    raise UserError(f"{word} holds no run: no metrics.jsonl, status.json or config.yaml; {_runs_there_are(folder)}")
+    if runs := [run for run in _runs_of_a_sweep(folder) if is_taken(run)]:
+        raise UserError(f"{word} is the folder of a sweep; its runs are {_listed(runs)}")
+    hint = _runs_there_are(folder, is_taken)
+    raise UserError(f"{word} holds no run: no metrics.jsonl, status.json or config.yaml; {hint}")
 
 
-def _runs_there_are(folder: Path) -> str:
-    from launch.progress import runs_in
-    from launch.summary import RECORD
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("metrics.jsonl", "status.json", "config.yaml"))
 
-    # The folder of a grid has no runs in it, that of a search has.
-    runs = [str(run) for run in runs_in(folder) if not (run / RECORD).exists() or runs_in(run)]
-    if not runs:
-        return f"there is none in {folder}; python train.py makes runs/tiny"
+
+def _has_saved(folder: Path) -> bool:
+    """Whether a checkpoint of the run in ``folder`` can be opened."""
+    with suppress(UserError):
+        return (folder / "config.yaml").is_file() and bool(_saved(folder))
+    return False
+
+
+def _runs_of_a_sweep(folder: Path) -> list[Path]:
+    from launch.summary import read_summary
+
+    return [outcome.run_dir for outcome in read_summary(folder)[1]]
+
+
+def _runs_there_are(folder: Path, is_taken: Callable[[Path], bool]) -> str:
+    """What to type instead: the runs in ``folder`` that the command takes, with those of searches, which lie deeper."""
+    try:
+        inside = sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError:
+        inside = []
+    deeper = [run for path in inside for run in _runs_of_a_sweep(path)]
+    runs = [run for run in dict.fromkeys([*inside, *deeper]) if is_taken(run)]
+    if runs:
+        return f"in {folder} there are: {_listed(runs)}"
+    hint = "; python train.py makes runs/tiny" if folder == Path("runs") else ""
+    return f"there is none in {folder}{' with a checkpoint' if is_taken is _has_saved else ''}{hint}"
+
+
+def _listed(runs: list[Path]) -> str:
     more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
-    return f"in {folder} there are: {' '.join(runs[:8])}{more}"
+    return f"{' '.join(str(run) for run in runs[:8])}{more}"
 
 
 def _pairs(
@@ -507,12 +559,26 @@ def _pairs(
     commands read. What is wrong with them goes to ``mistakes``."""
     given: dict[str, str] = {}
     overrides: list[str] = []
-    for word in words:
+    left = [*words]
+    while left:
+        word = left.pop(0)
         key, equals, value = word.partition("=")
-        if key not in keys and command in _READ_OVERRIDES and not _is_slip(key, keys):
+        if word.startswith("-") and (name := key.lstrip("-").replace("-", "_")) in keys:
+            if not equals and left and "=" not in left[0] and not left[0].startswith("--"):
+                value = left.pop(0)
+                word = f"{word} {value}"
+            mistakes.append(f"{word}: keys have no dashes; write {pasteable(name, value or name.upper())}")
+            given.setdefault(name, value)
+            continue
+        meant = "" if equals else _run_key(word)
+        if key not in keys and command in _READ_OVERRIDES and not meant and not _is_slip(key, keys):
             overrides.append(word)
             continue
-        if not equals or not (value or key == "prompt"):
+        if meant:
+            mistakes.append(f"{word!r} is not key=value; did you mean {pasteable(meant, word)}?")
+            if not {"run.dir", "run.name"} & {*given}:  # a run is named, so none is missing
+                given[meant] = word
+        elif not equals or not (value or key == "prompt"):
             mistakes.append(f"{word!r} is not key=value; see serried {command} --help")
         elif key not in keys:
             close = nearest(key, keys)
@@ -521,10 +587,17 @@ def _pairs(
             if close[:1] in (["run.dir"], ["run.name"]):  # a run is named, so none is missing
                 given.setdefault(close[0], value)
         elif given.get(key, value) != value:
-            mistakes.append(f"{key} is given twice: {given[key]} and {value}; give it once")
+            mistakes.append(given_twice(key, given[key], value))
         else:
             given[key] = value
     return given, overrides
+
+
+def _run_key(word: str) -> str:
+    """The key with which ``word`` would name a run folder; empty: it looks like none."""
+    if Path(word).is_dir() or ("/" in word and not word.startswith("-")):
+        return "run.dir"
+    return "run.name" if (Path("runs") / word).is_dir() else ""
 
 
 def _is_slip(key: str, keys: tuple[str, ...]) -> bool:

@@ -9,7 +9,7 @@ from configs.sweep import read_sweep
 from launch.ending import leave, report_mistake
 from launch.ranks import planned_processes, say
 from launch.session import Session, run_in_session
-from launch.start import describe_runs, start_elsewhere, start_sweep
+from launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
 from parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from trainer.page import write_report
 
@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
         action, overrides = parse_arguments(arguments)
         if action == "help":
             return say(help_text())
-        sweep = read_sweep(overrides) if action == "sweep" else None
+        sweep = planned_sweep(overrides, read_sweep) if action == "sweep" else None
         configs = [point.config for point in sweep.points] if sweep else [compose(overrides)]
         config, (plan, *_) = configs[0], [_plan(config) for config in configs]
         if action == "config" or config.dry_run:

@@ -30,7 +30,7 @@ from omegaconf.errors import (
 from pydantic import ValidationError
 
 from configs.errors import UserError
-from configs.explain import Layer, Origins, explain, shown, unfit, value_at
+from configs.explain import Layer, Origins, explain, given_twice, shown, unfit, value_at
 from configs.help import choices_of, help_text
 from configs.keys import Key, all_keys, is_section
 from configs.schema import RunConfig, SourceSection
@@ -66,8 +66,10 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
     return action, overrides
 
 
-def compose(argv: Sequence[str], folder: Path = FOLDER) -> RunConfig:
+def compose(argv: Sequence[str], folder: Path = FOLDER, told: Sequence[str] = ()) -> RunConfig:
     """The config that ``argv`` (overrides such as ``recipe=tiny`` and ``trainer.steps=1k``) asks for.
+
+    ``told``: mistakes in words of the command line that ``argv`` leaves out, to be told with those found here.
 
     Raises:
         UserError: anything is wrong with ``argv`` or the YAML files in ``folder``; names every mistake found.
@@ -75,7 +77,7 @@ def compose(argv: Sequence[str], folder: Path = FOLDER) -> RunConfig:
     groups = choices_of(folder)
     command = _Command(groups)
     command.read(argv)
-    mistakes = command.mistakes
+    mistakes = [*told, *command.mistakes]
     try:
         plain = _composed(folder, command)
         checked = RunConfig.model_validate(plain)
@@ -109,14 +111,10 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...], fold
         recipe = plain["recipe"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a config that train.py wrote"
-        raise UserError(f"cannot read {saved}: {reason}; use run.dir=FOLDER of a run") from None
-    mistakes = command.mistakes
-    mistakes += [
-        _unread(key, value, plain, reads)
-        for key, value in command.typed.items()
-        if not key.startswith(reads) or key == "data.tokenizer"
-    ]
-    _refuse(mistakes)
+        unreadable = f"cannot read {saved}: {reason}; use run.dir=FOLDER of a run"
+        _refuse([*_misread(command, reads, None), unreadable])
+        raise
+    _refuse(_misread(command, reads, plain))
     origins = Origins(command.typed, [Layer(saved, "")], saved.parent)
     try:
         if command.typed:
@@ -130,13 +128,32 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...], fold
         raise
 
 
-def _unread(key: str, value: str, plain: Mapping[str, Any], reads: tuple[str, ...]) -> str:
+def refuse_misread(argv: Sequence[str], reads: tuple[str, ...], folder: Path = FOLDER) -> None:
+    """Have nothing in ``argv`` that ``compose_saved`` would refuse whatever run it is for: where that is not known.
+
+    Raises:
+        UserError: there is; names every mistake found.
+    """
+    command = _Command(choices_of(folder))
+    command.read(argv)
+    _refuse(_misread(command, reads, None))
+
+
+def _misread(command: "_Command", reads: tuple[str, ...], plain: Mapping[str, Any] | None) -> list[str]:
+    """What is wrong with ``command`` by itself, and as one for the run of the config ``plain``; None: not known."""
+    unread = [
+        _unread(key, value, plain, reads)
+        for key, value in command.typed.items()
+        if not key.startswith(reads) or key == "data.tokenizer"
+    ]
+    return [*command.mistakes, *unread]
+
+
+def _unread(key: str, value: str, plain: Mapping[str, Any] | None, reads: tuple[str, ...]) -> str:
     """The sentence for a key that has no meaning to what is done with a run."""
     if key.partition(".")[0] in ("model", "recipe") or key == "data.tokenizer":
-        return (
-            f"{key}={shown(value)}: the run has {key}={shown(value_at(key, plain))}, and its weights fit nothing else; "
-            "leave it out"
-        )
+        has = "a run has its own" if plain is None else f"the run has {key}={shown(value_at(key, plain))}"
+        return f"{key}={shown(value)}: {has}, and its weights fit nothing else; leave it out"
     return f"{key}={shown(value)} changes nothing here: what is read is {', '.join(reads)}; leave it out"
 
 
@@ -308,9 +325,7 @@ class _Command:
             return
         if key in self.typed:
             if self.typed[key] != value:
-                self.mistakes.append(
-                    f"{key} is given twice: {key}={shown(self.typed[key])} and {key}={shown(value)}; keep one"
-                )
+                self.mistakes.append(given_twice(key, self.typed[key], value))
             return
         if key in self.groups:
             self._read_choice(key, value)

@@ -1,5 +1,8 @@
 """How a run can end short of finishing, and the exit codes that say so."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 EXIT_FINISHED, EXIT_FAILED, EXIT_STOPPED, EXIT_MISTAKE = 0, 70, 75, 78
 
 
@@ -15,6 +18,15 @@ class UserError(Exception):
         if len(self.args) < 2:
             return super().__str__()
         return f"{len(self.args)} mistakes:\n  " + "\n  ".join(map(str, self.args))
+
+
+@contextmanager
+def noted(mistakes: list[str]) -> Iterator[None]:
+    """Put a mistake that ends what is done here among the others, to be told with them."""
+    try:
+        yield
+    except UserError as error:
+        mistakes += error.args
 
 
 class TrainingFailed(Exception):

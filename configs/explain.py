@@ -83,6 +83,11 @@ def unfit(key: Key, text: str, source: str) -> str:
     return f"{given} is not {key.expected}; e.g. {key.example}"
 
 
+def given_twice(key: str, first: str, second: str) -> str:
+    """The sentence for a key with two values on one command line."""
+    return f"{key} is given twice: {key}={shown(first)} and {key}={shown(second)}; keep one"
+
+
 def explain(
     error: ValidationError,
     config: Mapping[str, Any],

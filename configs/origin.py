@@ -1,6 +1,7 @@
 """What the runs of a sweep have in common: how their command lines, names and folders come from one."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,12 @@ from hydra.errors import HydraException
 
 from configs.compose import compose
 from configs.errors import UserError
+from configs.explain import given_twice
 from configs.help import choices_of
 from configs.keys import all_keys
 from configs.points import Point
+from configs.suggest import pasteable
 
-_SEVERAL = re.compile(r"[^=]+=\s*(?:tag|interval|range|choice|int|float|sort|shuffle|glob)\s*\(")
 _ONE_VALUE = {
     "run.name": "each run gets a name of its own",
     "run.dir": "each run gets a folder of its own in it",
@@ -37,21 +39,54 @@ def refuse_to_sweep(key: str, value: str) -> None:
 
 def is_known(word: str, folder: Path) -> bool:
     """Whether the key of an override is one, or a group in ``folder``; where not, ``compose`` is to say so."""
-    key = word.partition("=")[0].strip()
-    return key in all_keys() or key in choices_of(folder)
+    key, is_override, _ = word.partition("=")
+    return bool(is_override) and (key in all_keys() or key in choices_of(folder))
 
 
-def refuse_unreadable(words: Sequence[str], example: str) -> None:
-    """Have none of ``words`` begin to say several values, as in ``range(1,``, and not be readable.
+def each_once(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """``words`` less those whose key another has before them, and the sentences for those that say something else."""
+    first: dict[str, str] = {}
+    kept: list[str] = []
+    mistakes: list[str] = []
+    for word in words:
+        key, is_override, value = word.partition("=")
+        if not is_override or key not in first:
+            kept.append(word)
+        elif first[key] != value:
+            mistakes.append(given_twice(key, first[key], value))
+        first.setdefault(key, value)
+    return kept, mistakes
+
+
+def refuse_unreadable(word: str, example: str) -> None:
+    """Have ``word``, whose key is known, be one that can be read, unlike ``trainer.seed=range(1,``.
 
     Raises:
-        UserError: some do; ``example`` is one to paste that can be read.
+        UserError: it is not; ``example`` is one that is.
     """
-    mistaken = [word for word in words if _SEVERAL.match(word) and parse_word(word) is None]
-    keys = all_keys()
-    mistaken = [word for word in mistaken if (key := keys.get(word.partition("=")[0])) is None or not key.is_free_text]
-    if mistaken:
-        raise UserError(*(f"{word} cannot be read as values to sweep over; e.g. {example}" for word in mistaken))
+    key = all_keys().get(word.partition("=")[0])
+    if parse_word(word) is None and (key is None or not key.is_free_text):
+        raise UserError(f"{word} cannot be read as values to sweep over; e.g. {example}")
+
+
+def example(name: str, folder: Path, *, is_searched: bool = False) -> str:
+    """``name``, a key or a group in ``folder``, with several values; where ``is_searched``, with a range if it can."""
+    key, choices = all_keys().get(name), choices_of(folder).get(name, [])
+    if key is not None and key.kind == "boolean":
+        choices = ["true", "false"]
+    elif key is not None and key.choices:
+        choices = [*key.choices]
+    if choices or key is None:
+        return pasteable(name, ",".join(choices[:2]) or "FIRST,SECOND")
+    value = shlex.split(key.override)[0].partition("=")[2]
+    if key.kind == "integer":
+        low, high = int(value), 2 * int(value)
+        return pasteable(name, f"range({low},{high})" if is_searched else f"{low},{high}")
+    if key.kind == "number":
+        number = float(value)
+        ends = f"tag(log, interval({number / 10:g}, {number * 10:g}))"
+        return pasteable(name, ends if is_searched else f"{value},{2 * number:g}")
+    return pasteable(name, f"{value},OTHER")
 
 
 def parse_word(word: str) -> Override | None:
@@ -101,8 +136,6 @@ class Origin:
             UserError: it is mistaken.
         """
         typed = {word.partition("=")[0]: word for word in [*fixed, *words_of(values)]}
-        if len(typed) < len(fixed) + len(values):
-            compose([*fixed, *words_of(values)], self.configs)  # a key that is given twice is refused there
         # Where the recipe is swept, the runs' names begin with their own recipes'.
         own_name = compose(list(typed.values()), self.configs).run.name if "recipe" in values else self.run_name
         added = {"run.name": f"{own_name}-{name}"}

@@ -33,8 +33,8 @@ class Sweep:
     keys: tuple[str, ...]
     """The swept keys, full and dotted, in the order they were typed."""
     points: tuple[Point, ...]
-    """Of a grid, every run. Of a search none that is run: the corners of its space, so that what is wrong with them is
-    told before anything starts."""
+    """Of a grid, every run. Of a search none that is run: the corners of its space, all of one name, so that what is
+    wrong with them is told before anything starts."""
     runs: int
     """How many runs it has in all."""
     search: Callable[[Evaluate], None] | None = None

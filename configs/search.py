@@ -17,15 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.core.override_parser.types import IntervalSweep, RangeSweep
+from hydra.core.override_parser.types import IntervalSweep, Quote, QuotedString, RangeSweep
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.compose import compose
-from configs.errors import TrainingFailed, UserError
-from configs.origin import Origin, in_a_name, is_known, parse_word, refuse_to_sweep, refuse_unreadable, words_of
+from configs.errors import TrainingFailed, UserError, noted
+from configs.origin import (
+    Origin,
+    example,
+    in_a_name,
+    is_known,
+    parse_word,
+    refuse_to_sweep,
+    refuse_unreadable,
+    words_of,
+)
 from configs.points import Evaluate, Point, Sweep, labels
 from configs.schema import parse_count
 from configs.suggest import nearest_keys, pasteable
@@ -37,7 +46,8 @@ if TYPE_CHECKING:
 SWEEPER, SAMPLER = "hydra/sweeper", "hydra/sweeper/sampler"
 OPTION = "hydra.sweeper."
 _EXAMPLE = "'optim.lr=tag(log, interval(1e-5, 1e-2))'"
-_TWO_ENDS = re.compile(r"(?:interval|range)\(\s*([^\s=,()]+)\s*,\s*([^\s=,()]+)\s*[,)]")
+_RANGE = re.compile(r"(interval|range)\(([^()]*)\)")
+_ARGUMENTS = {"interval": ("start", "end"), "range": ("start", "stop", "step")}
 _ANY_TIME = ("launch", "slurm", "track", "profile")
 """Sections that may change between two starts of a search."""
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "GridSampler", "nsgaii": "NSGAIISampler"}
@@ -48,8 +58,10 @@ _CALLED = ("custom_search_space", "sampler.constraints_func")
 """Options that name a function."""
 
 
-def read_search(argv: Sequence[str], words: Sequence[str], folder: Path) -> Sweep:
+def read_search(argv: Sequence[str], words: Sequence[str], folder: Path, mistakes: list[str]) -> Sweep:
     """The search of the overrides ``argv``, with the overrides ``words`` of ``hydra.sweeper`` itself.
+
+    ``mistakes``: what is wrong with them already, to be told with what is found here.
 
     Raises:
         UserError: Optuna is not installed, nothing is searched, or a word or an end of the space is mistaken.
@@ -59,22 +71,37 @@ def read_search(argv: Sequence[str], words: Sequence[str], folder: Path) -> Swee
             raise ModuleNotFoundError
     except ModuleNotFoundError:
         raise UserError(f"{SWEEPER}=optuna needs Optuna, which is not installed: pip install -e '.[sweep]'") from None
-    refuse_unreadable(argv, _EXAMPLE)
-    options = _options(words, folder)
-    with _optuna_is_quiet(), _told_in_one_line():
-        space, fixed = _space([word for word in argv if is_known(word, folder)], options)
-    if unknown := [word for word in argv if not is_known(word, folder)]:
-        compose([*fixed, *unknown], folder)  # refuses them, as they were typed
+    options: Any = OmegaConf.create({"params": None, "search_space": None})
+    with noted(mistakes):
+        options = _options(words, folder)
+    fixed: list[str] = []
+    swept: list[str] = []
+    for word in argv:
+        override, (key, _, value) = parse_word(word), word.partition("=")
+        if not is_known(word, folder) or override is None or not override.is_sweep_override():
+            with noted(mistakes):
+                if is_known(word, folder):
+                    refuse_unreadable(word, example(key, folder, is_searched=True))
+                fixed.append(word)
+            continue
+        with noted(mistakes):
+            refuse_to_sweep(key, value)
+            swept.append(word)
+    typed = fixed
+    with noted(mistakes), _optuna_is_quiet(), _told_in_one_line():
+        space, fixed = _space(swept, fixed, options, folder)
+    if mistakes or not all(is_known(word, folder) for word in typed):
+        compose(typed, folder, mistakes)  # refuses them, with what is wrong with the rest
     if not space:
         raise UserError(f"{SWEEPER}=optuna searches values, and no key has several; e.g. {_EXAMPLE}")
     for key, distribution in space.items():
         refuse_to_sweep(key, str(distribution))
     keys = tuple(space)
-    name = f"search-{in_a_name(str(options.study_name or '-'.join(labels(keys).values())))}"
+    folder_name = f"search-{in_a_name(str(options.study_name or '-'.join(labels(keys).values())))}"
     corners = _corners(space)
-    origin = Origin.of([*fixed, *words_of(corners[0])], folder, name)
+    origin = Origin.of([*fixed, *words_of(corners[0])], folder, folder_name)
     origin = Origin(origin.run_name, origin.sweep_folder, origin.sweep_folder, folder)
-    points = tuple(origin.point(f"corner-{number}", values, fixed) for number, values in enumerate(corners))
+    points = tuple(origin.point(_name("N"), values, fixed) for values in corners)
     trainer = points[0].config.trainer
     if not trainer.eval_every:
         raise UserError(
@@ -99,47 +126,51 @@ def _options(words: Sequence[str], folder: Path) -> Any:
     mistakes: list[str] = []
     for name, word in [*given.items()]:
         if name.startswith(("params", "search_space")):
-            raise UserError(f"{word}: that is for YAML files; here type the keys themselves, e.g. {_EXAMPLE}")
-        if name == "sampler":
-            raise UserError(f"{word}: write {SAMPLER}={'|'.join(_SAMPLERS)}, and its keys as {OPTION}sampler.seed=1")
-        if f"{OPTION}{name}" not in names:
+            mistakes.append(f"{word}: that is for YAML files; here type the keys themselves, e.g. {_EXAMPLE}")
+        elif name == "sampler":
+            mistakes.append(f"{word}: write {SAMPLER}={'|'.join(_SAMPLERS)}, and its keys as {OPTION}sampler.seed=1")
+        elif f"{OPTION}{name}" not in names:
             near = [pasteable(key, word.partition("=")[2]) for key in nearest_keys(f"{OPTION}{name}", names)]
             hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
             mistakes.append(f"unknown key {word}; {hint}")
-            del given[name]
+        else:
+            continue
+        del given[name]
     try:
         options = _composed([*groups, *(f"++{word}" for word in given.values())], folder)
-    except UserError:
+    except UserError as together:
         for name, word in given.items():
             try:
                 _composed([*groups, f"++{word}"], folder)
             except UserError as error:
                 mistakes.append(_unfit(word, OmegaConf.select(known, name), str(error)))
-        raise UserError(*mistakes) from None
+        raise UserError(*(mistakes or [str(together)])) from None
     if mistakes:
         raise UserError(*mistakes)
     _refuse_what_is_called(options)
     _refuse_pickles(options)
     direction = getattr(options.direction, "name", options.direction)
     if direction != "minimize":
-        raise UserError(
+        mistakes.append(
             f"hydra.sweeper.direction={direction}: a run has one result, its best validation loss, and that is to be "
             "small; use hydra.sweeper.direction=minimize"
         )
     if options.n_trials < 1:
-        raise UserError(
+        mistakes.append(
             f"hydra.sweeper.n_trials={options.n_trials} leaves nothing to do; use hydra.sweeper.n_trials=20"
         )
     if "n_jobs" in given and options.n_jobs != 1:
-        raise UserError(
+        mistakes.append(
             f"hydra.sweeper.n_jobs={options.n_jobs}: the runs of a sweep go one after the other, so that each has the "
             "whole machine and Optuna knows of all before it; leave it out"
         )
     if not 0 <= options.max_failure_rate <= 1:
-        raise UserError(
+        mistakes.append(
             f"hydra.sweeper.max_failure_rate={options.max_failure_rate:g} is no share between 0 and 1; leave it out to "
             "go on after runs that fail, or use hydra.sweeper.max_failure_rate=0 to stop at the first"
         )
+    if mistakes:
+        raise UserError(*mistakes)
     with open_dict(options):
         options.n_jobs = 1
         if "max_failure_rate" not in given:
@@ -158,7 +189,13 @@ def _unfit(word: str, default: Any, reason: str) -> str:
         return f"{word} is not a whole number{digits}; e.g. {key}={count}"
     if isinstance(default, float) or "to Float" in reason:
         return f"{word} is not a number; e.g. {key}={0.1 if default is None else default}"
-    return reason
+    override = parse_word(word)
+    if override is None:
+        quoted = QuotedString(text=value, quote=Quote.double).with_quotes()
+        return f"{word} cannot be read; if that is meant, quote it: {pasteable(key, quoted)}"
+    if override.is_sweep_override():
+        return f"{word} holds several values; give one"
+    return f"{word} does not fit: {reason}"
 
 
 def _refuse_what_is_called(options: Any) -> None:
@@ -198,7 +235,9 @@ def _refuse_pickles(options: Any) -> None:
 def _composed(words: Sequence[str], folder: Path) -> DictConfig:
     try:
         with initialize_config_dir(str(folder), version_base=None):
-            return hydra_compose("train", list(words), return_hydra_config=True).hydra.sweeper
+            sweeper = hydra_compose("train", list(words), return_hydra_config=True).hydra.sweeper
+        OmegaConf.resolve(sweeper)
+        return sweeper
     except MissingConfigException as error:
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         raise UserError(f"no {group} {choice!r}; there are {', '.join(_SAMPLERS)}") from None
@@ -214,15 +253,13 @@ def _dotted(node: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from _dotted(node[name], f"{prefix}{name}.")
 
 
-def _space(argv: Sequence[str], options: Any) -> tuple[dict[str, Any], list[str]]:
-    """The distribution of each key that is searched, and the words of ``argv`` that are none."""
+def _space(swept: Sequence[str], fixed: Sequence[str], options: Any, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """The distribution of each key that is searched, by the words ``swept`` and by YAML files, and all words that have
+    one value: ``fixed``, and what a YAML file adds to them."""
     # The plugin's public class wants a whole Hydra application; how it reads values is in this module alone.
     # tests/test_sweep.py guards what is used of it.
     from hydra_plugins.hydra_optuna_sweeper import _impl
 
-    parsed = {word: parse_word(word) for word in argv}
-    swept = [word for word, override in parsed.items() if override is not None and override.is_sweep_override()]
-    fixed = [word for word in argv if word not in swept]
     fixed_keys = [word.partition("=")[0] for word in fixed]
     with open_dict(options):
         for chosen in (options.params, options.search_space):
@@ -242,7 +279,7 @@ def _space(argv: Sequence[str], options: Any) -> tuple[dict[str, Any], list[str]
         try:
             found, plain = _impl.create_params_from_overrides([word])
         except Exception as error:
-            mistakes.append(_no_range(word, place, error))
+            mistakes.append(_no_range(word, place, error, folder))
         else:
             space.update(found)
             constants.update(plain)
@@ -251,26 +288,47 @@ def _space(argv: Sequence[str], options: Any) -> tuple[dict[str, Any], list[str]
     return space, [*fixed, *words_of(constants)]
 
 
-def _no_range(word: str, place: str, error: Exception) -> str:
+def _no_range(word: str, place: str, error: Exception, folder: Path) -> str:
     """The sentence for an override, from ``place``, of which Optuna can make nothing that is searched."""
     key, _, value = word.partition("=")
-    override = parse_word(word)
+    override, found = parse_word(word), _RANGE.search(value)
     ends = override.value() if override is not None else None
-    found = _TWO_ENDS.search(value)
+    e_g = f"e.g. {example(key, folder, is_searched=True)}"
+    reason = _first_line(error) if str(error) else "these are neither values nor a range"
     if found is None or not isinstance(ends, IntervalSweep | RangeSweep):
-        return f"{word}{place}: {_first_line(error)}; e.g. {_EXAMPLE}"
+        return f"{word}{place} cannot be searched: {reason}; {e_g}"
+    typed = _arguments(found[1], found[2])
 
-    def with_ends(low: str, high: str) -> str:
-        return pasteable(key, f"{value[: found.start(1)]}{low},{high}{value[found.end(2) :]}")
+    def with_ends(low: str, high: str, *step: str) -> str:
+        return pasteable(
+            key, f"{value[: found.start()]}{found[1]}({','.join([low, high, *step])}){value[found.end() :]}"
+        )
 
-    low, high = (ends.start, ends.end) if isinstance(ends, IntervalSweep) else (ends.start, ends.stop)
-    if low > high:
-        use = with_ends(found[2], found[1])
-        return f"{word}{place}: the lower end comes first, and {low:g} is above {high:g}; use {use}"
-    if "log" in ends.tags and low <= 0 < high:
-        use = with_ends("1" if isinstance(low, int) else f"{high / 1000:g}", found[2])
-        return f"{word}{place}: what is searched by its logarithm begins above 0, not at {low:g}; use {use}"
-    return f"{word}{place}: {_first_line(error)}; e.g. {_EXAMPLE}"
+    low, high, *step = typed
+    lower, higher = sorted((low, high), key=float)
+    if step and float(step[0]) <= 0:
+        use = with_ends(lower, higher, *([step[0].removeprefix("-")] if float(step[0]) else []))
+        return f"{word}{place}: the step is above 0, not {step[0]}; use {use}"
+    if float(low) > float(high):
+        use = with_ends(high, low, *step)
+        return f"{word}{place}: the lower end comes first, and {low} is above {high}; use {use}"
+    if "log" in ends.tags and float(low) <= 0:
+        above = "1" if isinstance(ends, IntervalSweep) and isinstance(ends.start, int) else f"{float(high) / 1000:g}"
+        use = f"use {with_ends(above, high)}" if float(high) > 0 else e_g
+        return f"{word}{place}: what is searched by its logarithm begins above 0, not at {low}; {use}"
+    return f"{word}{place} cannot be searched: {reason}; {e_g}"
+
+
+def _arguments(function: str, text: str) -> list[str]:
+    """The ends of a range, and its step where it is given, as they stand in ``text``, in any order or unnamed."""
+    names = _ARGUMENTS[function]
+    given: dict[str, str] = {}
+    for name, argument in zip(names, text.split(","), strict=False):
+        own_name, is_named, number = argument.rpartition("=")
+        given[own_name.strip() if is_named else name] = number.strip()
+    if names[1] not in given:  # range(5)
+        given = {**given, names[0]: "0", names[1]: given[names[0]]}
+    return [given[name] for name in names if name in given]
 
 
 def _corners(space: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -387,7 +445,7 @@ def _sweeper(options: Any, storage: Any, study_name: str, trials: int) -> Any:
     )  # fmt: skip
 
 
-def _name(number: int) -> str:
+def _name(number: int | str) -> str:
     return f"trial-{number}"
 
 

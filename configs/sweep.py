@@ -10,8 +10,18 @@ from hydra.errors import HydraException
 
 from configs.announce import announced, tell
 from configs.compose import FOLDER, compose
-from configs.errors import UserError
-from configs.origin import Origin, in_a_name, is_known, parse_word, refuse_to_sweep, refuse_unreadable, words_of
+from configs.errors import UserError, noted
+from configs.origin import (
+    Origin,
+    each_once,
+    example,
+    in_a_name,
+    is_known,
+    parse_word,
+    refuse_to_sweep,
+    refuse_unreadable,
+    words_of,
+)
 from configs.points import Point, Sweep, labels
 from configs.search import OPTION, SAMPLER, SWEEPER, read_search
 
@@ -29,44 +39,54 @@ def read_sweep(argv: Sequence[str], folder: Path = FOLDER) -> Sweep:
     Raises:
         UserError: no key has several values, or a combination is mistaken.
     """
-    ours = [word.lstrip("+") for word in argv if not _is_of_the_sweeper(word)]
-    words = [word.lstrip("+") for word in argv if _is_of_the_sweeper(word)]
-    chosen = [word.partition("=")[2] for word in words if word.partition("=")[0] == SWEEPER]
-    if chosen[-1:] == ["optuna"]:
-        return read_search(ours, words, folder)
-    if chosen and chosen[-1] != "basic":
-        raise UserError(f"no {SWEEPER} {chosen[-1]!r}; there are basic, the grid, and optuna")
-    if options := [word for word in words if not word.startswith(f"{SWEEPER}=")]:
-        raise UserError(f"{options[0]} is read by {SWEEPER}=optuna alone; add that, or leave it out")
-    return _grid(ours, folder)
+    given, mistakes = each_once([_tidied(word) for word in argv])
+    ours = [word for word in given if not _is_of_the_sweeper(word)]
+    words = [word for word in given if _is_of_the_sweeper(word)]
+    chosen = next((word.partition("=")[2] for word in words if word.startswith(f"{SWEEPER}=")), "basic")
+    if chosen == "optuna":
+        return read_search(ours, words, folder, mistakes)
+    if chosen != "basic":
+        mistakes.append(f"no {SWEEPER} {chosen!r}; there are basic, the grid, and optuna")
+    elif options := [word for word in words if not word.startswith(f"{SWEEPER}=")]:
+        mistakes.append(f"{options[0]} is read by {SWEEPER}=optuna alone; add that, or leave it out")
+    return _grid(ours, folder, mistakes)
+
+
+def _tidied(word: str) -> str:
+    """An override as ``compose`` takes it: without ``+``, and without blanks around its key and value."""
+    key, is_override, value = word.partition("=")
+    return f"{key.lstrip('+').strip()}={value.strip()}" if is_override else word
 
 
 def _is_of_the_sweeper(word: str) -> bool:
-    key = word.partition("=")[0].lstrip("+")
+    key = word.partition("=")[0]
     return key in (SWEEPER, SAMPLER) or key.startswith(OPTION)
 
 
-def _grid(argv: Sequence[str], folder: Path) -> Sweep:
+def _grid(argv: Sequence[str], folder: Path, mistakes: list[str]) -> Sweep:
     combinations: list[dict[str, str]] = [{}]
     fixed: list[str] = []
-    refuse_unreadable(argv, _EXAMPLE)
     for word in argv:
-        key, values = _values(word)
         if not is_known(word, folder):  # stays as it was typed, for the words that refuse it
             fixed.append(word)
             continue
-        if len(values) < 2:
-            fixed.append(word if not values else f"{key}={values[0]}")
-            continue
-        refuse_to_sweep(key, word.partition("=")[2])
-        combinations = [{**rest, key: value} for rest in combinations for value in values]
-        if len(combinations) > _MOST_RUNS:
-            raise UserError(f"a grid of more than {_MOST_RUNS} runs ({word}); give fewer values, or {SWEEPER}=optuna")
+        with noted(mistakes):
+            refuse_unreadable(word, f"-m {example(word.partition('=')[0], folder)}")
+            key, values = _values(word)
+            if len(values) < 2:
+                fixed.append(word if not values else f"{key}={values[0]}")
+                continue
+            refuse_to_sweep(key, word.partition("=")[2])
+            if len(combinations) * len(values) > _MOST_RUNS:
+                raise UserError(
+                    f"a grid of more than {_MOST_RUNS} runs ({word}); give fewer values, or {SWEEPER}=optuna"
+                )
+            combinations = [{**rest, key: value} for rest in combinations for value in values]
     keys = tuple(combinations[0])
-    if not keys:
-        if not all(is_known(word, folder) for word in fixed):
-            compose(fixed, folder)
-        raise UserError(f"-m sweeps over several values, and no key has them; e.g. {_EXAMPLE}")
+    if not keys and not mistakes and all(is_known(word, folder) for word in fixed):
+        mistakes.append(f"-m sweeps over several values, and no key has them; e.g. {_EXAMPLE}")
+    if mistakes or not keys:
+        compose(fixed, folder, mistakes)  # refuses them, with what is wrong with the rest
     label = labels(keys)
     origin = Origin.of([*fixed, *words_of(combinations[0])], folder, f"sweep-{in_a_name('-'.join(label.values()))}")
     points: dict[Path, Point] = {}

@@ -1,6 +1,6 @@
 """From ``python train.py`` to processes: does this one train, start others here, or submit a job?"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from configs.errors import UserError
 from configs.points import Sweep
@@ -8,6 +8,7 @@ from configs.schema import RunConfig
 from configs.trackers import check_trackers
 from launch.ranks import is_started, torchrun_says
 from launch.signals import end_with_sweep
+from launch.slurm import refuse_unequal
 from launch.sweep import WriteReport, run_sweep, submit_sweep, values_shown
 
 _RUNS_DESCRIBED = 20
@@ -39,39 +40,54 @@ def start_elsewhere(argv: Sequence[str], config: RunConfig) -> int | None:
     return submit({tuple(argv): config})
 
 
-def start_sweep(sweep: Sweep, write_report: WriteReport) -> int:
-    """Train the runs of ``sweep`` here, or submit those that are not finished; return the exit code.
-
-    ``write_report`` compares the runs in the end: it is given their folders, the best first, and the file to write.
+def planned_sweep(argv: Sequence[str], read_sweep: Callable[[Sequence[str]], Sweep]) -> Sweep:
+    """What ``read_sweep`` makes of ``argv``, where that can be started from here.
 
     Raises:
-        UserError: the launcher cannot do that, or not here; or a tracker is not installed.
+        UserError: the launcher cannot do that, or not here; or there is no such sweep.
     """
-    config = sweep.points[0].config
-    check_trackers(config.track)
     if is_started():
         raise UserError(
             "-m under torchrun would start every run in every process; type it without torchrun: python train.py -m "
             f"launch=local launch.processes={torchrun_says()[3]} ..."
         )
-    if config.launch.name != "slurm":
-        return run_sweep(sweep, write_report)
-    if sweep.search is not None:
+    sweep = read_sweep(argv)
+    is_submitted = sweep.points[0].config.launch.name == "slurm"
+    if is_submitted and sweep.search is not None:
         raise UserError(
             "hydra/sweeper=optuna with launch=slurm: each run is chosen when the ones before it have ended; have one "
             "job train them all: sbatch ... --wrap 'python train.py -m launch=local hydra/sweeper=optuna ...'"
         )
-    return submit_sweep(sweep, write_report)
+    if is_submitted:
+        refuse_unequal([point.config for point in sweep.points])
+    return sweep
+
+
+def start_sweep(sweep: Sweep, write_report: WriteReport) -> int:
+    """Train the runs of ``sweep``, a planned one, here, or submit those that are not finished; return the exit code.
+
+    ``write_report`` compares the runs in the end: it is given their folders, the best first, and the file to write.
+
+    Raises:
+        UserError: a tracker is not installed, the folders cannot be used, or Slurm refuses the job.
+    """
+    config = sweep.points[0].config
+    check_trackers(config.track)
+    return (submit_sweep if config.launch.name == "slurm" else run_sweep)(sweep, write_report)
 
 
 def describe_runs(sweep: Sweep | None) -> str:
-    """Lines to stand below the plan of the first run of ``sweep``, of which nothing is started: its runs, or what is
-    known of a search. Empty where there is none."""
+    """Lines to stand below the plan of the first of the points of ``sweep``, of which nothing is started: its runs, or
+    what is known of a search. Empty where there is none."""
     if sweep is None:
         return ""
     runs, keys = f"{sweep.runs} runs", " x ".join(sweep.keys)
     if sweep.search is not None:
-        return f"\n{'sweep':<10} {runs}: {keys}; each is chosen as it begins; the ends of the space are checked"
+        end = values_shown(sweep.keys, sweep.points[0])
+        return (
+            f"\n{'sweep':<10} {runs}: {keys}; each is chosen as it begins; the ends of the space are checked, and this "
+            f"is the plan of one of them, {end}"
+        )
     lines = [("sweep", f"{runs}: {keys}; all are checked, and this is the plan of the first")]
     lines += [
         (f"run {number}/{sweep.runs}", f"{values_shown(sweep.keys, point)}: {point.config.run.dir}")

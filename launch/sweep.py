@@ -27,7 +27,7 @@ from launch.ending import in_one_line, say_why
 from launch.forward import NotedSignals, send
 from launch.queue import jobs_of, queued_before_another
 from launch.signals import SWEEP
-from launch.slurm import refuse_unequal, submit
+from launch.slurm import submit
 from launch.status import tell_of_a_kill
 from launch.summary import Outcome, read_outcome, read_summary, shown, table, write_summary
 
@@ -122,9 +122,8 @@ def submit_sweep(sweep: Sweep, write_report: WriteReport) -> int:
     """Submit what is neither finished nor in the queue, and show how all runs stand. Returns the exit code.
 
     Raises:
-        UserError: Slurm refuses the job, the runs ask for different nodes, or squeue does not answer.
+        UserError: Slurm refuses the job, or squeue does not answer.
     """
-    refuse_unequal([point.config for point in sweep.points])
     if sweep.points[0].config.slurm.dry_run:
         return submit({point.argv: point.config for point in sweep.points})
     outcomes = [read_outcome(point.config.run.dir, point.values) for point in sweep.points]

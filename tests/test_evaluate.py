@@ -198,6 +198,7 @@ def test_a_config_that_is_none_is_told_by_its_line(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = (run_dir / "config.yaml").read_text()
+    (tmp_path / "checkpoints").symlink_to(run_dir / "checkpoints")
     (tmp_path / "config.yaml").write_text(saved.replace("eval_batches: 1", "eval_batches: few"))
     assert main(["evaluate", f"run.dir={tmp_path}"]) == 78
     printed = capsys.readouterr().err

@@ -8,9 +8,11 @@ import pytest
 import torch
 import transformers
 
+from launch.summary import Outcome, write_summary
 from serried import main
 from tests.cluster import ROOT, Cluster
 from tests.runs import overrides, weights
+from trainer.checkpoint.manifest import MANIFEST
 
 
 def serried(*arguments: str, where: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -50,10 +52,13 @@ def test_an_earlier_step_can_be_exported(run_dir: Path, tmp_path: Path, capsys: 
     ("arguments", "expected"),
     [
         (["exprot"], "serried export"),
+        (["exprot", "--help"], "serried export"),
+        (["help", "exprot"], "serried export"),
+        (["--help", "exprot"], "serried export"),
         (["recipes", "recipe=tiny"], "serried plan recipe=tiny"),
         (["plan", "trainer.stps=3"], "trainer.steps=3"),
         (["export", "run.dir={run}"], "out=FOLDER is missing"),
-        (["export", "out=x", "run.dir=nowhere"], "there is no folder nowhere; there is none in runs"),
+        (["export", "out=x", "run.dir=nowhere"], "there is no folder nowhere; in runs there are: runs/run"),
         (["export", "out=x", "run.dri={run}"], "did you mean run.dir="),
         (["export", "out=x", "run.dir={run}", "dtype=int8"], "fp32, bf16, fp16"),
         (["export", "run.dir={run}", "out=x", "out"], "'out' is not key=value"),
@@ -62,6 +67,16 @@ def test_an_earlier_step_can_be_exported(run_dir: Path, tmp_path: Path, capsys: 
         (["export", "out=x", "run.dir={run}", "checkpoint=last"], "checkpoint=last is not a step"),
         (["export", "out=x", "run.dir={run}", "shard_size=0"], "shard_size=0"),
         (["export", "out={run}", "run.dir={run}"], "not empty"),
+        (["export", "out=x", "{run}"], "is not key=value; did you mean run.dir={run}?"),
+        (["export", "out=x", "run"], "is not key=value; did you mean run.name=run?"),
+        (["generate", "{run}", "tokens=1"], "is not key=value; did you mean run.dir={run}?"),
+        (["generate", "run.dir={run}", "--prompt", "two words"], "have no dashes; write 'prompt=two words'"),
+        (["generate", "run.dir=unsaved"], "the run in unsaved has saved nothing"),
+        (["evaluate", "run.dir=unsaved"], "the run in unsaved has saved nothing"),
+        (["export", "run.dir=unsaved", "out=x"], "the run in unsaved has saved nothing"),
+        (["evaluate", "run.dir=empty"], "the run in empty has saved nothing"),
+        (["evaluate", "run.dir=a-sweep"], "a-sweep is the folder of a sweep; its runs are {run}\n"),
+        (["evaluate", "run.dir=here"], "there is none in here with a checkpoint\n"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -74,11 +89,17 @@ def test_mistakes_are_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "run").symlink_to(run_dir)
+    for file in ("unsaved/status.json", "empty/config.yaml", "empty/checkpoints/none", "here/slurm/script"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    write_summary(tmp_path / "a-sweep", ["optim.lr"], [Outcome(run_dir, {"optim.lr": "0.1"}, "finished")])
     assert main([word.replace("{run}", str(run_dir)) for word in arguments]) == 78
     printed = capsys.readouterr().err
     assert printed.startswith("error: ")
     assert len(printed.splitlines()) == 1
-    assert expected in printed
+    assert expected.replace("{run}", str(run_dir)) in printed
     assert not (tmp_path / "x").exists()
 
 
@@ -88,6 +109,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "serried export" in printed
     assert "serried COMMAND --help" in printed
+    assert "plan, prepare, preflight, submit and status take the overrides of train.py" in printed
     assert len(printed.splitlines()) <= 60
 
 
@@ -95,7 +117,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_on_a_command_is_its_part_alone(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("usage: serried export run.dir=RUN out=FOLDER")
+    assert printed.startswith("usage: serried export [run.dir=RUN] out=FOLDER")
     assert "shard_size  largest file" in printed
     assert "tokenise" not in printed
 
@@ -113,15 +135,22 @@ def test_help_loads_neither_torch_nor_numpy() -> None:
 def test_without_a_run_those_that_there_are_are_named(
     command: str, named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("books", "poems"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "status.json").touch()
-    (tmp_path / "runs" / "a-sweep").mkdir()
-    (tmp_path / "runs" / "a-sweep" / "sweep.json").touch()
     monkeypatch.chdir(tmp_path)
+    for name in ("books", "poems", "a-search/trial-0"):
+        saved = Path("runs", name, "checkpoints", "step-00000001")
+        saved.mkdir(parents=True)
+        (saved / MANIFEST).touch()
+        Path("runs", name, "config.yaml").touch()
+    trials = [Outcome(Path("runs/a-search/trial-0"), {"optim.lr": "0.1"}, "finished")]
+    write_summary(Path("runs/a-search"), ["optim.lr"], trials)
+    write_summary(Path("runs/a-grid"), ["optim.lr"], [Outcome(Path("runs/books"), {"optim.lr": "0.1"}, "finished")])
+    Path("runs/submitted/slurm").mkdir(parents=True)
+    if command != "report":
+        Path("runs/failed").mkdir()
+        Path("runs/failed/status.json").touch()
     assert main([command, *named]) == 78
     printed = capsys.readouterr().err
-    assert "in runs there are: runs/books runs/poems\n" in printed
+    assert "in runs there are: runs/books runs/poems runs/a-search/trial-0\n" in printed
     assert "there is no folder runs/tny" in printed if named else f"serried {command} needs a run" in printed
 
 
@@ -131,6 +160,14 @@ def test_without_a_run_those_that_there_are_are_named(
         (
             ["generate", "run.dir=nowhere", "tokns=3", "seed=x", "temperature=-1", "top_p=0"],
             ["tokens=3", "temperature=-1", "seed=x", "top_p=0", "no folder nowhere"],
+        ),
+        (
+            ["generate", "run.dir=a", "run.name=b", "tokens=abc", "foo=1", "precisoin=bf16", "--device", "cpu"],
+            ["device=cpu", "tokens=abc", "foo=1", "precision=bf16", "run.dir=a and run.name=b are both given"],
+        ),
+        (
+            ["evaluate", "runs/none", "model.dim=3"],
+            ["did you mean run.dir=runs/none?", "model.dim=3", "no folder runs/none"],
         ),
         (
             ["evaluate", "run.dir={run}", "json=1", "trainer.stps=3", "model.dim=3", "checkpoint=9"],

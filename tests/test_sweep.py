@@ -346,6 +346,16 @@ def test_the_corners_of_a_search_are_checked_before_it_starts() -> None:
         ("run.dir=a,b", "cannot be swept"),
         ("launch=local,torchrun", "cannot be swept"),
         ("trainer.seed=1,2 trainer.seed=3", "given twice"),
+        ("optim.lr=1e-3,3e-3 optim.lr=1,2", "optim.lr is given twice: optim.lr=1e-3,3e-3 and optim.lr=1,2; keep one"),
+        (
+            "hydra/sweeper=optuna optim.lr=interval(1,2) optim.lr=interval(1e-4,1e-3)",
+            "optim.lr is given twice: optim.lr=interval(1,2) and optim.lr=interval(1e-4,1e-3); keep one",
+        ),
+        (
+            "hydra/sweeper=optuna optim.lr=1,2 hydra.sweeper.n_trials=5 hydra.sweeper.n_trials=6",
+            "given twice: hydra.sweeper.n_trials=5 and hydra.sweeper.n_trials=6; keep one",
+        ),
+        ("hydra/sweeper=optuna hydra/sweeper=basic optim.lr=1,2", "hydra/sweeper is given twice"),
         ("hydra/sweeper=ax trainer.seed=1,2", "there are basic, the grid, and optuna"),
         ("hydra.sweeper.n_trials=3 trainer.seed=1,2", "read by hydra/sweeper=optuna"),
         ("hydra/sweeper=optuna", "no key has several"),
@@ -368,10 +378,47 @@ def test_the_corners_of_a_search_are_checked_before_it_starts() -> None:
         ("hydra/sweeper=optuna optim.lr=interval(3,1)", "3 is above 1; use 'optim.lr=interval(1,3)'"),
         ("hydra/sweeper=optuna model.layers=range(5,2)", "use 'model.layers=range(2,5)'"),
         ("hydra/sweeper=optuna optim.lr=tag(log,interval(0,1))", "use 'optim.lr=tag(log,interval(0.001,1))'"),
+        ("hydra/sweeper=optuna optim.lr=interval(start=3,end=1)", "3 is above 1; use 'optim.lr=interval(1,3)'"),
+        ("hydra/sweeper=optuna optim.lr=interval(-1,-3)", "-1 is above -3; use 'optim.lr=interval(-3,-1)'"),
+        (
+            "hydra/sweeper=optuna model.layers=int(interval(3.5,1.2))",
+            "3.5 is above 1.2; use 'model.layers=int(interval(1.2,3.5))'",
+        ),
+        ("hydra/sweeper=optuna model.layers=range(1,10,0)", "not 0; use 'model.layers=range(1,10)'"),
+        ("hydra/sweeper=optuna model.layers=range(start=10,stop=1,step=-2)", "use 'model.layers=range(1,10,2)'"),
+        ("hydra/sweeper=optuna model.layers=range(-5)", "use 'model.layers=range(-5,0)'"),
+        (
+            "hydra/sweeper=optuna optim.lr=tag(log,interval(-3,-1))",
+            "begins above 0, not at -3; e.g. 'optim.lr=tag(log, interval(3e-05, 0.003))'",
+        ),
+        (
+            "hydra/sweeper=optuna optim.lr=tag(log,interval(start=-3,end=1))",
+            "use 'optim.lr=tag(log,interval(0.001,1))'",
+        ),
+        (
+            "hydra/sweeper=optuna hydra.sweeper.study_name={a optim.lr=1,2",
+            "hydra.sweeper.study_name={a cannot be read; if that is meant, quote it: 'hydra.sweeper.study_name=\"{a\"'",
+        ),
+        (
+            "hydra/sweeper=optuna hydra.sweeper.study_name=a,b optim.lr=1,2",
+            "hydra.sweeper.study_name=a,b holds several values",
+        ),
+        (
+            "hydra/sweeper=optuna hydra.sweeper.study_name=${nope} optim.lr=1,2",
+            "hydra.sweeper.study_name=${nope} does not fit",
+        ),
+        ("hydra/sweeper=optuna run.dir=a,b", "run.dir=a,b cannot be swept"),
+        (
+            "hydra/sweeper=optuna optim.lr=glob(*)",
+            "optim.lr=glob(*) cannot be searched: these are neither values nor a",
+        ),
         ("hydra/sweeper=optuna optim.lr=interval(a,1)", "optim.lr=interval(a,1) cannot be read"),
         ("hydra/sweeper=optuna optim.lr=tag(log,interval(1e-5,1e-2)", "cannot be read"),
         ("hydra/sweeper=optuna optim.lrr=interval(1e-5,1e-2)", "did you mean 'optim.lr=interval(1e-5,1e-2)'?"),
         ("trainer.seed=range(1,", "trainer.seed=range(1, cannot be read"),
+        ("trainer.seed=1,2]", "trainer.seed=1,2] cannot be read as values to sweep over; e.g. -m trainer.seed=8,16"),
+        ("optim.betas=[0.9,0.95],[0.9,0.99", "optim.betas=[0.9,0.95],[0.9,0.99 cannot be read as values"),
+        ("schedule=cosine,wsd]", "e.g. -m schedule=constant,cosine"),
         ("optim.lrr=1e-3,3e-3", "unknown key optim.lrr=1e-3,3e-3 (command line); did you mean optim.lr=1e-3,3e-3?"),
         ("optim.lrr=1e-3,3e-3 trainer.seed=1,2", "did you mean optim.lr=1e-3,3e-3?"),
         ("schedul=cosine,wsd", "did you mean schedule=cosine,wsd?"),
@@ -409,6 +456,21 @@ def test_all_mistakes_of_a_sweep_are_told_at_once() -> None:
     with pytest.raises(UserError) as refused:
         read_sweep(["optim.lrr=1e-3,3e-3", "trainer.seed=1,2", "trainer.stps=3"])
     assert str(refused.value).startswith("2 mistakes:\n")
+    with pytest.raises(UserError) as refused:
+        read_sweep(["hydra/sweeper=optuna", "hydra.sweeper.n_trials=x", "optim.lr=interval(3,1)", "trainer.seed=1,2]",
+                    "run.dir=a,b", "optim.lrr=2", "trainer.stps=2", "trainer.steps=abc", "model=tiny",
+                    "model=llama1b"])  # fmt: skip
+    parts = ["model is given twice", "n_trials=x", "trainer.seed=1,2]", "run.dir=a,b", "interval(3,1)",
+             "optim.lrr=2", "trainer.stps=2", "trainer.steps=abc"]  # fmt: skip
+    lines = str(refused.value).splitlines()[1:]
+    assert [part in line for part, line in zip(parts, lines, strict=True)] == [True] * 8
+    with pytest.raises(UserError) as refused:
+        read_sweep(["optim.lr=interval(1,2)", "trainer.seed=1,2]", "run.dir=a,b", "optim.lrr=2", "trainer.steps=abc"])
+    assert str(refused.value).startswith("5 mistakes:\n")
+
+
+def test_blanks_and_pluses_around_a_key_are_none_of_it() -> None:
+    assert read_sweep([" optim.lr=1e-3,3e-3", "+trainer.seed = 1,2"]).keys == ("optim.lr", "trainer.seed")
 
 
 def test_a_large_grid_says_what_it_does_before_it_is_checked(
@@ -434,7 +496,11 @@ def test_a_dry_run_names_the_runs_below_the_plan_of_the_first(capsys: pytest.Cap
     assert printed[-2:] == ["run 1/2    lr=0.001: runs/mine-lr-0.001", "run 2/2    lr=0.003: runs/mine-lr-0.003"]
     words = ["hydra/sweeper=optuna", "trainer.eval_every=5", "hydra.sweeper.n_trials=7", "optim.lr=interval(1e-5,1e-2)"]
     assert main(["-m", "dry_run=true", "launch.device=cpu", *words]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("sweep      7 runs: optim.lr; ")
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].startswith("sweep      7 runs: optim.lr; ")
+    assert printed.endswith("this is the plan of one of them, lr=1e-05\n")
+    assert "runs/tiny-search-lr/trial-N" in printed
+    assert "corner" not in printed
 
 
 @pytest.mark.parametrize(
@@ -547,18 +613,25 @@ def test_inside_torchrun_it_says_what_to_type(
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert main(["-m", "trainer.seed=1,2"]) == 78
-    assert "python train.py -m launch=local launch.processes=4 ..." in capsys.readouterr().err
+    assert main(["-m", "trainer.seed=range(30)"]) == 78
+    printed = capsys.readouterr()
+    assert "python train.py -m launch=local launch.processes=4 ..." in printed.err
+    assert printed.out == "", "nothing is composed before, or announced by each process"
 
 
-def test_a_search_is_no_array_job(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", "launch=slurm", "optim.lr=1e-3,1e-2", "hydra/sweeper=optuna", "trainer.eval_every=5"]) == 78
+@pytest.mark.parametrize("more", [[], ["dry_run=true"]], ids=str)
+def test_a_search_is_no_array_job(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch=slurm", "optim.lr=1e-3,1e-2", "hydra/sweeper=optuna", "trainer.eval_every=5", *more]
+    assert main(["-m", *words]) == 78
     assert "sbatch ... --wrap" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("dry_run", ["slurm.dry_run=true", "dry_run=true"])
 @pytest.mark.parametrize("swept", ["launch.processes=1,2", "slurm.qos=null,a"])
-def test_the_runs_of_an_array_job_ask_for_the_same(swept: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", "launch=slurm", "launch.device=cpu", "slurm.dry_run=true", swept]) == 78
+def test_the_runs_of_an_array_job_ask_for_the_same(
+    swept: str, dry_run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", "launch=slurm", "launch.device=cpu", dry_run, swept]) == 78
     shown = capsys.readouterr()
     key, _, values = swept.partition("=")
     assert f"{key} is {values.replace(',', ' in one run and ')} in another" in shown.err

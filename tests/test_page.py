@@ -596,7 +596,7 @@ def test_the_command_needs_no_torch(run_dir: Path) -> None:
         (["{run}", "out=."], "out=. is a folder"),
         (["{run}", "out=nowhere/x.html"], "cannot write out=nowhere/x.html: No such file or directory"),
         (["{run}", "oot=x"], "did you mean out=x"),
-        (["{run}", "--out"], "'--out' is not key=value"),
+        (["{run}", "--out"], "--out: keys have no dashes; write out=OUT"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

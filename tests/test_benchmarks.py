@@ -9,7 +9,10 @@ from tests.cluster import Cluster
 from tests.runs import overrides
 
 
-@pytest.mark.parametrize(("layout", "processes"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("layout", "processes"),
+    [("ddp", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("single", 1), ("fsdp", 2)))],
+)
 def test_the_trainer_races_the_loop_by_hand(
     layout: str, processes: int, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
@@ -21,8 +24,20 @@ def test_the_trainer_races_the_loop_by_hand(
     assert all(len(seconds[name]) == 2 and min(seconds[name]) > 0 for name in ("trainer", "by hand"))
 
 
+@pytest.mark.slow
 def test_the_trainer_races_itself_without_marks(text: Path, tmp_path: Path, cluster: Cluster) -> None:
     argv = overrides(text, tmp_path / "run", "trainer.steps=1000", *MODELS["almost no compute"], "checkpoint.every=0")
     answer = cluster.run(2, "benchmarks.step_overhead:race_against_unmarked", argv=argv, turns=2)
     seconds = answer[0].value
     assert all(len(seconds[name]) == 2 and min(seconds[name]) > 0 for name in ("trainer", "unmarked"))
+
+
+@pytest.mark.slow
+def test_a_part_of_a_step_is_for_its_numbers(text: Path, tmp_path: Path, cluster: Cluster) -> None:
+    argv = overrides(text, tmp_path / "run", "parallel=ddp", "trainer.steps=1000", *MODELS["almost no compute"])
+    answers = cluster.run(
+        2, "benchmarks.step_overhead:share_of_numbers", argv=[*argv, "checkpoint.every=0"], steps_profiled=20
+    )
+    for answer in answers:
+        whole, numbers = answer.value
+        assert 0 < numbers < whole

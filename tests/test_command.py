@@ -83,7 +83,7 @@ def test_a_mistake_is_one_line_and_exit_78(
 
 # Found out before any process is made known to another (the first two), and by one process for all.
 UNDER_TORCHRUN_TOO = ("recipe", "all at once", "absent file", "short text", "no such checkpoint")
-ONE_OF_EACH_KIND = ("recipe", "absent file", "batch over ranks")
+ONE_OF_EACH_KIND = ("recipe", "batch over ranks")
 UNDER_TORCHRUN = [
     pytest.param(m, id=m.name, marks=[] if m.name in ONE_OF_EACH_KIND else [pytest.mark.slow])
     for m in MISTAKES

@@ -55,7 +55,10 @@ def evaluated(cluster: Cluster, ranks: int, *words: str) -> list[dict[str, Any]]
     return [json.loads(line) for line in answers[0].printed.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(1, []), (2, []), (4, ["parallel=ddp"]), (3, ["trainer.micro_batch=2"])])
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [(1, []), (2, []), pytest.param(4, ["parallel=ddp"], marks=pytest.mark.slow), (3, ["trainer.micro_batch=2"])],
+)
 def test_it_is_the_number_that_the_run_saw(cluster: Cluster, run_dir: Path, ranks: int, more: list[str]) -> None:
     before = files_of(run_dir)
     found = evaluated(cluster, ranks, f"run.dir={run_dir}", *more)

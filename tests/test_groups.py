@@ -32,6 +32,7 @@ def wait_on_each_axis_for_a_silent_peer() -> float:
         return time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_patience_is_short_in_the_groups_of_mesh_axes_too(cluster: Cluster) -> None:
     """Guards the private list of groups in Session.first_step_done: what it misses would wait for 100 seconds."""
     waited = [answer.value for answer in cluster.run(4, "tests.test_groups:wait_on_each_axis_for_a_silent_peer")]

@@ -105,9 +105,8 @@ def test_where_even_the_device_cannot_be_asked_the_error_itself_is_told(
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "failed"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "stage"), [pytest.param("ddp", BACKWARD, marks=pytest.mark.slow), ("fsdp", "evaluation")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "stage"), [("ddp", BACKWARD), ("fsdp", "evaluation")])
 def test_the_rank_that_runs_out_of_memory_says_so_and_the_other_ends_with_it(
     strategy: str, stage: str, text: Path, tmp_path: Path
 ) -> None:

@@ -74,7 +74,7 @@ def test_the_same_command_twice_gives_the_same_bits(cut: Cut, cluster: Cluster, 
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
 
 
-@pytest.mark.parametrize("cut", cuts("ddp x2", "fsdp x2 (ZeRO-3)", "hsdp 2x2"))
+@pytest.mark.parametrize("cut", [*cuts("ddp x2", "fsdp x2 (ZeRO-3)"), *cuts("hsdp 2x2", is_slow=True)])
 def test_a_lost_gradient_would_be_seen(
     cut: Cut, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_stop_in_the_middle_leaves_what_was_profiled_and_the_next_start_says_t
     assert f"WARNING    no profile of profile.steps=[2,3]: the run goes on with step {stopped_at + 1}" in ended.printed
 
 
+@pytest.mark.slow
 def test_a_rollback_in_the_middle_ends_the_profile(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(
         text, tmp_path / "run", "profile.steps=[3,8]", "trainer.steps=8", "health.non_finite=rollback"

@@ -132,7 +132,9 @@ def saved(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("target", LAYOUTS)
-@pytest.mark.parametrize("source", ["single", "ddp x3", "fsdp x3", "hsdp 2x2"])
+@pytest.mark.parametrize(
+    "source", ["single", "fsdp x3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp x3", "hsdp 2x2"))]
+)
 def test_state_is_read_bit_by_bit_on_any_layout(
     source: str, target: str, saved: Callable[[str], Path], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

@@ -136,7 +136,9 @@ def main(arguments: list[str] | None = None) -> int:
         asked = next((word for word in rest if word not in _HELP), None) if is_help else command
         if asked is not None and asked not in _COMMANDS:
             close = nearest(asked, [*_COMMANDS]) or [*_COMMANDS]
-            raise UserError(f"there is no command {asked!r}; did you mean: serried {' or '.join(close)}")
+            raise UserError(
+                f"there is no command {asked!r}; did you mean: serried {' or '.join(close)}; to train: python train.py"
+            )
         if is_help or {*_HELP} & {*rest}:
             say(_help(asked))
         elif command == "export":

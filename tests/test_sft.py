@@ -48,6 +48,7 @@ def test_a_model_is_tuned_on_what_the_assistant_says(model: Path, tmp_path: Path
     assert ended.code == 0, ended.printed
     lines = ended.printed.splitlines()
     assert f"with the weights of {model}" in ended.printed
+    assert "random weights" not in ended.printed
     assert "learned is what the assistant says" in ended.printed
     assert "% filled, isolated" in ended.printed
     first = lines.index("sample     the first sequence; what is learned of it stands behind >")
@@ -67,6 +68,16 @@ def test_a_model_is_tuned_on_what_the_assistant_says(model: Path, tmp_path: Path
     assert rendered == (
         "<|im_start|>system\nYou count.<|im_end|>\n<|im_start|>user\nOne, two?<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_to_tune_no_model_at_all_is_told(model: Path, tmp_path: Path) -> None:
+    argv = sft(model, write_chats(tmp_path / "chats.jsonl", 40), tmp_path / "run", "trainer.steps=1")
+    argv = [word for word in argv if not word.startswith("checkpoint.resume") and word != "trainer.steps=3"]
+    ended = runs.run_here(argv)
+    assert ended.code == 0, ended.printed
+    (warning,) = [line for line in ended.printed.splitlines() if "random weights" in line]
+    assert warning.startswith("WARNING    the model begins with random weights")
+    assert "checkpoint.resume=MODEL_FOLDER" in warning
 
 
 def test_a_row_to_learn_nothing_from_ends_the_run_before_it_begins(model: Path, tmp_path: Path) -> None:

@@ -62,6 +62,9 @@ def overview(
     ]
     if training is not None:
         lines += [("WARNING", text) for text in _repetitions(config, training)]
+    if start is not None and start.source is None and data.format == "chat":
+        text = "the model begins with random weights, and conversations alone teach it little"
+        lines.append(("WARNING", f"{text}; to begin with a model's: checkpoint.resume=MODEL_FOLDER run.name=OTHER"))
     return [f"{name:<10} {text}" for name, text in lines]
 
 

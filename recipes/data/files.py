@@ -57,8 +57,7 @@ def library(name: str, purpose: str) -> Any:
     except ImportError as error:
         missing = (error.name or name).partition(".")[0]
         raise UserError(
-            f"{purpose} needs the library {missing}, which is not installed here; use: "
-            "pip install datasets pyarrow tokenizers jinja2"
+            f"{purpose} needs the library {missing}, which is not installed here; use: pip install -e '.[data]'"
         ) from error
 
 

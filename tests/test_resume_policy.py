@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import Ended, metrics, run_here, steps_saved, tiny_overrides
+from tests.runs import Ended, checkpoint, metrics, run_here, steps_saved, tiny_overrides
 from trainer.checkpoint.resume import differences
 
 pytestmark = pytest.mark.usefixtures("_elsewhere")
@@ -172,7 +172,7 @@ def stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_a_change_of_the_numbers_is_refused_in_one_line(text: Path, stopped: Path) -> None:
+def test_a_change_of_the_numbers_is_refused_in_one_line(text: Path, stopped: Path, tmp_path: Path) -> None:
     before = tree(stopped)
     for change, told in {
         "optim.lr=0.001": "optim.lr 0.003 -> 0.001",
@@ -190,6 +190,10 @@ def test_a_change_of_the_numbers_is_refused_in_one_line(text: Path, stopped: Pat
         assert f"would change the run: {told}; use checkpoint.allow_changes=true" in line
     several = refusal(text, stopped, "optim.lr=0.1", "trainer.seed=3", "trainer.log_every=2")
     assert "would change the run: optim.lr 0.003 -> 0.1; trainer.seed 1 -> 3; use" in several
+    assert "run.name=OTHER to keep both" in several
+    elsewhere = refusal(text, tmp_path / "fork", "optim.lr=0.1", f"checkpoint.resume={checkpoint(stopped)}")
+    assert "run.name=OTHER" not in elsewhere, "it is another already"
+    assert "or take its weights alone: serried export, then checkpoint.resume=FOLDER" in elsewhere
     assert tree(stopped) == before
 
 

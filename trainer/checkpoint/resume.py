@@ -279,9 +279,12 @@ def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> N
             changed.pop(key, None)
     silent = [text for key, text in changed.items() if _shapes_numbers(key)]
     if silent:
+        instead = "run.name=OTHER to keep both, or checkpoint.resume=never to start anew"
+        if path.parent != config.run.dir / CHECKPOINTS:
+            instead = "or take its weights alone: serried export, then checkpoint.resume=FOLDER with what was exported"
         raise UserError(
             f"resuming from {path} would change the run: {'; '.join(silent)}; use checkpoint.allow_changes=true to "
-            "go on with the new settings, run.name=OTHER to keep both, or checkpoint.resume=never to start anew"
+            f"go on with the new settings, {instead}"
         )
 
 

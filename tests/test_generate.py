@@ -119,8 +119,8 @@ def test_the_nucleus_is_that_of_transformers(logits: torch.Tensor, top_p: float)
     warped = TopPLogitsWarper(top_p)(torch.zeros(1, 1, dtype=torch.int64), logits[None].double())[0]
     drawn = {chooser(temperature=1, top_p=top_p, seed=seed)(logits) for seed in range(10)}
     chances = logits.double().softmax(-1)
-    # Of equals either may be in it: of logits that differ by less than exp can tell, too.
-    assert min(chances[list(drawn)]) >= min(chances[warped.isfinite()])
+    # Of equals either may be in it, and of those that are equal but for the rounding of fp32.
+    assert float(chances[list(drawn)].min()) >= float(chances[warped.isfinite()].min()) - 1e-6
 
 
 # where it ends --------------------------------------------------------------------------------------------------------

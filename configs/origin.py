@@ -1,4 +1,4 @@
-"""What the runs of a sweep have in common: how their command lines, names and folders come from one."""
+"""The words of a sweep's command line, and what its runs have in common: how their names and folders come from one."""
 
 import re
 import shlex

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,20 @@ def run_dir(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFacto
     argv = overrides(text, folder, "parallel=fsdp", "trainer.steps=4", "checkpoint.every=2")
     cluster.run(2, "tests.runs:train_small", argv=argv)
     return folder
+
+
+@pytest.fixture
+def refused(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[list[str]], str]:
+    """What a mistaken command prints; typed in a folder of its own, with ``{run}`` for a run."""
+    monkeypatch.chdir(tmp_path)
+
+    def type_it(arguments: list[str]) -> str:
+        assert main([word.replace("{run}", str(run_dir)) for word in arguments]) == 78
+        return capsys.readouterr().err
+
+    return type_it
 
 
 def test_an_exported_model_and_its_tokenizer_open(run_dir: Path, tmp_path: Path) -> None:
@@ -81,22 +96,15 @@ def test_an_earlier_step_can_be_exported(run_dir: Path, tmp_path: Path, capsys: 
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_mistakes_are_one_line(
-    arguments: list[str],
-    expected: str,
-    run_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], expected: str, run_dir: Path, tmp_path: Path, refused: Callable[[list[str]], str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "run").symlink_to(run_dir)
     for file in ("unsaved/status.json", "empty/config.yaml", "empty/checkpoints/none", "here/slurm/script"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     write_summary(tmp_path / "a-sweep", ["optim.lr"], [Outcome(run_dir, {"optim.lr": "0.1"}, "finished")])
-    assert main([word.replace("{run}", str(run_dir)) for word in arguments]) == 78
-    printed = capsys.readouterr().err
+    printed = refused(arguments)
     assert printed.startswith("error: ")
     assert len(printed.splitlines()) == 1
     assert expected.replace("{run}", str(run_dir)) in printed
@@ -182,15 +190,8 @@ def test_without_a_run_those_that_there_are_are_named(
     ids=lambda value: value[0],
 )
 def test_several_mistakes_are_told_at_once(
-    arguments: list[str],
-    expected: list[str],
-    run_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], expected: list[str], refused: Callable[[list[str]], str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main([word.replace("{run}", str(run_dir)) for word in arguments]) == 78
-    first, *lines = capsys.readouterr().err.splitlines()
+    first, *lines = refused(arguments).splitlines()
     assert first == f"error: {len(expected)} mistakes:"
     assert [part in line for part, line in zip(expected, lines, strict=True)] == [True] * len(expected)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from configs.errors import UserError
+from configs.libraries import check_data_libraries
 from configs.points import Sweep
 from configs.schema import RunConfig
 from configs.trackers import check_trackers
@@ -18,9 +19,9 @@ def start_elsewhere(argv: Sequence[str], config: RunConfig) -> int | None:
     """Start what ``launch`` says and return the exit code; None where this process is itself to train.
 
     Raises:
-        UserError: the launcher cannot do that, or not here; or a tracker is not installed.
+        UserError: the launcher cannot do that, or not here; or a library that the run needs is not installed.
     """
-    check_trackers(config.track)
+    _check_libraries(config)
     if is_started():
         return None
     end_with_sweep()
@@ -38,6 +39,14 @@ def start_elsewhere(argv: Sequence[str], config: RunConfig) -> int | None:
     from launch.slurm import submit
 
     return submit({tuple(argv): config})
+
+
+def _check_libraries(config: RunConfig) -> None:
+    """Before anything is started: each process would take as long as torch to be imported to find the same."""
+    check_trackers(config.track)
+    has_others_there = config.launch.name == "slurm" and (config.slurm.python or config.slurm.container)
+    if is_started() or not has_others_there:
+        check_data_libraries(config.data)
 
 
 def planned_sweep(argv: Sequence[str], read_sweep: Callable[[Sequence[str]], Sweep]) -> Sweep:
@@ -69,10 +78,10 @@ def start_sweep(sweep: Sweep, write_report: WriteReport) -> int:
     ``write_report`` compares the runs in the end: it is given their folders, the best first, and the file to write.
 
     Raises:
-        UserError: a tracker is not installed, the folders cannot be used, or Slurm refuses the job.
+        UserError: a library that the runs need is not installed, the folders cannot be used, or Slurm refuses the job.
     """
     config = sweep.points[0].config
-    check_trackers(config.track)
+    _check_libraries(config)
     return (submit_sweep if config.launch.name == "slurm" else run_sweep)(sweep, write_report)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,49 @@ def test_the_script_of_a_run_that_slurm_does_not_start_is_a_mistake(capsys: pyte
 
     assert main(["slurm.dry_run=true"]) == 78
     assert "use launch=slurm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [
+        ("datasets", ["data=hf", "data.path=owner/name"]),
+        ("datasets", ["data.validation.web.name=hf", "data.validation.web.path=owner/name"]),
+        ("tokenizers", ["data.tokenizer=train"]),
+        ("huggingface_hub", ["data.tokenizer=owner/name"]),
+        ("wandb", ["track.wandb=offline"]),
+    ],
+)
+@pytest.mark.parametrize("start", [["launch=local"], ["-m", "launch=local", "trainer.seed=1,2"]])
+def test_a_library_that_is_missing_is_told_before_any_process_starts(
+    library: str,
+    words: list[str],
+    start: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from train import main
+
+    for module in ("configs.libraries", "configs.trackers"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == library else find_spec(name))
+    for starts in ("launch.local.run_local", "launch.start.run_sweep"):
+        monkeypatch.setattr(starts, lambda *_: pytest.fail("it was started"))
+    assert main([*start, "launch.processes=2", "launch.device=cpu", *words]) == 78
+    stderr = capsys.readouterr().err
+    assert len(stderr.splitlines()) == 1
+    assert "not installed" in stderr
+    assert "pip install -e '.[" in stderr
+
+
+def test_a_job_with_a_python_of_its_own_may_have_what_is_missing_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from train import main
+
+    monkeypatch.setattr("configs.libraries.find_spec", lambda _: None)
+    words = ["launch=slurm", "slurm.dry_run=true", "data.tokenizer=owner/name", f"run.dir={tmp_path}"]
+    assert main(words) == 78
+    assert main([*words, "slurm.python=/opt/python"]) == 0
+    assert "#SBATCH" in capsys.readouterr().out
 
 
 def test_a_mistake_that_the_ranks_find_is_one_line_too(text: Path, tmp_path: Path) -> None:

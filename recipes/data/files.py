@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from configs.errors import UserError
+from configs.libraries import not_installed
 from recipes.data.source import Reading
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -55,10 +56,7 @@ def library(name: str, purpose: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        missing = (error.name or name).partition(".")[0]
-        raise UserError(
-            f"{purpose} needs the library {missing}, which is not installed here; use: pip install -e '.[data]'"
-        ) from error
+        raise not_installed((error.name or name).partition(".")[0], purpose) from error
 
 
 @contextlib.contextmanager

@@ -1,0 +1,36 @@
+"""Which optional libraries the data of a run asks for, and whether they are installed. Imports none."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from configs.errors import UserError
+from configs.schema import DataSection, SourceSection
+
+
+def check_data_libraries(data: DataSection) -> None:
+    """Raise ``UserError`` where a library is not installed that the data cannot do without, prepared before or not."""
+    for name, purpose in _needed(data):
+        if find_spec(name) is None:
+            raise not_installed(name, purpose)
+
+
+def not_installed(name: str, purpose: str) -> UserError:
+    """The sentence for a library of the extra ``data`` that ``purpose`` needs."""
+    return UserError(f"{purpose} needs the library {name}, which is not installed here; use: pip install -e '.[data]'")
+
+
+def _needed(data: DataSection) -> Iterator[tuple[str, str]]:
+    """Names of libraries, and what each is needed for."""
+    sources: dict[str, SourceSection] = {"": data}
+    sources |= {f"data.sources.{name}: ": each for name, each in data.sources.items()}
+    sources |= {f"data.validation.{name}: ": each for name, each in data.validation.items()}
+    for key, source in sources.items():
+        if source.name == "hf":
+            yield "datasets", f"{key}data=hf"
+    tokenizer = data.tokenizer
+    if tokenizer == "train":
+        yield "tokenizers", "data.tokenizer=train"
+    elif tokenizer not in ("bytes", "chars") and not Path(tokenizer).expanduser().exists():
+        yield "huggingface_hub", f"data.tokenizer={tokenizer}"
+        yield "tokenizers", f"data.tokenizer={tokenizer}"

@@ -1,8 +1,8 @@
 """Which optional libraries the data of a run asks for, and whether they are installed. Imports none."""
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 from configs.errors import UserError
 from configs.schema import DataSection, SourceSection
@@ -31,6 +31,11 @@ def _needed(data: DataSection) -> Iterator[tuple[str, str]]:
     tokenizer = data.tokenizer
     if tokenizer == "train":
         yield "tokenizers", "data.tokenizer=train"
-    elif tokenizer not in ("bytes", "chars") and not Path(tokenizer).expanduser().exists():
+    elif tokenizer not in ("bytes", "chars") and not _is_here(tokenizer):
         yield "huggingface_hub", f"data.tokenizer={tokenizer}"
         yield "tokenizers", f"data.tokenizer={tokenizer}"
+
+
+def _is_here(name: str) -> bool:
+    # Methods of Path fail where there is no such user, or a folder is not ours to look into.
+    return os.path.exists(os.path.expanduser(name))  # noqa: PTH110, PTH111

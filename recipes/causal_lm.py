@@ -12,6 +12,7 @@ from configs.errors import UserError
 from configs.schema import DEFAULT_VALIDATION, WHOLE, DataSection, RunConfig
 from parallel.plan import LossTerms, ParallelPlan
 from recipes.data.chat import ask, chat_template
+from recipes.data.choose_source import check_path
 from recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
 from recipes.data.lanes import StreamDataset
 from recipes.data.mixture import (
@@ -57,6 +58,11 @@ class CausalLM:
             with mistakes_of(key):
                 return prepare(section, show, threads)
 
+        sections = {key_of_source(name): each for name, each in source_sections(self._data).items()}
+        sections |= {f"data.validation.{name}": each for name, each in validation_sections(self._data).items()}
+        for key, section in sections.items():
+            with mistakes_of(key):
+                check_path(section)
         if self._data.streaming:
             sequences = self._trainer.eval_batches * self._trainer.global_batch
             sources = {"": prepare_stream(self._data, sequences, show)}

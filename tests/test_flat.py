@@ -134,7 +134,7 @@ def test_a_change_is_another_key_and_an_old_folder_is_refused(tmp_path: Path) ->
         ("a.npy", np.zeros((2, 3), np.uint16), {}, r"a\.npy holds uint16 of shape \[2, 3\], not a list of tokens"),
         ("a.npy", np.zeros(3, np.float32), {}, r"a\.npy holds float32 of shape \[3\]"),
         ("a.txt", b"x", {"path": ""}, r"holds neither prepared data \(summary\.json\) nor files of tokens"),
-        ("a.bin", b"\1\0", {"path": "b.bin"}, r"b\.bin does not exist .*did you mean data\.path=.*a\.bin"),
+        ("train.bin", b"\1\0", {"path": "trian.bin"}, r"trian\.bin does not .*did you mean data\.path=.*/train\.bin"),
         (
             "a.bin",
             b"\1\0",

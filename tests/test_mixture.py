@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from configs.compose import compose
+from configs.errors import UserError
 from recipes.causal_lm import CausalLM
 from recipes.data.dataset import Sample
 from recipes.data.mixture import MixtureDataset
@@ -163,6 +164,27 @@ def test_a_mistake_names_the_source_it_is_in(sources: dict[str, Path], tmp_path:
     assert (
         "data.validation.held.path=nowhere does not exist" in run_here(mixed(sources, tmp_path / "run", *held)).printed
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["data=text", "data.path=nowhere.txt"], r"^data\.path=nowhere\.txt does not exist"),
+        (["data=text", "data.path=~nobody-here/a"], r"^data\.path=~nobody-here/a does not exist"),
+        (["data=tokens", "data.path=nowhere.bin"], r"^data\.path=nowhere\.bin does not exist"),
+        (["data=hf", "data.path=./nowhere"], r"^data\.path=\./nowhere is no folder here"),
+        (
+            ["data.validation.web.name=text", "data.validation.web.path=nowhere"],
+            r"data\.validation\.web\.path=nowhere ",
+        ),
+    ],
+)
+def test_paths_are_looked_at_before_the_hub_is_asked_for_a_tokenizer(
+    words: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recipes.data.prepare.find_tokenizer", lambda _: pytest.fail("the Hub was asked"))
+    with pytest.raises(UserError, match=expected):
+        CausalLM(compose([*words, "data.tokenizer=owner/name"])).prepare()
 
 
 class Masked:

@@ -1,12 +1,31 @@
 """Which source a section of the config names."""
 
+import glob
+import os
+from pathlib import Path
+
 from configs.errors import UserError
 from configs.schema import SourceSection
 from recipes.data.files import assignment, kind_of
-from recipes.data.hugging_face_dataset import HubDataset, HubStream
+from recipes.data.hugging_face_dataset import HubDataset, HubStream, path_or_name
 from recipes.data.rows import RowFiles
 from recipes.data.source import Format, Source
-from recipes.data.text import ROW_SUFFIXES, TextFiles, find_files
+from recipes.data.text import ROW_SUFFIXES, TextFiles, find_files, no_such_path
+
+
+def check_path(section: SourceSection) -> None:
+    """Raise ``UserError`` where nothing can be at ``data.path``. No more than a look at this disk, which is to come
+    before anything that takes long: a tokenizer of the Hub, or another source."""
+    if section.name == "hf":
+        path_or_name(section)
+    elif section.path and not glob.has_magic(section.path):
+        path = Path(os.path.expanduser(section.path))  # noqa: PTH111 -- that of Path fails where there is no such user
+        try:
+            path.stat()
+        except FileNotFoundError:
+            raise no_such_path(section.path, path) from None
+        except OSError:
+            pass  # whoever opens it says why
 
 
 def open_source(

@@ -228,16 +228,17 @@ def _load(section: SourceSection, split: str, format: Format) -> Any:
     """A split as a table on this disk."""
 
     def load() -> Any:
-        return _library().load_dataset(_path(section), section.subset, split=split, revision=section.revision)
+        return _library().load_dataset(path_or_name(section), section.subset, split=split, revision=section.revision)
 
     return _guarded(section, split, load, format)
 
 
 def _builder(section: SourceSection) -> Any:
-    return _library().load_dataset_builder(_path(section), section.subset, revision=section.revision)
+    return _library().load_dataset_builder(path_or_name(section), section.subset, revision=section.revision)
 
 
-def _path(section: SourceSection) -> str:
+def path_or_name(section: SourceSection) -> str:
+    """The folder of a dataset, or its name on the Hub. Raises ``UserError`` where ``data.path`` is neither."""
     assert section.path is not None  # the schema sees to it
     path = Path(section.path).expanduser()
     if path.is_file():

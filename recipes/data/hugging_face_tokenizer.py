@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:
     Raises:
         UserError: there is none, or it cannot be had.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 -- that of Path fails where there is no such user
     if path.is_dir():
         path = path / "tokenizer.json"
         if not path.exists():

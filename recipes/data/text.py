@@ -46,6 +46,9 @@ ROW_SUFFIXES = (".jsonl", ".parquet")
 WHOLE_FILES_FROM = 20
 """From this many distinct files on, validation takes whole files; below, the tail of each."""
 
+_CLOSE = 0.75
+"""Likeness of two names, of which 1 is the same, from which on one may be a slip of the other."""
+
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib-dynload"}
 
 
@@ -256,16 +259,33 @@ def no_such_path(typed: str, path: Path) -> UserError:
         missing = missing.parent
     parent = missing.parent
     try:
-        there = sorted(entry.name for entry in parent.iterdir())
+        there = [(_likeness(entry.name, missing.name), entry) for entry in parent.iterdir()]
+        near = [each for each in there if each[0][0] >= _CLOSE and _is_alike(each[1], missing, is_last=missing == path)]
     except OSError:
-        there = []
-    near = difflib.get_close_matches(missing.name, there, n=1, cutoff=0.5)
+        near = []
     what = "does not exist" if missing == path else f"does not exist, for there is no {missing}"
     message = f"{assignment('data.path', typed)} {what} (looked in {parent.absolute()})"
     if near:
-        nearest = parent / near[0] / path.relative_to(missing)
+        nearest = max(near)[1] / path.relative_to(missing)
         return UserError(f"{message}; did you mean {assignment('data.path', nearest)}?")
     return UserError(f"{message}; name a file, a folder or a glob, as in data.path='corpus/**/*.txt'")
+
+
+def _is_alike(entry: Path, missing: Path, *, is_last: bool) -> bool:
+    """Whether ``entry`` is of a kind with what was typed as ``missing``, the last part of a path or one before it."""
+    if entry.name.startswith("."):
+        return False
+    if entry.is_dir():
+        return not is_last or not missing.suffix or entry.name == missing.stem
+    return is_last and (not missing.suffix or kind_of(entry) in (kind_of(missing), *TEXT_SUFFIXES, *ROW_SUFFIXES))
+
+
+def _likeness(one: str, other: str) -> tuple[float, float]:
+    """Of two names without their endings, which must not be all that is alike; then of the whole names."""
+    names = one.lower(), other.lower()
+    stems = [name.removesuffix(Path(name).suffix).removesuffix(kind_of(name)) for name in names]
+    of_stems, of_names = (difflib.SequenceMatcher(None, *pair).ratio() for pair in (stems, names))
+    return of_stems, of_names
 
 
 # reading --------------------------------------------------------------------------------------------------------------

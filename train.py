@@ -2,6 +2,7 @@
 
 import sys
 
+import launch.early  # noqa: F401 -- first: from here on a signal ends this program in one line
 from configs.compose import compose, config_yaml, help_text, parse_arguments
 from configs.errors import UserError
 from configs.schema import RunConfig
@@ -44,13 +45,11 @@ def _overview(config: RunConfig, layout: Layout, accumulation: int) -> str:
 
 
 def _run(config: RunConfig) -> int:
-    text = config_yaml(config)
-
     def work(session: Session) -> int:
         from recipes.causal_lm import CausalLM
         from trainer.run import train
 
-        session.same_everywhere("the config", text)
+        session.same_everywhere("the config", text := config_yaml(config))
         return train(config, CausalLM(config), session, text)
 
     return run_in_session(config.launch, work)

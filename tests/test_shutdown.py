@@ -116,6 +116,18 @@ def goes_on_as_undisturbed(cluster: Cluster, argv: list[str], run_dir: Path, und
 TERM, USR1, INT, HUP = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_program_is_imported_ends_it_in_one_line(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "hydra.py").write_text(f"import os; os.kill(os.getpid(), {number.value}); raise SystemExit('went on')")
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == -number, "which a shell shows as 130, or 143"
+    said = f"stopped: {number.name} before training began; the same command starts it\n"
+    assert (done.stdout, done.stderr) == ("", said)
+
+
 @pytest.mark.parametrize(
     ("at", "count", "numbers", "ranks", "workers", "steps", "reason"),
     [

@@ -1,0 +1,32 @@
+"""Signals that come while ``train.py`` is imported and its config composed: seconds, where the disk is cold.
+
+Imported first, for what it does. It imports next to nothing itself. Whoever trains, or starts others, has handlers of
+its own from then on.
+"""
+
+import os
+import signal
+import sys
+from types import FrameType
+
+_UNHANDLED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}  # nohup may ignore them
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    """In one line instead of a traceback, by the signal itself: whoever started this sees what ended it."""
+    if os.environ.get("RANK", "0") == "0":
+        name = signal.Signals(number).name
+        os.write(2, f"stopped: {name} before training began; the same command starts it\n".encode())
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _is_program() -> bool:
+    """Whether this process was started as ``train.py``, and not as a test or a command that imports it."""
+    return os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or "") == "train.py"  # noqa: PTH119
+
+
+if _is_program():
+    for _number, _handler in _UNHANDLED.items():
+        if signal.getsignal(_number) == _handler:
+            signal.signal(_number, _end)

@@ -84,6 +84,18 @@ class Key:
         """Whether any characters at all may follow the ``=``."""
         return self.kind == "string" and not self.choices
 
+    def may_take(self, value: str) -> bool:
+        """Whether ``value``, as typed, is of the key's kind, whatever its range."""
+        if value in ("", "null") or "${" in value:
+            return bool(self.nullable or value != "null")
+        if self.kind in ("array", "texts"):
+            return value.startswith("[")
+        if self.kind == "boolean":
+            return value.lower() in ("true", "false")
+        if self.kind in ("integer", "number"):
+            return value[0] in "+-.0123456789"
+        return not self.choices or value in self.choices
+
     @property
     def expected(self) -> str:
         """What a value has to be, to stand after "is not"."""

@@ -304,7 +304,15 @@ def meant(key: str, value: str, groups: Mapping[str, Sequence[str]]) -> list[str
         near = [alias, *(name for name in near if _ratio(key.lower(), name) >= _A_SLIP)]
     elif not near or _ratio(key.lower(), near[0]) < _A_SLIP:
         near = [*(_ALIAS_OF[name] for name in get_close_matches(leaf, _ALIAS_OF, n=1, cutoff=0.85)), *near]
+    sure = {alias, *groups, *(name for name in near if _ratio(key.lower(), name) >= _A_SLIP)}
+    near = [name for name in near if name in sure or _fits(name, value)] or near
     return [_assignment(name, value, groups) for name in dict.fromkeys(near)][:3]
+
+
+def _fits(name: str, value: str) -> bool:
+    """Whether ``value``, or each of several to sweep over, is of the kind of the key ``name``."""
+    values = [value] if value.startswith("[") else value.split(",")
+    return all(all_keys()[name].may_take(each) for each in values)
 
 
 def _assignment(name: str, value: str, groups: Mapping[str, Sequence[str]]) -> str:

@@ -302,6 +302,22 @@ def test_a_suggestion_never_repeats_what_was_typed_for_nothing():
         assert wrong not in suggested
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("steps", "20", "trainer.steps=20"),
+        ("stpes", "2k,4k", "trainer.steps=2k,4k"),
+        ("steps", "[10,13]", "'profile.steps=[10,13]'"),
+        ("steps", "", "trainer.steps=1000, 10k, 2M or 'profile.steps=[10,13]'"),
+        ("profile.stepz", "20", "profile.steps=20"),  # surely that key, whose mistake in the value comes next
+        ("memory", "64G", "slurm.memory=64G"),
+        ("memory", "true", "profile.memory=true or slurm.memory=true"),
+    ],
+)
+def test_of_several_keys_those_are_suggested_that_take_the_value(key: str, value: str, expected: str):
+    assert unknown_key(key, value, "here", GROUPS).endswith(f"; did you mean {expected}?")
+
+
 def test_sources_and_validation_sets_have_names_of_the_users():
     argv = ["data.sources.web-2.name=text", "data.sources.web-2.path=~/books", "data.sources.web-2.weight=0.7"]
     config = compose(["data=mixture", *argv, "data.sources.code.name=stdlib", "data.validation.held.name=stdlib"])

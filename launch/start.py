@@ -25,11 +25,7 @@ def start_elsewhere(argv: Sequence[str], config: RunConfig) -> int | None:
     if is_started():
         return None
     end_with_sweep()
-    if config.slurm.dry_run and config.launch.name != "slurm":
-        raise UserError(
-            f"slurm.dry_run=true prints what launch=slurm would submit, and this is launch={config.launch.name}; use "
-            "launch=slurm, or dry_run=true for the plan of the run"
-        )
+    _refuse_idle_dry_run(config)
     if config.launch.name == "torchrun":
         return None
     if config.launch.name == "local":
@@ -39,6 +35,14 @@ def start_elsewhere(argv: Sequence[str], config: RunConfig) -> int | None:
     from launch.slurm import submit
 
     return submit({tuple(argv): config})
+
+
+def _refuse_idle_dry_run(config: RunConfig) -> None:
+    if config.slurm.dry_run and config.launch.name != "slurm":
+        raise UserError(
+            f"slurm.dry_run=true prints what launch=slurm would submit, and this is launch={config.launch.name}; use "
+            "launch=slurm, or dry_run=true for the plan of the run"
+        )
 
 
 def _check_libraries(config: RunConfig) -> None:
@@ -78,10 +82,13 @@ def start_sweep(sweep: Sweep, write_report: WriteReport) -> int:
     ``write_report`` compares the runs in the end: it is given their folders, the best first, and the file to write.
 
     Raises:
-        UserError: a library that the runs need is not installed, the folders cannot be used, or Slurm refuses the job.
+        UserError: a library that the runs need is not installed, the launcher cannot do what is asked, the folders
+            cannot be used, or Slurm refuses the job.
     """
     config = sweep.points[0].config
     _check_libraries(config)
+    for point in sweep.points:
+        _refuse_idle_dry_run(point.config)
     return (submit_sweep if config.launch.name == "slurm" else run_sweep)(sweep, write_report)
 
 

@@ -96,11 +96,17 @@ def test_a_mistake_is_told_before_torch_is_imported() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_script_of_a_run_that_slurm_does_not_start_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_of_a_run_that_slurm_does_not_start_is_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from train import main
 
-    assert main(["slurm.dry_run=true"]) == 78
-    assert "use launch=slurm" in capsys.readouterr().err
+    for words in ([], ["-m", "trainer.seed=1,2"], ["-m", "trainer.seed=1,2", "launch=local"]):
+        assert main([*words, "slurm.dry_run=true", f"run.dir={tmp_path}"]) == 78
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err.startswith("error: slurm.dry_run=true prints what launch=slurm would submit")
+        assert len(said.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

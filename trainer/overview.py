@@ -46,7 +46,8 @@ def overview(
             "batch",
             f"{trainer.global_batch} sequences = {trainer.micro_batch} per pass x {layout.data_ranks} "
             f"rank{'s' if layout.data_ranks > 1 else ''} x {accumulation} accumulated; "
-            f"{step_tokens:,} tokens a step, {short(step_tokens * trainer.steps)} in {trainer.steps:,} steps",
+            f"{step_tokens:,} tokens a step, {short(step_tokens * trainer.steps)} in {trainer.steps:,} steps"
+            + (", learned or not" if data.format == "chat" else ""),
         ),
         ("precision", _precision(config)),
         (

@@ -210,8 +210,9 @@ class Report:
         validation = "" if progress.validation_loss is None else f", validation {progress.validation_loss:.4f}"
         validation += "" if is_validated or not validation else f" (step {progress.validated_step})"
         since = f" since step {self._first_step}" if self._first_step else ""
+        tokens = f"{short(progress.tokens)} {'learned ' if config.data.format == 'chat' else ''}tokens"
         self._console.say(
-            f"{'finished' if is_finished else 'stopped':<10} {step} steps, {short(progress.tokens)} tokens, "
+            f"{'finished' if is_finished else 'stopped':<10} {step} steps, {tokens}, "
             f"{duration(seconds)}{since}; loss {_loss(progress.first_loss)} -> {_loss(progress.last_loss)}{validation}"
         )
         if is_finished and not is_validated:  # which nobody would come back for: the run is done

@@ -251,3 +251,15 @@ def test_the_plan_of_llama8b_is_exact_and_allocates_nothing() -> None:
     assert f"parameters {share:.1f}GiB, gradients {share:.1f}GiB," in done.stdout
     assert f"optimizer state {2 * share:.1f}GiB" in done.stdout
     assert len(done.stdout.splitlines()) <= 12
+
+
+def test_a_plan_that_is_too_large_for_one_gpu_says_how_to_plan_for_more(capsys: pytest.CaptureFixture[str]) -> None:
+    def hints(*words: str) -> list[str]:
+        assert main(["dry_run=true", *words]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("hint ")]
+
+    (hint,) = hints("recipe=llama8b")
+    assert hint.endswith("planned for a node of 8: launch.processes=8")
+    assert hints("recipe=llama8b", "launch.processes=8") == []
+    assert hints("recipe=llama8b", "launch.processes=1") == [], "whoever says so knows"
+    assert hints("recipe=llama1b") == []

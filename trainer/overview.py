@@ -12,6 +12,9 @@ from trainer.recipe import Dataset, Recipe
 from trainer.sampler import passes
 from trainer.track import short, size
 
+_LARGE_GPU_BYTES = 80 * 2**30
+"""Of an A100 or H100; what a run does not fit into there it fits into hardly anywhere."""
+
 _PASSES_THAT_TEACH = 16
 """Muennighoff et al., "Scaling data-constrained language models", 2023: 4 passes are as good as new data, nearly; from
 16 on the return falls off sharply."""
@@ -73,7 +76,15 @@ def dry_run(config: RunConfig, recipe: Recipe, layout: Layout, accumulation: int
     """The plan of a run that is not started."""
     model = recipe.build_model()
     place = f"planned for {layout.data_ranks} process{'es' if layout.data_ranks > 1 else ''}"
-    lines = overview(config, recipe, layout, accumulation, model, recipe.parallel_plan(model), place)
+    plan = recipe.parallel_plan(model)
+    lines = overview(config, recipe, layout, accumulation, model, plan, place)
+    needed = planned_memory(config, recipe, layout, accumulation, model, plan).total
+    nobody_said = config.launch.processes is None and layout.data_ranks == 1
+    is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
+    if nobody_said and is_for_gpus and needed > _LARGE_GPU_BYTES:
+        lines.append(
+            f"hint       {size(needed)} are more than one GPU has; planned for a node of 8: launch.processes=8"
+        )
     return "\n".join([*lines, "dry run: no model was allocated and no process started"])
 
 

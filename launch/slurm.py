@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError
+from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
 from configs.schema import RunConfig
+from launch.forward import NotedSignals
 from launch.queue import jobs_of, note_job, queued_before_another, queued_jobs
 from launch.ranks import processes_per_node, say
 
@@ -77,7 +78,7 @@ def _asked_for(config: RunConfig) -> dict[str, object]:
 def preflight_by_job(argv: Sequence[str], config: RunConfig) -> int:
     """Examine nodes in a job: submit it, wait for it, and print what it has found. Returns the exit code.
 
-    Ctrl-C cancels the job.
+    Ctrl-C and other signals that would end this process cancel the job.
 
     Raises:
         UserError: Slurm refuses the job, or the run folder cannot be written.
@@ -86,30 +87,42 @@ def preflight_by_job(argv: Sequence[str], config: RunConfig) -> int:
     if config.slurm.dry_run:
         return say(text)
     folder = _absolute(config.run.dir) / "slurm"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        job, _ = _submit(text, folder.parent)
-    except OSError as error:
-        raise _unwritable(error) from None
-    say(f"submitted  job {job}: {_size(config, text)}")
-    try:
-        _wait_for(job)
-        return _result(job, folder)
-    except BaseException:
-        with suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(["scancel", job], capture_output=True, timeout=_PATIENCE_SECONDS, check=False)
-        raise
+    with NotedSignals() as signals:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            job, _ = _submit(text, folder.parent)
+        except OSError as error:
+            raise _unwritable(error) from None
+        say(f"submitted  job {job}: {_size(config, text)}")
+        try:
+            _wait_for(job, signals)
+            return _result(job, folder)
+        except StopRequested as request:
+            _cancel(job)
+            say(f"stopped    {request}: job {job} is cancelled")
+            return EXIT_STOPPED
+        except BaseException:
+            _cancel(job)
+            raise
 
 
-def _wait_for(job: str) -> None:
+def _cancel(job: str) -> None:
+    with suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(["scancel", job], capture_output=True, timeout=_PATIENCE_SECONDS, check=False)
+
+
+def _wait_for(job: str, signals: NotedSignals) -> None:
     """Until the queue no longer has ``job``; what it is about is told as it changes.
 
     Raises:
+        StopRequested: a signal came.
         UserError: squeue has not answered for long.
     """
     told = None
     answered = time.monotonic()
     while (queued := queued_jobs()) is None or any(each.name == job for each in queued):
+        if signals.received:
+            raise StopRequested(signals.received[0].name)
         if queued is not None:
             answered = time.monotonic()
         elif time.monotonic() - answered > _SILENT_SECONDS:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -261,7 +262,7 @@ def test_modules_setup_and_container_are_those_of_the_ranks(
     job = submit(
         slurm, *tiny_overrides(text, run_dir, "trainer.steps=2"), "slurm.modules='cuda/12 nccl'",
         "slurm.setup='export SET_UP=\"two words\"'", f"slurm.container='env CONTAINED=yes {container}'",
-        "slurm.time_minutes=9",
+        "slurm.time_minutes=9", "slurm.cpus_per_node=2",
     )  # fmt: skip
     assert slurm.wait_for_state(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED", printed(run_dir)
     assert len(list(seen.iterdir())) == 3, "the ranks of each node, and the look at the end"
@@ -281,6 +282,25 @@ def test_preflight_is_a_job_that_is_waited_for(slurm: SlurmCluster, text: Path, 
     assert done.returncode == (70 if unfit else 0)
     assert "\nnode0  0 " in done.stdout
     assert "\nnode1  1 " in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_preflight_that_is_interrupted_leaves_no_job(
+    number: signal.Signals, slurm: SlurmCluster, text: Path, tmp_path: Path
+) -> None:
+    argv = [*tiny_overrides(text, tmp_path / "run"), "launch=slurm", "launch.device=cpu", "slurm.setup=sleep 1000"]
+    program = [sys.executable, "-c", _LOGIN_NODE.format(module="serried"), "preflight", *argv]
+    with subprocess.Popen(
+        program, cwd=ROOT, env=slurm.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as waiting:
+        assert waiting.stdout is not None
+        job = waiting.stdout.readline().split()[2].rstrip(":")
+        slurm.wait_for_state(job, "RUNNING")
+        waiting.send_signal(number)
+        stdout, stderr = waiting.communicate(timeout=60)
+    assert (waiting.returncode, stderr) == (75, "")
+    assert stdout.endswith(f"stopped    {number.name}: job {job} is cancelled\n")
+    slurm.wait_for_state(job, "CANCELLED")
 
 
 def test_preflight_names_the_node_that_is_not_fit(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:

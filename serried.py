@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
         elif command == "plan":
             return plan(rest)
         elif command == "recipes":
-            print(recipes(rest))
+            say(recipes(rest))
     except UserError as error:
         return report_mistake(error)
     except KeyboardInterrupt:

@@ -7,16 +7,21 @@ its own from then on.
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
+
+LAUNCHER = "SERRIED_LAUNCHER"
+"""Environment variable: the process that started this one, where that is ``launch=local``."""
 
 _UNHANDLED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}  # nohup may ignore them
 
 
 def _end(number: int, _: FrameType | None) -> None:
     """In one line instead of a traceback, by the signal itself: whoever started this sees what ended it."""
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:  # which says so itself
         name = signal.Signals(number).name
-        os.write(2, f"stopped: {name} before training began; the same command starts it\n".encode())
+        with suppress(OSError):  # whoever listened is gone
+            os.write(2, f"stopped: {name} before training began; the same command starts it\n".encode())
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 

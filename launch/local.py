@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
 from configs.schema import RunConfig
+from launch.early import LAUNCHER
 from launch.forward import PASSED_ON, NotedSignals, send
 from launch.ranks import processes_per_node
-from launch.signals import LAUNCHER
 from launch.status import Status, read_status, tell_of_a_kill
 
 if TYPE_CHECKING:
@@ -175,7 +175,8 @@ def _exit_code(codes: set[int], status: Status | None, *, was_asked_to_stop: boo
         return status.exit_code
     if EXIT_MISTAKE in codes:
         return EXIT_MISTAKE
-    asked = {-number for number in PASSED_ON.values()} if was_asked_to_stop else set()
+    # 1 is no code of ours: a Python that is interrupted while it starts.
+    asked = {1, *(-number for number in PASSED_ON.values())} if was_asked_to_stop else set()
     return EXIT_STOPPED if codes <= {EXIT_STOPPED, *asked} else EXIT_FAILED
 
 

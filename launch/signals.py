@@ -15,13 +15,11 @@ from typing import Any, NoReturn
 
 from configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested
 from launch.deadline import deadline_of_job
+from launch.early import LAUNCHER
 from launch.ending import STATUS_DECIDES, code_for_agent
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Preemption and torchrun, Ctrl-C, Slurm before a time limit, a terminal that is gone."""
-
-LAUNCHER = "SERRIED_LAUNCHER"
-"""Environment variable: the process that started this one, where that is ``launch=local``."""
 
 SWEEP = "SERRIED_SWEEP"
 """Environment variable: the process of the sweep that started this run."""

@@ -160,6 +160,23 @@ def test_a_mistake_that_the_ranks_find_is_one_line_too(text: Path, tmp_path: Pat
     assert len(stderr.splitlines()) == 1
 
 
+def test_ranks_that_are_interrupted_while_python_starts_have_not_failed(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, time\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    os.kill(os.getppid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+    )
+    argv = [sys.executable, "train.py", "launch=local", "launch.processes=2", *tiny_overrides(text, tmp_path / "run")]
+    done = subprocess.run(
+        argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 75, done.stderr
+    assert done.stdout == "stopped    before training began; the same command starts it\n"
+    assert "failed" not in done.stderr
+
+
 @pytest.mark.slow
 def test_a_failure_of_another_rank_is_told_last_with_its_traceback(text: Path, tmp_path: Path) -> None:
     broken = tmp_path / "sitecustomize.py"

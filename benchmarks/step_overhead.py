@@ -93,7 +93,8 @@ def race_against_no_numbers(argv: list[str], turns: int) -> dict[str, list[float
     """Seconds a step of each turn, with and without marks and rates. Runs on every rank."""
     config = compose(argv)
     with _trainer(config, CausalLM(config)) as (trainer, _):
-        steps, seconds = trainer.steps(), {"trainer": [], "no numbers": []}
+        steps = trainer.steps()
+        seconds: dict[str, list[float]] = {"trainer": [], "no numbers": []}
         for turn in range(turns + 2):  # the first two warm up caches, allocators and optimizer state
             for name in ("trainer", "no numbers") if turn % 2 else ("no numbers", "trainer"):
                 with _no_numbers() if name == "no numbers" else nullcontext():

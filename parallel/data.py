@@ -139,7 +139,7 @@ class Replicated(Single):
         # DDP averages. Its own sum would take a communication hook in Python, and the fp16 overflow of a loss scaled up
         # against the average would depend on the number of ranks; so the average stays, and the optimizer undoes it.
         self.gradient_divisor = layout.replicate
-        self._last_gradients = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._last_gradients: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         """Of these, that of one comes last: of all, until a backward has shown which. The graph sets their order."""
 
     def _gradient_exchange(self, is_last: bool) -> AbstractContextManager[Any]:

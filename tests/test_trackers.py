@@ -180,8 +180,9 @@ def test_without_a_key_its_records_are_kept_to_be_sent_later(
     assert not warnings(capsys.readouterr().out), "told once"
     run = wandb_run(run_dir)
     assert [row["step"] for row in run["history"]] == list(range(1, 6))
-    assert "No API key configured" in warning
-    assert f"wandb sync {run['folder']}" in warning
+    assert "no key for https://api.wandb.ai: WANDB_API_KEY is not set" in warning
+    assert warning.count(f"wandb sync {run_dir}/wandb/offline-run-*") == 1
+    assert [run["folder"]] == list(run_dir.glob("wandb/offline-run-*"))
 
 
 @pytest.mark.slow
@@ -202,7 +203,7 @@ def test_its_service_killed_the_records_are_kept(
     assert not warnings(capsys.readouterr().out), "told once"
     run = wandb_run(run_dir)
     assert [row["step"] for row in run["history"]] == list(range(1, 10))
-    assert f"wandb sync {run['folder']}" in warning
+    assert f"wandb sync {run_dir}/wandb/offline-run-*" in warning
 
 
 def test_a_mirror_that_is_killed_costs_a_warning(

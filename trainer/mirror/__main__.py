@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from configs.errors import EXIT_MISTAKE
 from trainer.mirror.metrics_file import MetricsFile
 from trainer.mirror.reach import why_unreachable
 from trainer.mirror.tracker import Row, Run, Tracker
@@ -267,10 +268,13 @@ class _Mirror:
             again += ["--until", str(self._watch.until)]
         _end_helpers()
         os.environ.pop("WANDB_SERVICE", None)  # where the client in this program reached its own
+        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+        os.environ["PYTHONPATH"] = path  # typed by hand, this found its modules in the working directory
         self._voice.hand_over()
         os.execv(sys.executable, [*_COMMAND, arguments.name, str(self._run_dir), *again])
 
 
+_ROOT = Path(__file__).resolve().parent.parent.parent
 _COMMAND = [sys.executable, "-P", "-m", "trainer.mirror"]
 
 
@@ -368,7 +372,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Mirror, and end the process."""
+    """Mirror, and end the process. Exit code 78: there is no run."""
     parser = argparse.ArgumentParser(prog="python -m trainer.mirror", description=__doc__)
     parser.add_argument("name", choices=("wandb", "tensorboard", "mlflow"))
     parser.add_argument("run_dir", type=Path)
@@ -379,6 +383,9 @@ def main(argv: list[str]) -> NoReturn:
     parser.add_argument("--warned", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    if not (arguments.run_dir / "config.yaml").exists():
+        print(f"error: no run in {arguments.run_dir}: it has no config.yaml", file=sys.stderr)
+        sys.exit(EXIT_MISTAKE)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     if arguments.nice:

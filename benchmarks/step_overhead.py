@@ -2,15 +2,15 @@
 
     python -m benchmarks.step_overhead                     # all layouts; a real model and one of almost no compute
     python -m benchmarks.step_overhead --layouts ddp --turns 40
-    python -m benchmarks.step_overhead --against unmarked  # what it costs to mark a step's phases
-    python -m benchmarks.step_overhead --profile           # what a step spends on its own numbers
+    python -m benchmarks.step_overhead --against no-numbers  # what its own numbers cost
+    python -m benchmarks.step_overhead --profile             # what a step spends on them, call by call
 
 Both stay alive in the same processes and take turns of a few steps, so that a machine that slows down slows both. The
 hand-written loop has DDP or FSDP2, skipped gradient syncs, clipping, fused AdamW and a loss logged every ten
 steps, and nothing else; its batches lie ready in memory, while the trainer reads, collates and counts its own.
 
-Against ``unmarked`` the trainer takes turns with itself, of ten steps: in one it marks the phases of the tenth, as it
-does by itself, in the other of none. There processor time is compared, which other work on the machine disturbs less.
+Against ``no-numbers`` the trainer takes turns with itself, of ten steps: in one it marks the phases of one of them and
+measures its rates when it logs, as it does by itself; in the other it does neither.
 
 The profile counts, call by call, the time in marks, rates, estimates and whatever else makes the numbers of a log line.
 It slows calls of Python functions and nothing else, so that their share is less without it.
@@ -37,12 +37,14 @@ from configs.schema import RunConfig
 from launch.session import Session, open_session
 from parallel.initialize import initialize
 from parallel.mesh import gradient_accumulation, resolve_layout
+from parallel.phases import Phases
 from recipes.causal_lm import CausalLM
 from recipes.models.head import IGNORE
 from tests.cluster import Cluster
 from tests.runs import write_text
 from trainer.checkpoint.resume import Start
 from trainer.loader import BatchLoader
+from trainer.metrics import RATES, Meter
 from trainer.optim import learning_rate
 from trainer.sampler import SampleOrder
 from trainer.track import Console, RunFolder
@@ -59,8 +61,8 @@ MODELS = {
                           "data.sequence_length=16", "trainer.global_batch=8", "trainer.micro_batch=2"],
 }  # fmt: skip
 STEPS_IN_A_TURN = {"real": 2, "almost no compute": 20}
-STEPS_IN_A_TURN_OF_MARKS = 10
-"""The trainer marks one of so many."""
+STEPS_IN_A_TURN_OF_NUMBERS = 10
+"""The trainer marks one of so many, and logs as often."""
 PROFILED_STEPS = {"real": 30, "almost no compute": 300}
 NUMBERS = ("parallel/phases.py", "parallel/unit_waits.py", "trainer/metrics.py", "trainer/mirror/processes.py")
 """Where numbers come from."""
@@ -87,21 +89,33 @@ def race(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[fl
         return {name: values[2:] for name, values in seconds.items()}
 
 
-def race_against_unmarked(argv: list[str], turns: int) -> dict[str, list[float]]:
-    """Processor seconds a step of each turn, with and without marks. Runs on every rank."""
+def race_against_no_numbers(argv: list[str], turns: int) -> dict[str, list[float]]:
+    """Seconds a step of each turn, with and without marks and rates. Runs on every rank."""
     config = compose(argv)
     with _trainer(config, CausalLM(config)) as (trainer, _):
-        steps, phases = trainer.steps(), trainer._parallel.phases
-        seconds: dict[str, list[float]] = {"trainer": [], "unmarked": []}
-        for turn in range(turns + 1):  # the first warms up
-            for name in ("trainer", "unmarked") if turn % 2 else ("unmarked", "trainer"):
-                with patch.object(phases, "begin", lambda _: None) if name == "unmarked" else nullcontext():
-                    started = time.process_time()
-                    for _ in range(STEPS_IN_A_TURN_OF_MARKS):
+        steps = trainer.steps()
+        seconds: dict[str, list[float]] = {"trainer": [], "no numbers": []}
+        for turn in range(turns + 2):  # the first two warm up caches, allocators and optimizer state
+            for name in ("trainer", "no numbers") if turn % 2 else ("no numbers", "trainer"):
+                with _no_numbers() if name == "no numbers" else nullcontext():
+                    started = time.perf_counter()
+                    for _ in range(STEPS_IN_A_TURN_OF_NUMBERS):
                         next(steps)
-                    seconds[name].append((time.process_time() - started) / STEPS_IN_A_TURN_OF_MARKS)
+                    seconds[name].append((time.perf_counter() - started) / STEPS_IN_A_TURN_OF_NUMBERS)
         steps.close()
-        return {name: values[1:] for name, values in seconds.items()}
+        return {name: values[2:] for name, values in seconds.items()}
+
+
+@contextmanager
+def _no_numbers() -> Iterator[None]:
+    """Have the trainer mark no step and measure no rates: it logs losses, norms and learning rates."""
+    rates = dict.fromkeys(RATES) | {"step_seconds": 1.0}
+    with (
+        patch.object(Phases, "begin", lambda *_: None),
+        patch.object(Meter, "rates", lambda *_: rates),
+        patch("trainer.trainer.eta_seconds", lambda *_: 1.0),
+    ):
+        yield
 
 
 def share_of_numbers(argv: list[str], steps_profiled: int) -> tuple[float, float]:
@@ -109,8 +123,8 @@ def share_of_numbers(argv: list[str], steps_profiled: int) -> tuple[float, float
     config = compose(argv)
     with _trainer(config, CausalLM(config)) as (trainer, _):
         steps, profiler = trainer.steps(), cProfile.Profile()
-        for step in range(steps_profiled + STEPS_IN_A_TURN_OF_MARKS):
-            if step == STEPS_IN_A_TURN_OF_MARKS:  # the ones before warm up
+        for step in range(steps_profiled + STEPS_IN_A_TURN_OF_NUMBERS):
+            if step == STEPS_IN_A_TURN_OF_NUMBERS:  # the ones before warm up
                 profiler.enable()
             next(steps)
         profiler.disable()
@@ -199,7 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--against", choices=["by-hand", "unmarked"], default="by-hand")
+    parser.add_argument("--against", choices=["by-hand", "no-numbers"], default="by-hand")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--turns", type=int, default=20)
     options = parser.parse_args()
@@ -220,7 +234,7 @@ def main() -> None:
                     f"run.dir={temporary}/{model.split()[0]}-{layout}", f"parallel={layout}", "trainer.steps=1M",
                     "trainer.eval_every=0", "trainer.log_every=10", "checkpoint.every=0",
                 ]  # fmt: skip
-                function: str = "race_against_unmarked"
+                function: str = "race_against_no_numbers"
                 how: dict[str, Any] = {"turns": options.turns}
                 if options.profile:
                     function, how = "share_of_numbers", {"steps_profiled": PROFILED_STEPS[model]}

@@ -116,14 +116,6 @@ class Single:
         del is_last
         return nullcontext()
 
-    @contextmanager
-    def _waits_after(self, gradients_of: Sequence[Tensor]) -> Iterator[None]:
-        """Once backward has computed these gradients, the rest of it is waiting for other ranks."""
-        hooks = self.phases.wait_after(gradients_of)
-        yield
-        for hook in hooks:
-            hook.remove()
-
 
 class Replicated(Single):
     """DistributedDataParallel: every rank holds the model, gradients are summed in buckets while backward runs."""
@@ -147,13 +139,24 @@ class Replicated(Single):
         # DDP averages. Its own sum would take a communication hook in Python, and the fp16 overflow of a loss scaled up
         # against the average would depend on the number of ranks; so the average stays, and the optimizer undoes it.
         self.gradient_divisor = layout.replicate
+        self._last_gradients: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        """Of these, that of one comes last: of all, until a backward has shown which. The graph sets their order."""
 
     def _gradient_exchange(self, is_last: bool) -> AbstractContextManager[Any]:
         if not is_last:
             return self._replicas.no_sync()
         if not self.phases.are_marked:
             return nullcontext()
-        return self._waits_after([p for p in self.module.parameters() if p.requires_grad])
+        return self._wait_behind_backward()
+
+    @contextmanager
+    def _wait_behind_backward(self) -> Iterator[None]:
+        """Once this backward has computed its last gradient, the rest of it is waiting for other ranks."""
+        wait = self.phases.wait_after(self._last_gradients)
+        yield
+        wait.remove()
+        if wait.last is not None:
+            self._last_gradients = [wait.last]
 
 
 class Sharded(Single):

@@ -6,11 +6,11 @@ until the step is read. On a CPU it is the clock. Each moment of a marked step b
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, HOST = PHASES = (
     "data", "forward", "backward", "communication", "optimizer", "host"
@@ -67,21 +67,9 @@ class Phases:
         if self._marks is not None and self._before_waits:
             self._mark(self._before_waits.pop())
 
-    def wait_after(self, tensors: Sequence[Tensor]) -> list[RemovableHandle]:
-        """Once backward has computed the gradients of all ``tensors``, what comes is communication.
-
-        Remove the hooks after that backward. (``register_multi_grad_hook`` allows for tensors that get no gradient, at
-        ten times the cost. Where one gets none here, the wait is taken for backward.)
-        """
-        missing = len(tensors)
-
-        def arrived(_: Tensor) -> None:
-            nonlocal missing
-            missing -= 1
-            if not missing:
-                self.wait()
-
-        return [tensor.register_hook(arrived) for tensor in tensors]
+    def wait_after(self, tensors: Sequence[Tensor]) -> "GradientWait":
+        """Once backward has computed the gradients of all ``tensors``, what comes is communication."""
+        return GradientWait(tensors, self.wait)
 
     def end(self) -> None:
         """The step is done; if it was marked, it can be read."""
@@ -112,6 +100,33 @@ class Phases:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+class GradientWait:
+    """Waits for the gradients of one backward. Remove it after that.
+
+    (``register_multi_grad_hook`` allows for tensors that get no gradient, at ten times the cost. Where one gets none
+    here, the end is not noticed.)
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], at_the_end: Callable[[], None]) -> None:
+        self.last: Tensor | None = None
+        """Whose gradient came last; None: some have not come."""
+        self._missing, self._at_the_end = len(tensors), at_the_end
+        self._hooks = [tensor.register_hook(partial(self._arrived, tensor)) for tensor in tensors]
+
+    def _arrived(self, tensor: Tensor, gradient: Tensor) -> None:
+        del gradient
+        self._missing -= 1
+        if not self._missing:
+            self.last = tensor
+            self._at_the_end()
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
 
 def _seconds_between(start: _Mark, end: _Mark) -> float:

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from parallel.phases import Phases
+from parallel.phases import GradientWait, Phases
 
 
 class UnitWaits:
@@ -26,7 +25,7 @@ class UnitWaits:
         self._own = {unit: _own_parameters(unit, units) for unit in units}
         self._given: tuple[Any, ...] = ()
         self._last_gradients: list[Tensor] = []
-        self._hooks: list[RemovableHandle] = []
+        self._wait: GradientWait | None = None
         for unit in units:
             unit.register_forward_pre_hook(self._before_gather, prepend=True)
             unit.register_forward_pre_hook(self._after_gather)
@@ -35,9 +34,9 @@ class UnitWaits:
 
     def forget(self) -> None:
         """The micro-batch is done."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        if self._wait is not None:
+            self._wait.remove()
+        self._wait = None
         self._last_gradients.clear()
 
     def _before_gather(self, unit: nn.Module, given: tuple[Any, ...]) -> None:
@@ -75,7 +74,7 @@ class UnitWaits:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(_ignoring_arguments(self._phases.end_wait))
         if unit is self._root and self._last_gradients:
-            self._hooks = self._phases.wait_after(self._last_gradients)
+            self._wait = self._phases.wait_after(self._last_gradients)
 
 
 def _ignoring_arguments(function: Callable[[], None]) -> Callable[..., None]:

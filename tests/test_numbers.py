@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +23,7 @@ import recipes.models.head
 import recipes.models.transformer
 import trainer.trainer
 from configs.compose import compose
+from parallel.data import Replicated
 from parallel.phases import PHASES, Phases
 from recipes.models.transformer import Transformer, flops_per_token
 from tests.cluster import ROOT, Cluster
@@ -236,3 +239,43 @@ def test_replicas_wait_once_their_gradients_are_there(cluster: Cluster, text: Pa
         assert answer.value["all"] == ["data", "host", *passes, "communication", "optimizer"]
     (split,) = [line["time_split"] for line in metrics(tmp_path) if line["time_split"]]
     assert min(split.values()) > 0
+
+
+def phases_of_gradients(argv: list[str]) -> list[tuple[int, list[str]]]:
+    """Of each marked step of a run of replicas: how many gradients it waited for, and in which phases all came."""
+    found: list[tuple[int, list[str]]] = []
+    wait = Replicated._wait_behind_backward
+
+    @contextmanager
+    def watched(self: Replicated) -> Iterator[None]:
+        phases: list[str] = []
+
+        def came(_: Tensor) -> None:
+            assert self.phases._marks is not None
+            phases.append(self.phases._marks[-1][0])
+
+        hooks = [parameter.register_hook(came) for parameter in self.module.parameters()]
+        found.append((len(self._last_gradients), phases))
+        with wait(self):
+            yield
+        for hook in hooks:
+            hook.remove()
+
+    with patch.object(Replicated, "_wait_behind_backward", watched):
+        train_small(argv)
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_of_replicas_the_gradient_that_comes_last_is_learned_once(
+    tied: bool, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    argv = tiny_overrides(
+        text, tmp_path, "trainer.steps=30", "trainer.log_every=5", "trainer.global_batch=8",
+        f"model.tie_embeddings={tied}",
+    )  # fmt: skip
+    for answer in cluster.run(2, "tests.test_numbers:phases_of_gradients", argv=argv):
+        (waited, first), *later = answer.value
+        assert waited == len(first)
+        assert later == [[1, ["backward"] * waited]] * 2
+        assert first == ["backward"] * waited

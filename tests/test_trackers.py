@@ -180,8 +180,9 @@ def test_without_a_key_its_records_are_kept_to_be_sent_later(
     assert not warnings(capsys.readouterr().out), "told once"
     run = wandb_run(run_dir)
     assert [row["step"] for row in run["history"]] == list(range(1, 6))
-    assert "No API key configured" in warning
-    assert f"wandb sync {run['folder']}" in warning
+    assert "no key for https://api.wandb.ai: WANDB_API_KEY is not set" in warning
+    assert warning.count(f"wandb sync {run_dir}/wandb/offline-run-*") == 1
+    assert [run["folder"]] == list(run_dir.glob("wandb/offline-run-*"))
 
 
 @pytest.mark.slow
@@ -202,7 +203,7 @@ def test_its_service_killed_the_records_are_kept(
     assert not warnings(capsys.readouterr().out), "told once"
     run = wandb_run(run_dir)
     assert [row["step"] for row in run["history"]] == list(range(1, 10))
-    assert f"wandb sync {run['folder']}" in warning
+    assert f"wandb sync {run_dir}/wandb/offline-run-*" in warning
 
 
 def test_a_mirror_that_is_killed_costs_a_warning(
@@ -311,9 +312,37 @@ def test_a_run_that_has_ended_can_be_mirrored_by_hand(text: Path, tmp_path: Path
     records = Records(text, run_dir)
     records.steps(1, 4)
     records.end()
-    command = [sys.executable, "-m", "trainer.mirror", "tensorboard", str(run_dir)]
-    subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=True, timeout=120, capture_output=True)
+    assert by_hand("tensorboard", run_dir).returncode == 0
     assert [step for step, _ in scalars(run_dir)] == [1, 2, 3, 4]
+    elsewhere = by_hand("tensorboard", tmp_path / "nothing")
+    assert elsewhere.returncode == 78
+    assert elsewhere.stderr == f"error: no run in {tmp_path / 'nothing'}: it has no config.yaml\n"
+
+
+@pytest.mark.slow
+def test_by_hand_too_records_that_cannot_be_sent_are_kept(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    records = Records(text, run_dir, "track.wandb=online")
+    records.steps(1, 4)
+    records.end()
+    kept = wandb_run(run_dir)["folder"]
+    sent = by_hand("wandb", run_dir)
+    assert sent.returncode == 0, sent.stderr
+    told = [json.loads(line) for line in sent.stdout.splitlines()]
+    (warning,) = (each["warning"] for each in told if each.get("warning"))
+    assert warning.startswith("No API key configured. Use `wandb login` to log in; what it has not taken by the end is")
+    run = wandb_run(run_dir)
+    assert run["folder"] != kept, "written anew"
+    assert told[-1] == {"reached": True, "note": f"W&B, offline; to send them: wandb sync {run['folder']}"}
+    assert [row["step"] for row in run["history"]] == [1, 2, 3, 4]
+
+
+def by_hand(name: str, run_dir: Path) -> subprocess.CompletedProcess[str]:
+    """Type the command that sends the records of a run that has ended."""
+    command = [sys.executable, "-m", "trainer.mirror", name, str(run_dir)]
+    return subprocess.run(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False, timeout=120, capture_output=True, text=True
+    )
 
 
 def test_a_mirror_needs_no_torch() -> None:

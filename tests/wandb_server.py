@@ -31,8 +31,8 @@ class WandbServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.runs: dict[str, Stored] = {}
         self.lock = threading.Lock()
@@ -132,10 +132,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving() -> Iterator[WandbServer]:
-    """A server, in a thread."""
-    with WandbServer() as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+def serving(port: int = 0) -> Iterator[WandbServer]:
+    """A server, in a thread; at a ``port`` of its choice."""
+    with WandbServer(port) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
             yield server

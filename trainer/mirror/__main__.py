@@ -11,6 +11,7 @@ import argparse
 import fcntl
 import json
 import os
+import shlex
 import signal
 import stat
 import sys
@@ -24,18 +25,22 @@ from typing import Any, NoReturn
 
 import yaml
 
+from configs.errors import EXIT_MISTAKE
 from trainer.mirror.metrics_file import MetricsFile
-from trainer.mirror.rows import Rows
+from trainer.mirror.reach import why_unreachable
 from trainer.mirror.tracker import Row, Run, Tracker
 
 _LOOK_SECONDS = 1.0
-_TRY_AGAIN_SECONDS = 30.0
+_KNOCK_SECONDS = 30.0
+# A try costs a second of a processor: that is to be less than half a percent of the time.
+_TRY_AGAIN_SECONDS = 300.0
 _CALL_SECONDS = 300.0
 # Another run may have all cores by then, and this process what is left.
 _CALL_SECONDS_WHEN_ALONE = 60.0
 _CONNECT_SECONDS_WHEN_ALONE = 30.0
 _ALONE_SECONDS = 300.0
 _WATCH_SECONDS = 0.2
+_LOOK_SECONDS_WITHOUT_A_CALL = 5.0
 _FINISHING = "finishing"
 _NOT_OF_THE_RUN = ("event", "time", "tracker_run_id", "resumed_from")
 _HELPERS = {"wandb": "wandb-core"}
@@ -71,6 +76,7 @@ class _Watch:
         """When this process ends at the latest, in unix seconds; None: the training process is still there."""
         self._helper, self._give_up = helper, give_up
         self._call: tuple[str, float, float] | None = None
+        self._is_calling = threading.Event()
         threading.Thread(target=self._wait_for_the_end, name="end of training", daemon=True).start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
@@ -78,9 +84,11 @@ class _Watch:
     def call(self, what: str, seconds_when_alone: float = _CALL_SECONDS_WHEN_ALONE) -> Iterator[None]:
         """Around a call that might never return."""
         self._call = what, time.time(), seconds_when_alone
+        self._is_calling.set()
         try:
             yield
         finally:
+            self._is_calling.clear()
             self._call = None
 
     def _wait_for_the_end(self) -> None:
@@ -92,7 +100,8 @@ class _Watch:
 
     def _watch(self) -> None:
         while True:
-            time.sleep(_WATCH_SECONDS)
+            if self._is_calling.wait(_LOOK_SECONDS_WITHOUT_A_CALL):
+                time.sleep(_WATCH_SECONDS)
             now, call = time.time(), self._call
             if self.until is not None and now > self.until:
                 log("out of time")
@@ -117,12 +126,20 @@ class _Mirror:
         self._run_dir: Path = arguments.run_dir
         self._voice = _Voice()
         self._watch = _Watch(arguments.until, _HELPERS.get(arguments.name), self._give_up)
-        self._tracker: Tracker | None = None
+        self._track = read_config(self._run_dir)["track"]
+        self._is_last = False
+        """Whether there is no time for another try."""
+
+    @property
+    def _is_online_wandb(self) -> bool:
+        arguments = self._arguments
+        return bool(arguments.name == "wandb" and self._track["wandb"] == "online" and not arguments.offline)
 
     def run(self) -> None:
         """Mirror until the training process has ended and everything is written."""
         self._wait_for_the_one_before()
         try:
+            self._wait_for_a_chance()
             self._follow()
         except Exception as error:
             traceback.print_exc()
@@ -141,10 +158,29 @@ class _Mirror:
             except OSError:  # a disk that knows no locks
                 return
 
+    def _wait_for_a_chance(self) -> None:
+        """Wait until there is hope to reach the tracker, or no more time. Imports no tracker: until then, training is
+        to have the processor."""
+        arguments, alone = self._arguments, self._watch.alone
+        if arguments.failed:
+            self._is_last = alone.wait(_TRY_AGAIN_SECONDS)
+        elif is_by_hand():
+            return
+        while not self._is_last and not arguments.offline:
+            with self._watch.call("connecting", _CONNECT_SECONDS_WHEN_ALONE):
+                why = why_unreachable(arguments.name, self._track)
+            if why is None:
+                return
+            self._warn(why)
+            self._is_last = alone.wait(_KNOCK_SECONDS)
+        arguments.offline = arguments.offline or self._is_online_wandb
+
     def _follow(self) -> None:
         """Write all that there is and all that comes."""
+        from trainer.mirror.rows import Rows  # with the schema of all of the config: too much for one that only waits
+
         lines, rows, is_behind = MetricsFile(self._run_dir / "metrics.jsonl"), Rows(self._run_dir), True
-        self._tracker = tracker = make_tracker(self._arguments.name, self._run_dir, is_offline=self._arguments.offline)
+        tracker = make_tracker(self._arguments.name, self._run_dir, is_offline=self._arguments.offline)
         run, rollbacks = self._beginning()
         has = self._open(tracker, run)
         while True:
@@ -198,44 +234,47 @@ class _Mirror:
         patience = _CONNECT_SECONDS_WHEN_ALONE if tracker.uses_network else _CALL_SECONDS_WHEN_ALONE
         with self._watch.call("connecting", patience):
             has = tracker.open(run)
-        arguments = self._arguments
-        if not arguments.because:
-            self._voice.tell(reached=True, note=tracker.note())
-        elif arguments.warned:
-            self._voice.tell(reached=True)
-        else:
-            self._voice.tell(reached=True, warning=f"{arguments.because.rstrip('.')}; {tracker.instead()}")
-            arguments.warned = True
+        self._voice.tell(reached=True, note=tracker.note())
         return has
 
     def _caught_up(self, tracker: Tracker) -> None:
         with self._watch.call("writing"):
             tracker.caught_up()
 
+    def _warn(self, reason: str) -> None:
+        """Tell once why the tracker takes nothing, and what becomes of its records."""
+        arguments = self._arguments
+        if arguments.warned:
+            return
+        arguments.warned = True
+        is_alone = self._watch.alone.is_set()
+        then = "it is tried once more" if is_alone else "it is tried again now and then"
+        if self._is_online_wandb:
+            kept = shlex.quote(str(self._run_dir / "wandb"))
+            until = "" if is_alone else f"{then}, and "
+            then = f"{until}what it has not taken by the end is kept; to send it: wandb sync {kept}/offline-run-*"
+        self._voice.tell(warning=f"{reason.rstrip('.')}; {then}")
+
     def _give_up(self, reason: str) -> NoReturn:
         """Begin again, as a new program: what a tracker left in this one is gone with it."""
-        arguments, alone = self._arguments, self._watch.alone
+        arguments = self._arguments
         log(f"gives up: {reason}")
         self._voice.tell(reached=False)
-        again = ["--because", arguments.because or reason]
-        if arguments.name == "wandb" and not arguments.offline:
-            again += ["--offline"]
-        else:
-            if not arguments.warned:
-                self._voice.tell(warning=f"{reason}; it is tried again now and then")
-            if arguments.last:
-                _leave(1)
-            again += ["--warned", *(["--offline"] if arguments.offline else [])]
-            if alone.wait(_TRY_AGAIN_SECONDS):
-                again += ["--last"]
+        self._warn(reason)
+        if self._is_last:
+            _leave(1)
+        again = ["--failed", "--warned", *(["--offline"] if arguments.offline else [])]
         if self._watch.until is not None:
             again += ["--until", str(self._watch.until)]
         _end_helpers()
         os.environ.pop("WANDB_SERVICE", None)  # where the client in this program reached its own
+        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+        os.environ["PYTHONPATH"] = path  # typed by hand, this found its modules in the working directory
         self._voice.hand_over()
         os.execv(sys.executable, [*_COMMAND, arguments.name, str(self._run_dir), *again])
 
 
+_ROOT = Path(__file__).resolve().parent.parent.parent
 _COMMAND = [sys.executable, "-P", "-m", "trainer.mirror"]
 
 
@@ -245,8 +284,7 @@ def make_tracker(name: str, run_dir: Path, *, is_offline: bool) -> Tracker:
     if name == "wandb":
         from trainer.mirror.wandb_tracker import WandbTracker
 
-        # Standard input is a pipe where the training process started this.
-        process = os.getppid() if stat.S_ISFIFO(os.fstat(0).st_mode) else None
+        process = None if is_by_hand() else os.getppid()
         return WandbTracker(is_online=track["wandb"] == "online" and not is_offline, process=process)
     if name == "tensorboard":
         from trainer.mirror.tensorboard_tracker import TensorBoardTracker
@@ -255,6 +293,11 @@ def make_tracker(name: str, run_dir: Path, *, is_offline: bool) -> Tracker:
     from trainer.mirror.mlflow_tracker import MlflowTracker
 
     return MlflowTracker(track["mlflow"])
+
+
+def is_by_hand() -> bool:
+    """Whether nobody holds the other end of standard input: where the training process started this, it is a pipe."""
+    return not stat.S_ISFIFO(os.fstat(0).st_mode)
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
@@ -329,18 +372,20 @@ def _leave(code: int) -> NoReturn:
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Mirror, and end the process."""
+    """Mirror, and end the process. Exit code 78: there is no run."""
     parser = argparse.ArgumentParser(prog="python -m trainer.mirror", description=__doc__)
     parser.add_argument("name", choices=("wandb", "tensorboard", "mlflow"))
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--offline", action="store_true", help="W&B: write files, whatever track.wandb says")
     parser.add_argument("--nice", type=int, default=0, help="priority, as of the command nice; 19 is the lowest")
     # What one attempt passes to the next, which inherits the priority.
-    parser.add_argument("--because", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--failed", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--warned", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--last", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    if not (arguments.run_dir / "config.yaml").exists():
+        print(f"error: no run in {arguments.run_dir}: it has no config.yaml", file=sys.stderr)
+        sys.exit(EXIT_MISTAKE)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     if arguments.nice:

@@ -103,9 +103,6 @@ class MlflowTracker:
     def note(self) -> str:
         return f"MLflow: {self._uri}, run {self._run_id}"
 
-    def instead(self) -> str:
-        return f"its records are written again, to {self._uri}"
-
 
 def _milliseconds(seconds: float) -> int:
     return round(seconds * 1000)

@@ -91,9 +91,6 @@ class TensorBoardTracker:
     def note(self) -> str:
         return f"TensorBoard: tensorboard --logdir {self._folder}"
 
-    def instead(self) -> str:
-        return f"its records are written again, to {self._folder}"
-
     def _add(self, **values: Any) -> None:
         values.setdefault("wall_time", values.pop("time", time.time()))
         self._records.write(Event(**values).SerializeToString())

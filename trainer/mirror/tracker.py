@@ -78,9 +78,6 @@ class Tracker(Protocol):
     def note(self) -> str:
         """Where to look, for the user."""
 
-    def instead(self) -> str:
-        """Where records go after a failure, for the user."""
-
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Leaves of nested sections, by their dotted names."""

@@ -93,8 +93,5 @@ class WandbTracker:
     def note(self) -> str:
         return f"W&B: {self._run.url}" if self._is_online else f"W&B, offline; {self._to_send()}"
 
-    def instead(self) -> str:
-        return f"its records are kept; {self._to_send()}"
-
     def _to_send(self) -> str:
         return f"to send them: wandb sync {self._folder}"

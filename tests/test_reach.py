@@ -1,0 +1,169 @@
+"""Whether a tracker's server can be reached is found out without its client."""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.disturb import family
+from tests.test_trackers import warned
+from tests.tracked import Records, mirrors, wait_for
+from tests.wandb_server import WandbServer, serving
+from trainer.mirror import reach
+from trainer.mirror.reach import why_unreachable
+
+_KEY = 40 * "7"
+_ONLINE = {"wandb": "online", "mlflow": None}
+
+
+@pytest.fixture(autouse=True)
+def _nobodys_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [
+        name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_", "NETRC")) or "proxy" in name.lower()
+    ]:
+        monkeypatch.delenv(name)
+    (tmp_path / "home" / ".config" / "wandb").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def server() -> Iterator[WandbServer]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address where nobody listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+def test_without_a_key_there_is_no_hope() -> None:
+    assert "no key for https://api.wandb.ai: WANDB_API_KEY is not set" in str(why_unreachable("wandb", _ONLINE))
+
+
+@pytest.mark.parametrize("where", ["variable", "token file", "netrc", "named netrc", "settings"])
+def test_a_key_is_found_wherever_the_client_looks(
+    where: str, server: WandbServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    assert why_unreachable("wandb", _ONLINE) is not None
+    entry = f"machine {server.url.removeprefix('http://')}\n  login user\n  password {_KEY}\n"
+    if where == "variable":
+        monkeypatch.setenv("WANDB_API_KEY", _KEY)
+    elif where == "token file":
+        monkeypatch.setenv("WANDB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    elif where == "netrc":
+        (tmp_path / "home" / ".netrc").write_text(entry)
+    elif where == "named netrc":
+        (tmp_path / "mine").write_text(entry)
+        monkeypatch.setenv("NETRC", str(tmp_path / "mine"))
+    else:
+        (tmp_path / "home" / ".config" / "wandb" / "settings").write_text(f"[default]\napi_key = {_KEY}\n")
+    assert why_unreachable("wandb", _ONLINE) is None
+
+
+def test_a_key_for_somebody_else_is_none(server: WandbServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    (tmp_path / "home" / ".netrc").write_text("machine example.org\n  login user\n  password secret\n")
+    assert "no key" in str(why_unreachable("wandb", _ONLINE))
+
+
+def test_the_address_is_found_wherever_the_client_looks(
+    nobody: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", _KEY)
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text(f"[default]\nbase_url = {nobody}\n")
+    assert why_unreachable("wandb", _ONLINE) == f"{nobody} cannot be reached (Connection refused)"
+
+
+@pytest.mark.parametrize("text", ["no settings", "[default\nbase_url = http://127.0.0.1:1"])
+def test_of_settings_that_cannot_be_read_the_client_is_to_judge(text: str, tmp_path: Path) -> None:
+    (tmp_path / "home" / ".config" / "wandb" / "settings").write_text(text)
+    assert why_unreachable("wandb", _ONLINE) is None
+
+
+def test_a_proxy_of_its_own_is_left_to_the_client(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", _KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", nobody)
+    monkeypatch.setenv("WANDB_HTTPS_PROXY", "http://127.0.0.1:3128")
+    assert why_unreachable("wandb", _ONLINE) is None
+
+
+def test_the_proxy_of_the_environment_is_asked(
+    nobody: str, server: WandbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", server.url)
+    assert why_unreachable("mlflow", {"mlflow": "http://nothing.invalid"}) is None
+    monkeypatch.setenv("http_proxy", nobody)
+    assert "cannot be reached (Connection refused)" in str(why_unreachable("mlflow", {"mlflow": server.url}))
+
+
+def test_who_answers_can_be_reached_whatever_he_says(server: WandbServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_unreachable("mlflow", {"mlflow": server.url}) is None
+    assert why_unreachable("mlflow", {"mlflow": server.url.replace("http", "https")}) is None, "he speaks no TLS"
+    handler: Any = server.RequestHandlerClass
+    monkeypatch.setattr(handler, "do_GET", lambda self: self.send_error(503))
+    assert why_unreachable("mlflow", {"mlflow": server.url}) is None
+    monkeypatch.setattr(handler, "do_GET", lambda self: self.wfile.write(b"no HTTP\r\n\r\n"))
+    assert why_unreachable("mlflow", {"mlflow": server.url}) is None
+
+
+def test_who_does_not_answer_cannot_be_reached(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "_ANSWER_SECONDS", 0.3)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"http://user:secret@127.0.0.1:{silent.getsockname()[1]}"
+        why = str(why_unreachable("mlflow", {"mlflow": address}))
+    assert "has not answered for 0 s" in why
+    assert "secret" not in why
+    assert "http://127.0.0.1" in why
+    assert why_unreachable("mlflow", {"mlflow": nobody}) == f"{nobody} cannot be reached (Connection refused)"
+    assert "http://nothing.invalid cannot be reached (" in str(
+        why_unreachable("mlflow", {"mlflow": "http://nothing.invalid"})
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "track"),
+    [
+        ("wandb", {"wandb": "offline"}),
+        ("tensorboard", _ONLINE),
+        ("mlflow", {"mlflow": "sqlite:///mlflow.db"}),
+        ("mlflow", {"mlflow": "mlruns"}),
+        ("mlflow", {"mlflow": "databricks"}),
+    ],
+)
+def test_what_needs_no_web_address_is_not_asked(name: str, track: dict[str, Any]) -> None:
+    assert why_unreachable(name, track) is None
+
+
+@pytest.mark.slow
+def test_a_mirror_imports_no_client_until_there_is_somebody_to_reach(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    monkeypatch.setenv("WANDB_API_KEY", _KEY)
+    with serving() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    records = Records(text, run_dir, "track.wandb=online")
+    records.steps(1, 4)
+    (warning,) = warned(records, capsys)
+    assert f"W&B: {server.url} cannot be reached (Connection refused); it is tried again now and then" in warning
+    (mirror,) = mirrors(run_dir)
+    assert family(mirror) == [mirror]
+    assert "pydantic_core" not in Path(f"/proc/{mirror}/maps").read_text(), "which W&B's client imports"
+    with serving(server.server_address[1]) as server:
+        wait_for(lambda: records.look() or "tracking   W&B: http" in capsys.readouterr().out)
+        assert "pydantic_core" in Path(f"/proc/{mirror}/maps").read_text()
+        records.steps(5, 6)
+        records.end()
+        assert [row["step"] for row in server.runs["abcd1234"].history] == list(range(1, 7))

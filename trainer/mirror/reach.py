@@ -1,0 +1,103 @@
+"""Whether a tracker's server can be reached, asked without its client.
+
+To import a client takes a second of a processor, which training would be without: again and again, where there is
+nobody to reach. What only a client can know is left to it.
+"""
+
+import configparser
+import http.client
+import netrc
+import os
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+_ANSWER_SECONDS = 20.0
+_WANDB = "https://api.wandb.ai"
+_WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+
+
+def why_unreachable(name: str, track: Mapping[str, Any]) -> str | None:
+    """Why the tracker ``name`` can take nothing now; None: nothing speaks against it. Waits for 20 s at most, and for
+    the name of a host as long as the system does.
+
+    ``track``: the section of the config.
+    """
+    if name == "wandb" and track["wandb"] == "online":
+        return _why_not_wandb()
+    if name == "mlflow":
+        return _why_silent(track["mlflow"])
+    return None
+
+
+def _why_not_wandb() -> str | None:
+    """Reads what the client reads: https://docs.wandb.ai/models/track/environment-variables."""
+    try:
+        settings = _wandb_settings()
+    except (OSError, configparser.Error):
+        return None
+    address = os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or _WANDB
+    if not any(map(os.environ.get, _WANDB_KEYS)) and "api_key" not in settings and not _netrc_knows(address):
+        return f"no key for {_without_secrets(address)}: WANDB_API_KEY is not set, and nobody has typed wandb login"
+    has_own_proxy = any(
+        key in settings or f"WANDB_{key.upper()}" in os.environ for key in ("http_proxy", "https_proxy")
+    )
+    return None if has_own_proxy else _why_silent(address)
+
+
+def _wandb_settings() -> dict[str, str]:
+    folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
+    files = configparser.ConfigParser()
+    files.read(
+        [Path(each, "settings").expanduser() for each in (folder, Path(os.environ.get("WANDB_DIR", ""), "wandb"))]
+    )
+    return dict(files["default"]) if "default" in files else {}
+
+
+def _netrc_knows(address: str) -> bool:
+    """Whether a password for ``address`` may be where ``wandb login`` writes it."""
+    paths = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for path in paths:
+        try:
+            hosts = netrc.netrc(Path(path).expanduser()).hosts
+        except FileNotFoundError:
+            continue
+        except (OSError, netrc.NetrcParseError):
+            return True
+        # Some addresses stand for another: any of W&B's may do.
+        if any(host in (urlsplit(address).netloc, "default") or "wandb" in host for host in hosts):
+            return True
+    return False
+
+
+def _why_silent(address: str) -> str | None:
+    """Why nothing answers at ``address``; None: something does, whatever it has to say, or it is no web address."""
+    address = _without_secrets(address)
+    if urlsplit(address).scheme not in ("http", "https"):
+        return None
+    try:
+        # An opener of its own: the one that urlopen keeps knows the proxies of its first call.
+        urllib.request.build_opener().open(address, timeout=_ANSWER_SECONDS).close()
+    except urllib.error.HTTPError as answer:
+        answer.close()
+    except (urllib.error.URLError, OSError) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(reason, ssl.SSLError):
+            return None
+        if isinstance(reason, TimeoutError):
+            return f"{address} has not answered for {_ANSWER_SECONDS:.0f} s"
+        words = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
+        return f"{address} cannot be reached ({words})"
+    except (http.client.HTTPException, ValueError):
+        return None
+    return None
+
+
+def _without_secrets(address: str) -> str:
+    """``address`` without a user, a password and a query: urllib takes the first two for a part of the host."""
+    parts = urlsplit(address)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()

@@ -10,6 +10,8 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
+from configs.errors import EXIT_STOPPED
+
 LAUNCHER = "SERRIED_LAUNCHER"
 """Environment variable: the process that started this one, where that is ``launch=local``."""
 
@@ -17,13 +19,12 @@ _UNHANDLED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """In one line instead of a traceback, by the signal itself: whoever started this sees what ended it."""
+    """In one line instead of a traceback, with the exit code of whatever is stopped on request."""
     if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:  # which says so itself
         name = signal.Signals(number).name
         with suppress(OSError):  # whoever listened is gone
             os.write(2, f"stopped: {name} before training began; the same command starts it\n".encode())
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+    os._exit(EXIT_STOPPED)
 
 
 def _is_program() -> bool:

@@ -123,7 +123,7 @@ def test_a_signal_while_the_program_is_imported_ends_it_in_one_line(number: sign
         [sys.executable, "train.py"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
-    assert done.returncode == -number, "which a shell shows as 130, or 143"
+    assert done.returncode == 75
     said = f"stopped: {number.name} before training began; the same command starts it\n"
     assert (done.stdout, done.stderr) == ("", said)
 

@@ -102,10 +102,11 @@ def _run(way: str, text: Path, run_dir: Path, steps: int) -> _Seconds:
         )  # fmt: skip
         has_killed = False
         while way == "service killed" and not has_killed and not _has_ended(process.pid, os.WNOHANG):
-            services = [pid for mirror in mirrors(run_dir) for pid in family(mirror)[1:]]
-            has_killed = bool(services) and (run_dir / "wandb").exists()
-            for pid in services if has_killed else []:
-                send(pid, signal.SIGKILL)
+            if (run_dir / "wandb").exists():  # before, there is none, and to look for it takes of the processor
+                services = [pid for mirror in mirrors(run_dir) for pid in family(mirror)[1:]]
+                has_killed = bool(services)
+                for pid in services:
+                    send(pid, signal.SIGKILL)
             time.sleep(_LOOK_SECONDS)
         _has_ended(process.pid)
         elapsed, (own, of_children) = time.perf_counter() - started, _processor_seconds(process.pid)

@@ -20,7 +20,9 @@ _UNHANDLED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.
 
 def _end(number: int, _: FrameType | None) -> None:
     """In one line instead of a traceback, with the exit code of whatever is stopped on request."""
-    if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:  # which says so itself
+    # The launcher says so itself; torchrun ends ranks by SIGTERM where another one has failed.
+    is_told = LAUNCHER in os.environ or (number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ)
+    if os.environ.get("RANK", "0") == "0" and not is_told:
         name = signal.Signals(number).name
         with suppress(OSError):  # whoever listened is gone
             os.write(2, f"stopped: {name} before training began; the same command starts it\n".encode())

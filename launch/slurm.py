@@ -44,9 +44,10 @@ def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
     try:
         for folder in folders:
             (folder / "slurm").mkdir(parents=True, exist_ok=True)
-        job, path = _submit(text, folders[0])
-        for task, folder in enumerate(folders):
-            note_job(folder, job, task if len(folders) > 1 else None)
+        with NotedSignals():  # it takes a moment, and a job in the queue that nobody knows of is worse than to wait
+            job, path = _submit(text, folders[0])
+            for task, folder in enumerate(folders):
+                note_job(folder, job, task if len(folders) > 1 else None)
     except OSError as error:
         raise _unwritable(error) from None
     return say(_what_to_watch(job, path, configs, folders))
@@ -282,6 +283,7 @@ def _sbatch(path: Path) -> str:
         done = subprocess.run(
             ["sbatch", "--parsable", str(path)],
             capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False, env=clean,
+            start_new_session=True,  # Ctrl-C would reach it too, and is for this process to answer
         )  # fmt: skip
     except FileNotFoundError:
         raise UserError(

@@ -86,8 +86,8 @@ def start_sweep(sweep: Sweep, write_report: WriteReport) -> int:
             cannot be used, or Slurm refuses the job.
     """
     config = sweep.points[0].config
-    _check_libraries(config)
     for point in sweep.points:
+        _check_libraries(point.config)
         _refuse_idle_dry_run(point.config)
     return (submit_sweep if config.launch.name == "slurm" else run_sweep)(sweep, write_report)
 

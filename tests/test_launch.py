@@ -140,6 +140,24 @@ def test_a_library_that_is_missing_is_told_before_any_process_starts(
     assert "pip install -e '.[" in stderr
 
 
+@pytest.mark.parametrize(
+    ("library", "values"),
+    [("huggingface_hub", "data.tokenizer=bytes,owner/name"), ("wandb", "track.wandb=off,offline")],
+)
+def test_a_library_that_one_run_of_a_sweep_needs_is_told_before_the_first(
+    library: str, values: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from train import main
+
+    for module in ("configs.libraries", "configs.trackers"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == library else find_spec(name))
+    monkeypatch.setattr("launch.start.run_sweep", lambda *_: pytest.fail("it was started"))
+    assert main(["-m", values]) == 78
+    stderr = capsys.readouterr().err
+    assert len(stderr.splitlines()) == 1
+    assert "not installed" in stderr
+
+
 def test_a_job_with_a_python_of_its_own_may_have_what_is_missing_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

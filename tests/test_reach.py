@@ -30,6 +30,10 @@ def _nobodys_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def _no_such_host(*_: Any, **__: Any) -> None:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
 @pytest.fixture
 def server() -> Iterator[WandbServer]:
     with serving() as server:
@@ -75,19 +79,34 @@ def test_a_key_for_somebody_else_is_none(server: WandbServer, tmp_path: Path, mo
     assert "no key" in str(why_unreachable("wandb", _ONLINE))
 
 
+@pytest.mark.parametrize("folder", ["wandb", ".wandb", "home/.config/wandb"])
 def test_the_address_is_found_wherever_the_client_looks(
-    nobody: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: str, nobody: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", _KEY)
-    (tmp_path / "wandb").mkdir()
-    (tmp_path / "wandb" / "settings").write_text(f"[default]\nbase_url = {nobody}\n")
+    (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / folder / "settings").write_text(f"[default]\nbase_url = {nobody}\n")
     assert why_unreachable("wandb", _ONLINE) == f"{nobody} cannot be reached (Connection refused)"
 
 
-@pytest.mark.parametrize("text", ["no settings", "[default\nbase_url = http://127.0.0.1:1"])
-def test_of_settings_that_cannot_be_read_the_client_is_to_judge(text: str, tmp_path: Path) -> None:
-    (tmp_path / "home" / ".config" / "wandb" / "settings").write_text(text)
+@pytest.mark.parametrize(
+    "content", [b"no settings", b"[default\nbase_url = http://127.0.0.1:1", b"[default]\na = \xff"]
+)
+def test_of_settings_that_cannot_be_read_the_client_is_to_judge(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "home" / ".config" / "wandb" / "settings").write_bytes(content)
     assert why_unreachable("wandb", _ONLINE) is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "proxy"),
+    [("all_proxy", "http://127.0.0.1:1"), ("http_proxy", "socks5://127.0.0.1:1"), ("https_proxy", "127.0.0.1:1")],
+)
+def test_a_proxy_that_others_know_how_to_use_is_left_to_them(
+    variable: str, proxy: str, nobody: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert why_unreachable("mlflow", {"mlflow": nobody}) is not None
+    monkeypatch.setenv(variable, proxy)
+    assert why_unreachable("mlflow", {"mlflow": nobody}) is None
 
 
 def test_a_proxy_of_its_own_is_left_to_the_client(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,9 +145,11 @@ def test_who_does_not_answer_cannot_be_reached(nobody: str, monkeypatch: pytest.
     assert "has not answered for 0 s" in why
     assert "secret" not in why
     assert "http://127.0.0.1" in why
+    assert why_unreachable("mlflow", {"mlflow": "http://[not-an-address"}) is None
     assert why_unreachable("mlflow", {"mlflow": nobody}) == f"{nobody} cannot be reached (Connection refused)"
-    assert "http://nothing.invalid cannot be reached (" in str(
-        why_unreachable("mlflow", {"mlflow": "http://nothing.invalid"})
+    monkeypatch.setattr(socket, "getaddrinfo", _no_such_host)
+    assert why_unreachable("mlflow", {"mlflow": "http://nothing.invalid"}) == (
+        "http://nothing.invalid cannot be reached (Name or service not known)"
     )
 
 

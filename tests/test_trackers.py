@@ -71,7 +71,7 @@ def in_place_of_mirrors(command: str, tmp_path: Path, monkeypatch: pytest.Monkey
     speaker.write_text(f"#!/bin/sh\n{command}\n")
     speaker.chmod(0o755)
     with monkeypatch.context() as patched:
-        patched.setattr(sys, "executable", str(speaker))
+        patched.setattr(processes, "COMMAND", (str(speaker),))
         yield
 
 
@@ -181,29 +181,67 @@ def test_without_a_key_its_records_are_kept_to_be_sent_later(
     run = wandb_run(run_dir)
     assert [row["step"] for row in run["history"]] == list(range(1, 6))
     assert "no key for https://api.wandb.ai: WANDB_API_KEY is not set" in warning
-    assert warning.count(f"wandb sync {run_dir}/wandb/offline-run-*") == 1
+    assert f"at any later time by python -m trainer.mirror wandb {run_dir} < /dev/null. Training goes on" in warning
     assert [run["folder"]] == list(run_dir.glob("wandb/offline-run-*"))
 
 
 @pytest.mark.slow
-def test_its_service_killed_the_records_are_kept(
-    text: Path, tmp_path: Path, server: WandbServer, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_there_at_the_end", [True, False])
+def test_its_service_killed_no_record_is_lost(
+    is_there_at_the_end: bool, text: Path, tmp_path: Path, server: WandbServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
     records = Records(text, run_dir, "track.wandb=online")
     records.steps(1, 3)
-    (mirror,) = wait_for(lambda: mirrors(run_dir))
-    wait_for(lambda: server.runs)
-    for pid in family(mirror)[1:]:
-        os.kill(pid, signal.SIGKILL)
+    kill_service(run_dir, server)
     records.steps(4, 6)
     (warning,) = warned(records, capsys)
+    assert "; it is tried again now and then" in warning
     records.steps(7, 9)
+    if not is_there_at_the_end:
+        server.shutdown()
+        server.server_close()
     records.end()
-    assert not warnings(capsys.readouterr().out), "told once"
-    run = wandb_run(run_dir)
-    assert [row["step"] for row in run["history"]] == list(range(1, 10))
-    assert f"wandb sync {run_dir}/wandb/offline-run-*" in warning
+    if is_there_at_the_end:
+        assert not warnings(capsys.readouterr().out), "told once"
+        history = server.runs["abcd1234"].history
+    else:
+        history = wandb_run(run_dir)["history"]
+    assert [row["step"] for row in history] == list(range(1, 10))
+
+
+@pytest.mark.slow
+def test_tried_again_the_server_is_sent_what_it_has_not(
+    text: Path, tmp_path: Path, server: WandbServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a rollback, of which the server shows both what was before and what is now."""
+    run_dir, impatient = tmp_path / "run", tmp_path / "impatient.trainer.mirror"
+    impatient.write_text(
+        "import sys, trainer.mirror.__main__ as mirror\n"
+        "mirror.COMMAND, mirror._TRY_AGAIN_SECONDS = (sys.executable, '-P', __file__), 0.5\n"
+        "mirror.main(sys.argv[1:])\n"
+    )
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-P", str(impatient)))
+    records = Records(text, run_dir, "track.wandb=online")
+    records.steps(1, 8)
+    stored = wait_for(lambda: server.runs.get("abcd1234"))
+    wait_for(lambda: len(stored.history) == 7)  # of the eighth more may come, until the ninth
+    records.go_back(4, from_step=8)
+    records.steps(5, 7)
+    wait_for(lambda: len(stored.history) == 7 + 2)
+    starts = stored.starts
+    kill_service(run_dir, server)
+    records.steps(8, 9)
+    wait_for(lambda: records.look() or (stored.starts > starts and "tracking   W&B: http" in capsys.readouterr().out))
+    records.end()
+    assert [row["step"] for row in stored.history] == [*range(1, 8), *range(5, 10)]
+
+
+def kill_service(run_dir: Path, server: WandbServer) -> None:
+    """Kill the process that W&B's client has started, once it has told its server of the run."""
+    (mirror,) = wait_for(lambda: server.runs and mirrors(run_dir))
+    for pid in family(mirror)[1:]:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_mirror_that_is_killed_costs_a_warning(
@@ -330,7 +368,7 @@ def test_by_hand_too_records_that_cannot_be_sent_are_kept(text: Path, tmp_path: 
     assert sent.returncode == 0, sent.stderr
     told = [json.loads(line) for line in sent.stdout.splitlines()]
     (warning,) = (each["warning"] for each in told if each.get("warning"))
-    assert warning.startswith("No API key configured. Use `wandb login` to log in; what it has not taken by the end is")
+    assert warning.startswith("No API key configured. Use `wandb login` to log in; it is tried again now and then")
     run = wandb_run(run_dir)
     assert run["folder"] != kept, "written anew"
     assert told[-1] == {"reached": True, "note": f"W&B, offline; to send them: wandb sync {run['folder']}"}

@@ -85,7 +85,7 @@ def mirrors(run_dir: Path) -> list[int]:
             words = (path / "cmdline").read_bytes().split(b"\0") if path.name.isdigit() else []
         except OSError:
             continue
-        if b"trainer.mirror" in words and os.fsencode(run_dir) in words:
+        if any(word.endswith(b"trainer.mirror") for word in words) and os.fsencode(run_dir) in words:
             found.append(int(path.name))
     return found
 

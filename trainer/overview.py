@@ -13,7 +13,7 @@ from trainer.sampler import passes
 from trainer.track import short, size
 
 _LARGE_GPU_BYTES = 80 * 2**30
-"""Of an A100 or H100; what a run does not fit into there it fits into hardly anywhere."""
+"""Of an A100 or H100, for which a plan without a word of its machine is made."""
 
 _PASSES_THAT_TEACH = 16
 """Muennighoff et al., "Scaling data-constrained language models", 2023: 4 passes are as good as new data, nearly; from
@@ -83,7 +83,7 @@ def dry_run(config: RunConfig, recipe: Recipe, layout: Layout, accumulation: int
     is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
     if nobody_said and is_for_gpus and needed > _LARGE_GPU_BYTES:
         lines.append(
-            f"hint       {size(needed)} are more than one GPU has; planned for a node of 8: launch.processes=8"
+            f"hint       {size(needed)} are more than a GPU of 80 GB has; to plan for a node of 8: launch.processes=8"
         )
     return "\n".join([*lines, "dry run: no model was allocated and no process started"])
 

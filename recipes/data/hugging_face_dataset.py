@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -240,14 +241,14 @@ def _builder(section: SourceSection) -> Any:
 def path_or_name(section: SourceSection) -> str:
     """The folder of a dataset, or its name on the Hub. Raises ``UserError`` where ``data.path`` is neither."""
     assert section.path is not None  # the schema sees to it
-    path = Path(section.path).expanduser()
-    if path.is_file():
+    path = os.path.expanduser(section.path)  # noqa: PTH111 -- methods of Path fail where they may not look
+    if os.path.isfile(path):  # noqa: PTH113
         raise UserError(
             f"{assignment('data.path', section.path)} is a file, and data=hf takes a folder or the name of a dataset; "
             f"use data=text {assignment('data.path', section.path)}"
         )
-    if path.is_dir():
-        return str(path)
+    if os.path.isdir(path):  # noqa: PTH112
+        return path
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", section.path) or section.path.startswith((".", "/", "~")):
         raise UserError(
             f"{assignment('data.path', section.path)} is no folder here, and no name on the Hugging Face Hub; use "

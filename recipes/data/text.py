@@ -259,8 +259,10 @@ def no_such_path(typed: str, path: Path) -> UserError:
         missing = missing.parent
     parent = missing.parent
     try:
-        there = [(_likeness(entry.name, missing.name), entry) for entry in parent.iterdir()]
-        near = [each for each in there if each[0][0] >= _CLOSE and _is_alike(each[1], missing, is_last=missing == path)]
+        there = {entry.name.lower(): entry for entry in parent.iterdir()}
+        close = difflib.get_close_matches(missing.name.lower(), there, n=10, cutoff=0.5)  # fast, of very many files
+        near = [(_likeness(name, missing.name), there[name]) for name in close]
+        near = [each for each in near if each[0][0] >= _CLOSE and _is_alike(each[1], missing, is_last=missing == path)]
     except OSError:
         near = []
     what = "does not exist" if missing == path else f"does not exist, for there is no {missing}"

@@ -2,3 +2,17 @@
 
 The training process imports none of them. ``processes.py`` is its side; the rest runs in the mirrors.
 """
+
+import os
+import sys
+from pathlib import Path
+
+COMMAND = (sys.executable, "-P", "-m", "trainer.mirror")
+"""What runs a mirror. ``-P``: a file of the user's called wandb.py is not the tracker."""
+
+
+def python_path() -> str:
+    """``PYTHONPATH`` with which ``COMMAND`` finds its modules from any folder."""
+    root = str(Path(__file__).resolve().parent.parent.parent)
+    others = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join(dict.fromkeys([root, *others]))

@@ -26,9 +26,10 @@ from typing import Any, NoReturn
 import yaml
 
 from configs.errors import EXIT_MISTAKE
+from trainer.mirror import COMMAND, python_path
 from trainer.mirror.metrics_file import MetricsFile
 from trainer.mirror.reach import why_unreachable
-from trainer.mirror.tracker import Row, Run, Tracker
+from trainer.mirror.tracker import Held, Row, Run, Tracker
 
 _LOOK_SECONDS = 1.0
 _KNOCK_SECONDS = 30.0
@@ -143,7 +144,7 @@ class _Mirror:
             self._follow()
         except Exception as error:
             traceback.print_exc()
-            self._give_up((str(error).strip() or type(error).__name__).splitlines()[0])
+            self._give_up((str(error).strip() or f"its client has failed ({type(error).__name__})").splitlines()[0])
 
     def _wait_for_the_one_before(self) -> None:
         """Of a run that was killed and started again at once, the mirror may not have ended yet."""
@@ -162,9 +163,10 @@ class _Mirror:
         """Wait until there is hope to reach the tracker, or no more time. Imports no tracker: until then, training is
         to have the processor."""
         arguments, alone = self._arguments, self._watch.alone
+        self._is_last = arguments.last
         if arguments.failed:
-            self._is_last = alone.wait(_TRY_AGAIN_SECONDS)
-        elif is_by_hand():
+            alone.wait(_TRY_AGAIN_SECONDS)
+        elif is_by_hand() and not self._is_last:
             return
         while not self._is_last and not arguments.offline:
             with self._watch.call("connecting", _CONNECT_SECONDS_WHEN_ALONE):
@@ -181,16 +183,14 @@ class _Mirror:
 
         lines, rows, is_behind = MetricsFile(self._run_dir / "metrics.jsonl"), Rows(self._run_dir), True
         tracker = make_tracker(self._arguments.name, self._run_dir, is_offline=self._arguments.offline)
-        run, rollbacks = self._beginning()
-        has = self._open(tracker, run)
+        has, rollbacks = self._open(tracker)
         while True:
             is_alone = self._watch.alone.is_set()
             is_another, events = lines.read()
             if is_another and rows.start:
                 rows, is_behind = Rows(self._run_dir), True
                 if tracker.follows_changes:
-                    run, rollbacks = self._beginning()
-                    has = self._open(tracker, run)
+                    has, rollbacks = self._open(tracker)
             taken: list[Row] = []
             for event in events:
                 for row in rows.feed(event):
@@ -220,15 +220,16 @@ class _Mirror:
             tracker.summarize(summary)
             tracker.close(summary)
 
-    def _beginning(self) -> tuple[Run, int]:
-        """The run as its newest start told of it, and how often it had gone back before that."""
+    def _beginning(self) -> Run:
+        """The run as its newest start told of it."""
         while (begun := read_beginning(self._run_dir)) is None:
             if self._watch.alone.is_set():
                 raise RuntimeError("metrics.jsonl tells of no start")
             self._watch.alone.wait(_LOOK_SECONDS)
         return begun
 
-    def _open(self, tracker: Tracker, run: Run) -> int:
+    def _open(self, tracker: Tracker) -> Held:
+        run = self._beginning()
         if tracker.uses_network:
             self._voice.tell(reached=False)
         patience = _CONNECT_SECONDS_WHEN_ALONE if tracker.uses_network else _CALL_SECONDS_WHEN_ALONE
@@ -247,13 +248,10 @@ class _Mirror:
         if arguments.warned:
             return
         arguments.warned = True
-        is_alone = self._watch.alone.is_set()
-        then = "it is tried once more" if is_alone else "it is tried again now and then"
-        if self._is_online_wandb:
-            kept = shlex.quote(str(self._run_dir / "wandb"))
-            until = "" if is_alone else f"{then}, and "
-            then = f"{until}what it has not taken by the end is kept; to send it: wandb sync {kept}/offline-run-*"
-        self._voice.tell(warning=f"{reason.rstrip('.')}; {then}")
+        self._voice.tell(
+            warning=f"{reason.rstrip('.')}; it is tried again now and then, and at any later time by "
+            f"python -m trainer.mirror {arguments.name} {shlex.quote(str(self._run_dir))} < /dev/null"
+        )
 
     def _give_up(self, reason: str) -> NoReturn:
         """Begin again, as a new program: what a tracker left in this one is gone with it."""
@@ -263,19 +261,15 @@ class _Mirror:
         self._warn(reason)
         if self._is_last:
             _leave(1)
-        again = ["--failed", "--warned", *(["--offline"] if arguments.offline else [])]
+        again = ["--warned", *(["--offline"] if arguments.offline else [])]
+        again += ["--last" if self._watch.alone.is_set() else "--failed"]
         if self._watch.until is not None:
             again += ["--until", str(self._watch.until)]
         _end_helpers()
         os.environ.pop("WANDB_SERVICE", None)  # where the client in this program reached its own
-        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-        os.environ["PYTHONPATH"] = path  # typed by hand, this found its modules in the working directory
+        os.environ["PYTHONPATH"] = python_path()  # typed by hand, this found its modules in the working directory
         self._voice.hand_over()
-        os.execv(sys.executable, [*_COMMAND, arguments.name, str(self._run_dir), *again])
-
-
-_ROOT = Path(__file__).resolve().parent.parent.parent
-_COMMAND = [sys.executable, "-P", "-m", "trainer.mirror"]
+        os.execv(COMMAND[0], [*COMMAND, arguments.name, str(self._run_dir), *again])
 
 
 def make_tracker(name: str, run_dir: Path, *, is_offline: bool) -> Tracker:
@@ -305,10 +299,9 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     return dict(yaml.safe_load((run_dir / "config.yaml").read_text()))
 
 
-def read_beginning(run_dir: Path) -> tuple[Run, int] | None:
-    """The run in ``run_dir`` as its newest start told of it, and how many rollbacks were before that; None: there is no
-    start yet."""
-    start, rollbacks, before = None, 0, 0
+def read_beginning(run_dir: Path) -> Run | None:
+    """The run in ``run_dir`` as its newest start told of it; None: there is no start yet."""
+    start, rollbacks = None, 0
     with suppress(FileNotFoundError), (run_dir / "metrics.jsonl").open() as lines:
         for line in lines:
             if '"start"' in line or '"rollback"' in line:
@@ -316,13 +309,13 @@ def read_beginning(run_dir: Path) -> tuple[Run, int] | None:
                     event = json.loads(line)
                     rollbacks += event["event"] == "rollback"
                     if event["event"] == "start":
-                        start, before = event, rollbacks
+                        start = event
     if start is None:
         return None
     facts = {key: value for key, value in start.items() if key not in _NOT_OF_THE_RUN}
     with suppress(OSError, ValueError):
         facts["environment"] = json.loads((run_dir / "environment.json").read_text())
-    return Run(run_dir, start["tracker_run_id"], read_config(run_dir), facts), before
+    return Run(run_dir, start["tracker_run_id"], read_config(run_dir), facts, rollbacks)
 
 
 def log(text: str) -> None:
@@ -359,7 +352,9 @@ def _end_helpers() -> None:
 
 
 def _has_lost_a_helper(name: str) -> bool:
-    """Whether the process called ``name`` that a tracker started has ended, and nobody has noticed."""
+    """Whether the process called ``name`` that a tracker started has ended, and nobody has noticed. Linux only."""
+    if not hasattr(os, "waitid"):
+        return False
     with suppress(OSError):
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return ended is not None and Path(f"/proc/{ended.si_pid}/comm").read_text().strip() == name
@@ -380,6 +375,7 @@ def main(argv: list[str]) -> NoReturn:
     parser.add_argument("--nice", type=int, default=0, help="priority, as of the command nice; 19 is the lowest")
     # What one attempt passes to the next, which inherits the priority.
     parser.add_argument("--failed", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--last", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--warned", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)

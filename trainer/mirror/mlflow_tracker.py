@@ -13,7 +13,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
 from configs.trackers import is_address
-from trainer.mirror.tracker import Row, Run, Summary, flat
+from trainer.mirror.tracker import Held, Row, Run, Summary, flat
 
 _IDENTITY = "tracker_run_id"
 _METRICS_AT_A_TIME = 1000
@@ -40,7 +40,7 @@ class MlflowTracker:
         self._run_id = ""
         self._superseded: list[str] = []
 
-    def open(self, run: Run) -> int:
+    def open(self, run: Run) -> Held:
         track = run.track
         name = track["project"] or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "serried"
         found = self._client.get_experiment_by_name(name)
@@ -53,7 +53,7 @@ class MlflowTracker:
                 self._run_id = each.info.run_id
                 self._client.update_run(self._run_id, status="RUNNING")
                 self._superseded = [other.info.run_id for other in runs if other.info.run_id != self._run_id]
-                return has
+                return Held(has, run.rollbacks)
         self._superseded = [each.info.run_id for each in runs]
         tags = {_IDENTITY: run.identity, **dict.fromkeys(track["tags"], "true")}
         tags |= {key: track[key] for key in ("group",) if track[key]}
@@ -62,7 +62,7 @@ class MlflowTracker:
         params = [Param(key, value) for key, value in parameters.items()]
         for begin in range(0, len(params), _PARAMETERS_AT_A_TIME):
             self._client.log_batch(self._run_id, params=params[begin : begin + _PARAMETERS_AT_A_TIME])
-        return -1
+        return Held(-1, run.rollbacks)
 
     def _last_step(self, found: Any, run: Run, parameters: Mapping[str, str]) -> int | None:
         """The last step that a run there has; None: it is not the beginning of this one."""

@@ -6,7 +6,6 @@ import os
 import secrets
 import string
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,9 +14,9 @@ from typing import Any
 
 from configs.schema import TrackSection
 from configs.trackers import LABELS, asked_for, is_behind_a_network
+from trainer.mirror import COMMAND, python_path
 from trainer.track import Console
 
-_ROOT = Path(__file__).resolve().parent.parent.parent
 _ID_LETTERS, _ID_LENGTH = string.ascii_lowercase + string.digits, 8
 _WAIT_SECONDS = 10.0
 _WAIT_SHARE_UNREACHED = 1 / 200
@@ -62,6 +61,7 @@ class Mirrors:
                     mirror.has_warned = True
                     self._warn(mirror.name, warning)
                 elif note:
+                    mirror.has_warned = False  # it is well again, and what may come then is to be told too
                     self._console.say(f"{'tracking':<10} {note}")
             if code is not None and not mirror.has_warned and (code or not mirror.is_to_end):
                 mirror.has_warned = True
@@ -77,19 +77,18 @@ class Mirrors:
         """``finish``, and wait for the mirrors a little: what they hold is a copy. For one that has not reached its
         tracker, no longer than a small share of the run."""
         self.finish()
+        self.look()
         began, waited, has_spoken = time.monotonic(), 0.0, False
         unreached_seconds = min(_WAIT_SECONDS, _WAIT_SHARE_UNREACHED * (began - self._started))
+        # One that only now has a file to write to, having waited in vain, has all of the run to write.
+        limits = {mirror: _WAIT_SECONDS if mirror.has_reached else unreached_seconds for mirror in self._mirrors}
 
-        def is_waited_for(mirror: _Mirror) -> bool:
-            limit = _WAIT_SECONDS if mirror.has_reached else unreached_seconds
-            return mirror.process.poll() is None and waited < limit
-
-        while waiting := [mirror for mirror in self._mirrors if is_waited_for(mirror)]:
+        while waiting := [each for each in self._mirrors if each.process.poll() is None and waited < limits[each]]:
             self.look()
             waited = time.monotonic() - began
             if waited > _WORTH_A_WORD_SECONDS and not has_spoken:
                 has_spoken = True
-                reached = [LABELS[mirror.name] for mirror in waiting if mirror.has_reached]
+                reached = [LABELS[mirror.name] for mirror in waiting if limits[mirror] == _WAIT_SECONDS]
                 names, what, limit = " and ".join(reached), "sending the rest", _WAIT_SECONDS
                 if not reached:
                     names, what, limit = LABELS[waiting[0].name], "waiting for an answer", unreached_seconds
@@ -115,7 +114,6 @@ class _Mirror:
     def __init__(self, name: str, run_dir: Path, has_reached: bool) -> None:
         self.name, self.has_warned, self.has_reached, self.is_to_end = name, False, has_reached, False
         self.log = run_dir / "log" / f"mirror-{name}.log"
-        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         try:
             self.log.parent.mkdir(exist_ok=True)
             log: Any = self.log.open("ab")
@@ -123,12 +121,11 @@ class _Mirror:
             log = subprocess.DEVNULL
         try:
             self.process = subprocess.Popen(
-                # -P: a file of the user's called wandb.py is not the tracker.
-                [sys.executable, "-P", "-m", "trainer.mirror", name, str(run_dir), f"--nice={_NICENESS}"],
+                [*COMMAND, name, str(run_dir), f"--nice={_NICENESS}"],
                 stdin=subprocess.PIPE,  # closes when this process ends, however it ends
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": python_path()},
                 start_new_session=True,  # signals to this process group ask training to stop, not its mirror
             )
         finally:

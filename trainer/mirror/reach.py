@@ -27,19 +27,17 @@ def why_unreachable(name: str, track: Mapping[str, Any]) -> str | None:
 
     ``track``: the section of the config.
     """
-    if name == "wandb" and track["wandb"] == "online":
-        return _why_not_wandb()
-    if name == "mlflow":
-        return _why_silent(track["mlflow"])
-    return None
+    try:
+        if name == "wandb" and track["wandb"] == "online":
+            return _why_not_wandb()
+        return _why_silent(track["mlflow"]) if name == "mlflow" else None
+    except (ValueError, configparser.Error):  # an address or a file that is none
+        return None
 
 
 def _why_not_wandb() -> str | None:
     """Reads what the client reads: https://docs.wandb.ai/models/track/environment-variables."""
-    try:
-        settings = _wandb_settings()
-    except (OSError, configparser.Error):
-        return None
+    settings = _wandb_settings()
     address = os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or _WANDB
     if not any(map(os.environ.get, _WANDB_KEYS)) and "api_key" not in settings and not _netrc_knows(address):
         return f"no key for {_without_secrets(address)}: WANDB_API_KEY is not set, and nobody has typed wandb login"
@@ -52,9 +50,9 @@ def _why_not_wandb() -> str | None:
 def _wandb_settings() -> dict[str, str]:
     folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
     files = configparser.ConfigParser()
-    files.read(
-        [Path(each, "settings").expanduser() for each in (folder, Path(os.environ.get("WANDB_DIR", ""), "wandb"))]
-    )
+    root = Path(os.environ.get("WANDB_DIR", ""))
+    own = root / (".wandb" if (root / ".wandb").exists() else "wandb")
+    files.read([Path(os.path.expanduser(each), "settings") for each in (folder, own)])  # noqa: PTH111
     return dict(files["default"]) if "default" in files else {}
 
 
@@ -63,7 +61,7 @@ def _netrc_knows(address: str) -> bool:
     paths = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
     for path in paths:
         try:
-            hosts = netrc.netrc(Path(path).expanduser()).hosts
+            hosts = netrc.netrc(os.path.expanduser(path)).hosts  # noqa: PTH111
         except FileNotFoundError:
             continue
         except (OSError, netrc.NetrcParseError):
@@ -77,7 +75,7 @@ def _netrc_knows(address: str) -> bool:
 def _why_silent(address: str) -> str | None:
     """Why nothing answers at ``address``; None: something does, whatever it has to say, or it is no web address."""
     address = _without_secrets(address)
-    if urlsplit(address).scheme not in ("http", "https"):
+    if urlsplit(address).scheme not in ("http", "https") or _has_another_proxy():
         return None
     try:
         # An opener of its own: the one that urlopen keeps knows the proxies of its first call.
@@ -92,9 +90,16 @@ def _why_silent(address: str) -> str | None:
             return f"{address} has not answered for {_ANSWER_SECONDS:.0f} s"
         words = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
         return f"{address} cannot be reached ({words})"
-    except (http.client.HTTPException, ValueError):
+    except http.client.HTTPException:
         return None
     return None
+
+
+def _has_another_proxy() -> bool:
+    """Whether the environment names a proxy that a client may know how to use, and urllib does not."""
+    proxies = urllib.request.getproxies()
+    of_web = [proxies[kind] for kind in ("http", "https") if kind in proxies]
+    return "all" in proxies or not all(proxy.startswith(("http://", "https://")) for proxy in of_web)
 
 
 def _without_secrets(address: str) -> str:

@@ -20,7 +20,7 @@ class Rows:
     def __init__(self, run_dir: Path) -> None:
         self.start: dict[str, Any] = {}
         """The newest ``start`` event."""
-        self.rollbacks, self.rollbacks_before_this_start = 0, 0
+        self.rollbacks = 0
         self.summary: dict[str, Any] = {"run_dir": str(run_dir), "report": str(run_dir / "report.html"), "starts": 0}
         self._gathering: Row | None = None
 
@@ -45,7 +45,7 @@ class Rows:
     def _sum_up(self, event: Mapping[str, Any]) -> None:
         kind, summary = event["event"], self.summary
         if kind == "start":
-            self.start, self.rollbacks_before_this_start = dict(event), self.rollbacks
+            self.start = dict(event)
             summary.update(state="running", starts=summary["starts"] + 1)
             summary.pop("reason", None)
         elif kind == "step":

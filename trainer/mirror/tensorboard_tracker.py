@@ -17,7 +17,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from trainer.mirror.tracker import Row, Run, Summary, flat
+from trainer.mirror.tracker import Held, Row, Run, Summary, flat
 
 _PREFIX = "events.out.tfevents."
 _REWRITING = ".rewriting"
@@ -42,7 +42,7 @@ class TensorBoardTracker:
         self._file: IO[bytes] | None = None
         self._records: Any = None
 
-    def open(self, run: Run) -> int:
+    def open(self, run: Run) -> Held:
         if self._file is not None:
             self._file.close()
         self._folder = run.folder / "tensorboard"
@@ -58,7 +58,7 @@ class TensorBoardTracker:
         self._summarize(_text("config", "\n".join(f"    {line}" for line in yaml.safe_dump(run.config).splitlines())))
         if run.track["notes"]:
             self._summarize(_text("notes", run.track["notes"]))
-        return -1
+        return Held(-1, run.rollbacks)
 
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:

@@ -19,6 +19,15 @@ class Row(NamedTuple):
     values: dict[str, float]
 
 
+class Held(NamedTuple):
+    """What a tracker has of a run already."""
+
+    step: int
+    """The last; -1: none."""
+    rollbacks: int
+    """How many of the run's it was told of: the steps after the last of them are the newest."""
+
+
 @dataclass(frozen=True)
 class Run:
     """The run that is mirrored."""
@@ -30,6 +39,8 @@ class Run:
     """config.yaml: the resolved ``RunConfig``."""
     facts: dict[str, Any]
     """What the start of the run told: processes, mesh, parameters, ...; and ``environment.json``."""
+    rollbacks: int
+    """How often it had gone back when this was read."""
 
     @property
     def name(self) -> str:
@@ -60,8 +71,8 @@ class Tracker(Protocol):
     follows_changes: bool
     """Whether ``open`` is to be called again, and all told anew, when lines of ``metrics.jsonl`` were taken back."""
 
-    def open(self, run: Run) -> int:
-        """Begin to mirror ``run``. Returns the last step that the tracker has already; -1: none."""
+    def open(self, run: Run) -> Held:
+        """Begin to mirror ``run``. Returns what the tracker has of it already."""
 
     def write(self, rows: Sequence[Row]) -> None:
         """Take ``rows``, whose steps increase."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import wandb
 
-from trainer.mirror.tracker import Row, Run, Summary
+from trainer.mirror.tracker import Held, Row, Run, Summary
 
 # Where training has all cores, a thread here is given 1.5 % of one.
 _INIT_SECONDS, _SERVICE_SECONDS = 180.0, 120.0
@@ -33,7 +33,7 @@ class WandbTracker:
         self._folder = Path()
         self._superseded: list[Path] = []
 
-    def open(self, run: Run) -> int:
+    def open(self, run: Run) -> Held:
         if self._run is not None:
             self._run.finish()
         track, folder = run.track, run.folder / "wandb"
@@ -73,7 +73,10 @@ class WandbTracker:
         # Steps that come again after a restart or a rollback are points on this axis; W&B's own drops them.
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
-        return int(self._run.summary.get(_STEP, -1)) if self._run.resumed else -1
+        if not self._run.resumed:
+            return Held(-1, 0)
+        there = self._run.summary
+        return Held(int(there.get(_STEP, -1)), int(there.get("rollbacks", 0)))
 
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:

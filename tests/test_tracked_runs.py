@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,18 @@ def _nobodys_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
+def _has_session_of_lowest_priority(pid: int) -> bool:
+    """What counts where the kernel shares out cores by session."""
+    group = Path(f"/proc/{pid}/autogroup")
+    return not group.exists() or int(group.read_text().split()[-1]) == _LOWEST_PRIORITY
+
+
 def _kill_its_service(run_dir: Path) -> Callable[[Trainer, int], None]:
     def kill(_: Trainer, step: int) -> None:
         if step == 3:
             for service in wait_for(lambda: [pid for mirror in mirrors(run_dir) for pid in family(mirror)[1:]]):
                 assert os.getpriority(os.PRIO_PROCESS, service) == _LOWEST_PRIORITY
+                wait_for(partial(_has_session_of_lowest_priority, service))
                 send(service, signal.SIGKILL)
 
     return kill
@@ -41,6 +49,7 @@ def _see_its_priority(run_dir: Path) -> Callable[[Trainer, int], None]:
         if step == 3:
             (mirror,) = mirrors(run_dir)
             wait_for(lambda: os.getpriority(os.PRIO_PROCESS, mirror) == _LOWEST_PRIORITY)
+            wait_for(partial(_has_session_of_lowest_priority, mirror))
 
     return see
 

@@ -42,7 +42,7 @@ _CONNECT_SECONDS_WHEN_ALONE = 30.0
 _ALONE_SECONDS = 300.0
 _WATCH_SECONDS = 0.2
 _LOOK_SECONDS_WITHOUT_A_CALL = 5.0
-_FINISHING = "finishing"
+_CONNECTING, _FINISHING = "connecting", "finishing"
 _NOT_OF_THE_RUN = ("event", "time", "tracker_run_id", "resumed_from")
 _HELPERS = {"wandb": "wandb-core"}
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -109,6 +109,8 @@ class _Watch:
                 _leave(1)
             if call is None:
                 continue
+            if call[0] == _CONNECTING:
+                _have_children_be_nice()
             if self._helper is not None and call[0] != _FINISHING and _has_lost_a_helper(self._helper):
                 self._give_up(f"its service {self._helper} has ended")
             what, began, seconds_when_alone = call
@@ -169,7 +171,7 @@ class _Mirror:
         elif is_by_hand() and not self._is_last:
             return
         while not self._is_last and not arguments.offline:
-            with self._watch.call("connecting", _CONNECT_SECONDS_WHEN_ALONE):
+            with self._watch.call(_CONNECTING, _CONNECT_SECONDS_WHEN_ALONE):
                 why = why_unreachable(arguments.name, self._track)
             if why is None:
                 return
@@ -233,8 +235,9 @@ class _Mirror:
         if tracker.uses_network:
             self._voice.tell(reached=False)
         patience = _CONNECT_SECONDS_WHEN_ALONE if tracker.uses_network else _CALL_SECONDS_WHEN_ALONE
-        with self._watch.call("connecting", patience):
+        with self._watch.call(_CONNECTING, patience):
             has = tracker.open(run)
+        _have_children_be_nice()
         self._voice.tell(reached=True, note=tracker.note())
         return has
 
@@ -330,6 +333,16 @@ def _be_nice(niceness: int) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, niceness)
     with suppress(OSError):  # where the kernel shares out cores by session, the above counts within this one alone
         Path("/proc/self/autogroup").write_text(str(niceness))
+
+
+def _have_children_be_nice() -> None:
+    """Where the kernel shares out cores by session, a child that begins one has there what others have, whatever it
+    inherited. Linux only."""
+    with suppress(OSError):
+        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            group, niceness = Path(f"/proc/{child}/autogroup"), os.getpriority(os.PRIO_PROCESS, 0)
+            if not group.read_text().endswith(f" nice {niceness}\n"):
+                group.write_text(str(niceness))
 
 
 def _end_helpers() -> None:

@@ -126,9 +126,18 @@ def test_what_is_left_counts_evaluations_and_saves_by_what_they_took(tmp_path: P
     assert left(10, "checkpoint.every=0", "trainer.stop_at=20") == 10 * 2 + evaluations + save
 
 
+def train_exchanging(argv: list[str]) -> dict[str, Any]:
+    """Train with ranks that exchange their numbers for each line of the log, however fast they come."""
+    with patch("trainer.metrics._EXCHANGE_SECONDS", 0.0):
+        return train_small(argv)
+
+
 def test_start_and_step_tell_what_others_rely_on(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(text, tmp_path, "trainer.steps=12", "trainer.eval_every=4", "parallel=fsdp")
-    assert [answer.value["code"] for answer in cluster.run(2, "tests.runs:train_small", argv=argv)] == [0, 0]
+    assert [answer.value["code"] for answer in cluster.run(2, "tests.test_numbers:train_exchanging", argv=argv)] == [
+        0,
+        0,
+    ]
     (start,) = metrics(tmp_path, "start")
     assert start["device"] == "cpu"
     assert start["hosts"] == [os.uname().nodename] * 2
@@ -201,6 +210,7 @@ def phases_of_calls(argv: list[str]) -> dict[str, list[str]]:
         end(self)
 
     with (
+        patch("trainer.metrics._EXCHANGE_SECONDS", 0.0),
         patch.object(Phases, "begin", begun),
         patch.object(Phases, "end", ended),
         patch.object(dist, gather, watched("gather", getattr(dist, gather))),
@@ -239,6 +249,34 @@ def test_replicas_wait_once_their_gradients_are_there(cluster: Cluster, text: Pa
         assert answer.value["all"] == ["data", "host", *passes, "communication", "optimizer"]
     (split,) = [line["time_split"] for line in metrics(tmp_path) if line["time_split"]]
     assert min(split.values()) > 0
+
+
+def test_ranks_exchange_their_numbers_now_and_then_and_every_line_has_some(
+    cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    argv = tiny_overrides(text, tmp_path, "trainer.steps=60", "trainer.log_every=1", "trainer.global_batch=8")
+    first, second = (answer.value for answer in cluster.run(2, "tests.test_numbers:steps_of_exchanges", argv=argv))
+    assert first == second, "or a rank would wait for ever"
+    lines = metrics(tmp_path)
+    assert first[0] == 1
+    assert len(first) < len(lines) == 60
+    for line in lines:
+        assert min(line["memory_bytes"], line["step_seconds"], line["tokens_per_second"], line["slowest_share"]) > 0
+        assert line["data_seconds"] >= 0
+
+
+def steps_of_exchanges(argv: list[str]) -> list[int]:
+    """After which steps of a run ranks exchanged their numbers."""
+    found: list[int] = []
+    exchange = Meter._exchange
+
+    def watched(self: Meter, *arguments: Any) -> None:
+        found.append(self._last_step)
+        exchange(self, *arguments)
+
+    with patch.object(Meter, "_exchange", watched):
+        train_small(argv)
+    return found
 
 
 def phases_of_gradients(argv: list[str]) -> list[tuple[int, list[str]]]:

@@ -57,7 +57,11 @@ def train_with_a_slow_rank(argv: list[str], rank: int) -> int:
         measured.append(1)
         return len(measured) * (2.0 if os.environ["RANK"] == str(rank) else 1.0)
 
-    with patch.object(Pace, "seconds", seconds), patch.object(Session, "host", lambda self: f"node{self.rank}"):
+    with (
+        patch("trainer.metrics._EXCHANGE_SECONDS", 0.0),
+        patch.object(Pace, "seconds", seconds),
+        patch.object(Session, "host", lambda self: f"node{self.rank}"),
+    ):
         return main(argv)
 
 

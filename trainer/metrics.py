@@ -18,6 +18,10 @@ from trainer.step import StepResult
 SAVING, PROFILING = "(saving)", "(profiling)"
 """The pauses that are no evaluations: those have the names of their sets, which begin with a letter."""
 
+_EXCHANGE_SECONDS, _MOST_LINES_WITHOUT = 1.0, 20
+"""How often ranks tell each other their numbers, at most: where steps take milliseconds, to do so for each line of the
+log would cost more than a percent of them. And how many lines may be without, however little the one before took."""
+
 RATES = (
     "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "memory_bytes", "memory_reserved_bytes",
     "data_seconds", "slowest_rank", "slowest_share", "time_split", "eta_seconds",
@@ -41,6 +45,12 @@ class Meter:
     _last_step: int = 0
     _last_tokens: int = 0
     _paused_seconds: float = 0.0
+    _lines_without: int = 0
+    """How many are to come until ranks exchange their numbers again."""
+    _of_all_ranks: dict[str, Any] = field(default_factory=dict)
+    _data_seconds: float = 0.0
+    _data_steps: int = 0
+    _time_split: Mapping[str, float] = field(default_factory=dict)
     slow: SlowRank = field(default_factory=SlowRank)
 
     def __post_init__(self) -> None:
@@ -53,7 +63,8 @@ class Meter:
     def start_at(self, step: int, tokens: int) -> None:
         """Count from here: ``step`` steps and ``tokens`` tokens were done before."""
         self._last_step, self._last_tokens, self._last_time = step, tokens, time.perf_counter()
-        self._paused_seconds = 0.0
+        self._paused_seconds, self._lines_without = 0.0, 0
+        self._data_seconds, self._data_steps, self._time_split = 0.0, 0, {}
 
     def pause(self, what: str, seconds: float) -> None:
         """Leave ``seconds`` of ``what`` (an evaluation, say) out of the rates."""
@@ -75,38 +86,57 @@ class Meter:
         """Rates since the last call, now that ``step`` is done and ``tokens`` are trained. A collective.
 
         ``data_seconds``: what this rank waited for data since the last call. ``time_split``: seconds of the phases of
-        a step on this rank; all ranks give those of the same one, or none does.
+        a step on this rank; all ranks give those of the same one, or none does. What all ranks have a part in may be
+        that of an earlier call, less than a second or so ago; ``time_split`` is None then.
         """
         now = time.perf_counter()
         seconds = max(now - self._last_time - self._paused_seconds, 1e-9)
         steps, new_tokens = step - self._last_step, tokens - self._last_tokens
         self._last_time, self._last_step, self._last_tokens, self._paused_seconds = now, step, tokens, 0.0
         tokens_per_second, step_seconds = new_tokens / seconds, seconds / steps
-        parts = list((time_split or {}).values())
-        allocated, reserved = peak_memory_bytes(self.device)
-        pace = self._pace.seconds() if self.world_size > 1 else 0.0
-        # On the host, through Gloo: these are host numbers, and the device has better things to do.
-        mine = torch.tensor([float(allocated), float(reserved or 0), data_seconds, pace, *parts], dtype=torch.float64)
-        ranks = [mine]
-        if dist.is_initialized():
-            ranks = [torch.empty_like(mine) for _ in range(self.world_size)]
-            dist.all_gather(ranks, mine)
-        table = torch.stack(ranks)
-        most_allocated, most_reserved, waited = table[:, :3].amax(0).tolist()
-        rank, share = self.slow.judge(table[:, 3].tolist()) if self.world_size > 1 else (None, None)
+        self._data_seconds += data_seconds
+        self._data_steps += steps
+        self._time_split = time_split or self._time_split
+        if self._lines_without:
+            self._lines_without -= 1
+            self._of_all_ranks["time_split"] = None
+        else:
+            self._exchange(seconds)
         peak = self.peak_flops
         return {
             "step_seconds": step_seconds,
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": tokens_per_second / self.world_size,
             "mfu": self.flops_per_step / step_seconds / (peak * self.world_size) if peak else None,
+            **self._of_all_ranks,
+        }
+
+    def _exchange(self, seconds: float) -> None:
+        """Learn what all ranks have a part in, and when to do so again; ``seconds`` since the last line of the log."""
+        split = self._time_split
+        allocated, reserved = peak_memory_bytes(self.device)
+        pace = self._pace.seconds() if self.world_size > 1 else 0.0
+        # On the host, through Gloo: these are host numbers, and the device has better things to do.
+        numbers = [float(allocated), float(reserved or 0), self._data_seconds, seconds, pace, *split.values()]
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        ranks = [mine]
+        if dist.is_initialized():
+            ranks = [torch.empty_like(mine) for _ in range(self.world_size)]
+            dist.all_gather(ranks, mine)
+        table = torch.stack(ranks)
+        most_allocated, most_reserved, waited, longest = table[:, :4].amax(0).tolist()
+        rank, share = self.slow.judge(table[:, 4].tolist()) if self.world_size > 1 else (None, None)
+        self._of_all_ranks = {
             "memory_bytes": int(most_allocated),
             "memory_reserved_bytes": int(most_reserved) if reserved is not None else None,
-            "data_seconds": waited / steps,
+            "data_seconds": waited / self._data_steps,
             "slowest_rank": rank,
             "slowest_share": share,
-            "time_split": dict(zip(time_split, table[:, 4:].mean(0).tolist(), strict=True)) if time_split else None,
+            "time_split": dict(zip(split, table[:, 5:].mean(0).tolist(), strict=True)) or None,
         }
+        self._data_seconds, self._data_steps, self._time_split = 0.0, 0, {}
+        if self.world_size > 1:  # equal on all ranks, as the table is
+            self._lines_without = min(int(_EXCHANGE_SECONDS / longest), _MOST_LINES_WITHOUT)
 
 
 def eta_seconds(config: RunConfig, step: int, step_seconds: float, pauses: Mapping[str, float]) -> float:

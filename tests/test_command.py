@@ -259,7 +259,7 @@ def test_a_plan_that_is_too_large_for_one_gpu_says_how_to_plan_for_more(capsys: 
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith("hint ")]
 
     (hint,) = hints("recipe=llama8b")
-    assert hint.endswith("planned for a node of 8: launch.processes=8")
+    assert hint.endswith("more than a GPU of 80 GB has; to plan for a node of 8: launch.processes=8")
     assert hints("recipe=llama8b", "launch.processes=8") == []
     assert hints("recipe=llama8b", "launch.processes=1") == [], "whoever says so knows"
     assert hints("recipe=llama1b") == []

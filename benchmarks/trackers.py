@@ -2,11 +2,15 @@
 
     python -m benchmarks.trackers              # five turns
     python -m benchmarks.trackers --turns 10 --steps 400
+    python -m benchmarks.trackers --pairs 60   # what a mirror costs that has no rest
 
 Each turn starts ``python train.py`` once for each way, in another order each time, and takes the seconds from start to
 end of the process, the processor seconds of that process alone, and those of its mirror until then, which training
 would have had where it uses all cores. Ratios are of one turn, to the run of that turn without W&B. Seconds grow
 severalfold where others use the machine: leave it idle.
+
+``--pairs`` goes below that noise: beside one long run, a process of a mirror's priority imports W&B's client again and
+again, for two seconds, and is stopped for two. A pair is the seconds of a step in two such spans, one beside the other.
 """
 
 import argparse
@@ -23,7 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.disturb import family, send
+from benchmarks.disturb import family, last_step, lines, send
 from tests.cluster import ROOT
 from tests.runs import metrics, overrides, write_text
 from tests.tracked import await_mirrors, mirrors
@@ -31,6 +35,14 @@ from tests.wandb_server import serving
 
 WAYS = ("off", "offline", "reachable", "no key", "refused", "never answers", "service killed")
 _LOOK_SECONDS = 0.05
+_SPAN_SECONDS, _STEPS_TO_WARM_UP = 2.0, 20
+_WITHOUT_REST = """
+import subprocess, sys
+from trainer.mirror.__main__ import be_nice
+be_nice(19)
+while True:
+    subprocess.run([sys.executable, "-c", "import wandb"])
+"""
 
 
 def main() -> None:
@@ -38,8 +50,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--pairs", type=int, default=0)
     parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=list(WAYS[1:]))
     arguments = parser.parse_args()
+    if arguments.pairs:
+        ratios = _beside_one_without_rest(arguments.pairs)
+        lower, median, upper = statistics.quantiles(ratios, n=4)
+        print(f"seconds of a step, of those without: {median:.3f} (quartiles {lower:.3f} to {upper:.3f})")
+        return
     ways = ["off", *arguments.ways]
     seconds: dict[str, list[_Seconds]] = {way: [] for way in ways}
     losses: dict[str, list[list[float]]] = {way: [] for way in ways}
@@ -116,6 +134,42 @@ def _run(way: str, text: Path, run_dir: Path, steps: int) -> _Seconds:
     if code:
         sys.exit(f"{way}: exit code {code}\n{(run_dir.parent / 'output').read_text()}")
     return seconds
+
+
+def _beside_one_without_rest(pairs: int) -> list[float]:
+    """Seconds of a step while a client is being imported, of those while none is, pair by pair."""
+    with tempfile.TemporaryDirectory() as folder:
+        text, run_dir = Path(folder) / "text", Path(folder) / "run"
+        text.mkdir()
+        write_text(text)
+        argv = ["trainer.steps=1M", "trainer.log_every=1", "trainer.eval_every=0", "checkpoint.every=0"]
+        process = subprocess.Popen(
+            [sys.executable, "train.py", *overrides(text, run_dir, *argv)],
+            cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        busy = subprocess.Popen([sys.executable, "-c", _WITHOUT_REST], cwd=ROOT, start_new_session=True)
+        try:
+            os.killpg(busy.pid, signal.SIGSTOP)
+            while last_step(run_dir) < _STEPS_TO_WARM_UP:
+                time.sleep(_LOOK_SECONDS)
+            spans = []
+            for pair in range(pairs):
+                for is_busy in (True, False) if pair % 2 else (False, True):
+                    os.killpg(busy.pid, signal.SIGCONT if is_busy else signal.SIGSTOP)
+                    began = time.time()
+                    time.sleep(_SPAN_SECONDS)
+                    spans.append((is_busy, began, time.time()))
+        finally:
+            os.killpg(busy.pid, signal.SIGKILL)
+            process.kill()
+            busy.wait()
+            process.wait()
+        times = [line["time"] for line in lines(run_dir / "metrics.jsonl") if line["event"] == "step"]
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for is_busy, began, ended in spans:
+        within = [moment for moment in times if began <= moment < ended]
+        seconds[is_busy].append((within[-1] - within[0]) / (len(within) - 1))
+    return [one / other for one, other in zip(seconds[True], seconds[False], strict=True)]
 
 
 def _has_ended(pid: int, flags: int = 0) -> bool:

@@ -327,7 +327,7 @@ def log(text: str) -> None:
         print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
-def _be_nice(niceness: int) -> None:
+def be_nice(niceness: int) -> None:
     """Leave the cores to others, as the command ``nice`` does. What a tracker starts inherits it."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, niceness)
@@ -398,7 +398,7 @@ def main(argv: list[str]) -> NoReturn:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     if arguments.nice:
-        _be_nice(arguments.nice)
+        be_nice(arguments.nice)
     _Mirror(arguments).run()
     _leave(0)
 

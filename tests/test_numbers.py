@@ -23,6 +23,7 @@ import recipes.models.head
 import recipes.models.transformer
 import trainer.trainer
 from configs.compose import compose
+from launch.session import open_session
 from parallel.data import Replicated
 from parallel.phases import PHASES, Phases
 from recipes.models.transformer import Transformer, flops_per_token
@@ -263,6 +264,26 @@ def test_ranks_exchange_their_numbers_now_and_then_and_every_line_has_some(
     for line in lines:
         assert min(line["memory_bytes"], line["step_seconds"], line["tokens_per_second"], line["slowest_share"]) > 0
         assert line["data_seconds"] >= 0
+
+
+def data_shares(waited: list[float]) -> list[float]:
+    """Shares of waiting for data in the lines of a run of ranks, of which the first waits so long before each."""
+    shares = []
+    with open_session(compose([]).launch) as session, patch("trainer.metrics._EXCHANGE_SECONDS", 1000.0):
+        meter = Meter(torch.device("cpu"), session.world_size, 1.0, None)
+        for step, seconds in enumerate(waited, start=1):
+            time.sleep(0.02)
+            rates = meter.rates(step, step, seconds if session.is_main else 0.0, None)
+            shares.append(rates["data_seconds"] / rates["step_seconds"])
+    return shares
+
+
+def test_the_share_of_waiting_is_of_the_time_it_was_measured_over(cluster: Cluster) -> None:
+    for answer in cluster.run(2, "tests.test_numbers:data_shares", waited=[0.0, 0.01, *[0.0] * 28]):
+        line = next(line for line, share in enumerate(answer.value) if share)
+        assert line == 21, "the first exchange after that of the first line"
+        assert answer.value[line] <= 0.01 / (0.02 * line)
+        assert answer.value[line:] == [pytest.approx(answer.value[line])] * (30 - line)
 
 
 def steps_of_exchanges(argv: list[str]) -> list[int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from benchmarks.disturb import family
+from benchmarks.disturb import family, send
 from configs.addresses import masked
 from configs.compose import compose
 from configs.errors import UserError
@@ -228,7 +228,7 @@ def test_tried_again_the_server_is_sent_what_it_has_not(
     wait_for(lambda: len(stored.history) == 7)  # of the eighth more may come, until the ninth
     records.go_back(4, from_step=8)
     records.steps(5, 7)
-    wait_for(lambda: len(stored.history) == 7 + 2)
+    wait_for(lambda: len(stored.history) == 7 + 2 and (stored.summary["step"], stored.summary["rollbacks"]) == (6, 1))
     starts = stored.starts
     kill_service(run_dir, server)
     records.steps(8, 9)
@@ -240,8 +240,10 @@ def test_tried_again_the_server_is_sent_what_it_has_not(
 def kill_service(run_dir: Path, server: WandbServer) -> None:
     """Kill the process that W&B's client has started, once it has told its server of the run."""
     (mirror,) = wait_for(lambda: server.runs and mirrors(run_dir))
+    (stored,) = server.runs.values()  # where the summary may come after the rows
+    wait_for(lambda: not stored.history or stored.summary.get("step") == stored.history[-1]["step"])
     for pid in family(mirror)[1:]:
-        os.kill(pid, signal.SIGKILL)
+        send(pid, signal.SIGKILL)
 
 
 def test_a_mirror_that_is_killed_costs_a_warning(
@@ -368,7 +370,7 @@ def test_by_hand_too_records_that_cannot_be_sent_are_kept(text: Path, tmp_path: 
     assert sent.returncode == 0, sent.stderr
     told = [json.loads(line) for line in sent.stdout.splitlines()]
     (warning,) = (each["warning"] for each in told if each.get("warning"))
-    assert warning.startswith("No API key configured. Use `wandb login` to log in; it is tried again now and then")
+    assert warning.startswith("No API key configured. Use `wandb login` to log in; it is tried once more, and at any")
     run = wandb_run(run_dir)
     assert run["folder"] != kept, "written anew"
     assert told[-1] == {"reached": True, "note": f"W&B, offline; to send them: wandb sync {run['folder']}"}

@@ -49,7 +49,8 @@ class Meter:
     """How many are to come until ranks exchange their numbers again."""
     _of_all_ranks: dict[str, Any] = field(default_factory=dict)
     _data_seconds: float = 0.0
-    _data_steps: int = 0
+    _data_window_seconds: float = 0.0
+    _data_share: float = 0.0
     _time_split: Mapping[str, float] = field(default_factory=dict)
     slow: SlowRank = field(default_factory=SlowRank)
 
@@ -64,7 +65,7 @@ class Meter:
         """Count from here: ``step`` steps and ``tokens`` tokens were done before."""
         self._last_step, self._last_tokens, self._last_time = step, tokens, time.perf_counter()
         self._paused_seconds, self._lines_without = 0.0, 0
-        self._data_seconds, self._data_steps, self._time_split = 0.0, 0, {}
+        self._data_seconds, self._data_window_seconds, self._time_split = 0.0, 0.0, {}
 
     def pause(self, what: str, seconds: float) -> None:
         """Leave ``seconds`` of ``what`` (an evaluation, say) out of the rates."""
@@ -95,7 +96,7 @@ class Meter:
         self._last_time, self._last_step, self._last_tokens, self._paused_seconds = now, step, tokens, 0.0
         tokens_per_second, step_seconds = new_tokens / seconds, seconds / steps
         self._data_seconds += data_seconds
-        self._data_steps += steps
+        self._data_window_seconds += seconds
         self._time_split = time_split or self._time_split
         if self._lines_without:
             self._lines_without -= 1
@@ -108,6 +109,7 @@ class Meter:
             "tokens_per_second": tokens_per_second,
             "tokens_per_second_per_device": tokens_per_second / self.world_size,
             "mfu": self.flops_per_step / step_seconds / (peak * self.world_size) if peak else None,
+            "data_seconds": self._data_share * step_seconds,
             **self._of_all_ranks,
         }
 
@@ -129,12 +131,12 @@ class Meter:
         self._of_all_ranks = {
             "memory_bytes": int(most_allocated),
             "memory_reserved_bytes": int(most_reserved) if reserved is not None else None,
-            "data_seconds": waited / self._data_steps,
             "slowest_rank": rank,
             "slowest_share": share,
             "time_split": dict(zip(split, table[:, 5:].mean(0).tolist(), strict=True)) or None,
         }
-        self._data_seconds, self._data_steps, self._time_split = 0.0, 0, {}
+        self._data_share = waited / self._data_window_seconds
+        self._data_seconds, self._data_window_seconds, self._time_split = 0.0, 0.0, {}
         if self.world_size > 1:  # equal on all ranks, as the table is
             self._lines_without = min(int(_EXCHANGE_SECONDS / longest), _MOST_LINES_WITHOUT)
 

@@ -46,7 +46,7 @@ class Pace:
 
 
 class SlowRank:
-    """Names a rank that is slower than the others for several log intervals in a row."""
+    """Names a rank that is slower than the others in several measurements in a row."""
 
     def __init__(self) -> None:
         self._times = 0

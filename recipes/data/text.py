@@ -259,10 +259,12 @@ def no_such_path(typed: str, path: Path) -> UserError:
         missing = missing.parent
     parent = missing.parent
     try:
-        there = {entry.name.lower(): entry for entry in parent.iterdir()}
-        close = difflib.get_close_matches(missing.name.lower(), there, n=10, cutoff=0.5)  # fast, of very many files
-        near = [(_likeness(name, missing.name), there[name]) for name in close]
-        near = [each for each in near if each[0][0] >= _CLOSE and _is_alike(each[1], missing, is_last=missing == path)]
+        there: dict[str, list[Path]] = {}
+        for entry in parent.iterdir():
+            there.setdefault(_stem(entry.name), []).append(entry)
+        stems = difflib.get_close_matches(_stem(missing.name), there, n=10, cutoff=_CLOSE)  # fast, of very many files
+        alike = [each for stem in stems for each in there[stem] if _is_alike(each, missing, is_last=missing == path)]
+        near = [(_likeness(each.name, missing.name), each) for each in alike]
     except OSError:
         near = []
     what = "does not exist" if missing == path else f"does not exist, for there is no {missing}"
@@ -284,10 +286,15 @@ def _is_alike(entry: Path, missing: Path, *, is_last: bool) -> bool:
 
 def _likeness(one: str, other: str) -> tuple[float, float]:
     """Of two names without their endings, which must not be all that is alike; then of the whole names."""
-    names = one.lower(), other.lower()
-    stems = [name.removesuffix(Path(name).suffix).removesuffix(kind_of(name)) for name in names]
+    stems, names = (_stem(one), _stem(other)), (one.lower(), other.lower())
     of_stems, of_names = (difflib.SequenceMatcher(None, *pair).ratio() for pair in (stems, names))
     return of_stems, of_names
+
+
+def _stem(name: str) -> str:
+    """``name`` without its ending, also where that has a compression behind it."""
+    name = name.lower()
+    return name.removesuffix(Path(name).suffix).removesuffix(kind_of(name))
 
 
 # reading --------------------------------------------------------------------------------------------------------------

@@ -194,18 +194,20 @@ class _Mirror:
                 if tracker.follows_changes:
                     has, rollbacks = self._open(tracker)
             taken: list[Row] = []
+            went_back = False
             for event in events:
                 for row in rows.feed(event):
                     if row.step > has:
                         taken.append(row)
                         has = row.step
                 if rows.rollbacks > rollbacks:  # steps that were told before come again, with other numbers
-                    rollbacks, has = rows.rollbacks, min(has, event["step"])
+                    rollbacks, has, went_back = rows.rollbacks, min(has, event["step"]), True
             with self._watch.call("writing"):
                 if taken:
                     tracker.write(taken)
                 if any(event["event"] not in ("step", "eval") for event in events):
-                    tracker.summarize(rows.summary)
+                    # A tracker that remembers the last step it was given is to forget those that were undone.
+                    tracker.summarize({**rows.summary, "step": has} if went_back else rows.summary)
             if events:
                 continue
             if is_alone:
@@ -244,6 +246,7 @@ class _Mirror:
     def _caught_up(self, tracker: Tracker) -> None:
         with self._watch.call("writing"):
             tracker.caught_up()
+        self._arguments.warned = False  # it is well, and what may come then is to be told too
 
     def _warn(self, reason: str) -> None:
         """Tell once why the tracker takes nothing, and what becomes of its records."""
@@ -251,8 +254,9 @@ class _Mirror:
         if arguments.warned:
             return
         arguments.warned = True
+        when = "once more" if is_by_hand() else "again now and then"
         self._voice.tell(
-            warning=f"{reason.rstrip('.')}; it is tried again now and then, and at any later time by "
+            warning=f"{reason.rstrip('.')}; it is tried {when}, and at any later time by "
             f"python -m trainer.mirror {arguments.name} {shlex.quote(str(self._run_dir))} < /dev/null"
         )
 

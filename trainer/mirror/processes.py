@@ -61,7 +61,7 @@ class Mirrors:
                     mirror.has_warned = True
                     self._warn(mirror.name, warning)
                 elif note:
-                    mirror.has_warned = False  # it is well again, and what may come then is to be told too
+                    mirror.has_warned = False  # it is well, and what may come then is to be told too
                     self._console.say(f"{'tracking':<10} {note}")
             if code is not None and not mirror.has_warned and (code or not mirror.is_to_end):
                 mirror.has_warned = True
@@ -81,14 +81,15 @@ class Mirrors:
         began, waited, has_spoken = time.monotonic(), 0.0, False
         unreached_seconds = min(_WAIT_SECONDS, _WAIT_SHARE_UNREACHED * (began - self._started))
         # One that only now has a file to write to, having waited in vain, has all of the run to write.
-        limits = {mirror: _WAIT_SECONDS if mirror.has_reached else unreached_seconds for mirror in self._mirrors}
+        had_reached = {mirror for mirror in self._mirrors if mirror.has_reached}
+        limits = {each: _WAIT_SECONDS if each in had_reached else unreached_seconds for each in self._mirrors}
 
         while waiting := [each for each in self._mirrors if each.process.poll() is None and waited < limits[each]]:
             self.look()
             waited = time.monotonic() - began
             if waited > _WORTH_A_WORD_SECONDS and not has_spoken:
                 has_spoken = True
-                reached = [LABELS[mirror.name] for mirror in waiting if limits[mirror] == _WAIT_SECONDS]
+                reached = [LABELS[mirror.name] for mirror in waiting if mirror in had_reached]
                 names, what, limit = " and ".join(reached), "sending the rest", _WAIT_SECONDS
                 if not reached:
                     names, what, limit = LABELS[waiting[0].name], "waiting for an answer", unreached_seconds

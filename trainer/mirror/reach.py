@@ -51,7 +51,7 @@ def _wandb_settings() -> dict[str, str]:
     folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
     files = configparser.ConfigParser()
     root = Path(os.environ.get("WANDB_DIR", ""))
-    own = root / (".wandb" if (root / ".wandb").exists() else "wandb")
+    own = root / (".wandb" if os.path.exists(root / ".wandb") else "wandb")  # noqa: PTH110 -- may not be ours to look at
     files.read([Path(os.path.expanduser(each), "settings") for each in (folder, own)])  # noqa: PTH111
     return dict(files["default"]) if "default" in files else {}
 

@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=list(WAYS[1:]))
     arguments = parser.parse_args()
     if arguments.pairs:
-        ratios = _beside_one_without_rest(arguments.pairs)
+        ratios = beside_one_without_rest(arguments.pairs)
         lower, median, upper = statistics.quantiles(ratios, n=4)
         print(f"seconds of a step, of those without: {median:.3f} (quartiles {lower:.3f} to {upper:.3f})")
         return
@@ -136,7 +136,7 @@ def _run(way: str, text: Path, run_dir: Path, steps: int) -> _Seconds:
     return seconds
 
 
-def _beside_one_without_rest(pairs: int) -> list[float]:
+def beside_one_without_rest(pairs: int) -> list[float]:
     """Seconds of a step while a client is being imported, of those while none is, pair by pair."""
     with tempfile.TemporaryDirectory() as folder:
         text, run_dir = Path(folder) / "text", Path(folder) / "run"

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.step_overhead import MODELS
+from benchmarks.trackers import beside_one_without_rest
 from tests.cluster import Cluster
 from tests.runs import overrides
 
@@ -25,11 +26,11 @@ def test_the_trainer_races_the_loop_by_hand(
 
 
 @pytest.mark.slow
-def test_the_trainer_races_itself_without_marks(text: Path, tmp_path: Path, cluster: Cluster) -> None:
+def test_the_trainer_races_itself_without_its_numbers(text: Path, tmp_path: Path, cluster: Cluster) -> None:
     argv = overrides(text, tmp_path / "run", "trainer.steps=1000", *MODELS["almost no compute"], "checkpoint.every=0")
-    answer = cluster.run(2, "benchmarks.step_overhead:race_against_unmarked", argv=argv, turns=2)
+    answer = cluster.run(2, "benchmarks.step_overhead:race_against_no_numbers", argv=argv, turns=2)
     seconds = answer[0].value
-    assert all(len(seconds[name]) == 2 and min(seconds[name]) > 0 for name in ("trainer", "unmarked"))
+    assert all(len(seconds[name]) == 2 and min(seconds[name]) > 0 for name in ("trainer", "no numbers"))
 
 
 @pytest.mark.slow
@@ -41,3 +42,10 @@ def test_a_part_of_a_step_is_for_its_numbers(text: Path, tmp_path: Path, cluster
     for answer in answers:
         whole, numbers = answer.value
         assert 0 < numbers < whole
+
+
+@pytest.mark.slow
+def test_steps_are_timed_beside_a_mirror_without_rest() -> None:
+    ratios = beside_one_without_rest(pairs=2)
+    assert len(ratios) == 2
+    assert min(ratios) > 0

@@ -2,6 +2,7 @@
 
     python -m benchmarks.trackers              # five turns
     python -m benchmarks.trackers --turns 10 --steps 400
+    python -m benchmarks.trackers --steps 3000 --ways "service killed"  # long enough for a service, on busy cores
     python -m benchmarks.trackers --pairs 60   # what a mirror costs that has no rest
 
 Each turn starts ``python train.py`` once for each way, in another order each time, and takes the seconds from start to
@@ -38,10 +39,11 @@ _LOOK_SECONDS = 0.05
 _SPAN_SECONDS, _STEPS_TO_WARM_UP = 2.0, 20
 _WITHOUT_REST = """
 import subprocess, sys
-from trainer.mirror.__main__ import be_nice
+from trainer.mirror.cores import be_nice
 be_nice(19)
 while True:
     subprocess.run([sys.executable, "-c", "import wandb"])
+    print(flush=True)
 """
 
 
@@ -54,9 +56,12 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=list(WAYS[1:]))
     arguments = parser.parse_args()
     if arguments.pairs:
-        ratios = beside_one_without_rest(arguments.pairs)
+        ratios, imports = beside_one_without_rest(arguments.pairs)
         lower, median, upper = statistics.quantiles(ratios, n=4)
-        print(f"seconds of a step, of those without: {median:.3f} (quartiles {lower:.3f} to {upper:.3f})")
+        print(
+            f"seconds of a step, of those without: {median:.3f} (quartiles {lower:.3f} to {upper:.3f}), while the "
+            f"client was imported {imports} times in {arguments.pairs * _SPAN_SECONDS:.0f} s"
+        )
         return
     ways = ["off", *arguments.ways]
     seconds: dict[str, list[_Seconds]] = {way: [] for way in ways}
@@ -136,8 +141,8 @@ def _run(way: str, text: Path, run_dir: Path, steps: int) -> _Seconds:
     return seconds
 
 
-def beside_one_without_rest(pairs: int) -> list[float]:
-    """Seconds of a step while a client is being imported, of those while none is, pair by pair."""
+def beside_one_without_rest(pairs: int) -> tuple[list[float], int]:
+    """Seconds of a step while a client is being imported, of those while none is, pair by pair; and how often."""
     with tempfile.TemporaryDirectory() as folder:
         text, run_dir = Path(folder) / "text", Path(folder) / "run"
         text.mkdir()
@@ -147,7 +152,9 @@ def beside_one_without_rest(pairs: int) -> list[float]:
             [sys.executable, "train.py", *overrides(text, run_dir, *argv)],
             cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        busy = subprocess.Popen([sys.executable, "-c", _WITHOUT_REST], cwd=ROOT, start_new_session=True)
+        busy = subprocess.Popen(
+            [sys.executable, "-c", _WITHOUT_REST], cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True
+        )
         try:
             os.killpg(busy.pid, signal.SIGSTOP)
             while last_step(run_dir) < _STEPS_TO_WARM_UP:
@@ -162,14 +169,14 @@ def beside_one_without_rest(pairs: int) -> list[float]:
         finally:
             os.killpg(busy.pid, signal.SIGKILL)
             process.kill()
-            busy.wait()
+            imports = busy.communicate()[0].count(b"\n")
             process.wait()
         times = [line["time"] for line in lines(run_dir / "metrics.jsonl") if line["event"] == "step"]
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for is_busy, began, ended in spans:
         within = [moment for moment in times if began <= moment < ended]
         seconds[is_busy].append((within[-1] - within[0]) / (len(within) - 1))
-    return [one / other for one, other in zip(seconds[True], seconds[False], strict=True)]
+    return [one / other for one, other in zip(seconds[True], seconds[False], strict=True)], imports
 
 
 def _has_ended(pid: int, flags: int = 0) -> bool:

@@ -46,6 +46,7 @@ def test_a_part_of_a_step_is_for_its_numbers(text: Path, tmp_path: Path, cluster
 
 @pytest.mark.slow
 def test_steps_are_timed_beside_a_mirror_without_rest() -> None:
-    ratios = beside_one_without_rest(pairs=2)
+    ratios, imports = beside_one_without_rest(pairs=2)
     assert len(ratios) == 2
     assert min(ratios) > 0
+    assert imports >= 0

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -20,9 +21,10 @@ from configs.errors import UserError
 from configs.trackers import check_trackers
 from tests.cluster import ROOT
 from tests.runs import metrics, tiny_overrides
-from tests.tracked import Records, accumulator, mirrors, scalars, wait_for, wandb_run
+from tests.tracked import PATIENCE_SECONDS, Records, accumulator, mirrors, scalars, wait_for, wandb_run
 from tests.wandb_server import WandbServer, serving
 from trainer.mirror import processes
+from trainer.mirror.cores import is_a_core_idle
 from trainer.mirror.metrics_file import MetricsFile
 from trainer.mirror.rows import Rows
 
@@ -166,6 +168,58 @@ def test_online_a_restart_sends_what_the_server_has_not(
     assert json.loads(stored.config)["optim"]["value"]["lr"] == 0.003
     for path in run_dir.rglob("*"):
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), f"the key is in {path}"
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """All that this process may use."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        yield
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+
+
+@pytest.mark.parametrize("ends_first", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_where_training_uses_all_cores_its_client_waits_until_a_core_is_free_or_training_has_ended(
+    ends_first: bool, text: Path, tmp_path: Path, server: WandbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_WAIT_SECONDS", PATIENCE_SECONDS)
+    with busy_cores():
+        records = Records(text, tmp_path / "run", "track.wandb=online", niceness=1)
+        (mirror,) = records.mirrors._mirrors
+        records.steps(1, 3)
+        wait_for(lambda: records.look() or mirror.has_reached)
+        time.sleep(3)
+        assert not is_a_core_idle(time.sleep)
+        assert not server.runs, "it was to wait"
+        if ends_first:
+            records.end()
+    if not ends_first:
+        wait_for(lambda: server.runs)
+        records.end()
+    assert [row["step"] for row in server.runs["abcd1234"].history] == [1, 2, 3]
+
+
+def test_one_that_fails_while_it_is_waited_for_is_waited_for_no_longer(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_WAIT_SECONDS", 10_000.0)
+    fails = """echo '{"reached": true}'; cat; echo '{"warning": "gone"}'; exec sleep 20000"""
+    with in_place_of_mirrors(fails, tmp_path, monkeypatch):
+        records = Records(text, tmp_path / "run", "track.wandb=online")
+    (mirror,) = records.mirrors._mirrors
+    wait_for(lambda: records.look() or mirror.has_reached)
+    records.mirrors.end()
+    assert mirror.process.poll() is None
+    assert warnings(capsys.readouterr().out) == [
+        "WARNING    W&B: gone. Training goes on, and metrics.jsonl has everything"
+    ]
+    mirror.process.kill()
+    mirror.process.wait()
+    records.folder.close()
 
 
 @pytest.mark.slow

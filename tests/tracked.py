@@ -28,7 +28,10 @@ PATIENCE_SECONDS = 400.0
 class Records:
     """Writes a run folder as the trainer does, with mirrors beside it and nothing trained."""
 
-    def __init__(self, text: Path, run_dir: Path, *argv: str, identity: str = "abcd1234", step: int = 0) -> None:
+    def __init__(
+        self, text: Path, run_dir: Path, *argv: str, identity: str = "abcd1234", step: int = 0, niceness: int = 0
+    ) -> None:
+        """``niceness`` of the mirrors: nothing is trained here, and other tests need not be spared."""
         config = compose(tiny_overrides(text, run_dir, *argv))
         self.folder = RunFolder(run_dir)
         self.folder.begin(config_yaml(config), {"torch": "2"}, step)
@@ -38,7 +41,7 @@ class Records:
         )  # fmt: skip
         self._run_dir = run_dir
         self.mirrors = Mirrors(run_dir, config.track, Console(True, 0))
-        with patch.object(processes, "_NICENESS", 0):  # nothing is trained, and other tests need not be spared
+        with patch.object(processes, "_NICENESS", niceness):
             self.mirrors.start()
 
     def steps(self, first: int, last: int, loss: float = 1.0) -> None:

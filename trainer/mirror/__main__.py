@@ -27,13 +27,16 @@ import yaml
 
 from configs.errors import EXIT_MISTAKE
 from trainer.mirror import COMMAND, python_path
+from trainer.mirror.cores import be_nice, have_children_be_nice, is_a_core_idle
 from trainer.mirror.metrics_file import MetricsFile
 from trainer.mirror.reach import why_unreachable
 from trainer.mirror.tracker import Held, Row, Run, Tracker
 
 _LOOK_SECONDS = 1.0
 _KNOCK_SECONDS = 30.0
-# A try costs a second of a processor: that is to be less than half a percent of the time.
+# To import a client takes a processor for 0.9 s (W&B) or 2.8 s (MLflow), of which training that uses all cores can lose
+# twice as much: two percent of these seconds at most, and of another try less than one.
+_FIRST_SECONDS = {"wandb": 100.0, "mlflow": 300.0}
 _TRY_AGAIN_SECONDS = 300.0
 _CALL_SECONDS = 300.0
 # Another run may have all cores by then, and this process what is left.
@@ -110,7 +113,7 @@ class _Watch:
             if call is None:
                 continue
             if call[0] == _CONNECTING:
-                _have_children_be_nice()
+                have_children_be_nice()
             if self._helper is not None and call[0] != _FINISHING and _has_lost_a_helper(self._helper):
                 self._give_up(f"its service {self._helper} has ended")
             what, began, seconds_when_alone = call
@@ -125,7 +128,7 @@ class _Mirror:
     """One tracker, fed."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self._arguments = arguments
+        self._arguments, self._began = arguments, time.monotonic()
         self._run_dir: Path = arguments.run_dir
         self._voice = _Voice()
         self._watch = _Watch(arguments.until, _HELPERS.get(arguments.name), self._give_up)
@@ -173,11 +176,29 @@ class _Mirror:
         while not self._is_last and not arguments.offline:
             with self._watch.call(_CONNECTING, _CONNECT_SECONDS_WHEN_ALONE):
                 why = why_unreachable(arguments.name, self._track)
-            if why is None:
+            if why is not None:
+                self._warn(why)
+                self._is_last = alone.wait(_KNOCK_SECONDS)
+            elif not self._has_left_the_cores_to_training():
                 return
-            self._warn(why)
-            self._is_last = alone.wait(_KNOCK_SECONDS)
         arguments.offline = arguments.offline or self._is_online_wandb
+
+    def _has_left_the_cores_to_training(self) -> bool:
+        """Wait, where training uses all cores, until it has gone on for some time, or ended. Whether it had to."""
+        alone, until = self._watch.alone, self._began + _FIRST_SECONDS.get(self._arguments.name, 0.0)
+
+        def is_to_wait() -> bool:
+            is_first = bool(self._arguments.nice) and time.monotonic() < until and not alone.is_set()
+            return is_first and not is_a_core_idle(alone.wait)
+
+        if not is_to_wait():
+            return False
+        self._voice.tell(reached=True)  # should training end meanwhile, it is to be waited for
+        while is_to_wait():
+            pass
+        if not alone.is_set():
+            self._voice.tell(reached=False)
+        return True
 
     def _follow(self) -> None:
         """Write all that there is and all that comes."""
@@ -239,7 +260,7 @@ class _Mirror:
         patience = _CONNECT_SECONDS_WHEN_ALONE if tracker.uses_network else _CALL_SECONDS_WHEN_ALONE
         with self._watch.call(_CONNECTING, patience):
             has = tracker.open(run)
-        _have_children_be_nice()
+        have_children_be_nice()
         self._voice.tell(reached=True, note=tracker.note())
         return has
 
@@ -329,24 +350,6 @@ def log(text: str) -> None:
     """Write ``text`` to the log."""
     with suppress(OSError):
         print(time.strftime("%Y-%m-%d %H:%M:%S"), text, file=sys.stderr, flush=True)
-
-
-def be_nice(niceness: int) -> None:
-    """Leave the cores to others, as the command ``nice`` does. What a tracker starts inherits it."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, niceness)
-    with suppress(OSError):  # where the kernel shares out cores by session, the above counts within this one alone
-        Path("/proc/self/autogroup").write_text(str(niceness))
-
-
-def _have_children_be_nice() -> None:
-    """Where the kernel shares out cores by session, a child that begins one has there what others have, whatever it
-    inherited. Linux only."""
-    with suppress(OSError):
-        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-            group, niceness = Path(f"/proc/{child}/autogroup"), os.getpriority(os.PRIO_PROCESS, 0)
-            if not group.read_text().endswith(f" nice {niceness}\n"):
-                group.write_text(str(niceness))
 
 
 def _end_helpers() -> None:

@@ -86,6 +86,7 @@ class Mirrors:
 
         while waiting := [each for each in self._mirrors if each.process.poll() is None and waited < limits[each]]:
             self.look()
+            limits |= {each: unreached_seconds for each in waiting if each.has_warned}
             waited = time.monotonic() - began
             if waited > _WORTH_A_WORD_SECONDS and not has_spoken:
                 has_spoken = True

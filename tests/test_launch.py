@@ -109,6 +109,12 @@ def test_the_script_of_a_run_that_slurm_does_not_start_is_a_mistake(
         assert len(said.err.splitlines()) == 1
 
 
+def lose(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ``library`` not be installed."""
+    for module in ("configs.libraries", "configs.trackers"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == library else find_spec(name))
+
+
 @pytest.mark.parametrize(
     ("library", "words"),
     [
@@ -129,8 +135,7 @@ def test_a_library_that_is_missing_is_told_before_any_process_starts(
 ) -> None:
     from train import main
 
-    for module in ("configs.libraries", "configs.trackers"):
-        monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == library else find_spec(name))
+    lose(library, monkeypatch)
     for starts in ("launch.local.run_local", "launch.start.run_sweep"):
         monkeypatch.setattr(starts, lambda *_: pytest.fail("it was started"))
     assert main([*start, "launch.processes=2", "launch.device=cpu", *words]) == 78
@@ -149,8 +154,7 @@ def test_a_library_that_one_run_of_a_sweep_needs_is_told_before_the_first(
 ) -> None:
     from train import main
 
-    for module in ("configs.libraries", "configs.trackers"):
-        monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == library else find_spec(name))
+    lose(library, monkeypatch)
     monkeypatch.setattr("launch.start.run_sweep", lambda *_: pytest.fail("it was started"))
     assert main(["-m", values]) == 78
     stderr = capsys.readouterr().err
@@ -178,17 +182,21 @@ def test_a_mistake_that_the_ranks_find_is_one_line_too(text: Path, tmp_path: Pat
     assert len(stderr.splitlines()) == 1
 
 
+def launched_with(start: str, text: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """A run of two ranks, each of which does ``start`` when its Python starts."""
+    (tmp_path / "sitecustomize.py").write_text(start)
+    argv = [sys.executable, "train.py", "launch=local", "launch.processes=2", *tiny_overrides(text, tmp_path / "run")]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=environment)
+
+
 def test_ranks_that_are_interrupted_while_python_starts_have_not_failed(text: Path, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
+    done = launched_with(
         "import os, signal, time\n"
         "if os.environ.get('RANK') == '1':\n"
         "    os.kill(os.getppid(), signal.SIGINT)\n"
-        "    time.sleep(60)\n"
-    )
-    argv = [sys.executable, "train.py", "launch=local", "launch.processes=2", *tiny_overrides(text, tmp_path / "run")]
-    done = subprocess.run(
-        argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        "    time.sleep(60)\n",
+        text, tmp_path,
     )  # fmt: skip
     assert done.returncode == 75, done.stderr
     assert done.stdout == "stopped    before training began; the same command starts it\n"
@@ -197,18 +205,13 @@ def test_ranks_that_are_interrupted_while_python_starts_have_not_failed(text: Pa
 
 @pytest.mark.slow
 def test_a_failure_of_another_rank_is_told_last_with_its_traceback(text: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "sitecustomize.py"
-    broken.write_text(
+    done = launched_with(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
         "    import trainer.step\n"
         "    def fail(self, *arguments): raise ZeroDivisionError('here')\n"
-        "    trainer.step.TrainStep.__call__ = fail\n"
-    )
-    argv = [sys.executable, "train.py", "launch=local", "launch.processes=2", *tiny_overrides(text, tmp_path / "run")]
-    done = subprocess.run(
-        argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        "    trainer.step.TrainStep.__call__ = fail\n",
+        text, tmp_path,
     )  # fmt: skip
     assert done.returncode == 70
     assert done.stderr.count("Traceback (most recent call last)") == 1

@@ -3,16 +3,14 @@
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from math import nan
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not installed: their names are too plain
 
 from configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError, noted
-from configs.explain import given_twice
-from configs.keys import all_keys
-from configs.schema import RunConfig, parse_count
-from configs.suggest import nearest, pasteable
+from configs.schema import RunConfig
+from configs.suggest import nearest
+from configs.words import byte_count, number_between, pairs, step_number, whole_number
 from launch.ending import leave, report_mistake
 from launch.ranks import is_started, say
 
@@ -290,14 +288,14 @@ def export(words: list[str]) -> str:
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     mistakes: list[str] = []
-    given, _ = _pairs(words, "export", _EXPORT_KEYS, mistakes)
+    given, _ = pairs(words, "export", _EXPORT_KEYS, mistakes)
     dtype = given.get("dtype")
     if dtype is not None and dtype not in dtypes:
         mistakes.append(f"dtype={dtype} is none of {', '.join(dtypes)}; use dtype=bf16")
     if "out" not in given:
         mistakes.append("out=FOLDER is missing: where the model goes; e.g. out=my-model")
     with noted(mistakes):
-        shard_bytes = _bytes(given.get("shard_size", "5GB"))
+        shard_bytes = byte_count(given.get("shard_size", "5GB"))
     with noted(mistakes):
         checkpoint = _checkpoint(_saved(_run_of(given, "export")), given)
     _refuse(mistakes)
@@ -320,12 +318,12 @@ def generate(words: list[str]) -> None:
     from trainer.generation import Sampling, write_text
 
     mistakes: list[str] = []
-    given, overrides = _pairs(words, "generate", _GENERATE_KEYS, mistakes)
+    given, overrides = pairs(words, "generate", _GENERATE_KEYS, mistakes, reads_overrides=True)
     sampling = Sampling(
-        tokens=_whole(given, "tokens", 200, mistakes, lowest=1),
-        temperature=_between(given, "temperature", 0.8, 0, 1000, mistakes),
-        top_p=_between(given, "top_p", 1.0, 0, 1, mistakes),
-        seed=_whole(given, "seed", 1, mistakes, lowest=0),
+        tokens=whole_number(given, "tokens", 200, mistakes, lowest=1),
+        temperature=number_between(given, "temperature", 0.8, 0, 1000, mistakes),
+        top_p=number_between(given, "top_p", 1.0, 0, 1, mistakes),
+        seed=whole_number(given, "seed", 1, mistakes, lowest=0),
     )
     if sampling.top_p == 0:
         mistakes.append("top_p=0 leaves no token to choose from; use temperature=0 for the likeliest")
@@ -356,7 +354,7 @@ def evaluate(words: list[str]) -> int:
     from trainer.evaluation import as_saved, print_evaluation
 
     mistakes: list[str] = []
-    given, overrides = _pairs(words, "evaluate", _EVALUATE_KEYS, mistakes)
+    given, overrides = pairs(words, "evaluate", _EVALUATE_KEYS, mistakes, reads_overrides=True)
     if given.get("json", "false") not in ("true", "false"):
         mistakes.append(f"json={given['json']} is not true or false; use json=true")
     keys = [word.partition("=")[0].lstrip("+") for word in overrides]
@@ -454,7 +452,7 @@ def _checkpoint(found: dict[int, Path], given: dict[str, str]) -> Path:
     Raises:
         UserError: that one is not among them.
     """
-    wanted = _step(given["checkpoint"]) if "checkpoint" in given else max(found)
+    wanted = step_number(given["checkpoint"]) if "checkpoint" in given else max(found)
     if wanted not in found:
         have = ", ".join(str(step) for step in found)
         folder = next(iter(found.values())).parent
@@ -474,7 +472,7 @@ def report(words: list[str]) -> str:
     mistakes: list[str] = []
     # A word with a = is a key, unless a folder is called so.
     folders = [word for word in words if Path(word).is_dir() or not ("=" in word or word.startswith("-"))]
-    given, _ = _pairs([word for word in words if word not in folders], "report", _REPORT_KEYS, mistakes)
+    given, _ = pairs([word for word in words if word not in folders], "report", _REPORT_KEYS, mistakes)
     folders += [given["run.dir"]] if "run.dir" in given else []
     folders += [f"runs/{given['run.name']}"] if "run.name" in given else []
     runs: list[Path] = []
@@ -552,96 +550,6 @@ def _runs_there_are(folder: Path, is_taken: Callable[[Path], bool]) -> str:
 def _listed(runs: list[Path]) -> str:
     more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
     return f"{' '.join(str(run) for run in runs[:8])}{more}"
-
-
-def _pairs(
-    words: list[str], command: str, keys: tuple[str, ...], mistakes: list[str]
-) -> tuple[dict[str, str], list[str]]:
-    """``words`` by key, where they are the command's own ``keys``, and the rest: overrides of train.py, which not all
-    commands read. What is wrong with them goes to ``mistakes``."""
-    given: dict[str, str] = {}
-    overrides: list[str] = []
-    left = [*words]
-    while left:
-        word = left.pop(0)
-        key, equals, value = word.partition("=")
-        if word.startswith("-") and (name := key.lstrip("-").replace("-", "_")) in keys:
-            if not equals and left and "=" not in left[0] and not left[0].startswith("--"):
-                value = left.pop(0)
-                word = f"{word} {value}"
-            mistakes.append(f"{word}: keys have no dashes; write {pasteable(name, value or name.upper())}")
-            given.setdefault(name, value)
-            continue
-        meant = "" if equals else _run_key(word)
-        if key not in keys and command in _READ_OVERRIDES and not meant and not _is_slip(key, keys):
-            overrides.append(word)
-            continue
-        if meant:
-            mistakes.append(f"{word!r} is not key=value; did you mean {pasteable(meant, word)}?")
-            if not {"run.dir", "run.name"} & {*given}:  # a run is named, so none is missing
-                given[meant] = word
-        elif not equals or not (value or key == "prompt"):
-            mistakes.append(f"{word!r} is not key=value; see serried {command} --help")
-        elif key not in keys:
-            close = nearest(key, keys)
-            hint = f"did you mean {close[0]}={value}" if close else f"there are {', '.join(keys)}"
-            mistakes.append(f"{command} has no key {key!r}; {hint}")
-            if close[:1] in (["run.dir"], ["run.name"]):  # a run is named, so none is missing
-                given.setdefault(close[0], value)
-        elif given.get(key, value) != value:
-            mistakes.append(given_twice(key, given[key], value))
-        else:
-            given[key] = value
-    return given, overrides
-
-
-def _run_key(word: str) -> str:
-    """The key with which ``word`` would name a run folder; empty: it looks like none."""
-    if Path(word).is_dir() or ("/" in word and not word.startswith("-")):
-        return "run.dir"
-    return "run.name" if (Path("runs") / word).is_dir() else ""
-
-
-def _is_slip(key: str, keys: tuple[str, ...]) -> bool:
-    """Whether ``key`` is a slip of one of ``keys``, rather than a key of train.py or a slip of one."""
-    return key not in all_keys() and bool(close := nearest(key, keys)) and "." not in key and close[0][:1] == key[:1]
-
-
-def _whole(given: dict[str, str], key: str, default: int, mistakes: list[str], *, lowest: int) -> int:
-    """The whole number that ``given`` has for ``key``."""
-    value = parse_count(given.get(key, str(default)))
-    if not isinstance(value, int) or not lowest <= value < 2**63:
-        mistakes.append(f"{key}={given[key]} is not a whole number from {lowest} on; e.g. {key}={default}")
-        return default
-    return value
-
-
-def _between(
-    given: dict[str, str], key: str, default: float, lowest: float, highest: float, mistakes: list[str]
-) -> float:
-    """The number that ``given`` has for ``key``."""
-    try:
-        value = float(given.get(key, default))
-    except ValueError:
-        value = nan
-    if not lowest <= value <= highest:
-        mistakes.append(f"{key}={given[key]} is not a number from {lowest:g} to {highest:g}; e.g. {key}={default:g}")
-        return default
-    return value
-
-
-def _step(text: str) -> int:
-    step = parse_count(text)
-    if not isinstance(step, int):
-        raise UserError(f"checkpoint={text} is not a step; give the number in its name, e.g. checkpoint=100")
-    return step
-
-
-def _bytes(text: str) -> int:
-    count = parse_count(text.strip().removesuffix("B").removesuffix("b"))
-    if not isinstance(count, int) or count < 1:
-        raise UserError(f"shard_size={text} is not a size; e.g. shard_size=5GB or shard_size=500MB")
-    return count
 
 
 if __name__ == "__main__":

@@ -1,30 +1,20 @@
-"""``hydra/sweeper=optuna``: a search, which Hydra's own plugin conducts.
+"""``hydra/sweeper=optuna``: what a search is to try, read from words typed and a YAML file. ``study`` conducts it."""
 
-Here it only gets another launcher, which hands each trial to whoever trains it. Nothing is called because a config
-names it: the plugin's sweeper and Optuna's sampler are made here, the latter from a list.
-"""
-
-import functools
 import importlib.util
-import logging
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.types import IntervalSweep, Quote, QuotedString, RangeSweep
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.compose import compose
-from configs.errors import TrainingFailed, UserError, noted
+from configs.errors import UserError, noted
 from configs.origin import (
     Origin,
     example,
@@ -35,21 +25,16 @@ from configs.origin import (
     refuse_unreadable,
     words_of,
 )
-from configs.points import Evaluate, Point, Sweep, labels
+from configs.points import Sweep, labels
 from configs.schema import parse_count
+from configs.study import SWEEPER, Search, first_line, optuna_is_quiet, told_in_one_line, trial_name, typed
 from configs.suggest import nearest_keys, pasteable
 
-if TYPE_CHECKING:
-    from optuna import Study
-    from optuna.trial import FrozenTrial
-
-SWEEPER, SAMPLER = "hydra/sweeper", "hydra/sweeper/sampler"
+SAMPLER = "hydra/sweeper/sampler"
 OPTION = "hydra.sweeper."
 _EXAMPLE = "'optim.lr=tag(log, interval(1e-5, 1e-2))'"
 _RANGE = re.compile(r"(interval|range)\(([^()]*)\)")
 _ARGUMENTS = {"interval": ("start", "end"), "range": ("start", "stop", "step")}
-_ANY_TIME = ("launch", "slurm", "track", "profile")
-"""Sections that may change between two starts of a search."""
 _SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "grid": "GridSampler", "nsgaii": "NSGAIISampler"}
 """Those that keep no pickle in the study, as ``cmaes`` does, and that are for one result, as ``motpe`` is not."""
 _STORAGES = ("sqlite", "postgresql", "mysql")
@@ -88,7 +73,7 @@ def read_search(argv: Sequence[str], words: Sequence[str], folder: Path, mistake
             refuse_to_sweep(key, value)
             swept.append(word)
     typed = fixed
-    with noted(mistakes), _optuna_is_quiet(), _told_in_one_line():
+    with noted(mistakes), optuna_is_quiet(), told_in_one_line():
         space, fixed = _space(swept, fixed, options, folder)
     if mistakes or not all(is_known(word, folder) for word in typed):
         compose(typed, folder, mistakes)  # refuses them, with what is wrong with the rest
@@ -101,14 +86,14 @@ def read_search(argv: Sequence[str], words: Sequence[str], folder: Path, mistake
     corners = _corners(space)
     origin = Origin.of([*fixed, *words_of(corners[0])], folder, folder_name)
     origin = Origin(origin.run_name, origin.sweep_folder, origin.sweep_folder, folder)
-    points = tuple(origin.point(_name("N"), values, fixed) for values in corners)
+    points = tuple(origin.point(trial_name("N"), values, fixed) for values in corners)
     trainer = points[0].config.trainer
     if not trainer.eval_every:
         raise UserError(
             f"{SWEEPER}=optuna goes by the validation loss, and trainer.eval_every=0 evaluates nothing; "
             f"use trainer.eval_every={max(1, trainer.steps // 4)}"
         )
-    search = _Search(options, argv=[word for word in argv if word not in fixed], fixed=tuple(fixed), origin=origin)
+    search = Search(options, argv=[word for word in argv if word not in fixed], fixed=tuple(fixed), origin=origin)
     return Sweep(origin.sweep_folder, keys, points, options.n_trials, search)
 
 
@@ -242,8 +227,8 @@ def _composed(words: Sequence[str], folder: Path) -> DictConfig:
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         raise UserError(f"no {group} {choice!r}; there are {', '.join(_SAMPLERS)}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        what = _first_line(error).removeprefix("Error merging override ++")
-        raise UserError(f"{what}: {_first_line(error.__cause__)}" if error.__cause__ else what) from None
+        what = first_line(error).removeprefix("Error merging override ++")
+        raise UserError(f"{what}: {first_line(error.__cause__)}" if error.__cause__ else what) from None
 
 
 def _dotted(node: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -272,7 +257,7 @@ def _space(swept: Sequence[str], fixed: Sequence[str], options: Any, folder: Pat
         try:
             space[str(key)] = _impl.create_optuna_distribution_from_config(each)
         except Exception as error:  # whatever Optuna says of a range, it does not say of which
-            mistakes.append(f"hydra.sweeper.search_space of a YAML file, {key}: {_first_line(error)}")
+            mistakes.append(f"hydra.sweeper.search_space of a YAML file, {key}: {first_line(error)}")
     in_yaml = " (hydra.sweeper.params of a YAML file)"
     params = {f"{key}={value}": in_yaml for key, value in (options.params or {}).items()}
     for word, place in [*params.items(), *((word, "") for word in swept)]:
@@ -294,7 +279,7 @@ def _no_range(word: str, place: str, error: Exception, folder: Path) -> str:
     override, found = parse_word(word), _RANGE.search(value)
     ends = override.value() if override is not None else None
     e_g = f"e.g. {example(key, folder, is_searched=True)}"
-    reason = _first_line(error) if str(error) else "these are neither values nor a range"
+    reason = first_line(error) if str(error) else "these are neither values nor a range"
     if found is None or not isinstance(ends, IntervalSweep | RangeSweep):
         return f"{word}{place} cannot be searched: {reason}; {e_g}"
     typed = _arguments(found[1], found[2])
@@ -334,183 +319,8 @@ def _arguments(function: str, text: str) -> list[str]:
 def _corners(space: Mapping[str, Any]) -> list[dict[str, str]]:
     """Points that between them have the ends of every range and every choice."""
     ends = {
-        key: [_typed(each) for each in getattr(one, "choices", None) or (one.low, one.high)]
+        key: [typed(each) for each in getattr(one, "choices", None) or (one.low, one.high)]
         for key, one in space.items()
     }
     first = {key: values[0] for key, values in ends.items()}
     return [first, *({**first, key: value} for key, values in ends.items() for value in values[1:])]
-
-
-def _typed(value: Any) -> str:
-    """A value of a trial as one would type it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
-
-
-@dataclass(frozen=True)
-class _Search:
-    """Optuna's, as Hydra's plugin conducts it: trials are asked for one at a time, and told how they ended."""
-
-    options: Any
-    argv: Sequence[str]
-    """What is searched."""
-    fixed: tuple[str, ...]
-    origin: Origin
-
-    def __call__(self, evaluate: Evaluate) -> None:
-        with _optuna_is_quiet(), _told_in_one_line():
-            storage, study, options = self._study()
-            sweeper = _sweeper(options, storage, study.study_name, self._left(study))
-            sweeper.config = OmegaConf.create({"hydra": {"sweep": {"dir": str(self.origin.sweep_folder)}}})
-            sweeper.hydra_context, sweeper.job_idx = object(), 0
-            sweeper.launcher = launcher = _Launcher(study, self._point, evaluate, self.options.max_failure_rate)
-        for trial in _completed(study):
-            if (self.origin.sweep_folder / _name(trial.number)).is_dir():
-                evaluate(self._point(study, trial))  # finished: to be shown beside the others
-        try:
-            with _optuna_is_quiet(), _told_in_one_line():
-                sweeper.sweep(list(self.argv))
-        except UserError:
-            if launcher.problem is not None:
-                raise launcher.problem from None
-            if _completed(study) or self._left(study):
-                raise
-            # All are done and have failed, so that Optuna has no best one to name.
-
-    def _study(self) -> "tuple[Any, Study, Any]":
-        """The storage, the study in it, with what an earlier start broke off asked for again, and the options."""
-        import optuna
-
-        folder, options = self.origin.sweep_folder, self.options.copy()
-        folder.mkdir(parents=True, exist_ok=True)
-        url = options.storage or f"sqlite:///{folder / 'study.db'}"
-        # Optuna 2.10 leaves commits to SQLAlchemy, which does them by itself no longer since 2.0.
-        storage = optuna.storages.RDBStorage(url, {"isolation_level": "AUTOCOMMIT"})
-        study = optuna.create_study(
-            storage=storage, study_name=options.study_name or folder.name, direction="minimize", load_if_exists=True
-        )
-        self._refuse_another_command(study)
-        for trial in study.get_trials(deepcopy=False):
-            if trial.state.name == "RUNNING" and (folder / _name(trial.number)).is_dir():
-                study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-            elif trial.state.name != "FAIL" or _again(trial.number) in study.user_attrs:
-                continue
-            study.set_user_attr(_again(trial.number), True)
-            study.enqueue_trial(trial.params)
-        seed = options.sampler.get("seed")
-        if seed is not None:  # or it would suggest what it has suggested before
-            options.sampler.seed = seed + len(study.get_trials(deepcopy=False))
-        return storage, study, options
-
-    def _refuse_another_command(self, study: "Study") -> None:
-        fixed = sorted(word for word in self.fixed if word.partition(".")[0].partition("=")[0] not in _ANY_TIME)
-        earlier = study.user_attrs.get("fixed")
-        if earlier is None:
-            study.set_user_attr("fixed", fixed)
-        elif earlier != fixed:
-            then, now = sorted({*earlier} - {*fixed}), sorted({*fixed} - {*earlier})
-            raise UserError(
-                f"the trials in {self.origin.sweep_folder} were made with {' '.join(then) or 'less'}, and this command "
-                f"has {' '.join(now) or 'not'}: their losses would not compare; use run.name=OTHER for another search"
-            )
-
-    def _left(self, study: "Study") -> int:
-        """How many trials are to be made yet; one that is asked for again does not count."""
-        ended = [trial for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
-        again = [trial for trial in ended if _again(trial.number) in study.user_attrs]
-        return int(max(0, self.options.n_trials - len(ended) + len(again)))
-
-    def _point(self, study: "Study", trial: "FrozenTrial") -> Point:
-        # The same values are the same run: it goes on, or is finished already.
-        number = next(other.number for other in study.get_trials(deepcopy=False) if other.params == trial.params)
-        values = {key: _typed(value) for key, value in trial.params.items()}
-        return self.origin.point(_name(number), values, self.fixed)
-
-
-def _sweeper(options: Any, storage: Any, study_name: str, trials: int) -> Any:
-    """What Hydra's plugin would have made of ``options``."""
-    import optuna
-    from hydra_plugins.hydra_optuna_sweeper._impl import OptunaSweeperImpl  # see _space
-
-    given = OmegaConf.to_container(options.sampler, resolve=True)
-    kind = getattr(optuna.samplers, given["_target_"].rpartition(".")[2])
-    keys = {name: value for name, value in given.items() if not name.startswith("_")}
-    # The plugin gives the grid its values.
-    sampler = functools.partial(kind, **keys) if kind is optuna.samplers.GridSampler else kind(**keys)
-    return OptunaSweeperImpl(
-        sampler=sampler, direction=options.direction, storage=storage, study_name=study_name, n_trials=trials,
-        n_jobs=options.n_jobs, max_failure_rate=options.max_failure_rate, search_space=options.search_space,
-        custom_search_space=None, params=options.params,
-    )  # fmt: skip
-
-
-def _name(number: int | str) -> str:
-    return f"trial-{number}"
-
-
-def _again(number: int) -> str:
-    """Attribute of a study: this trial has been asked for again."""
-    return f"again-{number}"
-
-
-def _completed(study: "Study") -> list[Any]:
-    return [trial for trial in study.get_trials(deepcopy=False) if trial.value is not None]
-
-
-class _Launcher:
-    """What Hydra's sweeper takes for a launcher."""
-
-    def __init__(
-        self, study: "Study", point: "Callable[[Study, FrozenTrial], Point]", evaluate: Evaluate, failure_rate: float
-    ) -> None:
-        self.problem: BaseException | None = None
-        """What ended the sweep from our side."""
-        self._study, self._point, self._evaluate, self._failure_rate = study, point, evaluate, failure_rate
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:  # noqa: ARG002
-        """Train the trial that was asked for, one at a time. Hydra chose the names."""
-        try:
-            running = [each for each in self._study.get_trials(deepcopy=False) if each.state.name == "RUNNING"]
-            trial = next(
-                each for each in reversed(running)
-                if {f"{key}={value}" for key, value in each.params.items()} <= set(job_overrides[0])
-            )  # fmt: skip
-            loss = self._evaluate(self._point(self._study, trial))
-            if loss is None and self._failure_rate < 1:
-                raise TrainingFailed(f"trial {trial.number} failed, and max_failure_rate={self._failure_rate:g}")
-        except BaseException as error:
-            self.problem = error
-            raise
-        # None is no number: the plugin tells Optuna that the trial failed, and goes on.
-        return [JobReturn(overrides=job_overrides[0], status=JobStatus.COMPLETED, _return_value=loss)]
-
-
-@contextmanager
-def _optuna_is_quiet() -> Iterator[None]:
-    """What matters is told by us; warnings are about interfaces that the plugin uses."""
-    for name in ("optuna", "hydra_plugins.hydra_optuna_sweeper._impl", "alembic"):
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
-def _told_in_one_line() -> Iterator[None]:
-    """Make one line of what Optuna, its storage or Hydra's plugin object to.
-
-    Raises:
-        UserError: they do.
-    """
-    try:
-        yield
-    except (UserError, TrainingFailed):
-        raise
-    except Exception as error:
-        cause = error.__cause__ or error  # Hydra's own words are about its instantiation
-        raise UserError(f"{SWEEPER}=optuna: {type(cause).__name__}: {_first_line(cause)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

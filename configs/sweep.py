@@ -23,7 +23,8 @@ from configs.origin import (
     words_of,
 )
 from configs.points import Point, Sweep, labels
-from configs.search import OPTION, SAMPLER, SWEEPER, read_search
+from configs.search import OPTION, SAMPLER, read_search
+from configs.study import SWEEPER
 
 _MOST_RUNS = 1000
 _MANY_RUNS = 20

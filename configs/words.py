@@ -1,0 +1,111 @@
+"""The words of a command of ``serried``: ``key=value``, and what is said of those that are not."""
+
+from collections.abc import Sequence
+from math import nan
+from pathlib import Path
+
+from configs.errors import UserError
+from configs.explain import given_twice
+from configs.keys import all_keys
+from configs.schema import parse_count
+from configs.suggest import nearest, pasteable
+
+
+def pairs(
+    words: Sequence[str], command: str, keys: Sequence[str], mistakes: list[str], *, reads_overrides: bool = False
+) -> tuple[dict[str, str], list[str]]:
+    """``words`` by key, where they are the command's own ``keys``, and, where it reads them, overrides of train.py.
+    What is wrong with them goes to ``mistakes``."""
+    given: dict[str, str] = {}
+    overrides: list[str] = []
+    left = [*words]
+    while left:
+        word = left.pop(0)
+        key, equals, value = word.partition("=")
+        if word.startswith("-") and (name := key.lstrip("-").replace("-", "_")) in keys:
+            if not equals and left and "=" not in left[0] and not left[0].startswith("--"):
+                value = left.pop(0)
+                word = f"{word} {value}"
+            mistakes.append(f"{word}: keys have no dashes; write {pasteable(name, value or name.upper())}")
+            given.setdefault(name, value)
+            continue
+        meant = "" if equals else _run_key(word)
+        if key not in keys and reads_overrides and not meant and not _is_slip(key, keys):
+            overrides.append(word)
+            continue
+        if meant:
+            mistakes.append(f"{word!r} is not key=value; did you mean {pasteable(meant, word)}?")
+            if not {"run.dir", "run.name"} & {*given}:  # a run is named, so none is missing
+                given[meant] = word
+        elif not equals or not (value or key == "prompt"):
+            mistakes.append(f"{word!r} is not key=value; see serried {command} --help")
+        elif key not in keys:
+            close = nearest(key, keys)
+            hint = f"did you mean {close[0]}={value}" if close else f"there are {', '.join(keys)}"
+            mistakes.append(f"{command} has no key {key!r}; {hint}")
+            if close[:1] in (["run.dir"], ["run.name"]):  # a run is named, so none is missing
+                given.setdefault(close[0], value)
+        elif given.get(key, value) != value:
+            mistakes.append(given_twice(key, given[key], value))
+        else:
+            given[key] = value
+    return given, overrides
+
+
+def _run_key(word: str) -> str:
+    """The key with which ``word`` would name a run folder; empty: it looks like none."""
+    if Path(word).is_dir() or ("/" in word and not word.startswith("-")):
+        return "run.dir"
+    return "run.name" if (Path("runs") / word).is_dir() else ""
+
+
+def _is_slip(key: str, keys: Sequence[str]) -> bool:
+    """Whether ``key`` is a slip of one of ``keys``, rather than a key of train.py or a slip of one."""
+    return key not in all_keys() and bool(close := nearest(key, keys)) and "." not in key and close[0][:1] == key[:1]
+
+
+def whole_number(given: dict[str, str], key: str, default: int, mistakes: list[str], *, lowest: int) -> int:
+    """The whole number that ``given`` has for ``key``; what is wrong with it goes to ``mistakes``."""
+    value = parse_count(given.get(key, str(default)))
+    if not isinstance(value, int) or not lowest <= value < 2**63:
+        mistakes.append(f"{key}={given[key]} is not a whole number from {lowest} on; e.g. {key}={default}")
+        return default
+    return value
+
+
+def number_between(
+    given: dict[str, str], key: str, default: float, lowest: float, highest: float, mistakes: list[str]
+) -> float:
+    """The number that ``given`` has for ``key``; what is wrong with it goes to ``mistakes``."""
+    try:
+        value = float(given.get(key, default))
+    except ValueError:
+        value = nan
+    if not lowest <= value <= highest:
+        mistakes.append(f"{key}={given[key]} is not a number from {lowest:g} to {highest:g}; e.g. {key}={default:g}")
+        return default
+    return value
+
+
+def step_number(text: str) -> int:
+    """The step of a checkpoint, as one types it.
+
+    Raises:
+        UserError: ``text`` is none.
+    """
+    step = parse_count(text)
+    if not isinstance(step, int):
+        raise UserError(f"checkpoint={text} is not a step; give the number in its name, e.g. checkpoint=100")
+    return step
+
+
+def byte_count(text: str) -> int:
+    """A size as one types it, in bytes.
+
+    Raises:
+        UserError: ``text`` is none.
+    """
+    count = parse_count(text.strip().removesuffix("B").removesuffix("b"))
+    if not isinstance(count, int) or count < 1:
+        raise UserError(f"shard_size={text} is not a size; e.g. shard_size=5GB or shard_size=500MB")
+    return count

@@ -72,11 +72,11 @@ def read_search(argv: Sequence[str], words: Sequence[str], folder: Path, mistake
         with noted(mistakes):
             refuse_to_sweep(key, value)
             swept.append(word)
-    typed = fixed
+    as_typed = fixed
     with noted(mistakes), optuna_is_quiet(), told_in_one_line():
         space, fixed = _space(swept, fixed, options, folder)
-    if mistakes or not all(is_known(word, folder) for word in typed):
-        compose(typed, folder, mistakes)  # refuses them, with what is wrong with the rest
+    if mistakes or not all(is_known(word, folder) for word in as_typed):
+        compose(as_typed, folder, mistakes)  # refuses them, with what is wrong with the rest
     if not space:
         raise UserError(f"{SWEEPER}=optuna searches values, and no key has several; e.g. {_EXAMPLE}")
     for key, distribution in space.items():
@@ -282,14 +282,14 @@ def _no_range(word: str, place: str, error: Exception, folder: Path) -> str:
     reason = first_line(error) if str(error) else "these are neither values nor a range"
     if found is None or not isinstance(ends, IntervalSweep | RangeSweep):
         return f"{word}{place} cannot be searched: {reason}; {e_g}"
-    typed = _arguments(found[1], found[2])
+    bounds = _arguments(found[1], found[2])
 
     def with_ends(low: str, high: str, *step: str) -> str:
         return pasteable(
             key, f"{value[: found.start()]}{found[1]}({','.join([low, high, *step])}){value[found.end() :]}"
         )
 
-    low, high, *step = typed
+    low, high, *step = bounds
     lower, higher = sorted((low, high), key=float)
     if step and float(step[0]) <= 0:
         use = with_ends(lower, higher, *([step[0].removeprefix("-")] if float(step[0]) else []))

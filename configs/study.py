@@ -1,7 +1,8 @@
 """Conducts a search: Optuna suggests trials and remembers them, Hydra's own plugin is between, and each is handed to
 whoever trains it.
 
-Nothing is called because a config names it: the plugin's sweeper and Optuna's sampler are made here, of a list.
+Nothing is called because a config names it: the plugin's sweeper and Optuna's sampler are made here, the latter one
+of those that ``search`` lets pass.
 """
 
 import functools
@@ -126,6 +127,7 @@ def _sweeper(options: Any, storage: Any, study_name: str, trials: int) -> Any:
 
 
 def trial_name(number: int | str) -> str:
+    """The folder of a trial."""
     return f"trial-{number}"
 
 
@@ -193,6 +195,7 @@ def told_in_one_line() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
+    """What ``error`` says first; its type where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

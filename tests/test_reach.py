@@ -12,7 +12,6 @@ from benchmarks.disturb import family
 from tests.test_trackers import warned
 from tests.tracked import Records, mirrors, wait_for
 from tests.wandb_server import WandbServer, serving
-from trainer.mirror import reach
 from trainer.mirror.reach import why_unreachable
 
 _KEY = 40 * "7"
@@ -125,23 +124,26 @@ def test_the_proxy_of_the_environment_is_asked(
     assert "cannot be reached (Connection refused)" in str(why_unreachable("mlflow", {"mlflow": server.url}))
 
 
-def test_who_answers_can_be_reached_whatever_he_says(server: WandbServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_answers_can_be_reached_unless_he_says_that_he_fails(
+    server: WandbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert why_unreachable("mlflow", {"mlflow": server.url}) is None
     assert why_unreachable("mlflow", {"mlflow": server.url.replace("http", "https")}) is None, "he speaks no TLS"
     handler: Any = server.RequestHandlerClass
-    monkeypatch.setattr(handler, "do_GET", lambda self: self.send_error(503))
+    monkeypatch.setattr(handler, "do_GET", lambda self: self.send_error(404))
     assert why_unreachable("mlflow", {"mlflow": server.url}) is None
+    monkeypatch.setattr(handler, "do_GET", lambda self: self.send_error(503))
+    assert why_unreachable("mlflow", {"mlflow": server.url}) == f"{server.url} answers 503 (Service Unavailable)"
     monkeypatch.setattr(handler, "do_GET", lambda self: self.wfile.write(b"no HTTP\r\n\r\n"))
     assert why_unreachable("mlflow", {"mlflow": server.url}) is None
 
 
 def test_who_does_not_answer_cannot_be_reached(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "_ANSWER_SECONDS", 0.3)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         address = f"http://user:secret@127.0.0.1:{silent.getsockname()[1]}"
-        why = str(why_unreachable("mlflow", {"mlflow": address}))
+        why = str(why_unreachable("mlflow", {"mlflow": address}, seconds=0.3))
     assert "has not answered for 0 s" in why
     assert "secret" not in why
     assert "http://127.0.0.1" in why

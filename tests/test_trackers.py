@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -21,9 +23,9 @@ from configs.errors import UserError
 from configs.trackers import check_trackers
 from tests.cluster import ROOT
 from tests.runs import metrics, tiny_overrides
-from tests.tracked import PATIENCE_SECONDS, Records, accumulator, mirrors, scalars, wait_for, wandb_run
+from tests.tracked import Records, accumulator, mirrors, scalars, wait_for, wandb_run
 from tests.wandb_server import WandbServer, serving
-from trainer.mirror import processes
+from trainer.mirror import cores, processes
 from trainer.mirror.cores import is_a_core_idle
 from trainer.mirror.metrics_file import MetricsFile
 from trainer.mirror.rows import Rows
@@ -182,44 +184,102 @@ def busy_cores() -> Iterator[None]:
             each.wait()
 
 
-@pytest.mark.parametrize("ends_first", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_where_training_uses_all_cores_its_client_waits_until_a_core_is_free_or_training_has_ended(
-    ends_first: bool, text: Path, tmp_path: Path, server: WandbServer, monkeypatch: pytest.MonkeyPatch
+def with_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **seconds: Any) -> None:
+    """Have mirrors with other ``seconds``: values of their program."""
+    changed = tmp_path / "changed.trainer.mirror"
+    changed.write_text(
+        "import sys, trainer.mirror.__main__ as mirror\n"
+        f"vars(mirror).update(COMMAND=(sys.executable, '-P', __file__), **{seconds!r})\n"
+        "mirror.main(sys.argv[1:])\n"
+    )
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-P", str(changed)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "until"),
+    [
+        ("online", "training has ended"),
+        ("online", "the server is gone"),
+        pytest.param("online", "a core is free", marks=pytest.mark.slow),
+        pytest.param("online", "its time has come", marks=pytest.mark.slow),
+        pytest.param("offline", "its time has come", marks=pytest.mark.slow),
+    ],
+)
+def test_where_training_uses_all_cores_its_client_waits(
+    mode: str,
+    until: str,
+    text: Path,
+    tmp_path: Path,
+    server: WandbServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(processes, "_WAIT_SECONDS", PATIENCE_SECONDS)
-    with busy_cores():
-        records = Records(text, tmp_path / "run", "track.wandb=online", niceness=1)
-        (mirror,) = records.mirrors._mirrors
+    run_dir, seconds = tmp_path / "run", 10.0 if until == "its time has come" else 10_000.0
+    with_seconds(tmp_path, monkeypatch, _FIRST_SECONDS={"wandb": seconds})
+    monkeypatch.setattr(processes, "_WAIT_SECONDS", 10_000.0)  # what is cut short is
+    with ExitStack() as stack:
+        stack.enter_context(busy_cores())
+        if is_a_core_idle(time.sleep):
+            pytest.skip("this machine shares out its cores in another way")
+        records = Records(text, run_dir, f"track.wandb={mode}", niceness=1)
         records.steps(1, 3)
-        wait_for(lambda: records.look() or mirror.has_reached)
-        time.sleep(3)
-        assert not is_a_core_idle(time.sleep)
-        assert not server.runs, "it was to wait"
-        if ends_first:
-            records.end()
-    if not ends_first:
-        wait_for(lambda: server.runs)
+        says = f"tracking   W&B: begins in {seconds:.0f} s, or when training ends, which uses all cores"
+        wait_for(lambda: records.look() or says in capsys.readouterr().out)
+        (mirror,) = records.mirrors._mirrors
+        assert mirror.has_reached
+        assert not server.runs
+        assert not (run_dir / "wandb").exists()
+        if until == "the server is gone":
+            server.shutdown()
+            server.server_close()
+        if until == "a core is free":
+            stack.close()
+        if until in ("a core is free", "its time has come"):
+            wait_for(lambda: records.look() or "tracking   W&B" in capsys.readouterr().out)
         records.end()
-    assert [row["step"] for row in server.runs["abcd1234"].history] == [1, 2, 3]
+    is_offline = mode == "offline" or until == "the server is gone"
+    history = wandb_run(run_dir)["history"] if is_offline else server.runs["abcd1234"].history
+    assert [row["step"] for row in history] == [1, 2, 3]
+    assert len(warnings(capsys.readouterr().out)) == (until == "the server is gone")
+
+
+@pytest.mark.parametrize(("idle_seconds", "expected"), [(1.5, True), (0.9, False), (0.0, False), (None, True)])
+def test_a_core_is_idle_where_those_of_this_process_together_had_the_time_of_one(
+    idle_seconds: float | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat, ticks = tmp_path / "stat", os.sysconf("SC_CLK_TCK")
+    own = next(iter(os.sched_getaffinity(0)))
+    if idle_seconds is not None:
+        stat.write_text(f"cpu 9 9 9 9 9\ncpu{own} 7 0 7 1000 0\ncpu{own + 4096} 7 0 7 1000 0\nintr 7\n")
+    monkeypatch.setattr(cores, "_STAT", stat)
+    clock = iter([100.0, 101.2])
+    monkeypatch.setattr(cores, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+
+    def wait(_: float) -> None:
+        if idle_seconds is not None:
+            idle = 1000 + round(idle_seconds * ticks)
+            stat.write_text(f"cpu 9 9 9 9 9\ncpu{own} 7 0 7 {idle} 900\ncpu{own + 4096} 7 0 7 9000 0\nintr 7\n")
+
+    assert is_a_core_idle(wait) is expected
 
 
 def test_one_that_fails_while_it_is_waited_for_is_waited_for_no_longer(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "_WAIT_SECONDS", 10_000.0)
-    fails = """echo '{"reached": true}'; cat; echo '{"warning": "gone"}'; exec sleep 20000"""
+    fails = """echo '{"reached": true}'; cat; echo '{"reached": false}'; echo '{"warning": "gone"}'; exec sleep 20000"""
     with in_place_of_mirrors(fails, tmp_path, monkeypatch):
         records = Records(text, tmp_path / "run", "track.wandb=online")
     (mirror,) = records.mirrors._mirrors
-    wait_for(lambda: records.look() or mirror.has_reached)
-    records.mirrors.end()
-    assert mirror.process.poll() is None
-    assert warnings(capsys.readouterr().out) == [
-        "WARNING    W&B: gone. Training goes on, and metrics.jsonl has everything"
-    ]
-    mirror.process.kill()
-    mirror.process.wait()
-    records.folder.close()
+    try:
+        wait_for(lambda: records.look() or mirror.has_reached)
+        records.mirrors.end()
+        assert mirror.process.poll() is None
+        assert warnings(capsys.readouterr().out) == ["WARNING    W&B: gone. metrics.jsonl has everything"]
+    finally:
+        mirror.process.kill()
+        mirror.process.wait()
+        records.folder.close()
 
 
 @pytest.mark.slow
@@ -269,13 +329,8 @@ def test_tried_again_the_server_is_sent_what_it_has_not(
     text: Path, tmp_path: Path, server: WandbServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after a rollback, of which the server shows both what was before and what is now."""
-    run_dir, impatient = tmp_path / "run", tmp_path / "impatient.trainer.mirror"
-    impatient.write_text(
-        "import sys, trainer.mirror.__main__ as mirror\n"
-        "mirror.COMMAND, mirror._TRY_AGAIN_SECONDS = (sys.executable, '-P', __file__), 0.5\n"
-        "mirror.main(sys.argv[1:])\n"
-    )
-    monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-P", str(impatient)))
+    run_dir = tmp_path / "run"
+    with_seconds(tmp_path, monkeypatch, _TRY_AGAIN_SECONDS=0.5)
     records = Records(text, run_dir, "track.wandb=online")
     records.steps(1, 8)
     stored = wait_for(lambda: server.runs.get("abcd1234"))

@@ -3,8 +3,9 @@
 The training process starts this, and keeps the other end of its standard input open for as long as it lives. Started by
 hand with ``< /dev/null``, it sends the records of a run that has ended.
 
-Standard output tells the training process what there is to say, a JSON object a line: ``reached``, ``note``,
-``warning``. Everything else goes to standard error, which leads into a log.
+Standard output tells the training process what there is to say, a JSON object a line: ``reached`` (whether the
+tracker's server answers), ``waits`` (so many seconds at most, for a core), ``note``, ``warning``. Everything else goes
+to standard error, which leads into a log.
 """
 
 import argparse
@@ -29,14 +30,15 @@ from configs.errors import EXIT_MISTAKE
 from trainer.mirror import COMMAND, python_path
 from trainer.mirror.cores import be_nice, have_children_be_nice, is_a_core_idle
 from trainer.mirror.metrics_file import MetricsFile
-from trainer.mirror.reach import why_unreachable
+from trainer.mirror.reach import ANSWER_SECONDS, why_unreachable
 from trainer.mirror.tracker import Held, Row, Run, Tracker
 
 _LOOK_SECONDS = 1.0
 _KNOCK_SECONDS = 30.0
-# To import a client takes a processor for 0.9 s (W&B) or 2.8 s (MLflow), of which training that uses all cores can lose
-# twice as much: two percent of these seconds at most, and of another try less than one.
-_FIRST_SECONDS = {"wandb": 100.0, "mlflow": 300.0}
+_ANSWER_SECONDS_WHEN_ALONE = 2.0
+# Until a client has sent what there is, it takes a processor for 1.2 s (W&B) or 2.8 s (MLflow), of which training that
+# uses all cores can lose twice as much: two percent of these seconds at most.
+_FIRST_SECONDS = {"wandb": 120.0, "mlflow": 300.0}
 _TRY_AGAIN_SECONDS = 300.0
 _CALL_SECONDS = 300.0
 # Another run may have all cores by then, and this process what is left.
@@ -173,32 +175,32 @@ class _Mirror:
             alone.wait(_TRY_AGAIN_SECONDS)
         elif is_by_hand() and not self._is_last:
             return
+        has_answered = False
         while not self._is_last and not arguments.offline:
+            seconds = _ANSWER_SECONDS_WHEN_ALONE if alone.is_set() else ANSWER_SECONDS
             with self._watch.call(_CONNECTING, _CONNECT_SECONDS_WHEN_ALONE):
-                why = why_unreachable(arguments.name, self._track)
+                why = why_unreachable(arguments.name, self._track, seconds)
+            if has_answered != (why is None):
+                has_answered = why is None
+                self._voice.tell(reached=has_answered)
             if why is not None:
                 self._warn(why)
                 self._is_last = alone.wait(_KNOCK_SECONDS)
-            elif not self._has_left_the_cores_to_training():
+            elif not self._waits_for_a_core():
                 return
         arguments.offline = arguments.offline or self._is_online_wandb
 
-    def _has_left_the_cores_to_training(self) -> bool:
+    def _waits_for_a_core(self) -> bool:
         """Wait, where training uses all cores, until it has gone on for some time, or ended. Whether it had to."""
-        alone, until = self._watch.alone, self._began + _FIRST_SECONDS.get(self._arguments.name, 0.0)
-
-        def is_to_wait() -> bool:
-            is_first = bool(self._arguments.nice) and time.monotonic() < until and not alone.is_set()
-            return is_first and not is_a_core_idle(alone.wait)
-
-        if not is_to_wait():
+        if not self._arguments.nice:  # by hand, or begun again: five minutes ago, or when training has ended
             return False
-        self._voice.tell(reached=True)  # should training end meanwhile, it is to be waited for
-        while is_to_wait():
-            pass
-        if not alone.is_set():
-            self._voice.tell(reached=False)
-        return True
+        alone, until = self._watch.alone, self._began + _FIRST_SECONDS.get(self._arguments.name, 0.0)
+        has_waited = False
+        while not alone.is_set() and time.monotonic() < until and not is_a_core_idle(alone.wait):
+            if not has_waited and not alone.is_set():
+                self._voice.tell(waits=until - self._began)
+            has_waited = True
+        return has_waited
 
     def _follow(self) -> None:
         """Write all that there is and all that comes."""
@@ -255,8 +257,6 @@ class _Mirror:
 
     def _open(self, tracker: Tracker) -> Held:
         run = self._beginning()
-        if tracker.uses_network:
-            self._voice.tell(reached=False)
         patience = _CONNECT_SECONDS_WHEN_ALONE if tracker.uses_network else _CALL_SECONDS_WHEN_ALONE
         with self._watch.call(_CONNECTING, patience):
             has = tracker.open(run)

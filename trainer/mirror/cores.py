@@ -1,5 +1,4 @@
-"""What a mirror leaves of the machine's cores to training. Where the system does not tell, as elsewhere than on Linux,
-less is done."""
+"""What a mirror leaves of the machine's cores to training: less where the system does not tell, as all but Linux."""
 
 import os
 import time
@@ -8,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _LOOK_SECONDS, _NEARLY_ALL = 1.0, 0.9
-_IDLE, _WAITING_FOR_DISK = 3, 4
+_STAT, _IDLE = Path("/proc/stat"), 4
 
 
 def be_nice(niceness: int) -> None:
@@ -31,17 +30,18 @@ def have_children_be_nice() -> None:
 
 def is_a_core_idle(wait: Callable[[float], object]) -> bool:
     """Whether the cores that this process may use leave the time of one of them unused, while ``wait`` waits for a
-    second. False where the system does not tell."""
+    second. True where the system does not tell."""
     before, began = _idle_seconds(), time.monotonic()
     wait(_LOOK_SECONDS)
-    return _idle_seconds() - before > _NEARLY_ALL * (time.monotonic() - began)
+    after, looked = _idle_seconds(), time.monotonic() - began
+    return before is None or after is None or after - before > _NEARLY_ALL * looked
 
 
-def _idle_seconds() -> float:
-    """For how long the cores that this process may use have had nothing to do, added up. proc_stat(5)."""
-    with suppress(OSError, AttributeError):
+def _idle_seconds() -> float | None:
+    """How long the cores that this process may use have had nothing to do, added up; None: unknown. proc_stat(5)."""
+    with suppress(OSError, AttributeError, ValueError, IndexError):
         own = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-        fields = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-        ticks = sum(int(each[1 + field]) for each in fields if each[0] in own for field in (_IDLE, _WAITING_FOR_DISK))
-        return ticks / os.sysconf("SC_CLK_TCK")
-    return 0.0
+        lines = [line.split() for line in _STAT.read_text().splitlines()]
+        if ticks := [int(line[_IDLE]) for line in lines if line[0] in own]:
+            return sum(ticks) / os.sysconf("SC_CLK_TCK")
+    return None

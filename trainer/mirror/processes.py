@@ -60,6 +60,9 @@ class Mirrors:
                 if warning and not mirror.has_warned:
                     mirror.has_warned = True
                     self._warn(mirror.name, warning)
+                elif isinstance(seconds := told.get("waits"), float):
+                    until = f"in {seconds:.0f} s, or when training ends, which uses all cores"
+                    self._console.say(f"{'tracking':<10} {LABELS[mirror.name]}: begins {until}")
                 elif note:
                     mirror.has_warned = False  # it is well, and what may come then is to be told too
                     self._console.say(f"{'tracking':<10} {note}")
@@ -70,27 +73,27 @@ class Mirrors:
 
     def finish(self) -> None:
         """Tell the mirrors to take the rest and end: nothing more is written. Waits for nothing, and may come twice."""
+        self.look()
         for mirror in self._mirrors:
             mirror.finish()
 
     def end(self) -> None:
-        """``finish``, and wait for the mirrors a little: what they hold is a copy. For one that has not reached its
-        tracker, no longer than a small share of the run."""
+        """``finish``, and wait for the mirrors a little: what they hold is a copy. Where a tracker has not answered, or
+        has failed since, no longer than a small share of the run."""
         self.finish()
-        self.look()
         began, waited, has_spoken = time.monotonic(), 0.0, False
         unreached_seconds = min(_WAIT_SECONDS, _WAIT_SHARE_UNREACHED * (began - self._started))
-        # One that only now has a file to write to, having waited in vain, has all of the run to write.
-        had_reached = {mirror for mirror in self._mirrors if mirror.has_reached}
-        limits = {each: _WAIT_SECONDS if each in had_reached else unreached_seconds for each in self._mirrors}
 
-        while waiting := [each for each in self._mirrors if each.process.poll() is None and waited < limits[each]]:
+        def is_to_wait_for(mirror: _Mirror) -> bool:
+            limit = _WAIT_SECONDS if mirror.is_awaited else unreached_seconds
+            return mirror.process.poll() is None and waited < limit
+
+        while waiting := [mirror for mirror in self._mirrors if is_to_wait_for(mirror)]:
             self.look()
-            limits |= {each: unreached_seconds for each in waiting if each.has_warned}
             waited = time.monotonic() - began
             if waited > _WORTH_A_WORD_SECONDS and not has_spoken:
                 has_spoken = True
-                reached = [LABELS[mirror.name] for mirror in waiting if mirror in had_reached]
+                reached = [LABELS[mirror.name] for mirror in waiting if mirror.is_awaited]
                 names, what, limit = " and ".join(reached), "sending the rest", _WAIT_SECONDS
                 if not reached:
                     names, what, limit = LABELS[waiting[0].name], "waiting for an answer", unreached_seconds
@@ -107,7 +110,9 @@ class Mirrors:
         self._mirrors = []
 
     def _warn(self, name: str, text: str) -> None:
-        self._console.say(f"WARNING    {LABELS[name]}: {text}. Training goes on, and metrics.jsonl has everything")
+        has_ended = any(mirror.is_to_end for mirror in self._mirrors)
+        rest = "metrics.jsonl has everything" if has_ended else "Training goes on, and metrics.jsonl has everything"
+        self._console.say(f"WARNING    {LABELS[name]}: {text}. {rest}")
 
 
 class _Mirror:
@@ -115,6 +120,9 @@ class _Mirror:
 
     def __init__(self, name: str, run_dir: Path, has_reached: bool) -> None:
         self.name, self.has_warned, self.has_reached, self.is_to_end = name, False, has_reached, False
+        self.is_awaited = False
+        """Whether its tracker had answered when the run ended, and has not failed since. What it begins then, with all
+        of the run to write, is not waited for."""
         self.log = run_dir / "log" / f"mirror-{name}.log"
         try:
             self.log.parent.mkdir(exist_ok=True)
@@ -151,11 +159,13 @@ class _Mirror:
         told = [each for each in map(_object, lines) if each is not None]
         for each in told:
             self.has_reached = each.get("reached", self.has_reached) is True
+            self.is_awaited = self.is_awaited and self.has_reached
         return told
 
     def finish(self) -> None:
         """Tell the process that there is no more to come."""
-        self.is_to_end = True
+        if not self.is_to_end:
+            self.is_to_end, self.is_awaited = True, self.has_reached
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()

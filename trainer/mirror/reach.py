@@ -16,26 +16,27 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-_ANSWER_SECONDS = 20.0
+ANSWER_SECONDS = 20.0
+_FAILED = 500  # and above: the server's own fault, or nobody behind a gateway. RFC 9110, 15.6
 _WANDB = "https://api.wandb.ai"
 _WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
-def why_unreachable(name: str, track: Mapping[str, Any]) -> str | None:
-    """Why the tracker ``name`` can take nothing now; None: nothing speaks against it. Waits for 20 s at most, and for
-    the name of a host as long as the system does.
+def why_unreachable(name: str, track: Mapping[str, Any], seconds: float = ANSWER_SECONDS) -> str | None:
+    """Why the tracker ``name`` can take nothing now; None: nothing speaks against it. Waits for ``seconds`` at most,
+    and for the name of a host as long as the system does.
 
     ``track``: the section of the config.
     """
     try:
         if name == "wandb" and track["wandb"] == "online":
-            return _why_not_wandb()
-        return _why_silent(track["mlflow"]) if name == "mlflow" else None
+            return _why_not_wandb(seconds)
+        return _why_silent(track["mlflow"], seconds) if name == "mlflow" else None
     except (ValueError, configparser.Error):  # an address or a file that is none
         return None
 
 
-def _why_not_wandb() -> str | None:
+def _why_not_wandb(seconds: float) -> str | None:
     """Reads what the client reads: https://docs.wandb.ai/models/track/environment-variables."""
     settings = _wandb_settings()
     address = os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or _WANDB
@@ -44,7 +45,7 @@ def _why_not_wandb() -> str | None:
     has_own_proxy = any(
         key in settings or f"WANDB_{key.upper()}" in os.environ for key in ("http_proxy", "https_proxy")
     )
-    return None if has_own_proxy else _why_silent(address)
+    return None if has_own_proxy else _why_silent(address, seconds)
 
 
 def _wandb_settings() -> dict[str, str]:
@@ -72,22 +73,24 @@ def _netrc_knows(address: str) -> bool:
     return False
 
 
-def _why_silent(address: str) -> str | None:
-    """Why nothing answers at ``address``; None: something does, whatever it has to say, or it is no web address."""
+def _why_silent(address: str, seconds: float) -> str | None:
+    """Why nothing answers at ``address``; None: something does, or it is no web address."""
     address = _without_secrets(address)
     if urlsplit(address).scheme not in ("http", "https") or _has_another_proxy():
         return None
     try:
         # An opener of its own: the one that urlopen keeps knows the proxies of its first call.
-        urllib.request.build_opener().open(address, timeout=_ANSWER_SECONDS).close()
+        urllib.request.build_opener().open(address, timeout=seconds).close()
     except urllib.error.HTTPError as answer:
         answer.close()
+        if answer.code >= _FAILED:
+            return f"{address} answers {answer.code} ({answer.reason})"
     except (urllib.error.URLError, OSError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         if isinstance(reason, ssl.SSLError):
             return None
         if isinstance(reason, TimeoutError):
-            return f"{address} has not answered for {_ANSWER_SECONDS:.0f} s"
+            return f"{address} has not answered for {seconds:.0f} s"
         words = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
         return f"{address} cannot be reached ({words})"
     except http.client.HTTPException:

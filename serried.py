@@ -70,7 +70,7 @@ _COMMANDS = {  # what it takes, what it does, and more of that
         "[run.dir=RUN] [checkpoint=STEP] [json=true] [data=text data.path=FILES] [key=value ...]",
         "loss, perplexity and bits per byte of a checkpoint, on the run's validation sets or on data named here:",
         """\
-  data, data.path, ...   other text, all of it, tokenised as the run's
+  data, data.path, ...   other text, tokenised as the run's: all its whole sequences
   trainer.eval_batches   batches of trainer.global_batch sequences to evaluate on; the run's when not given
   parallel, precision    as in training; under torchrun on all its processes: torchrun ... serried.py evaluate ...
   json=true              a line of JSON for each set
@@ -133,10 +133,9 @@ def main(arguments: list[str] | None = None) -> int:
         is_help = command in (*_HELP, "help")
         asked = next((word for word in rest if word not in _HELP), None) if is_help else command
         if asked is not None and asked not in _COMMANDS:
-            close = nearest(asked, [*_COMMANDS]) or [*_COMMANDS]
-            raise UserError(
-                f"there is no command {asked!r}; did you mean: serried {' or '.join(close)}; to train: python train.py"
-            )
+            close = nearest(asked, [*_COMMANDS])
+            hint = f"did you mean: serried {' or '.join(close)}" if close else f"there are {', '.join(_COMMANDS)}"
+            raise UserError(f"there is no command {asked!r}; {hint}; to train: python train.py")
         if is_help or {*_HELP} & {*rest}:
             say(_help(asked))
         elif command == "export":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from trainer.mirror.metrics_file import MetricsFile
 from trainer.mirror.rows import Rows
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
+_WAITS = re.compile(r"tracking   W&B: begins in \d+ s, or when training ends, which uses all cores\n")
 
 
 @pytest.fixture(autouse=True)
@@ -223,8 +225,7 @@ def test_where_training_uses_all_cores_its_client_waits(
             pytest.skip("this machine shares out its cores in another way")
         records = Records(text, run_dir, f"track.wandb={mode}", niceness=1)
         records.steps(1, 3)
-        says = f"tracking   W&B: begins in {seconds:.0f} s, or when training ends, which uses all cores"
-        wait_for(lambda: records.look() or says in capsys.readouterr().out)
+        wait_for(lambda: records.look() or _WAITS.search(capsys.readouterr().out))
         (mirror,) = records.mirrors._mirrors
         assert mirror.has_reached
         assert not server.runs
@@ -267,7 +268,7 @@ def test_one_that_fails_while_it_is_waited_for_is_waited_for_no_longer(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "_WAIT_SECONDS", 10_000.0)
-    fails = """echo '{"reached": true}'; cat; echo '{"reached": false}'; echo '{"warning": "gone"}'; exec sleep 20000"""
+    fails = """echo '{"reached": true}'; cat; echo '{"reached": false, "warning": "gone"}'; exec sleep 20000"""
     with in_place_of_mirrors(fails, tmp_path, monkeypatch):
         records = Records(text, tmp_path / "run", "track.wandb=online")
     (mirror,) = records.mirrors._mirrors
@@ -322,6 +323,28 @@ def test_its_service_killed_no_record_is_lost(
     else:
         history = wandb_run(run_dir)["history"]
     assert [row["step"] for row in history] == list(range(1, 10))
+
+
+@pytest.mark.slow
+def test_a_server_that_is_gone_at_the_end_is_not_waited_for(
+    text: Path, tmp_path: Path, server: WandbServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client tries again without a word."""
+    monkeypatch.setattr(processes, "_WAIT_SECONDS", 10_000.0)
+    run_dir = tmp_path / "run"
+    records = Records(text, run_dir, "track.wandb=online")
+    records.steps(1, 3)
+    wait_for(lambda: records.look() or "tracking   W&B: http" in capsys.readouterr().out)
+    server.shutdown()
+    server.server_close()
+    records.steps(4, 6)
+    records.end()
+    (warning,) = warnings(capsys.readouterr().out)
+    assert (
+        f"W&B: {server.url} cannot be reached (Connection refused); its records can be sent at any later time"
+        in warning
+    )
+    assert [row["step"] for row in wandb_run(run_dir)["history"]] == list(range(1, 7))
 
 
 @pytest.mark.slow

@@ -35,12 +35,13 @@ from trainer.mirror.tracker import Held, Row, Run, Tracker
 
 _LOOK_SECONDS = 1.0
 _KNOCK_SECONDS = 30.0
-_ANSWER_SECONDS_WHEN_ALONE = 2.0
+_ANSWER_SECONDS_WHEN_AWAITED = 1.0
 # Until a client has sent what there is, it takes a processor for 1.2 s (W&B) or 2.8 s (MLflow), of which training that
 # uses all cores can lose twice as much: two percent of these seconds at most.
 _FIRST_SECONDS = {"wandb": 120.0, "mlflow": 300.0}
 _TRY_AGAIN_SECONDS = 300.0
 _CALL_SECONDS = 300.0
+_LONG_SECONDS = 30.0
 # Another run may have all cores by then, and this process what is left.
 _CALL_SECONDS_WHEN_ALONE = 60.0
 _CONNECT_SECONDS_WHEN_ALONE = 30.0
@@ -74,13 +75,16 @@ class _Voice:
 class _Watch:
     """Knows whether the training process is still there, and which call into the tracker takes too long."""
 
-    def __init__(self, until: float | None, helper: str | None, give_up: Callable[[str], NoReturn]) -> None:
-        """``helper``: name of a process that the tracker starts, and may wait for when it is gone."""
+    def __init__(
+        self, until: float | None, helper: str | None, doubt: Callable[[], None], give_up: Callable[[str], NoReturn]
+    ) -> None:
+        """``helper``: name of a process that the tracker starts, and may wait for when it is gone. ``doubt``: called
+        where a connection takes long while training goes on."""
         self.alone = threading.Event()
         """Set once the training process has ended, or said that there is no more to come."""
         self.until = until
         """When this process ends at the latest, in unix seconds; None: the training process is still there."""
-        self._helper, self._give_up = helper, give_up
+        self._helper, self._doubt, self._give_up = helper, doubt, give_up
         self._call: tuple[str, float, float] | None = None
         self._is_calling = threading.Event()
         threading.Thread(target=self._wait_for_the_end, name="end of training", daemon=True).start()
@@ -105,6 +109,7 @@ class _Watch:
         self.alone.set()
 
     def _watch(self) -> None:
+        doubted: tuple[str, float, float] | None = None
         while True:
             if self._is_calling.wait(_LOOK_SECONDS_WITHOUT_A_CALL):
                 time.sleep(_WATCH_SECONDS)
@@ -119,6 +124,9 @@ class _Watch:
             if self._helper is not None and call[0] != _FINISHING and _has_lost_a_helper(self._helper):
                 self._give_up(f"its service {self._helper} has ended")
             what, began, seconds_when_alone = call
+            if what == _CONNECTING and call != doubted and now > began + _LONG_SECONDS and not self.alone.is_set():
+                doubted = call
+                self._doubt()
             limit = began + _CALL_SECONDS
             if self.until is not None:
                 limit = min(limit, max(began, self.until - _ALONE_SECONDS) + seconds_when_alone)
@@ -133,10 +141,13 @@ class _Mirror:
         self._arguments, self._began = arguments, time.monotonic()
         self._run_dir: Path = arguments.run_dir
         self._voice = _Voice()
-        self._watch = _Watch(arguments.until, _HELPERS.get(arguments.name), self._give_up)
+        self._watch = _Watch(
+            arguments.until, _HELPERS.get(arguments.name), lambda: self._voice.tell(reached=False), self._give_up
+        )
         self._track = read_config(self._run_dir)["track"]
         self._is_last = False
         """Whether there is no time for another try."""
+        self._has_told_that_it_waits = False
 
     @property
     def _is_online_wandb(self) -> bool:
@@ -177,17 +188,24 @@ class _Mirror:
             return
         has_answered = False
         while not self._is_last and not arguments.offline:
-            seconds = _ANSWER_SECONDS_WHEN_ALONE if alone.is_set() else ANSWER_SECONDS
+            has_ended = alone.is_set()
+            if has_answered and not has_ended:
+                has_answered = False
+                self._voice.tell(reached=False)  # asked again, it may hang
+            seconds = _ANSWER_SECONDS_WHEN_AWAITED if has_answered else ANSWER_SECONDS
             with self._watch.call(_CONNECTING, _CONNECT_SECONDS_WHEN_ALONE):
                 why = why_unreachable(arguments.name, self._track, seconds)
-            if has_answered != (why is None):
-                has_answered = why is None
-                self._voice.tell(reached=has_answered)
-            if why is not None:
-                self._warn(why)
-                self._is_last = alone.wait(_KNOCK_SECONDS)
-            elif not self._waits_for_a_core():
-                return
+            if why is None:
+                if not has_answered and not arguments.failed:  # a client that failed is to prove more
+                    self._voice.tell(reached=True)
+                has_answered = True
+                if not self._waits_for_a_core():
+                    return
+            else:
+                if has_answered or not arguments.warned:
+                    self._tell_of_failure(why)
+                self._is_last = alone.wait(_KNOCK_SECONDS) and not has_answered  # which has had little time
+                has_answered = False
         arguments.offline = arguments.offline or self._is_online_wandb
 
     def _waits_for_a_core(self) -> bool:
@@ -197,9 +215,10 @@ class _Mirror:
         alone, until = self._watch.alone, self._began + _FIRST_SECONDS.get(self._arguments.name, 0.0)
         has_waited = False
         while not alone.is_set() and time.monotonic() < until and not is_a_core_idle(alone.wait):
-            if not has_waited and not alone.is_set():
-                self._voice.tell(waits=until - self._began)
             has_waited = True
+            if not self._has_told_that_it_waits and not alone.is_set():
+                self._has_told_that_it_waits = True
+                self._voice.tell(waits=until - time.monotonic())
         return has_waited
 
     def _follow(self) -> None:
@@ -240,6 +259,10 @@ class _Mirror:
                 self._caught_up(tracker)
             self._watch.alone.wait(_LOOK_SECONDS)
         with self._watch.call(_FINISHING):
+            if tracker.uses_network and not is_by_hand():  # a client may try in vain without a word
+                why = why_unreachable(self._arguments.name, self._track, _ANSWER_SECONDS_WHEN_AWAITED)
+                if why is not None:
+                    self._tell_of_failure(why)
             tracker.write([row for row in rows.rest() if row.step > has])
             if is_behind:
                 self._caught_up(tracker)
@@ -269,24 +292,27 @@ class _Mirror:
             tracker.caught_up()
         self._arguments.warned = False  # it is well, and what may come then is to be told too
 
-    def _warn(self, reason: str) -> None:
-        """Tell once why the tracker takes nothing, and what becomes of its records."""
-        arguments = self._arguments
+    def _tell_of_failure(self, reason: str) -> None:
+        """Tell that the tracker takes nothing, once why, and what becomes of its records. In one line, after which the
+        training process may listen no more."""
+        arguments, told = self._arguments, {"reached": False}
         if arguments.warned:
+            self._voice.tell(**told)
             return
         arguments.warned = True
-        when = "once more" if is_by_hand() else "again now and then"
-        self._voice.tell(
-            warning=f"{reason.rstrip('.')}; it is tried {when}, and at any later time by "
-            f"python -m trainer.mirror {arguments.name} {shlex.quote(str(self._run_dir))} < /dev/null"
-        )
+        command = f"python -m trainer.mirror {arguments.name} {shlex.quote(str(self._run_dir))} < /dev/null"
+        again = f"it is tried again now and then, and at any later time by {command}"
+        if is_by_hand():
+            again = f"it is tried once more, and at any later time by {command}"
+        elif self._watch.alone.is_set():
+            again = f"its records can be sent at any later time by {command}"
+        self._voice.tell(**told, warning=f"{reason.rstrip('.')}; {again}")
 
     def _give_up(self, reason: str) -> NoReturn:
         """Begin again, as a new program: what a tracker left in this one is gone with it."""
         arguments = self._arguments
         log(f"gives up: {reason}")
-        self._voice.tell(reached=False)
-        self._warn(reason)
+        self._tell_of_failure(reason)
         if self._is_last:
             _leave(1)
         again = ["--warned", *(["--offline"] if arguments.offline else [])]

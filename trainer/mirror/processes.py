@@ -40,7 +40,7 @@ class Mirrors:
     def __init__(self, run_dir: Path, track: TrackSection, console: Console) -> None:
         self._run_dir, self._track, self._console = run_dir.absolute(), track, console
         self._mirrors: list[_Mirror] = []
-        self._started = 0.0
+        self._started, self._has_ended = 0.0, False
 
     def start(self) -> None:
         """Start a process for each tracker that is asked for. ``metrics.jsonl`` is there by now."""
@@ -60,7 +60,7 @@ class Mirrors:
                 if warning and not mirror.has_warned:
                     mirror.has_warned = True
                     self._warn(mirror.name, warning)
-                elif isinstance(seconds := told.get("waits"), float):
+                elif isinstance(seconds := told.get("waits"), float) and not self._has_ended:
                     until = f"in {seconds:.0f} s, or when training ends, which uses all cores"
                     self._console.say(f"{'tracking':<10} {LABELS[mirror.name]}: begins {until}")
                 elif note:
@@ -73,6 +73,7 @@ class Mirrors:
 
     def finish(self) -> None:
         """Tell the mirrors to take the rest and end: nothing more is written. Waits for nothing, and may come twice."""
+        self._has_ended = True
         self.look()
         for mirror in self._mirrors:
             mirror.finish()
@@ -110,8 +111,9 @@ class Mirrors:
         self._mirrors = []
 
     def _warn(self, name: str, text: str) -> None:
-        has_ended = any(mirror.is_to_end for mirror in self._mirrors)
-        rest = "metrics.jsonl has everything" if has_ended else "Training goes on, and metrics.jsonl has everything"
+        rest = (
+            "metrics.jsonl has everything" if self._has_ended else "Training goes on, and metrics.jsonl has everything"
+        )
         self._console.say(f"WARNING    {LABELS[name]}: {text}. {rest}")
 
 

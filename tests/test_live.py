@@ -98,8 +98,8 @@ def test_ctrl_c_leaves_a_clean_terminal(text: Path, tmp_path: Path) -> None:
     assert code == 75, arrived
     shown = screen(arrived)
     assert shown[-1] == "", "the prompt comes on a line of its own"
-    # The terminal may have put the ^C behind a line that was being printed; alone, or in one that changes, it is gone.
-    rest = [line.removesuffix("^C").rstrip() for line in shown if line.strip()]
+    # The terminal puts its ^C where it likes, also into a line that is being printed; alone it is gone.
+    rest = [line.replace("^C", "").rstrip() for line in shown if line.strip()]
     assert rest == [line.rstrip() for line in logged(tmp_path / "run") if line.strip()]
 
 

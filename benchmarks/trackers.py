@@ -32,10 +32,20 @@ from benchmarks.disturb import family, last_step, lines, send
 from tests.cluster import ROOT
 from tests.runs import metrics, overrides, write_text
 from tests.tracked import await_mirrors, mirrors
-from tests.wandb_server import serving
+from tests.wandb_server import WandbServer, serving
 
-WAYS = ("off", "offline", "reachable", "no key", "refused", "never answers", "service killed")
-_LOOK_SECONDS = 0.05
+WAYS = (
+    "off",
+    "offline",
+    "reachable",
+    "no key",
+    "refused",
+    "never answers",
+    "its API hangs",
+    "hangs at the end",
+    "service killed",
+)
+_LOOK_SECONDS, _NEAR_THE_END = 0.05, 0.9
 _SPAN_SECONDS, _STEPS_TO_WARM_UP = 2.0, 20
 _WITHOUT_REST = """
 import subprocess, sys
@@ -117,7 +127,7 @@ def _run(way: str, text: Path, run_dir: Path, steps: int) -> _Seconds:
     """Train once."""
     mode = way if way in ("off", "offline") else "online"
     argv = [f"trainer.steps={steps}", "trainer.log_every=10", "trainer.deterministic=true", f"track.wandb={mode}"]
-    with _wandb(way) as environment, (run_dir.parent / "output").open("w") as output:
+    with _wandb(way) as (environment, server), (run_dir.parent / "output").open("w") as output:
         started = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, "train.py", *overrides(text, run_dir, *argv)],
@@ -130,6 +140,10 @@ def _run(way: str, text: Path, run_dir: Path, steps: int) -> _Seconds:
                 has_killed = bool(services)
                 for pid in services:
                     send(pid, signal.SIGKILL)
+            time.sleep(_LOOK_SECONDS)
+        while way == "hangs at the end" and not server.hangs.is_set() and not _has_ended(process.pid, os.WNOHANG):
+            if last_step(run_dir) >= _NEAR_THE_END * steps:
+                server.hangs.set()
             time.sleep(_LOOK_SECONDS)
         _has_ended(process.pid)
         elapsed, (own, of_children) = time.perf_counter() - started, _processor_seconds(process.pid)
@@ -195,19 +209,21 @@ def _processor_seconds(pid: int) -> tuple[float, float]:
 
 
 @contextmanager
-def _wandb(way: str) -> Iterator[dict[str, str]]:
-    """The environment of a run that finds W&B so."""
+def _wandb(way: str) -> Iterator[tuple[dict[str, str], WandbServer]]:
+    """The environment of a run that finds W&B so, and its server."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     with socket.socket() as waiting, serving() as server, tempfile.TemporaryDirectory() as home:
         waiting.bind(("127.0.0.1", 0))
         if way == "never answers":
             waiting.listen()
-        is_served = way in ("reachable", "service killed")
+        if way == "its API hangs":  # not its front page
+            server.hangs.set()
+        is_served = way in ("reachable", "its API hangs", "hangs at the end", "service killed")
         environment["WANDB_BASE_URL"] = server.url if is_served else f"http://127.0.0.1:{waiting.getsockname()[1]}"
         environment["HOME"] = home  # with nobody's account
         if way != "no key":
             environment["WANDB_API_KEY"] = 40 * "0"
-        yield environment
+        yield environment, server
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from benchmarks.disturb import family
 from tests.test_trackers import warned
 from tests.tracked import Records, mirrors, wait_for
 from tests.wandb_server import WandbServer, serving
-from trainer.mirror.reach import why_unreachable
+from trainer.mirror.reach import ask
 
 _KEY = 40 * "7"
 _ONLINE = {"wandb": "online", "mlflow": None}
@@ -27,6 +27,10 @@ def _nobodys_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "home" / ".config" / "wandb").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
+
+
+def why_unreachable(name: str, track: dict[str, Any], seconds: float = 20.0) -> str | None:
+    return ask(name, track, seconds).why_not
 
 
 def _no_such_host(*_: Any, **__: Any) -> None:
@@ -105,14 +109,14 @@ def test_a_proxy_that_others_know_how_to_use_is_left_to_them(
 ) -> None:
     assert why_unreachable("mlflow", {"mlflow": nobody}) is not None
     monkeypatch.setenv(variable, proxy)
-    assert why_unreachable("mlflow", {"mlflow": nobody}) is None
+    assert ask("mlflow", {"mlflow": nobody}) == (False, None)
 
 
 def test_a_proxy_of_its_own_is_left_to_the_client(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", _KEY)
     monkeypatch.setenv("WANDB_BASE_URL", nobody)
     monkeypatch.setenv("WANDB_HTTPS_PROXY", "http://127.0.0.1:3128")
-    assert why_unreachable("wandb", _ONLINE) is None
+    assert ask("wandb", _ONLINE) == (False, None)
 
 
 def test_the_proxy_of_the_environment_is_asked(
@@ -127,15 +131,29 @@ def test_the_proxy_of_the_environment_is_asked(
 def test_who_answers_can_be_reached_unless_he_says_that_he_fails(
     server: WandbServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert why_unreachable("mlflow", {"mlflow": server.url}) is None
-    assert why_unreachable("mlflow", {"mlflow": server.url.replace("http", "https")}) is None, "he speaks no TLS"
+    answered = (True, None)
+    assert ask("mlflow", {"mlflow": server.url}) == answered
+    assert ask("mlflow", {"mlflow": server.url.replace("http", "https")}) == answered, "he speaks no TLS"
     handler: Any = server.RequestHandlerClass
-    monkeypatch.setattr(handler, "do_GET", lambda self: self.send_error(404))
-    assert why_unreachable("mlflow", {"mlflow": server.url}) is None
-    monkeypatch.setattr(handler, "do_GET", lambda self: self.send_error(503))
+    monkeypatch.setattr(handler, "do_POST", lambda self: self.send_error(404))
+    assert ask("mlflow", {"mlflow": server.url}) == answered
+    monkeypatch.setattr(handler, "do_POST", lambda self: self.send_error(503))
     assert why_unreachable("mlflow", {"mlflow": server.url}) == f"{server.url} answers 503 (Service Unavailable)"
-    monkeypatch.setattr(handler, "do_GET", lambda self: self.wfile.write(b"no HTTP\r\n\r\n"))
-    assert why_unreachable("mlflow", {"mlflow": server.url}) is None
+    monkeypatch.setattr(handler, "do_POST", lambda self: self.wfile.write(b"no HTTP\r\n\r\n"))
+    assert ask("mlflow", {"mlflow": server.url}) == answered
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_it_is_what_the_client_asks_that_is_to_be_answered(
+    name: str, server: WandbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a page of static files may be where the server behind it hangs."""
+    server.hangs.set()
+    monkeypatch.setenv("WANDB_BASE_URL", server.url + "/of/ours/")
+    monkeypatch.setenv("WANDB_API_KEY", _KEY)
+    track = {"wandb": "online", "mlflow": server.url + "/of/ours/"}
+    assert why_unreachable(name, track, seconds=0.3) == f"{server.url}/of/ours/ has not answered for 0 s"
+    assert server.asked == ["/of/ours" + {"wandb": "/graphql", "mlflow": "/api/2.0/mlflow/experiments/search"}[name]]
 
 
 def test_who_does_not_answer_cannot_be_reached(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:

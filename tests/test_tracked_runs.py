@@ -40,8 +40,14 @@ def _kill_its_service(run_dir: Path) -> Callable[[Trainer, int], None]:
                 assert os.getpriority(os.PRIO_PROCESS, service) == _LOWEST_PRIORITY
                 wait_for(partial(_has_session_of_lowest_priority, service))
                 send(service, signal.SIGKILL)
+            wait_for(lambda: _has_begun_again(run_dir))
 
     return kill
+
+
+def _has_begun_again(run_dir: Path) -> bool:
+    """Whether its mirror has, as a program, and so has told why: a run this short waits for no word at its end."""
+    return any(b"--failed" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in mirrors(run_dir))
 
 
 def _see_its_priority(run_dir: Path) -> Callable[[Trainer, int], None]:

@@ -197,6 +197,12 @@ def with_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **seconds: Any
     monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-P", str(changed)))
 
 
+def with_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have runs wait for mirrors for as long as something speaks for it."""
+    monkeypatch.setattr(processes, "_WAIT_SECONDS", 10_000.0)
+    monkeypatch.setattr(processes, "_WAIT_SHARE", 10_000.0)
+
+
 @pytest.mark.parametrize(
     ("mode", "until"),
     [
@@ -218,7 +224,7 @@ def test_where_training_uses_all_cores_its_client_waits(
 ) -> None:
     run_dir, seconds = tmp_path / "run", 10.0 if until == "its time has come" else 10_000.0
     with_seconds(tmp_path, monkeypatch, _FIRST_SECONDS={"wandb": seconds})
-    monkeypatch.setattr(processes, "_WAIT_SECONDS", 10_000.0)  # what is cut short is
+    with_patience(monkeypatch)
     with ExitStack() as stack:
         stack.enter_context(busy_cores())
         if is_a_core_idle(time.sleep):
@@ -267,8 +273,9 @@ def test_a_core_is_idle_where_those_of_this_process_together_had_the_time_of_one
 def test_one_that_fails_while_it_is_waited_for_is_waited_for_no_longer(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_WAIT_SECONDS", 10_000.0)
-    fails = """echo '{"reached": true}'; cat; echo '{"reached": false, "warning": "gone"}'; exec sleep 20000"""
+    with_patience(monkeypatch)
+    says = """echo '{"reached": true}'; cat; echo '{"reached": true}'; sleep 0.1"""
+    fails = says + """; echo '{"reached": false, "warning": "gone"}'; exec sleep 20000"""
     with in_place_of_mirrors(fails, tmp_path, monkeypatch):
         records = Records(text, tmp_path / "run", "track.wandb=online")
     (mirror,) = records.mirrors._mirrors
@@ -326,11 +333,41 @@ def test_its_service_killed_no_record_is_lost(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_at_the_end", [True, False])
+def test_that_its_service_was_killed_is_noticed_without_another_record(
+    is_at_the_end: bool,
+    text: Path,
+    tmp_path: Path,
+    server: WandbServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its client would wait for the service."""
+    with_patience(monkeypatch)
+    run_dir = tmp_path / "run"
+    records = Records(text, run_dir, "track.wandb=online")
+    records.steps(1, 3)
+    stored = wait_for(lambda: server.runs.get("abcd1234"))
+    wait_for(lambda: len(stored.history) >= 2)  # nothing is left for the client to do
+    kill_service(run_dir, server)
+    if is_at_the_end:
+        records.end()
+        assert len(warnings(capsys.readouterr().out)) == 1
+        history = wandb_run(run_dir)["history"]
+    else:
+        (warning,) = warned(records, capsys)
+        assert "its service wandb-core has ended" in warning
+        records.end()
+        history = server.runs["abcd1234"].history
+    assert [row["step"] for row in history] == [1, 2, 3]
+
+
+@pytest.mark.slow
 def test_a_server_that_is_gone_at_the_end_is_not_waited_for(
     text: Path, tmp_path: Path, server: WandbServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its client tries again without a word."""
-    monkeypatch.setattr(processes, "_WAIT_SECONDS", 10_000.0)
+    with_patience(monkeypatch)
     run_dir = tmp_path / "run"
     records = Records(text, run_dir, "track.wandb=online")
     records.steps(1, 3)
@@ -430,20 +467,24 @@ def test_mirrors_that_are_told_to_finish_are_not_waited_for(text: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("mode", "patience", "expected"),
+    ("mode", "says", "patience", "expected"),
     [
         # To wait here is to wait in vain.
-        ("online", 10_000.0, ["WARNING    W&B has not answered yet; its process goes on"]),
+        ("online", "", 10_000.0, ["WARNING    W&B has not answered yet; its process goes on"]),
+        # It may hang since.
+        ("online", '{"reached": true}', 10_000.0, ["tracking   W&B has not taken all yet; its process goes on"]),
         # A file needs no answer.
         (
             "offline",
+            "",
             1.2,
             ["W&B: sending the rest, for at most 1 s", "tracking   W&B has not taken all yet; its process"],
         ),
     ],
 )
-def test_a_tracker_that_was_never_reached_is_not_waited_for_and_another_is(
+def test_a_tracker_that_does_not_answer_at_the_end_is_not_waited_for_and_another_is(
     mode: str,
+    says: str,
     patience: float,
     expected: list[str],
     text: Path,
@@ -452,9 +493,10 @@ def test_a_tracker_that_was_never_reached_is_not_waited_for_and_another_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(processes, "_WAIT_SECONDS", patience)
-    with in_place_of_mirrors("exec sleep 20000", tmp_path, monkeypatch):
+    with in_place_of_mirrors(f"echo '{says}'; exec sleep 20000", tmp_path, monkeypatch):
         records = Records(text, tmp_path / "run", f"track.wandb={mode}")
     (mirror,) = records.mirrors._mirrors
+    wait_for(lambda: records.look() or mirror.has_reached or not says)
     records.mirrors.end()
     assert mirror.process.poll() is None
     printed = [line for line in capsys.readouterr().out.splitlines() if "W&B" in line]
@@ -505,7 +547,7 @@ def test_by_hand_too_records_that_cannot_be_sent_are_kept(text: Path, tmp_path: 
     assert warning.startswith("No API key configured. Use `wandb login` to log in; it is tried once more, and at any")
     run = wandb_run(run_dir)
     assert run["folder"] != kept, "written anew"
-    assert told[-1] == {"reached": True, "note": f"W&B, offline; to send them: wandb sync {run['folder']}"}
+    assert told[-1] == {"note": f"W&B, offline; to send them: wandb sync {run['folder']}"}
     assert [row["step"] for row in run["history"]] == [1, 2, 3, 4]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+_HANG_SECONDS = 3600.0
 _PROJECT = {"id": "p1", "name": "project", "entity": {"id": "e1", "name": "team", "__typename": "Entity"}}
 
 
@@ -36,6 +37,10 @@ class WandbServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.runs: dict[str, Stored] = {}
         self.lock = threading.Lock()
+        self.asked: list[str] = []
+        """Paths, as they were posted to."""
+        self.hangs = threading.Event()
+        """Once set, nothing that the client asks is answered. Pages are."""
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that was killed hangs up in the middle: that is part of the test."""
@@ -112,6 +117,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self._body()
+        self.server.asked.append(self.path)
+        if self.server.hangs.is_set():
+            threading.Event().wait(_HANG_SECONDS)
         if self.path.endswith("/graphql"):
             asked = json.loads(body)
             with self.server.lock:

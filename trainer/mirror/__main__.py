@@ -30,7 +30,7 @@ from configs.errors import EXIT_MISTAKE
 from trainer.mirror import COMMAND, python_path
 from trainer.mirror.cores import be_nice, have_children_be_nice, is_a_core_idle
 from trainer.mirror.metrics_file import MetricsFile
-from trainer.mirror.reach import ANSWER_SECONDS, why_unreachable
+from trainer.mirror.reach import ANSWER_SECONDS, Reach, ask
 from trainer.mirror.tracker import Held, Row, Run, Tracker
 
 _LOOK_SECONDS = 1.0
@@ -41,14 +41,13 @@ _ANSWER_SECONDS_WHEN_AWAITED = 1.0
 _FIRST_SECONDS = {"wandb": 120.0, "mlflow": 300.0}
 _TRY_AGAIN_SECONDS = 300.0
 _CALL_SECONDS = 300.0
-_LONG_SECONDS = 30.0
 # Another run may have all cores by then, and this process what is left.
 _CALL_SECONDS_WHEN_ALONE = 60.0
 _CONNECT_SECONDS_WHEN_ALONE = 30.0
 _ALONE_SECONDS = 300.0
 _WATCH_SECONDS = 0.2
 _LOOK_SECONDS_WITHOUT_A_CALL = 5.0
-_CONNECTING, _FINISHING = "connecting", "finishing"
+_CONNECTING = "connecting"
 _NOT_OF_THE_RUN = ("event", "time", "tracker_run_id", "resumed_from")
 _HELPERS = {"wandb": "wandb-core"}
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -75,16 +74,13 @@ class _Voice:
 class _Watch:
     """Knows whether the training process is still there, and which call into the tracker takes too long."""
 
-    def __init__(
-        self, until: float | None, helper: str | None, doubt: Callable[[], None], give_up: Callable[[str], NoReturn]
-    ) -> None:
-        """``helper``: name of a process that the tracker starts, and may wait for when it is gone. ``doubt``: called
-        where a connection takes long while training goes on."""
+    def __init__(self, until: float | None, helper: str | None, give_up: Callable[[str], NoReturn]) -> None:
+        """``helper``: name of a process that the tracker starts, and may wait for when it is gone."""
         self.alone = threading.Event()
         """Set once the training process has ended, or said that there is no more to come."""
         self.until = until
         """When this process ends at the latest, in unix seconds; None: the training process is still there."""
-        self._helper, self._doubt, self._give_up = helper, doubt, give_up
+        self._helper, self._give_up = helper, give_up
         self._call: tuple[str, float, float] | None = None
         self._is_calling = threading.Event()
         threading.Thread(target=self._wait_for_the_end, name="end of training", daemon=True).start()
@@ -101,6 +97,15 @@ class _Watch:
             self._is_calling.clear()
             self._call = None
 
+    def let_helper_end(self) -> None:
+        """From now on it may, unless it has."""
+        self._see_to_the_helper()
+        self._helper = None
+
+    def _see_to_the_helper(self) -> None:
+        if (helper := self._helper) is not None and _has_lost_a_helper(helper):
+            self._give_up(f"its service {helper} has ended")
+
     def _wait_for_the_end(self) -> None:
         with suppress(OSError):
             while os.read(0, 1):
@@ -109,7 +114,6 @@ class _Watch:
         self.alone.set()
 
     def _watch(self) -> None:
-        doubted: tuple[str, float, float] | None = None
         while True:
             if self._is_calling.wait(_LOOK_SECONDS_WITHOUT_A_CALL):
                 time.sleep(_WATCH_SECONDS)
@@ -117,16 +121,12 @@ class _Watch:
             if self.until is not None and now > self.until:
                 log("out of time")
                 _leave(1)
+            self._see_to_the_helper()
             if call is None:
                 continue
             if call[0] == _CONNECTING:
                 have_children_be_nice()
-            if self._helper is not None and call[0] != _FINISHING and _has_lost_a_helper(self._helper):
-                self._give_up(f"its service {self._helper} has ended")
             what, began, seconds_when_alone = call
-            if what == _CONNECTING and call != doubted and now > began + _LONG_SECONDS and not self.alone.is_set():
-                doubted = call
-                self._doubt()
             limit = began + _CALL_SECONDS
             if self.until is not None:
                 limit = min(limit, max(began, self.until - _ALONE_SECONDS) + seconds_when_alone)
@@ -141,9 +141,7 @@ class _Mirror:
         self._arguments, self._began = arguments, time.monotonic()
         self._run_dir: Path = arguments.run_dir
         self._voice = _Voice()
-        self._watch = _Watch(
-            arguments.until, _HELPERS.get(arguments.name), lambda: self._voice.tell(reached=False), self._give_up
-        )
+        self._watch = _Watch(arguments.until, _HELPERS.get(arguments.name), self._give_up)
         self._track = read_config(self._run_dir)["track"]
         self._is_last = False
         """Whether there is no time for another try."""
@@ -153,6 +151,12 @@ class _Mirror:
     def _is_online_wandb(self) -> bool:
         arguments = self._arguments
         return bool(arguments.name == "wandb" and self._track["wandb"] == "online" and not arguments.offline)
+
+    @property
+    def _is_to_prove_more(self) -> bool:
+        """Whether an answer does not mean that the tracker is reached: its client has failed, or only files are
+        written, where the run is not to wait."""
+        return bool(self._arguments.failed or self._is_last)
 
     def run(self) -> None:
         """Mirror until the training process has ended and everything is written."""
@@ -188,25 +192,24 @@ class _Mirror:
             return
         has_answered = False
         while not self._is_last and not arguments.offline:
-            has_ended = alone.is_set()
-            if has_answered and not has_ended:
-                has_answered = False
-                self._voice.tell(reached=False)  # asked again, it may hang
-            seconds = _ANSWER_SECONDS_WHEN_AWAITED if has_answered else ANSWER_SECONDS
-            with self._watch.call(_CONNECTING, _CONNECT_SECONDS_WHEN_ALONE):
-                why = why_unreachable(arguments.name, self._track, seconds)
-            if why is None:
-                if not has_answered and not arguments.failed:  # a client that failed is to prove more
+            is_awaited = has_answered and alone.is_set()
+            reach = self._ask(_ANSWER_SECONDS_WHEN_AWAITED if is_awaited else ANSWER_SECONDS)
+            if reach.why_not is None:
+                has_answered = reach.has_answered
+                if has_answered and not self._is_to_prove_more:
                     self._voice.tell(reached=True)
-                has_answered = True
                 if not self._waits_for_a_core():
                     return
             else:
                 if has_answered or not arguments.warned:
-                    self._tell_of_failure(why)
-                self._is_last = alone.wait(_KNOCK_SECONDS) and not has_answered  # which has had little time
+                    self._tell_of_failure(reach.why_not)
+                self._is_last = alone.wait(_KNOCK_SECONDS) and not is_awaited  # which has had little time
                 has_answered = False
         arguments.offline = arguments.offline or self._is_online_wandb
+
+    def _ask(self, seconds: float) -> Reach:
+        with self._watch.call(_CONNECTING, _CONNECT_SECONDS_WHEN_ALONE):
+            return ask(self._arguments.name, self._track, seconds)
 
     def _waits_for_a_core(self) -> bool:
         """Wait, where training uses all cores, until it has gone on for some time, or ended. Whether it had to."""
@@ -228,8 +231,12 @@ class _Mirror:
         lines, rows, is_behind = MetricsFile(self._run_dir / "metrics.jsonl"), Rows(self._run_dir), True
         tracker = make_tracker(self._arguments.name, self._run_dir, is_offline=self._arguments.offline)
         has, rollbacks = self._open(tracker)
+        is_confirmed = self._watch.alone.is_set()
         while True:
             is_alone = self._watch.alone.is_set()
+            if is_alone and not is_confirmed:
+                is_confirmed = True
+                self._confirm(tracker)
             is_another, events = lines.read()
             if is_another and rows.start:
                 rows, is_behind = Rows(self._run_dir), True
@@ -258,17 +265,25 @@ class _Mirror:
                 is_behind = False
                 self._caught_up(tracker)
             self._watch.alone.wait(_LOOK_SECONDS)
-        with self._watch.call(_FINISHING):
-            if tracker.uses_network and not is_by_hand():  # a client may try in vain without a word
-                why = why_unreachable(self._arguments.name, self._track, _ANSWER_SECONDS_WHEN_AWAITED)
-                if why is not None:
-                    self._tell_of_failure(why)
+        summary = {**rows.summary, "state": "killed"} if rows.summary["state"] == "running" else rows.summary
+        with self._watch.call("writing"):
             tracker.write([row for row in rows.rest() if row.step > has])
-            if is_behind:
-                self._caught_up(tracker)
-            summary = {**rows.summary, "state": "killed"} if rows.summary["state"] == "running" else rows.summary
             tracker.summarize(summary)
+        if is_behind:
+            self._caught_up(tracker)
+        self._watch.let_helper_end()
+        with self._watch.call("finishing"):
             tracker.close(summary)
+
+    def _confirm(self, tracker: Tracker) -> None:
+        """Tell, at the end of training, whether there is somebody to wait for: a client may try in vain without a
+        word."""
+        if tracker.uses_network:
+            reach = self._ask(_ANSWER_SECONDS_WHEN_AWAITED)
+            if reach.why_not is not None:
+                self._tell_of_failure(reach.why_not)
+            elif reach.has_answered and not self._is_to_prove_more:
+                self._voice.tell(reached=True)
 
     def _beginning(self) -> Run:
         """The run as its newest start told of it."""
@@ -284,13 +299,18 @@ class _Mirror:
         with self._watch.call(_CONNECTING, patience):
             has = tracker.open(run)
         have_children_be_nice()
-        self._voice.tell(reached=True, note=tracker.note())
+        told = {} if self._is_to_prove_more else {"reached": True}
+        self._voice.tell(**told, note=tracker.note())
         return has
 
     def _caught_up(self, tracker: Tracker) -> None:
         with self._watch.call("writing"):
             tracker.caught_up()
-        self._arguments.warned = False  # it is well, and what may come then is to be told too
+        arguments = self._arguments
+        arguments.warned = False  # it is well, and what may come then is to be told too
+        if arguments.failed and not self._watch.alone.is_set():
+            arguments.failed = False
+            self._voice.tell(reached=True)
 
     def _tell_of_failure(self, reason: str) -> None:
         """Tell that the tracker takes nothing, once why, and what becomes of its records. In one line, after which the

@@ -19,7 +19,8 @@ from trainer.track import Console
 
 _ID_LETTERS, _ID_LENGTH = string.ascii_lowercase + string.digits, 8
 _WAIT_SECONDS = 10.0
-_WAIT_SHARE_UNREACHED = 1 / 200
+_WAIT_SHARE, _WAIT_SHARE_UNREACHED = 1 / 100, 1 / 200
+"""Of the time that the run took: for a tracker that has answered before it ended but not since, and for any other."""
 _WORTH_A_WORD_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
 _READ_BYTES, _MOST_READS = 65_536, 16
@@ -47,7 +48,7 @@ class Mirrors:
         self._started = time.monotonic()
         for name in asked_for(self._track):
             try:
-                self._mirrors.append(_Mirror(name, self._run_dir, not is_behind_a_network(name, self._track)))
+                self._mirrors.append(_Mirror(name, self._run_dir, is_behind_a_network(name, self._track)))
             except OSError as error:
                 self._warn(name, f"cannot start a process for it: {error.strerror}")
 
@@ -79,25 +80,24 @@ class Mirrors:
             mirror.finish()
 
     def end(self) -> None:
-        """``finish``, and wait for the mirrors a little: what they hold is a copy. Where a tracker has not answered, or
-        has failed since, no longer than a small share of the run."""
+        """``finish``, and wait for the mirrors a little: what they hold is a copy. Where a tracker has not answered
+        since, or has failed, no longer than a small share of the run."""
         self.finish()
         began, waited, has_spoken = time.monotonic(), 0.0, False
-        unreached_seconds = min(_WAIT_SECONDS, _WAIT_SHARE_UNREACHED * (began - self._started))
+        run_seconds = began - self._started
 
         def is_to_wait_for(mirror: _Mirror) -> bool:
-            limit = _WAIT_SECONDS if mirror.is_awaited else unreached_seconds
-            return mirror.process.poll() is None and waited < limit
+            return mirror.process.poll() is None and waited < mirror.patience_seconds(run_seconds)
 
         while waiting := [mirror for mirror in self._mirrors if is_to_wait_for(mirror)]:
             self.look()
             waited = time.monotonic() - began
             if waited > _WORTH_A_WORD_SECONDS and not has_spoken:
                 has_spoken = True
-                reached = [LABELS[mirror.name] for mirror in waiting if mirror.is_awaited]
-                names, what, limit = " and ".join(reached), "sending the rest", _WAIT_SECONDS
-                if not reached:
-                    names, what, limit = LABELS[waiting[0].name], "waiting for an answer", unreached_seconds
+                awaited = [mirror for mirror in waiting if mirror.is_awaited]
+                names = " and ".join(LABELS[mirror.name] for mirror in awaited or waiting)
+                what = "sending the rest" if awaited else "waiting for an answer"
+                limit = max(mirror.patience_seconds(run_seconds) for mirror in waiting)
                 self._console.say(f"{'tracking':<10} {names}: {what}, for at most {limit:.0f} s")
             time.sleep(_LOOK_SECONDS)
         self.look()
@@ -120,11 +120,10 @@ class Mirrors:
 class _Mirror:
     """One process that mirrors to one tracker."""
 
-    def __init__(self, name: str, run_dir: Path, has_reached: bool) -> None:
-        self.name, self.has_warned, self.has_reached, self.is_to_end = name, False, has_reached, False
-        self.is_awaited = False
-        """Whether its tracker had answered when the run ended, and has not failed since. What it begins then, with all
-        of the run to write, is not waited for."""
+    def __init__(self, name: str, run_dir: Path, needs_an_answer: bool) -> None:
+        self.name, self.has_warned, self.has_reached, self.is_to_end = name, False, not needs_an_answer, False
+        self.is_awaited, self._needs_an_answer = False, needs_an_answer
+        """Whether its tracker has answered since the run ended, or needs no answer, and has not failed."""
         self.log = run_dir / "log" / f"mirror-{name}.log"
         try:
             self.log.parent.mkdir(exist_ok=True)
@@ -160,14 +159,20 @@ class _Mirror:
         self._heard = rest[:_READ_BYTES]
         told = [each for each in map(_object, lines) if each is not None]
         for each in told:
-            self.has_reached = each.get("reached", self.has_reached) is True
-            self.is_awaited = self.is_awaited and self.has_reached
+            if "reached" in each:
+                self.has_reached = each["reached"] is True
+                self.is_awaited = self.is_to_end and self.has_reached
         return told
+
+    def patience_seconds(self, run_seconds: float) -> float:
+        """How long it is waited for when the run, which took ``run_seconds``, has ended."""
+        share = _WAIT_SHARE if self.has_reached else _WAIT_SHARE_UNREACHED
+        return _WAIT_SECONDS if self.is_awaited else min(_WAIT_SECONDS, share * run_seconds)
 
     def finish(self) -> None:
         """Tell the process that there is no more to come."""
         if not self.is_to_end:
-            self.is_to_end, self.is_awaited = True, self.has_reached
+            self.is_to_end, self.is_awaited = True, self.has_reached and not self._needs_an_answer
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()

@@ -21,6 +21,8 @@ _ID_LETTERS, _ID_LENGTH = string.ascii_lowercase + string.digits, 8
 _WAIT_SECONDS = 10.0
 _WAIT_SHARE, _WAIT_SHARE_UNREACHED = 1 / 100, 1 / 200
 """Of the time that the run took: for a tracker that has answered before it ended but not since, and for any other."""
+_ANSWER_SECONDS = 0.2
+"""A server far away may take so long to answer, also where that is more than its share of a run of some seconds."""
 _WORTH_A_WORD_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
 _READ_BYTES, _MOST_READS = 65_536, 16
@@ -166,8 +168,11 @@ class _Mirror:
 
     def patience_seconds(self, run_seconds: float) -> float:
         """How long it is waited for when the run, which took ``run_seconds``, has ended."""
-        share = _WAIT_SHARE if self.has_reached else _WAIT_SHARE_UNREACHED
-        return _WAIT_SECONDS if self.is_awaited else min(_WAIT_SECONDS, share * run_seconds)
+        if self.is_awaited:
+            return _WAIT_SECONDS
+        if self.has_reached:
+            return min(_WAIT_SECONDS, max(_ANSWER_SECONDS, _WAIT_SHARE * run_seconds))
+        return min(_WAIT_SECONDS, _WAIT_SHARE_UNREACHED * run_seconds)
 
     def finish(self) -> None:
         """Tell the process that there is no more to come."""

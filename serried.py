@@ -100,14 +100,14 @@ plan, prepare, preflight, submit and status take the overrides of train.py, whic
 {about}
 One of them alone: serried COMMAND --help. Training is train.py's: python train.py --help"""
     takes, does, more = _COMMANDS[command]
-    of_a_run = _OF_A_RUN if command in _READ_OVERRIDES else ""
+    of_a_run = _OF_A_RUN if command in _ABOUT_A_RUN else ""
     overrides = "\nkey=value: overrides of train.py, which python train.py --help lists" if "key=value" in takes else ""
     usage = f"usage: serried {command} {takes}".rstrip()
     return f"{usage}\n\n{command}, {does}\n{of_a_run}{more}{overrides}\nAll commands: serried --help"
 
 
 _EXPORT_KEYS = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
-_READ_OVERRIDES = ("generate", "evaluate")
+_ABOUT_A_RUN = ("generate", "evaluate")  # with _OF_A_RUN in their help
 _REPORT_KEYS = ("run.dir", "run.name", "out")
 _GENERATE_KEYS = (
     "run.dir", "run.name", "checkpoint", "prompt", "tokens", "temperature", "top_p", "seed", "device",
@@ -232,7 +232,7 @@ def status(words: list[str]) -> None:
     if words:
         run_dir = compose(words).run.dir
         if not run_dir.is_dir():
-            raise UserError(f"there is no run in {run_dir}; use run.dir=FOLDER, or run.name=NAME for runs/NAME")
+            raise UserError(f"there is no run in {run_dir}; {_runs_there_are(Path('runs'), _is_run)}")
         print(describe_run(run_dir), flush=True)
         write_anew(run_dir, write_report)
         return

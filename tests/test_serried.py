@@ -74,6 +74,7 @@ def test_an_earlier_step_can_be_exported(run_dir: Path, tmp_path: Path, capsys: 
         (["plan", "trainer.stps=3"], "trainer.steps=3"),
         (["export", "run.dir={run}"], "out=FOLDER is missing"),
         (["export", "out=x", "run.dir=nowhere"], "there is no folder nowhere; in runs there are: runs/run"),
+        (["status", "run.dir=nowhere"], "there is no run in nowhere; in runs there are: runs/run"),
         (["export", "out=x", "run.dri={run}"], "did you mean run.dir="),
         (["export", "out=x", "run.dir={run}", "dtype=int8"], "fp32, bf16, fp16"),
         (["export", "run.dir={run}", "out=x", "out"], "'out' is not key=value"),

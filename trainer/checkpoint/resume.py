@@ -120,9 +120,12 @@ def _open(path: Path, config: RunConfig) -> dict[str, Any]:
         )
     if path.is_dir():
         return {"candidates": [], "weights": str(path)}
+    hint = "give a checkpoint, a run folder, or a folder with a Hugging Face model"
+    if beside := named(path.parent):
+        hint = f"in {path.parent} there are: {' '.join(checkpoint.name for checkpoint in beside)}"
     raise UserError(
         f"checkpoint.resume={config.checkpoint.resume} is neither auto, never or must, nor a folder that is there; "
-        "give a checkpoint, a run folder, or a folder with a Hugging Face model"
+        f"{hint}"
     )
 
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,16 +132,52 @@ def test_the_proxy_of_the_environment_is_asked(
 def test_who_answers_can_be_reached_unless_he_says_that_he_fails(
     server: WandbServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answered = (True, None)
+    answered, unknown = (True, None), (False, None)
     assert ask("mlflow", {"mlflow": server.url}) == answered
-    assert ask("mlflow", {"mlflow": server.url.replace("http", "https")}) == answered, "he speaks no TLS"
+    assert ask("mlflow", {"mlflow": server.url.replace("http", "https")}) == unknown, "he speaks no TLS"
     handler: Any = server.RequestHandlerClass
     monkeypatch.setattr(handler, "do_POST", lambda self: self.send_error(404))
-    assert ask("mlflow", {"mlflow": server.url}) == answered
+    assert ask("mlflow", {"mlflow": server.url}) == unknown
     monkeypatch.setattr(handler, "do_POST", lambda self: self.send_error(503))
     assert why_unreachable("mlflow", {"mlflow": server.url}) == f"{server.url} answers 503 (Service Unavailable)"
-    monkeypatch.setattr(handler, "do_POST", lambda self: self.wfile.write(b"no HTTP\r\n\r\n"))
-    assert ask("mlflow", {"mlflow": server.url}) == answered
+    for page in (b"no HTTP\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n<html>A page", b"HTTP/1.0 200 OK\r\n\r\n[7]"):
+        monkeypatch.setattr(handler, "do_POST", lambda self, page=page: self.wfile.write(page))
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_API_KEY", _KEY)
+        assert ask("wandb", _ONLINE) == unknown
+
+
+def test_of_who_does_not_know_the_key_the_client_is_to_judge(
+    server: WandbServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    monkeypatch.setenv("WANDB_IDENTITY_TOKEN_FILE", "token")
+    assert ask("wandb", _ONLINE) == (False, None)
+    monkeypatch.setenv("WANDB_API_KEY", _KEY)
+    assert ask("wandb", _ONLINE) == (True, None)
+
+
+def test_a_key_does_not_follow_where_an_address_leads(server: WandbServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Any] = []
+    handler: Any = server.RequestHandlerClass
+
+    def lead_away(self: Any) -> None:
+        heard.append(self.headers["Authorization"])
+        self.send_response(302)
+        self.send_header("Location", "/elsewhere")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def answer(self: Any) -> None:
+        heard.append(self.headers["Authorization"])
+        self.send_error(404)
+
+    monkeypatch.setattr(handler, "do_POST", lead_away)
+    monkeypatch.setattr(handler, "do_GET", answer)
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    monkeypatch.setenv("WANDB_API_KEY", _KEY)
+    assert ask("wandb", _ONLINE) == (False, None)
+    assert heard == [f"Basic {b64encode(b'api:' + _KEY.encode()).decode()}", None]
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
@@ -153,7 +190,8 @@ def test_it_is_what_the_client_asks_that_is_to_be_answered(
     monkeypatch.setenv("WANDB_API_KEY", _KEY)
     track = {"wandb": "online", "mlflow": server.url + "/of/ours/"}
     assert why_unreachable(name, track, seconds=0.3) == f"{server.url}/of/ours/ has not answered for 0 s"
-    assert server.asked == ["/of/ours" + {"wandb": "/graphql", "mlflow": "/api/2.0/mlflow/experiments/search"}[name]]
+    (path,) = wait_for(lambda: server.asked)
+    assert path == "/of/ours" + {"wandb": "/graphql", "mlflow": "/api/2.0/mlflow/experiments/search"}[name]
 
 
 def test_who_does_not_answer_cannot_be_reached(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,8 @@ def _kill_its_service(run_dir: Path) -> Callable[[Trainer, int], None]:
 
 def _has_begun_again(run_dir: Path) -> bool:
     """Whether its mirror has, as a program, and so has told why: a run this short waits for no word at its end."""
-    return any(b"--failed" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in mirrors(run_dir))
+    (mirror,) = mirrors(run_dir)
+    return b"--failed" in Path(f"/proc/{mirror}/cmdline").read_bytes().split(b"\0")
 
 
 def _see_its_priority(run_dir: Path) -> Callable[[Trainer, int], None]:

@@ -3,9 +3,9 @@
 The training process starts this, and keeps the other end of its standard input open for as long as it lives. Started by
 hand with ``< /dev/null``, it sends the records of a run that has ended.
 
-Standard output tells the training process what there is to say, a JSON object a line: ``reached`` (whether the
-tracker's server answers), ``waits`` (so many seconds at most, for a core), ``note``, ``warning``. Everything else goes
-to standard error, which leads into a log.
+Standard output tells the training process what there is to say, a JSON object a line: ``reached`` (whether the tracker
+takes records, and, once training has ended, is worth waiting for), ``waits`` (so many seconds at most, for a core),
+``note``, ``warning``. Everything else goes to standard error, which leads into a log.
 """
 
 import argparse
@@ -37,8 +37,8 @@ _LOOK_SECONDS = 1.0
 _KNOCK_SECONDS = 30.0
 _ANSWER_SECONDS_WHEN_AWAITED = 1.0
 # Until a client has sent what there is, it takes a processor for 1.2 s (W&B) or 2.8 s (MLflow), of which training that
-# uses all cores can lose twice as much: two percent of these seconds at most.
-_FIRST_SECONDS = {"wandb": 120.0, "mlflow": 300.0}
+# uses all cores can lose twice as much: 1.5 percent of these seconds at most. The end of a run may take another half.
+_FIRST_SECONDS = {"wandb": 160.0, "mlflow": 375.0}
 _TRY_AGAIN_SECONDS = 300.0
 _CALL_SECONDS = 300.0
 # Another run may have all cores by then, and this process what is left.
@@ -98,13 +98,8 @@ class _Watch:
             self._call = None
 
     def let_helper_end(self) -> None:
-        """From now on it may, unless it has."""
-        self._see_to_the_helper()
+        """From now on it may."""
         self._helper = None
-
-    def _see_to_the_helper(self) -> None:
-        if (helper := self._helper) is not None and _has_lost_a_helper(helper):
-            self._give_up(f"its service {helper} has ended")
 
     def _wait_for_the_end(self) -> None:
         with suppress(OSError):
@@ -121,7 +116,8 @@ class _Watch:
             if self.until is not None and now > self.until:
                 log("out of time")
                 _leave(1)
-            self._see_to_the_helper()
+            if (helper := self._helper) is not None and _has_lost_a_helper(helper):
+                self._give_up(f"its service {helper} has ended")
             if call is None:
                 continue
             if call[0] == _CONNECTING:
@@ -140,7 +136,7 @@ class _Mirror:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments, self._began = arguments, time.monotonic()
         self._run_dir: Path = arguments.run_dir
-        self._voice = _Voice()
+        self._voice, self._giving_up = _Voice(), threading.Lock()
         self._watch = _Watch(arguments.until, _HELPERS.get(arguments.name), self._give_up)
         self._track = read_config(self._run_dir)["track"]
         self._is_last = False
@@ -153,10 +149,10 @@ class _Mirror:
         return bool(arguments.name == "wandb" and self._track["wandb"] == "online" and not arguments.offline)
 
     @property
-    def _is_to_prove_more(self) -> bool:
-        """Whether an answer does not mean that the tracker is reached: its client has failed, or only files are
-        written, where the run is not to wait."""
-        return bool(self._arguments.failed or self._is_last)
+    def _does_an_answer_count(self) -> bool:
+        """Whether the tracker is reached where its server answers: not after a client has failed, and not for a last
+        try, for which no run is to wait."""
+        return not (self._arguments.failed or self._is_last)
 
     def run(self) -> None:
         """Mirror until the training process has ended and everything is written."""
@@ -196,14 +192,14 @@ class _Mirror:
             reach = self._ask(_ANSWER_SECONDS_WHEN_AWAITED if is_awaited else ANSWER_SECONDS)
             if reach.why_not is None:
                 has_answered = reach.has_answered
-                if has_answered and not self._is_to_prove_more:
+                if has_answered and self._does_an_answer_count:
                     self._voice.tell(reached=True)
                 if not self._waits_for_a_core():
                     return
             else:
                 if has_answered or not arguments.warned:
                     self._tell_of_failure(reach.why_not)
-                self._is_last = alone.wait(_KNOCK_SECONDS) and not is_awaited  # which has had little time
+                self._is_last = alone.wait(_KNOCK_SECONDS) and not is_awaited  # a second was too short for the last try
                 has_answered = False
         arguments.offline = arguments.offline or self._is_online_wandb
 
@@ -231,12 +227,12 @@ class _Mirror:
         lines, rows, is_behind = MetricsFile(self._run_dir / "metrics.jsonl"), Rows(self._run_dir), True
         tracker = make_tracker(self._arguments.name, self._run_dir, is_offline=self._arguments.offline)
         has, rollbacks = self._open(tracker)
-        is_confirmed = self._watch.alone.is_set()
+        has_asked = self._watch.alone.is_set()
         while True:
             is_alone = self._watch.alone.is_set()
-            if is_alone and not is_confirmed:
-                is_confirmed = True
-                self._confirm(tracker)
+            if is_alone and not has_asked:
+                has_asked = True
+                self._ask_at_the_end(tracker)
             is_another, events = lines.read()
             if is_another and rows.start:
                 rows, is_behind = Rows(self._run_dir), True
@@ -275,14 +271,13 @@ class _Mirror:
         with self._watch.call("finishing"):
             tracker.close(summary)
 
-    def _confirm(self, tracker: Tracker) -> None:
-        """Tell, at the end of training, whether there is somebody to wait for: a client may try in vain without a
-        word."""
+    def _ask_at_the_end(self, tracker: Tracker) -> None:
+        """Tell whether there is somebody to wait for: a client may try in vain without a word."""
         if tracker.uses_network:
             reach = self._ask(_ANSWER_SECONDS_WHEN_AWAITED)
             if reach.why_not is not None:
                 self._tell_of_failure(reach.why_not)
-            elif reach.has_answered and not self._is_to_prove_more:
+            elif reach.has_answered and self._does_an_answer_count:
                 self._voice.tell(reached=True)
 
     def _beginning(self) -> Run:
@@ -299,7 +294,7 @@ class _Mirror:
         with self._watch.call(_CONNECTING, patience):
             has = tracker.open(run)
         have_children_be_nice()
-        told = {} if self._is_to_prove_more else {"reached": True}
+        told = {"reached": True} if self._does_an_answer_count else {}
         self._voice.tell(**told, note=tracker.note())
         return has
 
@@ -307,10 +302,11 @@ class _Mirror:
         with self._watch.call("writing"):
             tracker.caught_up()
         arguments = self._arguments
-        arguments.warned = False  # it is well, and what may come then is to be told too
-        if arguments.failed and not self._watch.alone.is_set():
-            arguments.failed = False
-            self._voice.tell(reached=True)
+        with self._giving_up:
+            arguments.warned = False  # it is well, and what may come then is to be told too
+            if arguments.failed and not self._watch.alone.is_set():
+                arguments.failed = False
+                self._voice.tell(reached=True)
 
     def _tell_of_failure(self, reason: str) -> None:
         """Tell that the tracker takes nothing, once why, and what becomes of its records. In one line, after which the
@@ -330,6 +326,7 @@ class _Mirror:
 
     def _give_up(self, reason: str) -> NoReturn:
         """Begin again, as a new program: what a tracker left in this one is gone with it."""
+        self._giving_up.acquire()  # for good: of the client's own word and the watch's, the first counts
         arguments = self._arguments
         log(f"gives up: {reason}")
         self._tell_of_failure(reason)

@@ -19,10 +19,10 @@ from trainer.track import Console
 
 _ID_LETTERS, _ID_LENGTH = string.ascii_lowercase + string.digits, 8
 _WAIT_SECONDS = 10.0
-_WAIT_SHARE, _WAIT_SHARE_UNREACHED = 1 / 100, 1 / 200
-"""Of the time that the run took: for a tracker that has answered before it ended but not since, and for any other."""
+_WAIT_SHARE = 1 / 200
+"""Of the time that the run took: for a tracker that has not answered since it ended."""
 _ANSWER_SECONDS = 0.2
-"""A server far away may take so long to answer, also where that is more than its share of a run of some seconds."""
+"""For one that had answered before, at least: many a server takes so long. More than its share of a run of seconds."""
 _WORTH_A_WORD_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
 _READ_BYTES, _MOST_READS = 65_536, 16
@@ -67,7 +67,9 @@ class Mirrors:
                     until = f"in {seconds:.0f} s, or when training ends, which uses all cores"
                     self._console.say(f"{'tracking':<10} {LABELS[mirror.name]}: begins {until}")
                 elif note:
-                    mirror.has_warned = False  # it is well, and what may come then is to be told too
+                    mirror.has_warned = (
+                        mirror.has_warned and self._has_ended
+                    )  # it is well: what may come is to be told too
                     self._console.say(f"{'tracking':<10} {note}")
             if code is not None and not mirror.has_warned and (code or not mirror.is_to_end):
                 mirror.has_warned = True
@@ -82,8 +84,8 @@ class Mirrors:
             mirror.finish()
 
     def end(self) -> None:
-        """``finish``, and wait for the mirrors a little: what they hold is a copy. Where a tracker has not answered
-        since, or has failed, no longer than a small share of the run."""
+        """``finish``, and wait for the mirrors a little: what they hold is a copy. For a tracker that does not answer
+        then, or has failed, no longer than a small share of the run."""
         self.finish()
         began, waited, has_spoken = time.monotonic(), 0.0, False
         run_seconds = began - self._started
@@ -98,7 +100,7 @@ class Mirrors:
                 has_spoken = True
                 awaited = [mirror for mirror in waiting if mirror.is_awaited]
                 names = " and ".join(LABELS[mirror.name] for mirror in awaited or waiting)
-                what = "sending the rest" if awaited else "waiting for an answer"
+                what = "sending the rest" if awaited else "waiting for it"
                 limit = max(mirror.patience_seconds(run_seconds) for mirror in waiting)
                 self._console.say(f"{'tracking':<10} {names}: {what}, for at most {limit:.0f} s")
             time.sleep(_LOOK_SECONDS)
@@ -124,7 +126,8 @@ class _Mirror:
 
     def __init__(self, name: str, run_dir: Path, needs_an_answer: bool) -> None:
         self.name, self.has_warned, self.has_reached, self.is_to_end = name, False, not needs_an_answer, False
-        self.is_awaited, self._needs_an_answer = False, needs_an_answer
+        self._needs_an_answer = needs_an_answer
+        self.is_awaited = False
         """Whether its tracker has answered since the run ended, or needs no answer, and has not failed."""
         self.log = run_dir / "log" / f"mirror-{name}.log"
         try:
@@ -168,11 +171,8 @@ class _Mirror:
 
     def patience_seconds(self, run_seconds: float) -> float:
         """How long it is waited for when the run, which took ``run_seconds``, has ended."""
-        if self.is_awaited:
-            return _WAIT_SECONDS
-        if self.has_reached:
-            return min(_WAIT_SECONDS, max(_ANSWER_SECONDS, _WAIT_SHARE * run_seconds))
-        return min(_WAIT_SECONDS, _WAIT_SHARE_UNREACHED * run_seconds)
+        least = _ANSWER_SECONDS if self.has_reached else 0.0
+        return _WAIT_SECONDS if self.is_awaited else min(_WAIT_SECONDS, max(least, _WAIT_SHARE * run_seconds))
 
     def finish(self) -> None:
         """Tell the process that there is no more to come."""

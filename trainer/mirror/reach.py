@@ -4,6 +4,7 @@ To import a client takes a second of a processor, which training would be withou
 nobody to reach. What only a client can know is left to it.
 """
 
+import base64
 import configparser
 import http.client
 import json
@@ -19,30 +20,30 @@ from urllib.parse import urlsplit
 
 ANSWER_SECONDS = 20.0
 _FAILED = 500  # and above: the server's own fault, or nobody behind a gateway. RFC 9110, 15.6
+_MOST_BYTES = 1_000_000
 _WANDB = "https://api.wandb.ai"
 _QUESTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "wandb": ("/graphql", {"query": "query Viewer { viewer { id } }"}),
     "mlflow": ("/api/2.0/mlflow/experiments/search", {"max_results": 1}),
 }
-"""What the clients ask too, where: of a server that hangs, the front page may still answer. Without a key: one who does
-not know who asks answers all the same."""
-_WANDB_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+"""What the clients ask too, and where: of a server that hangs, the front page may still answer."""
 
 
 class Reach(NamedTuple):
     """What is known of a tracker's server."""
 
     has_answered: bool
+    """Whether it has answered as one that takes records."""
     why_not: str | None = None
-    """Why the tracker can take nothing now; None: nothing speaks against it."""
+    """Why the tracker can take nothing now; None: nothing speaks against it, and a client may try."""
 
 
 _UNKNOWN, _ANSWERED = Reach(has_answered=False), Reach(has_answered=True)
 
 
 def ask(name: str, track: Mapping[str, Any], seconds: float = ANSWER_SECONDS) -> Reach:
-    """Ask the server of the tracker ``name``, if it has one. Waits for ``seconds`` at most, and for the name of a host
-    as long as the system does.
+    """Ask the server of the tracker ``name``, if it has one. Waits for ``seconds`` at most for each of the
+    host's addresses and parts of an answer, and for the addresses as long as the system does.
 
     ``track``: the section of the config.
     """
@@ -58,13 +59,14 @@ def _ask_wandb(seconds: float) -> Reach:
     """Reads what the client reads: https://docs.wandb.ai/models/track/environment-variables."""
     settings = _wandb_settings()
     address = os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or _WANDB
-    if not any(map(os.environ.get, _WANDB_KEYS)) and "api_key" not in settings and not _netrc_knows(address):
+    key = os.environ.get("WANDB_API_KEY") or settings.get("api_key") or _netrc_key(address)
+    if key is None and not os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         whose = _without_secrets(address)
         return _not(f"no key for {whose}: WANDB_API_KEY is not set, and nobody has typed wandb login")
     has_own_proxy = any(
         key in settings or f"WANDB_{key.upper()}" in os.environ for key in ("http_proxy", "https_proxy")
     )
-    return _UNKNOWN if has_own_proxy else _ask("wandb", address, seconds)
+    return _UNKNOWN if has_own_proxy else _ask("wandb", address, seconds, key)
 
 
 def _wandb_settings() -> dict[str, str]:
@@ -76,28 +78,29 @@ def _wandb_settings() -> dict[str, str]:
     return dict(files["default"]) if "default" in files else {}
 
 
-def _netrc_knows(address: str) -> bool:
-    """Whether a password for ``address`` may be where ``wandb login`` writes it."""
+def _netrc_key(address: str) -> str | None:
+    """The key for ``address`` from where ``wandb login`` writes it; empty: it may be there, for all one can tell."""
     paths = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
     for path in paths:
         try:
-            hosts = netrc.netrc(os.path.expanduser(path)).hosts  # noqa: PTH111
+            found = netrc.netrc(os.path.expanduser(path))  # noqa: PTH111
         except FileNotFoundError:
             continue
         except (OSError, netrc.NetrcParseError):
-            return True
-        # Some addresses stand for another: any of W&B's may do.
-        if any(host in (urlsplit(address).netloc, "default") or "wandb" in host for host in hosts):
-            return True
-    return False
+            return ""
+        if entry := found.authenticators(urlsplit(address).netloc):
+            return entry[2] or ""
+        if any("wandb" in host for host in found.hosts):  # some addresses stand for another: any of W&B's may do
+            return ""
+    return None
 
 
 def _not(why: str) -> Reach:
     return Reach(has_answered=False, why_not=why)
 
 
-def _ask(name: str, address: str, seconds: float) -> Reach:
-    """Ask for the tracker ``name`` at ``address``, which may be no web address."""
+def _ask(name: str, address: str, seconds: float, key: str | None = None) -> Reach:
+    """Ask for the tracker ``name`` at ``address``, which may be no web address, as W&B's client does with a ``key``."""
     address = _without_secrets(address)
     if urlsplit(address).scheme not in ("http", "https") or _has_another_proxy():
         return _UNKNOWN
@@ -105,9 +108,13 @@ def _ask(name: str, address: str, seconds: float) -> Reach:
     question = urllib.request.Request(
         address.rstrip("/") + where, json.dumps(what).encode(), {"Content-Type": "application/json"}
     )
+    if key:  # for this server alone: not for where it may lead
+        question.add_unredirected_header("Authorization", f"Basic {base64.b64encode(f'api:{key}'.encode()).decode()}")
     try:
         # An opener of its own: the one that urlopen keeps knows the proxies of its first call.
-        urllib.request.build_opener().open(question, timeout=seconds).close()
+        with urllib.request.build_opener().open(question, timeout=seconds) as answer:
+            told = json.loads(answer.read(_MOST_BYTES))
+        return _ANSWERED if name != "wandb" or told["data"]["viewer"] is not None else _UNKNOWN  # not who asks
     except urllib.error.HTTPError as answer:
         answer.close()
         if answer.code >= _FAILED:
@@ -115,14 +122,14 @@ def _ask(name: str, address: str, seconds: float) -> Reach:
     except (urllib.error.URLError, OSError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         if isinstance(reason, ssl.SSLError):  # of which a client may know more
-            return _ANSWERED
+            return _UNKNOWN
         if isinstance(reason, TimeoutError):
             return _not(f"{address} has not answered for {seconds:.0f} s")
         words = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
         return _not(f"{address} cannot be reached ({words})")
-    except http.client.HTTPException:
-        pass  # an answer, in words of its own
-    return _ANSWERED
+    except (http.client.HTTPException, ValueError, LookupError, TypeError):  # an answer to something else
+        pass
+    return _UNKNOWN
 
 
 def _has_another_proxy() -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not installed: their names are too plain
 
-from configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError, noted
+from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError, noted
 from configs.schema import RunConfig
 from configs.suggest import nearest
 from configs.words import byte_count, number_between, pairs, step_number, whole_number
@@ -54,6 +54,11 @@ _COMMANDS = {  # what it takes, what it does, and more of that
   RUN         run folders: runs/tiny, or runs/sweep/*; run.dir=RUN and run.name=NAME do too
   out         file to write; when not given RUN/report.html, or report.html here for several
 """,
+    ),
+    "send": (
+        "[run.dir=RUN]",
+        "the records of a run that has ended to its trackers, again: W&B, MLflow, TensorBoard",
+        "",
     ),
     "generate": (
         "[run.dir=RUN] [prompt=TEXT] [tokens=200] [temperature=0.8] [top_p=1] [seed=1] [checkpoint=STEP]",
@@ -142,6 +147,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(export(rest))
         elif command == "report":
             print(report(rest))
+        elif command == "send":
+            return send(rest)
         elif command == "generate":
             generate(rest)
         elif command == "evaluate":
@@ -232,7 +239,7 @@ def status(words: list[str]) -> None:
     if words:
         run_dir = compose(words).run.dir
         if not run_dir.is_dir():
-            raise UserError(f"there is no run in {run_dir}; {_runs_there_are(Path('runs'), _is_run)}")
+            raise UserError(f"there is no run in {run_dir}; {_runs_near(run_dir, _is_run, 'run.dir=')}")
         print(describe_run(run_dir), flush=True)
         write_anew(run_dir, write_report)
         return
@@ -409,8 +416,9 @@ def _opened(
     return config, checkpoint
 
 
-def _run_of(given: dict[str, str], command: str) -> Path:
+def _run_of(given: dict[str, str], command: str, is_taken: Callable[[Path], bool] | None = None) -> Path:
     """The folder of the run that ``given`` names; the recipe tiny's where it names none and that is there.
+    ``is_taken``: which ``command`` takes; when not given, those with a checkpoint.
 
     Raises:
         UserError: there is no such run, naming those that ``command`` takes.
@@ -418,11 +426,12 @@ def _run_of(given: dict[str, str], command: str) -> Path:
     if "run.dir" in given and "run.name" in given:
         raise UserError(f"run.dir={given['run.dir']} and run.name={given['run.name']} are both given; keep one")
     run = Path(given.get("run.dir", Path("runs") / given.get("run.name", "tiny")))
-    if (run / "checkpoints").is_dir():
+    if (run / "checkpoints").is_dir() or (is_taken is not None and is_taken(run)):
         return run
+    is_taken = is_taken or _has_saved
     if not {"run.dir", "run.name"} & {*given}:
-        raise UserError(f"serried {command} needs a run: run.dir=RUN; {_runs_there_are(Path('runs'), _has_saved)}")
-    return _run_folder(str(run), _has_saved, "run.dir=")
+        raise UserError(f"serried {command} needs a run: run.dir=RUN; {_runs_there_are(Path('runs'), is_taken)}")
+    return _run_folder(str(run), is_taken, "run.dir=")
 
 
 def _saved(run: Path) -> dict[int, Path]:
@@ -496,6 +505,32 @@ def report(words: list[str]) -> str:
     return f"report     {what}: {out}, {size(out.stat().st_size)}; open it in a browser"
 
 
+def send(words: list[str]) -> int:
+    """Have the trackers of a run that has ended take its records, all that they have not. Returns the exit code.
+
+    Raises:
+        UserError: there is no such run, it has no trackers, or one of them is not installed.
+    """
+    from configs.compose import compose_saved
+    from configs.trackers import asked_for, check_trackers
+    from trainer.mirror.processes import Mirrors
+    from trainer.track import Console
+
+    mistakes: list[str] = []
+    given, _ = pairs(words, "send", ("run.dir", "run.name"), mistakes)
+    _refuse(mistakes)
+    run = _run_of(given, "send", _is_run)
+    track = compose_saved(run / "config.yaml", (), ()).track
+    if not asked_for(track):
+        raise UserError(
+            f"the run in {run} has no trackers: its config.yaml names none; its page is serried report {run}"
+        )
+    check_trackers(track)
+    mirrors = Mirrors(run, track, Console(speaks=True, rank=0))
+    mirrors.start()
+    return EXIT_FINISHED if mirrors.complete() else EXIT_FAILED
+
+
 def _run_folder(word: str, is_taken: Callable[[Path], bool], key: str = "") -> Path:
     """The run folder that ``word`` names; ``key`` stands before it on the command line.
 
@@ -507,7 +542,7 @@ def _run_folder(word: str, is_taken: Callable[[Path], bool], key: str = "") -> P
         return folder
     if not folder.is_dir():
         named = Path("runs") / word
-        hint = f"did you mean {key}{named}?" if named.is_dir() else _runs_there_are(Path("runs"), is_taken)
+        hint = f"did you mean {key}{named}?" if named.is_dir() else _runs_near(folder, is_taken, key)
         raise UserError(f"there is no folder {word}; {hint}")
     if runs := [run for run in _runs_of_a_sweep(folder) if is_taken(run)]:
         raise UserError(f"{word} is the folder of a sweep; its runs are {_listed(runs)}")
@@ -530,6 +565,16 @@ def _runs_of_a_sweep(folder: Path) -> list[Path]:
     from launch.summary import read_summary
 
     return [outcome.run_dir for outcome in read_summary(folder)[1]]
+
+
+def _runs_near(missing: Path, is_taken: Callable[[Path], bool], key: str) -> str:
+    """What to type instead of a folder that is ``missing``: the run whose name is nearly that, or all there are."""
+    folder = missing.parent if missing.parent.is_dir() and missing.parent != Path() else Path("runs")
+    with suppress(OSError):
+        names = [path.name for path in folder.iterdir() if is_taken(path)]
+        if close := nearest(missing.name, names):
+            return f"did you mean {key}{folder / close[0]}?"
+    return _runs_there_are(Path("runs"), is_taken)
 
 
 def _runs_there_are(folder: Path, is_taken: Callable[[Path], bool]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import rmtree
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from configs.addresses import masked
 from configs.compose import compose
 from configs.errors import UserError
 from configs.trackers import check_trackers
+from serried import main
 from tests.cluster import ROOT
 from tests.runs import metrics, tiny_overrides
 from tests.tracked import Records, accumulator, mirrors, scalars, wait_for, wandb_run
@@ -32,7 +34,7 @@ from trainer.mirror.metrics_file import MetricsFile
 from trainer.mirror.rows import Rows
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
-_WAITS = re.compile(r"tracking   W&B: begins in \d+ s, or when training ends, which uses all cores\n")
+_WAITS = re.compile(r"tracking   W&B: begins in \d+ s, or when training ends: training uses all cores\n")
 
 
 @pytest.fixture(autouse=True)
@@ -303,7 +305,7 @@ def test_without_a_key_its_records_are_kept_to_be_sent_later(
     run = wandb_run(run_dir)
     assert [row["step"] for row in run["history"]] == list(range(1, 6))
     assert "no key for https://api.wandb.ai: WANDB_API_KEY is not set" in warning
-    assert f"at any later time by python -m trainer.mirror wandb {run_dir} < /dev/null. Training goes on" in warning
+    assert f"at any later time by serried send run.dir={run_dir}. Training goes on" in warning
     assert [run["folder"]] == list(run_dir.glob("wandb/offline-run-*"))
 
 
@@ -496,7 +498,7 @@ def test_a_tracker_that_does_not_answer_at_the_end_is_not_waited_for_and_another
     printed = [line for line in capsys.readouterr().out.splitlines() if "W&B" in line]
     assert len(printed) == len(expected)
     assert all(words in line for words, line in zip(expected, printed, strict=True))
-    assert printed[-1].endswith(f"python -m trainer.mirror wandb {tmp_path / 'run'} < /dev/null")
+    assert printed[-1].endswith(f"again: serried send run.dir={tmp_path / 'run'}")
     mirror.process.kill()
     mirror.process.wait()
     records.folder.close()
@@ -515,42 +517,47 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(
     assert "File exists" in warning
 
 
-def test_a_run_that_has_ended_can_be_mirrored_by_hand(text: Path, tmp_path: Path) -> None:
+def test_the_records_of_a_run_that_has_ended_can_be_sent_again(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = tmp_path / "run"
-    records = Records(text, run_dir)
+    records = Records(text, run_dir, "track.tensorboard=true")
     records.steps(1, 4)
     records.end()
-    assert by_hand("tensorboard", run_dir).returncode == 0
+    rmtree(run_dir / "tensorboard")
+    capsys.readouterr()
+    assert main(["send", f"run.dir={run_dir}"]) == 0
     assert [step for step, _ in scalars(run_dir)] == [1, 2, 3, 4]
-    elsewhere = by_hand("tensorboard", tmp_path / "nothing")
-    assert elsewhere.returncode == 78
-    assert elsewhere.stderr == f"error: no run in {tmp_path / 'nothing'}: it has no config.yaml\n"
+    assert capsys.readouterr().out == f"tracking   TensorBoard: tensorboard --logdir {run_dir}/tensorboard\n"
+    assert main(["send", f"run.dir={tmp_path / 'rum'}"]) == 78
+    assert f"did you mean run.dir={run_dir}?" in capsys.readouterr().err
+
+
+def test_a_run_without_trackers_has_nobody_to_be_sent_to(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Records(text, tmp_path / "run").end()
+    assert main(["send", f"run.dir={tmp_path / 'run'}"]) == 78
+    assert f"the run in {tmp_path / 'run'} has no trackers" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_by_hand_too_records_that_cannot_be_sent_are_kept(text: Path, tmp_path: Path) -> None:
+def test_records_that_cannot_be_sent_are_kept(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     records = Records(text, run_dir, "track.wandb=online")
     records.steps(1, 4)
     records.end()
     kept = wandb_run(run_dir)["folder"]
-    sent = by_hand("wandb", run_dir)
-    assert sent.returncode == 0, sent.stderr
-    told = [json.loads(line) for line in sent.stdout.splitlines()]
-    (warning,) = (each["warning"] for each in told if each.get("warning"))
-    assert warning.startswith("No API key configured. Use `wandb login` to log in; it is tried once more, and at any")
+    capsys.readouterr()
+    assert main(["send", f"run.dir={run_dir}"]) == 70
     run = wandb_run(run_dir)
     assert run["folder"] != kept, "written anew"
-    assert told[-1] == {"note": f"W&B, offline; to send them: wandb sync {run['folder']}"}
     assert [row["step"] for row in run["history"]] == [1, 2, 3, 4]
-
-
-def by_hand(name: str, run_dir: Path) -> subprocess.CompletedProcess[str]:
-    """Type the command that sends the records of a run that has ended."""
-    command = [sys.executable, "-m", "trainer.mirror", name, str(run_dir)]
-    return subprocess.run(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False, timeout=120, capture_output=True, text=True
-    )
+    assert capsys.readouterr().out.splitlines() == [
+        "WARNING    W&B: no key for https://api.wandb.ai: WANDB_API_KEY is not set, and nobody has typed wandb login; "
+        f"its records can be sent at any later time by serried send run.dir={run_dir}. metrics.jsonl has everything",
+        f"tracking   W&B, offline; to send them: wandb sync {run['folder']}",
+    ]
 
 
 def test_a_mirror_needs_no_torch() -> None:

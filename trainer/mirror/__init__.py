@@ -4,11 +4,17 @@ The training process imports none of them. ``processes.py`` is its side; the res
 """
 
 import os
+import shlex
 import sys
 from pathlib import Path
 
 COMMAND = (sys.executable, "-P", "-m", "trainer.mirror")
 """What runs a mirror. ``-P``: a file of the user's called wandb.py is not the tracker."""
+
+
+def send_command(run_dir: Path) -> str:
+    """What to type, once the run in ``run_dir`` has ended, to have its trackers take its records again."""
+    return f"serried send run.dir={shlex.quote(str(run_dir))}"
 
 
 def python_path() -> str:

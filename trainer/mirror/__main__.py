@@ -1,7 +1,6 @@
 """Mirror the records of a run to one tracker: ``python -m trainer.mirror NAME RUN_DIR``.
 
-The training process starts this, and keeps the other end of its standard input open for as long as it lives. Started by
-hand with ``< /dev/null``, it sends the records of a run that has ended.
+The training process starts this, and keeps the other end of its standard input open for as long as it lives.
 
 Standard output tells the training process what there is to say, a JSON object a line: ``reached`` (whether the tracker
 takes records, and, once training has ended, is worth waiting for), ``waits`` (so many seconds at most, for a core),
@@ -12,9 +11,7 @@ import argparse
 import fcntl
 import json
 import os
-import shlex
 import signal
-import stat
 import sys
 import threading
 import time
@@ -27,7 +24,7 @@ from typing import Any, NoReturn
 import yaml
 
 from configs.errors import EXIT_MISTAKE
-from trainer.mirror import COMMAND, python_path
+from trainer.mirror import COMMAND, send_command
 from trainer.mirror.cores import be_nice, have_children_be_nice, is_a_core_idle
 from trainer.mirror.metrics_file import MetricsFile
 from trainer.mirror.reach import ANSWER_SECONDS, Reach, ask
@@ -184,8 +181,6 @@ class _Mirror:
         self._is_last = arguments.last
         if arguments.failed:
             alone.wait(_TRY_AGAIN_SECONDS)
-        elif is_by_hand() and not self._is_last:
-            return
         has_answered = False
         while not self._is_last and not arguments.offline:
             is_awaited = has_answered and alone.is_set()
@@ -209,7 +204,7 @@ class _Mirror:
 
     def _waits_for_a_core(self) -> bool:
         """Wait, where training uses all cores, until it has gone on for some time, or ended. Whether it had to."""
-        if not self._arguments.nice:  # by hand, or begun again: five minutes ago, or when training has ended
+        if not self._arguments.nice:  # begun again: five minutes ago, or when training has ended
             return False
         alone, until = self._watch.alone, self._began + _FIRST_SECONDS.get(self._arguments.name, 0.0)
         has_waited = False
@@ -225,7 +220,7 @@ class _Mirror:
         from trainer.mirror.rows import Rows  # with the schema of all of the config: too much for one that only waits
 
         lines, rows, is_behind = MetricsFile(self._run_dir / "metrics.jsonl"), Rows(self._run_dir), True
-        tracker = make_tracker(self._arguments.name, self._run_dir, is_offline=self._arguments.offline)
+        tracker = self._make_tracker()
         has, rollbacks = self._open(tracker)
         has_asked = self._watch.alone.is_set()
         while True:
@@ -280,6 +275,20 @@ class _Mirror:
             elif reach.has_answered and self._does_an_answer_count:
                 self._voice.tell(reached=True)
 
+    def _make_tracker(self) -> Tracker:
+        if self._arguments.name == "wandb":
+            from trainer.mirror.wandb_tracker import WandbTracker
+
+            process = None if self._watch.alone.is_set() else os.getppid()
+            return WandbTracker(is_online=self._is_online_wandb, process=process)
+        if self._arguments.name == "tensorboard":
+            from trainer.mirror.tensorboard_tracker import TensorBoardTracker
+
+            return TensorBoardTracker()
+        from trainer.mirror.mlflow_tracker import MlflowTracker
+
+        return MlflowTracker(self._track["mlflow"])
+
     def _beginning(self) -> Run:
         """The run as its newest start told of it."""
         while (begun := read_beginning(self._run_dir)) is None:
@@ -316,11 +325,9 @@ class _Mirror:
             self._voice.tell(**told)
             return
         arguments.warned = True
-        command = f"python -m trainer.mirror {arguments.name} {shlex.quote(str(self._run_dir))} < /dev/null"
+        command = send_command(self._run_dir)
         again = f"it is tried again now and then, and at any later time by {command}"
-        if is_by_hand():
-            again = f"it is tried once more, and at any later time by {command}"
-        elif self._watch.alone.is_set():
+        if self._watch.alone.is_set():
             again = f"its records can be sent at any later time by {command}"
         self._voice.tell(**told, warning=f"{reason.rstrip('.')}; {again}")
 
@@ -338,31 +345,8 @@ class _Mirror:
             again += ["--until", str(self._watch.until)]
         _end_helpers()
         os.environ.pop("WANDB_SERVICE", None)  # where the client in this program reached its own
-        os.environ["PYTHONPATH"] = python_path()  # typed by hand, this found its modules in the working directory
         self._voice.hand_over()
         os.execv(COMMAND[0], [*COMMAND, arguments.name, str(self._run_dir), *again])
-
-
-def make_tracker(name: str, run_dir: Path, *, is_offline: bool) -> Tracker:
-    """The tracker called ``name``, as the config in ``run_dir`` wants it."""
-    track = read_config(run_dir)["track"]
-    if name == "wandb":
-        from trainer.mirror.wandb_tracker import WandbTracker
-
-        process = None if is_by_hand() else os.getppid()
-        return WandbTracker(is_online=track["wandb"] == "online" and not is_offline, process=process)
-    if name == "tensorboard":
-        from trainer.mirror.tensorboard_tracker import TensorBoardTracker
-
-        return TensorBoardTracker()
-    from trainer.mirror.mlflow_tracker import MlflowTracker
-
-    return MlflowTracker(track["mlflow"])
-
-
-def is_by_hand() -> bool:
-    """Whether nobody holds the other end of standard input: where the training process started this, it is a pipe."""
-    return not stat.S_ISFIFO(os.fstat(0).st_mode)
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
@@ -434,7 +418,7 @@ def main(argv: list[str]) -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m trainer.mirror", description=__doc__)
     parser.add_argument("name", choices=("wandb", "tensorboard", "mlflow"))
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--offline", action="store_true", help="W&B: write files, whatever track.wandb says")
+    parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--nice", type=int, default=0, help="priority, as of the command nice; 19 is the lowest")
     # What one attempt passes to the next, which inherits the priority.
     parser.add_argument("--failed", action="store_true", help=argparse.SUPPRESS)

@@ -14,7 +14,7 @@ from typing import Any
 
 from configs.schema import TrackSection
 from configs.trackers import LABELS, asked_for, is_behind_a_network
-from trainer.mirror import COMMAND, python_path
+from trainer.mirror import COMMAND, python_path, send_command
 from trainer.track import Console
 
 _ID_LETTERS, _ID_LENGTH = string.ascii_lowercase + string.digits, 8
@@ -64,7 +64,7 @@ class Mirrors:
                     mirror.has_warned = True
                     self._warn(mirror.name, warning)
                 elif isinstance(seconds := told.get("waits"), float) and not self._has_ended:
-                    until = f"in {seconds:.0f} s, or when training ends, which uses all cores"
+                    until = f"in {seconds:.0f} s, or when training ends: training uses all cores"
                     self._console.say(f"{'tracking':<10} {LABELS[mirror.name]}: begins {until}")
                 elif note:
                     mirror.has_warned = (
@@ -110,9 +110,18 @@ class Mirrors:
                 begins, what = ("tracking  ", "taken all") if mirror.has_reached else ("WARNING   ", "answered")
                 self._console.say(
                     f"{begins} {LABELS[mirror.name]} has not {what} yet; its process goes on for at most five minutes, "
-                    f"see {mirror.log}; again: python -m trainer.mirror {mirror.name} {self._run_dir} < /dev/null"
+                    f"see {mirror.log}; again: {send_command(self._run_dir)}"
                 )
         self._mirrors = []
+
+    def complete(self) -> bool:
+        """``finish``, and wait until the mirrors have ended: five minutes at most. Whether all was well."""
+        self.finish()
+        while any(mirror.process.poll() is None for mirror in self._mirrors):
+            self.look()
+            time.sleep(_LOOK_SECONDS)
+        self.look()
+        return not any(mirror.has_warned for mirror in self._mirrors)
 
     def _warn(self, name: str, text: str) -> None:
         rest = (

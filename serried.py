@@ -9,8 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not in
 
 from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError, noted
 from configs.schema import RunConfig
-from configs.suggest import nearest
-from configs.words import byte_count, number_between, pairs, step_number, whole_number
+from configs.suggest import nearest, pasteable
+from configs.words import byte_count, number_between, pairs, run_key, step_number, whole_number
 from launch.ending import leave, report_mistake
 from launch.ranks import is_started, say
 
@@ -236,6 +236,9 @@ def status(words: list[str]) -> None:
     from launch.sweep import write_anew
     from trainer.page import write_report
 
+    for word in words:
+        if "=" not in word and (key := run_key(word)):
+            raise UserError(f"{word!r} is not key=value; did you mean {pasteable(key, word)}?")
     if words:
         run_dir = compose(words).run.dir
         if not run_dir.is_dir():

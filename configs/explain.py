@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from configs.keys import Key, all_keys, is_section, keys_of
-from configs.suggest import listing, nearest, unknown_key, unknown_section
+from configs.suggest import listing, nearest_value, unknown_key, unknown_section
 
 _LONGEST_VALUE = 80
 
@@ -77,7 +77,7 @@ def unfit(key: Key, text: str, source: str) -> str:
     """The sentence for a value of the wrong type or not among the choices."""
     given = f"{key.path}={text} ({source})"
     if key.choices:
-        near = nearest(text, key.choices)
+        near = nearest_value(text, key.choices)
         hint = f"; did you mean {key.path}={near[0]}?" if near else ""
         return f"{given} is not {key.expected}{hint}"
     return f"{given} is not {key.expected}; e.g. {key.example}"

@@ -73,7 +73,9 @@ class Search:
         )
         self._refuse_another_command(study)
         for trial in study.get_trials(deepcopy=False):
-            if trial.state.name == "RUNNING" and (folder / trial_name(trial.number)).is_dir():
+            # In a storage that others use too, one without a folder here may be theirs.
+            is_own = options.storage is None or (folder / trial_name(trial.number)).is_dir()
+            if trial.state.name == "RUNNING" and is_own:
                 study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
             elif trial.state.name != "FAIL" or _again(trial.number) in study.user_attrs:
                 continue

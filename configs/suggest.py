@@ -235,6 +235,7 @@ _CHOICE_ALIASES = {
 }
 
 
+_VALUE_ALIASES = {"gpu": "cuda", "nvidia": "cuda", "true": "online", "on": "online", "yes": "online"}
 _A_SLIP = 0.85
 """Likeness of a key and itself with one letter wrong, or more."""
 
@@ -261,6 +262,12 @@ def nearest(typed: str, names: Sequence[str]) -> list[str]:
     """Up to three of ``names`` that ``typed`` may be a slip of, best first."""
     by_lower = {name.lower(): name for name in names}
     return [by_lower[name] for name in get_close_matches(typed.lower(), list(by_lower), n=3, cutoff=0.6)]
+
+
+def nearest_value(typed: str, choices: Sequence[str]) -> list[str]:
+    """Those of the ``choices`` of a key that ``typed`` may stand for, best first."""
+    alias = _VALUE_ALIASES.get(typed.lower(), "")
+    return [alias] if alias in choices else nearest(typed, choices)
 
 
 def nearest_keys(typed: str, names: Iterable[str]) -> list[str]:

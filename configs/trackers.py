@@ -44,6 +44,6 @@ def check_trackers(track: TrackSection) -> None:
         and not Path(store).exists()
     ):
         raise UserError(
-            f"track.mlflow={store} is neither an address nor a folder that is there; use track.mlflow=./{store} for a "
-            f"new folder, or track.mlflow=sqlite:///{store}.db"
+            f"track.mlflow={store} is neither an address nor a folder that is there; use "
+            f"track.mlflow=sqlite:///runs/mlflow.db for a file, or track.mlflow=./{store} for a new folder"
         )

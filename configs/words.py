@@ -29,7 +29,7 @@ def pairs(
             mistakes.append(f"{word}: keys have no dashes; write {pasteable(name, value or name.upper())}")
             given.setdefault(name, value)
             continue
-        meant = "" if equals else _run_key(word)
+        meant = "" if equals else run_key(word)
         if key not in keys and reads_overrides and not meant and not _is_slip(key, keys):
             overrides.append(word)
             continue
@@ -41,7 +41,7 @@ def pairs(
             mistakes.append(f"{word!r} is not key=value; see serried {command} --help")
         elif key not in keys:
             close = nearest(key, keys)
-            hint = f"did you mean {close[0]}={value}" if close else f"there are {', '.join(keys)}"
+            hint = f"did you mean {pasteable(close[0], value)}?" if close else f"there are {', '.join(keys)}"
             mistakes.append(f"{command} has no key {key!r}; {hint}")
             if close[:1] in (["run.dir"], ["run.name"]):  # a run is named, so none is missing
                 given.setdefault(close[0], value)
@@ -52,7 +52,7 @@ def pairs(
     return given, overrides
 
 
-def _run_key(word: str) -> str:
+def run_key(word: str) -> str:
     """The key with which ``word`` would name a run folder; empty: it looks like none."""
     if Path(word).is_dir() or ("/" in word and not word.startswith("-")):
         return "run.dir"

@@ -250,8 +250,8 @@ def _judge_disk(facts: list[dict[str, Any]], run_dir: Path, needed_bytes: int | 
     free, inodes = min(found["free_bytes"] for found in known), [found["free_inodes"] for found in known]
     if needed_bytes is not None and free < needed_bytes:
         findings.common.append(
-            f"{run_dir} has {_size(free)} free, and the checkpoints that stay take {_size(needed_bytes)}; use "
-            "run.dir=FOLDER on another disk, or lower checkpoint.keep"
+            f"{run_dir} has {_size(free)} free, and checkpoints take {_size(needed_bytes)}, those that stay and one "
+            "being written; use run.dir=FOLDER on another disk, or lower checkpoint.keep"
         )
     if any(count is not None and count < _INODES for count in inodes):
         findings.common.append(f"{run_dir} has room for {min(count for count in inodes if count is not None)} files")

@@ -9,16 +9,19 @@ from typing import Any
 import yaml
 
 from configs.announce import duration
-from launch.queue import jobs_of, queued_jobs
+from launch.queue import jobs_of, queued_jobs, was_submitted
 from launch.status import read_status
 from launch.summary import RECORD, read_summary, table
 
 
 def runs_in(folder: Path) -> list[Path]:
     """Run folders in ``folder``: those that have a status, or were submitted; and the folders of sweeps."""
-    signs = ("status.json", "slurm", RECORD)
+
+    def is_one(path: Path) -> bool:
+        return (path / "status.json").exists() or (path / RECORD).exists() or was_submitted(path)
+
     try:
-        return sorted(path for path in folder.iterdir() if any((path / sign).exists() for sign in signs))
+        return sorted(filter(is_one, folder.iterdir()))
     except OSError:
         return []
 
@@ -33,7 +36,7 @@ def describe_run(run_dir: Path) -> str:
     queued = queued_jobs()
     jobs = jobs_of(run_dir, queued or [])
     lines += [("job", job.describe()) for job in jobs]
-    if not jobs and (run_dir / "slurm").is_dir():
+    if not jobs and was_submitted(run_dir):
         lines.append(("job", "none in the queue" if queued is not None else "squeue does not answer here"))
     status = read_status(run_dir)
     if status is None:

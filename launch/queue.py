@@ -43,6 +43,11 @@ def note_job(run_dir: Path, job: str, task: int | None) -> None:
         file.write(json.dumps({"job": job, "task": task}) + "\n")
 
 
+def was_submitted(run_dir: Path) -> bool:
+    """Whether a job has ever been submitted for the run in ``run_dir``."""
+    return bool(_noted(run_dir))
+
+
 def jobs_of(run_dir: Path, queued: Iterable[Job]) -> list[Job]:
     """Those of ``queued`` that were submitted for the run in ``run_dir``."""
     noted = set(_noted(run_dir))

@@ -27,6 +27,10 @@ _SILENT_SECONDS = 300
 _LOOKS = 10
 
 
+class _Refused(UserError):
+    """Slurm was asked, and said no."""
+
+
 def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
     """Submit the runs ``points``, by their command lines; several become the tasks of one array. Returns the exit code.
 
@@ -45,7 +49,12 @@ def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
         for folder in folders:
             (folder / "slurm").mkdir(parents=True, exist_ok=True)
         with NotedSignals():  # it takes a moment, and a job in the queue that nobody knows of is worse than to wait
-            job, path = _submit(text, folders[0])
+            try:
+                job, path = _submit(text, folders[0])
+            except UserError:
+                for folder in folders:
+                    _remove_what_is_empty(folder)
+                raise
             for task, folder in enumerate(folders):
                 note_job(folder, job, task if len(folders) > 1 else None)
     except OSError as error:
@@ -167,8 +176,20 @@ def _submit(text: str, run_dir: Path) -> tuple[str, Path]:
     """Hand over the script ``text``. Returns the job's number, and the path of the script in ``run_dir``."""
     path = run_dir / "slurm" / "submitted.sbatch"
     path.write_text(text)
-    job = _sbatch(path)
+    try:
+        job = _sbatch(path)
+    except _Refused:  # which names the script
+        raise
+    except UserError:
+        path.unlink()
+        raise
     return job, path.rename(path.with_name(f"{job}.sbatch"))
+
+
+def _remove_what_is_empty(run_dir: Path) -> None:
+    with suppress(OSError):
+        (run_dir / "slurm").rmdir()
+        run_dir.rmdir()
 
 
 def _unwritable(error: OSError) -> UserError:
@@ -299,7 +320,7 @@ def _sbatch(path: Path) -> str:
         )
     if done.returncode:
         said = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines())
-        raise UserError(f"Slurm refuses the job: {said}; the script is {path}")
+        raise _Refused(f"Slurm refuses the job: {said}; the script is {path}")
     return done.stdout.strip().partition(";")[0]
 
 

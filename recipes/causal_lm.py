@@ -105,7 +105,7 @@ class CausalLM:
         sources = describe_sources(self._data)
         line = f"{sources}, {self._data.tokenizer} as tokens, {self._data.sequence_length} a sequence"
         if self._data.format == "chat":
-            line += ", conversations, learned is what the assistant says"
+            line += ", conversations, of which the assistant's words are learned"
         if self._prepared is None:
             return line
         sizes = [f"{name} {prepared.describe()}".strip() for name, prepared in self._sources.items()]

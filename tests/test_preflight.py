@@ -90,7 +90,10 @@ def test_whose_part_arrives_wrong_at_all_others_sends_it_wrong() -> None:
 def test_what_all_have_in_common_excludes_nobody() -> None:
     full = {"disk": {"free_bytes": GIB}}
     text = told(*(node(rank, **full) for rank in range(5)))
-    assert "unfit      runs/x has 1.0 GiB free, and the checkpoints that stay take 10.0 GiB; use run.dir=FOLDER" in text
+    assert (
+        "unfit      runs/x has 1.0 GiB free, and checkpoints take 10.0 GiB, those that stay and one being written; "
+        in text
+    )
     assert "--exclude" not in text
     wrong = {"collectives": {"is_reduce_wrong": True}}
     text = told(*(node(rank, **wrong) for rank in range(5)))

@@ -107,6 +107,7 @@ def test_a_path_that_leads_nowhere_is_refused_and_changes_nothing(text: Path, co
     line = refusal(text, copy, f"checkpoint.resume={copy}/checkpoints/step-00000003")
     assert "step-00000003 is neither auto, never or must, nor a folder that is there" in line
     assert f"in {copy}/checkpoints there are: step-00000002 step-00000004 step-00000006" in line
+    assert "did you mean checkpoint.resume=never?" in refusal(text, copy, "checkpoint.resume=nver")
     file = copy / "config.yaml"
     assert str(file) in refusal(text, copy, f"checkpoint.resume={file}")
     (copy.parent / "empty").mkdir()
@@ -202,7 +203,7 @@ def test_a_change_of_the_numbers_is_refused_in_one_line(text: Path, stopped: Pat
 def test_a_change_of_the_numbers_may_be_allowed(change: str, text: Path, stopped: Path, tmp_path: Path) -> None:
     shutil.copytree(stopped, tmp_path / "run")
     printed = train(text, tmp_path / "run", *change.split(), "checkpoint.allow_changes=true").printed
-    told = next(line for line in printed.splitlines() if line.startswith("changed since: "))
+    told = next(line for line in printed.splitlines() if line.startswith("changed since the checkpoint: "))
     assert all(word.split("=")[1] in told for word in change.split())
     assert resumed_from(tmp_path / "run") == [None, 2]
     assert not any(line["skipped"] for line in metrics(tmp_path / "run"))
@@ -226,7 +227,7 @@ def test_the_same_content_under_another_path_is_the_same(text: Path, stopped: Pa
     shutil.copytree(text, tmp_path / "moved")
     shutil.copytree(stopped, tmp_path / "run")
     printed = train(text, tmp_path / "run", f"data.path={tmp_path}/moved").printed
-    assert f"changed since: data.path {text} -> {tmp_path}/moved" in printed
+    assert f"changed since the checkpoint: data.path {text} -> {tmp_path}/moved" in printed
 
 
 def test_with_another_batch_no_sample_is_repeated_or_skipped(text: Path, tmp_path: Path) -> None:
@@ -250,7 +251,7 @@ def test_harmless_changes_are_only_told(text: Path, stopped: Path, tmp_path: Pat
         "launch.step_timeout_seconds=60": "launch.step_timeout_seconds 300.0 -> 60.0",
     }
     printed = train(text, tmp_path / "run", *changes, "checkpoint.keep=3").printed
-    told = [line for line in printed.splitlines() if line.startswith("changed since: ")]
+    told = [line for line in printed.splitlines() if line.startswith("changed since the checkpoint: ")]
     assert len(told) == 1
     for text_ in changes.values():
         assert text_ in told[0]
@@ -261,7 +262,7 @@ def test_harmless_changes_are_only_told(text: Path, stopped: Path, tmp_path: Pat
 def test_a_constant_schedule_may_go_on_for_longer(text: Path, tmp_path: Path) -> None:
     train(text, tmp_path / "run", "schedule=constant", "trainer.steps=4")
     printed = train(text, tmp_path / "run", "schedule=constant", "trainer.steps=6").printed
-    assert "changed since: trainer.steps 4 -> 6" in printed
+    assert "changed since the checkpoint: trainer.steps 4 -> 6" in printed
     train(text, tmp_path / "straight", "schedule=constant")
     curves = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("run", "straight")]
     assert curves[0] == curves[1]

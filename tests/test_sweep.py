@@ -15,6 +15,7 @@ import pytest
 
 from configs.errors import UserError
 from configs.points import Point
+from configs.study import optuna_is_quiet
 from configs.sweep import read_sweep
 from launch.start import start_sweep
 from launch.summary import Outcome, read_outcome, table, write_summary
@@ -235,6 +236,26 @@ def test_a_trial_that_was_killed_goes_on_with_its_values(text: Path, tmp_path: P
     assert len(runs) == 3
     assert {run["state"] for run in runs.values()} == {"finished"}
     assert len({run["values"]["optim.lr"] for run in runs.values()}) == 3  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_a_trial_that_was_asked_for_and_never_began_is_made(text: Path, tmp_path: Path, sweeps: list[Sweep]) -> None:
+    """As where the search ended between the two."""
+    words = tiny_overrides(text, tmp_path / "runs", *_OPTUNA, "optim.lr=interval(1e-4,1e-2)")
+    folder = tmp_path / "runs" / "search-lr"
+    sweeps.append(Sweep(tmp_path, *words, "hydra.sweeper.n_trials=1"))
+    assert sweeps[-1].end()[0] == 0
+    with optuna_is_quiet():
+        from optuna import distributions, load_study, storages
+
+        storage = storages.RDBStorage(f"sqlite:///{folder / 'study.db'}", {"isolation_level": "AUTOCOMMIT"})
+        asked = load_study("search-lr", storage).ask({"optim.lr": distributions.UniformDistribution(1e-4, 1e-2)})
+    sweeps.append(Sweep(tmp_path, *words, "hydra.sweeper.n_trials=2"))
+    code, stdout, _ = sweeps[-1].end()
+    assert code == 0, stdout
+    runs = summary(folder)
+    assert sorted(runs) == ["trial-0", "trial-1"]
+    assert float(str(runs["trial-1"]["values"]["optim.lr"])) == asked.params["optim.lr"]  # type: ignore[index]
 
 
 @pytest.mark.slow

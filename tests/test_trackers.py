@@ -612,7 +612,7 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_starts(
 
 
 def test_half_an_address_is_no_folder_to_make(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^track.mlflow=postgres is neither .* use track.mlflow=./postgres "):
+    with pytest.raises(UserError, match=r"^track.mlflow=postgres is neither .* or track.mlflow=./postgres for"):
         check_trackers(compose(tiny_overrides(text, tmp_path / "run", "track.mlflow=postgres")).track)
     for address in ("./new", "sqlite:///a.db", "databricks", str(tmp_path)):
         check_trackers(compose(tiny_overrides(text, tmp_path / "run", f"track.mlflow={address}")).track)

@@ -50,7 +50,7 @@ def overview(
             f"{trainer.global_batch} sequences = {trainer.micro_batch} per pass x {layout.data_ranks} "
             f"rank{'s' if layout.data_ranks > 1 else ''} x {accumulation} accumulated; "
             f"{step_tokens:,} tokens a step, {short(step_tokens * trainer.steps)} in {trainer.steps:,} steps"
-            + (", learned or not" if data.format == "chat" else ""),
+            + (" of conversations" if data.format == "chat" else ""),
         ),
         ("precision", _precision(config)),
         (
@@ -92,7 +92,9 @@ def _passes(config: RunConfig, training: Dataset) -> str:
     each = passes(training, config.trainer.steps * config.trainer.global_batch)
     if not each:
         return ""
-    numbers = ", ".join(f"{name} {number:,.2g}".strip() for name, number in each.items())
+    numbers = ", ".join(
+        f"{name} {number:{',.0f' if number >= 100 else ',.2g'}}".strip() for name, number in each.items()
+    )
     return f"; {numbers} epoch{'s' if numbers != '1' else ''} in {config.trainer.steps:,} steps"
 
 

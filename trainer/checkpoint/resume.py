@@ -11,6 +11,7 @@ import torch
 
 from configs.errors import UserError
 from configs.schema import RunConfig
+from configs.suggest import nearest
 from trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest
 from trainer.checkpoint.retention import MODEL, OPTIMIZER, STATE, named, step_of
 from trainer.track import RECORDS, RunFolder
@@ -121,6 +122,8 @@ def _open(path: Path, config: RunConfig) -> dict[str, Any]:
     if path.is_dir():
         return {"candidates": [], "weights": str(path)}
     hint = "give a checkpoint, a run folder, or a folder with a Hugging Face model"
+    if close := nearest(config.checkpoint.resume, ("auto", "never", "must")):
+        hint = f"did you mean checkpoint.resume={close[0]}?"
     if beside := named(path.parent):
         hint = f"in {path.parent} there are: {' '.join(checkpoint.name for checkpoint in beside)}"
     raise UserError(
@@ -304,7 +307,7 @@ def _changed(state: dict[str, Any], config: RunConfig, world_size: int) -> list[
     for name, now in (("torch", torch.__version__), ("world_size", world_size)):
         if state.get(name) != now:
             told.append(f"{name} {state.get(name)} -> {now}")
-    return [f"changed since: {'; '.join(told)}"] if told else []
+    return [f"changed since the checkpoint: {'; '.join(told)}"] if told else []
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Everything that is not training: ``serried export run.dir=runs/tiny out=my-model``. Run from the checkout."""
 
+import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not in
 
 from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError, noted
 from configs.schema import RunConfig
-from configs.suggest import nearest, pasteable
-from configs.words import byte_count, number_between, pairs, run_key, step_number, whole_number
+from configs.suggest import nearest
+from configs.words import byte_count, no_key, number_between, pairs, run_key, step_number, whole_number
 from launch.ending import leave, report_mistake
 from launch.ranks import is_started, say
 
@@ -57,8 +58,10 @@ _COMMANDS = {  # what it takes, what it does, and more of that
     ),
     "send": (
         "[run.dir=RUN]",
-        "the records of a run that has ended to its trackers, again: W&B, MLflow, TensorBoard",
-        "",
+        "the records of a run that has ended to its trackers, again: W&B, MLflow, TensorBoard:",
+        """\
+  run.dir     run folder (or run.name=NAME for runs/NAME); runs/tiny when not given
+""",
     ),
     "generate": (
         "[run.dir=RUN] [prompt=TEXT] [tokens=200] [temperature=0.8] [top_p=1] [seed=1] [checkpoint=STEP]",
@@ -236,9 +239,7 @@ def status(words: list[str]) -> None:
     from launch.sweep import write_anew
     from trainer.page import write_report
 
-    for word in words:
-        if "=" not in word and (key := run_key(word)):
-            raise UserError(f"{word!r} is not key=value; did you mean {pasteable(key, word)}?")
+    _refuse([no_key(word, key) for word in words if "=" not in word and (key := run_key(word))])
     if words:
         run_dir = compose(words).run.dir
         if not run_dir.is_dir():
@@ -515,9 +516,9 @@ def send(words: list[str]) -> int:
         UserError: there is no such run, it has no trackers, or one of them is not installed.
     """
     from configs.compose import compose_saved
-    from configs.trackers import asked_for, check_trackers
+    from configs.trackers import asked_for, missing_trackers
     from trainer.mirror.processes import Mirrors
-    from trainer.track import Console
+    from trainer.track import Console, RunFolder
 
     mistakes: list[str] = []
     given, _ = pairs(words, "send", ("run.dir", "run.name"), mistakes)
@@ -525,13 +526,22 @@ def send(words: list[str]) -> int:
     run = _run_of(given, "send", _is_run)
     track = compose_saved(run / "config.yaml", (), ()).track
     if not asked_for(track):
-        raise UserError(
-            f"the run in {run} has no trackers: its config.yaml names none; its page is serried report {run}"
-        )
-    check_trackers(track)
-    mirrors = Mirrors(run, track, Console(speaks=True, rank=0))
-    mirrors.start()
-    return EXIT_FINISHED if mirrors.complete() else EXIT_FAILED
+        raise UserError(f"the run in {run} has no trackers: its config.yaml names none")
+    missing, advice = missing_trackers(track)
+    if missing:
+        raise UserError(advice)
+    if not (run / "metrics.jsonl").is_file():
+        raise UserError(f"the run in {run} has not begun: it has no metrics.jsonl, so there is nothing to send")
+    began_in: Path | None = None
+    with suppress(OSError, ValueError, KeyError):
+        began_in = Path(json.loads((run / "environment.json").read_text())["working_directory"])
+    claimed = RunFolder(run)  # a run that is being trained has mirrors of its own
+    try:
+        mirrors = Mirrors(run, track, Console(speaks=True, rank=0))
+        mirrors.start(niceness=0, working_directory=began_in if began_in and began_in.is_dir() else None)
+        return EXIT_FINISHED if mirrors.complete() else EXIT_FAILED
+    finally:
+        claimed.close()
 
 
 def _run_folder(word: str, is_taken: Callable[[Path], bool], key: str = "") -> Path:
@@ -577,6 +587,8 @@ def _runs_near(missing: Path, is_taken: Callable[[Path], bool], key: str) -> str
         names = [path.name for path in folder.iterdir() if is_taken(path)]
         if close := nearest(missing.name, names):
             return f"did you mean {key}{folder / close[0]}?"
+        if names:
+            return _runs_there_are(folder, is_taken)
     return _runs_there_are(Path("runs"), is_taken)
 
 

@@ -235,7 +235,11 @@ _CHOICE_ALIASES = {
 }
 
 
-_VALUE_ALIASES = {"gpu": "cuda", "nvidia": "cuda", "true": "online", "on": "online", "yes": "online"}
+_VALUE_ALIASES = {  # of keys; those above are of groups
+    "gpu": "cuda", "nvidia": "cuda",
+    "true": "online", "on": "online", "yes": "online",
+    "false": "off", "no": "off", "none": "off", "null": "off", "disabled": "off",
+}  # fmt: skip
 _A_SLIP = 0.85
 """Likeness of a key and itself with one letter wrong, or more."""
 

@@ -28,14 +28,19 @@ def is_address(store: str) -> bool:
     return store.startswith("databricks") or ("://" in store and not store.startswith(("sqlite:", "file:")))
 
 
+def missing_trackers(track: TrackSection) -> tuple[list[str], str]:
+    """Names of the trackers that ``track`` asks for and that are not installed, and what to do about them. Imports
+    none."""
+    missing = [name for name in asked_for(track) if find_spec(name) is None]
+    are = f"{' and '.join(LABELS[name] for name in missing)} {'is' if len(missing) == 1 else 'are'}"
+    return missing, f"{are} not installed; pip install -e '.[{','.join(missing)}]'"
+
+
 def check_trackers(track: TrackSection) -> None:
     """Raise ``UserError`` where a tracker that is asked for is not installed, or has no place to go. Imports none."""
-    missing = [name for name in asked_for(track) if find_spec(name) is None]
+    missing, advice = missing_trackers(track)
     if missing:
-        raise UserError(
-            f"{' and '.join(LABELS[name] for name in missing)} {'is' if len(missing) == 1 else 'are'} not installed; "
-            f"pip install -e '.[{','.join(missing)}]', or do without: {' '.join(_OFF[name] for name in missing)}"
-        )
+        raise UserError(f"{advice}, or do without: {' '.join(_OFF[name] for name in missing)}")
     store = track.mlflow
     if (
         store is not None

@@ -34,7 +34,7 @@ def pairs(
             overrides.append(word)
             continue
         if meant:
-            mistakes.append(f"{word!r} is not key=value; did you mean {pasteable(meant, word)}?")
+            mistakes.append(no_key(word, meant))
             if not {"run.dir", "run.name"} & {*given}:  # a run is named, so none is missing
                 given[meant] = word
         elif not equals or not (value or key == "prompt"):
@@ -50,6 +50,11 @@ def pairs(
         else:
             given[key] = value
     return given, overrides
+
+
+def no_key(word: str, key: str) -> str:
+    """The sentence for a ``word`` that names a run, and whose ``key`` is missing."""
+    return f"{word!r} is not key=value; did you mean {pasteable(key, word)}?"
 
 
 def run_key(word: str) -> str:

@@ -7,8 +7,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
@@ -27,8 +27,8 @@ _SILENT_SECONDS = 300
 _LOOKS = 10
 
 
-class _Refused(UserError):
-    """Slurm was asked, and said no."""
+class _NoSlurm(UserError):
+    """Nothing can have been submitted."""
 
 
 def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
@@ -46,15 +46,9 @@ def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
     folders = [_absolute(config.run.dir) for config in configs]
     _refuse_a_second_job(configs)
     try:
-        for folder in folders:
-            (folder / "slurm").mkdir(parents=True, exist_ok=True)
-        with NotedSignals():  # it takes a moment, and a job in the queue that nobody knows of is worse than to wait
-            try:
-                job, path = _submit(text, folders[0])
-            except UserError:
-                for folder in folders:
-                    _remove_what_is_empty(folder)
-                raise
+        # It takes a moment, and a job in the queue that nobody knows of is worse than to wait.
+        with _folders_of_jobs(folders), NotedSignals():
+            job, path = _submit(text, folders[0])
             for task, folder in enumerate(folders):
                 note_job(folder, job, task if len(folders) > 1 else None)
     except OSError as error:
@@ -99,8 +93,8 @@ def preflight_by_job(argv: Sequence[str], config: RunConfig) -> int:
     folder = _absolute(config.run.dir) / "slurm"
     with NotedSignals() as signals:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            job, _ = _submit(text, folder.parent)
+            with _folders_of_jobs([folder.parent]):
+                job, _ = _submit(text, folder.parent)
         except OSError as error:
             raise _unwritable(error) from None
         say(f"submitted  job {job}: {_size(config, text)}")
@@ -178,18 +172,25 @@ def _submit(text: str, run_dir: Path) -> tuple[str, Path]:
     path.write_text(text)
     try:
         job = _sbatch(path)
-    except _Refused:  # which names the script
-        raise
-    except UserError:
+    except _NoSlurm:
         path.unlink()
         raise
     return job, path.rename(path.with_name(f"{job}.sbatch"))
 
 
-def _remove_what_is_empty(run_dir: Path) -> None:
-    with suppress(OSError):
-        (run_dir / "slurm").rmdir()
-        run_dir.rmdir()
+@contextmanager
+def _folders_of_jobs(run_dirs: Sequence[Path]) -> Iterator[None]:
+    """Make the folders for scripts and logs in ``run_dirs``. Where there is no Slurm, they are gone again."""
+    missing = [folder for run_dir in run_dirs for folder in (run_dir / "slurm", run_dir) if not folder.exists()]
+    for run_dir in run_dirs:
+        (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except _NoSlurm:
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def _unwritable(error: OSError) -> UserError:
@@ -307,20 +308,20 @@ def _sbatch(path: Path) -> str:
             start_new_session=True,  # Ctrl-C would reach it too, and is for this process to answer
         )  # fmt: skip
     except FileNotFoundError:
-        raise UserError(
+        raise _NoSlurm(
             "launch=slurm needs sbatch, which is not on this machine's PATH; submit from a login node of the cluster, "
             "or look at the script: slurm.dry_run=true"
         ) from None
     except subprocess.TimeoutExpired:
         raise UserError(f"sbatch has not answered for {_PATIENCE_SECONDS} s; see `sinfo`, and try again") from None
     if done.returncode and _UNCONFIGURED in done.stderr:
-        raise UserError(
+        raise _NoSlurm(
             "Slurm is installed here but finds no configuration: no slurm.conf in /etc/slurm, and no server that has "
             "it; submit from a login node of the cluster, or set SLURM_CONF=FILE"
         )
     if done.returncode:
         said = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines())
-        raise _Refused(f"Slurm refuses the job: {said}; the script is {path}")
+        raise UserError(f"Slurm refuses the job: {said}; the script is {path}")
     return done.stdout.strip().partition(";")[0]
 
 

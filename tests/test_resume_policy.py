@@ -106,7 +106,7 @@ def test_a_path_that_leads_nowhere_is_refused_and_changes_nothing(text: Path, co
     before = tree(copy)
     line = refusal(text, copy, f"checkpoint.resume={copy}/checkpoints/step-00000003")
     assert "step-00000003 is neither auto, never or must, nor a folder that is there" in line
-    assert f"in {copy}/checkpoints there are: step-00000002 step-00000004 step-00000006" in line
+    assert f"in {copy}/checkpoints there are step-00000002 step-00000004 step-00000006; use checkpoint." in line
     assert "did you mean checkpoint.resume=never?" in refusal(text, copy, "checkpoint.resume=nver")
     file = copy / "config.yaml"
     assert str(file) in refusal(text, copy, f"checkpoint.resume={file}")

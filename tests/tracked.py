@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
@@ -17,7 +16,6 @@ from wandb.proto import wandb_internal_pb2
 from benchmarks.disturb import family, send
 from configs.compose import compose, config_yaml
 from tests.runs import tiny_overrides
-from trainer.mirror import processes
 from trainer.mirror.processes import Mirrors
 from trainer.track import Console, RunFolder
 
@@ -29,20 +27,27 @@ class Records:
     """Writes a run folder as the trainer does, with mirrors beside it and nothing trained."""
 
     def __init__(
-        self, text: Path, run_dir: Path, *argv: str, identity: str = "abcd1234", step: int = 0, niceness: int = 0
+        self,
+        text: Path,
+        run_dir: Path,
+        *argv: str,
+        identity: str = "abcd1234",
+        step: int = 0,
+        niceness: int = 0,
+        working_directory: Path | None = None,
     ) -> None:
         """``niceness`` of the mirrors: nothing is trained here, and other tests need not be spared."""
         config = compose(tiny_overrides(text, run_dir, *argv))
         self.folder = RunFolder(run_dir)
-        self.folder.begin(config_yaml(config), {"torch": "2"}, step)
+        environment = {"torch": "2", "working_directory": str(working_directory or Path.cwd())}
+        self.folder.begin(config_yaml(config), environment, step)
         self.folder.record(
             "start", world_size=1, mesh={"replicate": 1, "shard": 1}, parameters=7, resumed_from=step or None,
             tracker_run_id=identity,
         )  # fmt: skip
         self._run_dir = run_dir
         self.mirrors = Mirrors(run_dir, config.track, Console(True, 0))
-        with patch.object(processes, "_NICENESS", niceness):
-            self.mirrors.start()
+        self.mirrors.start(niceness, working_directory)
 
     def steps(self, first: int, last: int, loss: float = 1.0) -> None:
         """Tell of steps, the last of them evaluated."""

@@ -272,6 +272,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "platform": platform.platform(),
+        "working_directory": str(Path.cwd()),
         "cpus": os.cpu_count(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "git_commit": git("rev-parse", "HEAD"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -124,8 +125,10 @@ def _open(path: Path, config: RunConfig) -> dict[str, Any]:
     hint = "give a checkpoint, a run folder, or a folder with a Hugging Face model"
     if close := nearest(config.checkpoint.resume, ("auto", "never", "must")):
         hint = f"did you mean checkpoint.resume={close[0]}?"
-    if beside := named(path.parent):
-        hint = f"in {path.parent} there are: {' '.join(checkpoint.name for checkpoint in beside)}"
+    with suppress(OSError):
+        if beside := named(path.parent):
+            there = " ".join(checkpoint.name for checkpoint in beside)
+            hint = f"in {path.parent} there are {there}; use checkpoint.resume={beside[-1]}"
     raise UserError(
         f"checkpoint.resume={config.checkpoint.resume} is neither auto, never or must, nor a folder that is there; "
         f"{hint}"

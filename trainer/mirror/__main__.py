@@ -3,8 +3,8 @@
 The training process starts this, and keeps the other end of its standard input open for as long as it lives.
 
 Standard output tells the training process what there is to say, a JSON object a line: ``reached`` (whether the tracker
-takes records, and, once training has ended, is worth waiting for), ``waits`` (so many seconds at most, for a core),
-``note``, ``warning``. Everything else goes to standard error, which leads into a log.
+takes records, and, once training has ended, is worth waiting for), ``taken_all``, ``waits`` (so many seconds at most,
+for a core), ``note``, ``warning``. Everything else goes to standard error, which leads into a log.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 
 import yaml
 
-from configs.errors import EXIT_MISTAKE
 from trainer.mirror import COMMAND, send_command
 from trainer.mirror.cores import be_nice, have_children_be_nice, is_a_core_idle
 from trainer.mirror.metrics_file import MetricsFile
@@ -77,6 +76,7 @@ class _Watch:
         """Set once the training process has ended, or said that there is no more to come."""
         self.until = until
         """When this process ends at the latest, in unix seconds; None: the training process is still there."""
+        self._is_first_attempt = until is None
         self._helper, self._give_up = helper, give_up
         self._call: tuple[str, float, float] | None = None
         self._is_calling = threading.Event()
@@ -93,6 +93,11 @@ class _Watch:
         finally:
             self._is_calling.clear()
             self._call = None
+
+    def count_from_now(self) -> None:
+        """Where training has ended: what was waited for until now is not of the time that is left."""
+        if self.alone.is_set() and self._is_first_attempt:
+            self.until = time.time() + _ALONE_SECONDS
 
     def let_helper_end(self) -> None:
         """From now on it may."""
@@ -168,11 +173,12 @@ class _Mirror:
         while time.monotonic() < deadline:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                break
             except BlockingIOError:
                 time.sleep(_WATCH_SECONDS)
             except OSError:  # a disk that knows no locks
-                return
+                break
+        self._watch.count_from_now()
 
     def _wait_for_a_chance(self) -> None:
         """Wait until there is hope to reach the tracker, or no more time. Imports no tracker: until then, training is
@@ -221,8 +227,8 @@ class _Mirror:
 
         lines, rows, is_behind = MetricsFile(self._run_dir / "metrics.jsonl"), Rows(self._run_dir), True
         tracker = self._make_tracker()
+        has_asked = self._watch.alone.is_set()  # before the tracker is opened, which is an answer too
         has, rollbacks = self._open(tracker)
-        has_asked = self._watch.alone.is_set()
         while True:
             is_alone = self._watch.alone.is_set()
             if is_alone and not has_asked:
@@ -265,6 +271,8 @@ class _Mirror:
         self._watch.let_helper_end()
         with self._watch.call("finishing"):
             tracker.close(summary)
+        is_elsewhere = self._arguments.name == "wandb" and self._track["wandb"] == "online" and self._arguments.offline
+        self._voice.tell(taken_all=not is_elsewhere)
 
     def _ask_at_the_end(self, tracker: Tracker) -> None:
         """Tell whether there is somebody to wait for: a client may try in vain without a word."""
@@ -414,7 +422,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Mirror, and end the process. Exit code 78: there is no run."""
+    """Mirror, and end the process."""
     parser = argparse.ArgumentParser(prog="python -m trainer.mirror", description=__doc__)
     parser.add_argument("name", choices=("wandb", "tensorboard", "mlflow"))
     parser.add_argument("run_dir", type=Path)
@@ -426,9 +434,6 @@ def main(argv: list[str]) -> NoReturn:
     parser.add_argument("--warned", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    if not (arguments.run_dir / "config.yaml").exists():
-        print(f"error: no run in {arguments.run_dir}: it has no config.yaml", file=sys.stderr)
-        sys.exit(EXIT_MISTAKE)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     if arguments.nice:

@@ -19,10 +19,10 @@ from trainer.track import Console
 
 _ID_LETTERS, _ID_LENGTH = string.ascii_lowercase + string.digits, 8
 _WAIT_SECONDS = 10.0
-_WAIT_SHARE = 1 / 200
-"""Of the time that the run took: for a tracker that has not answered since it ended."""
+_WAIT_SHARE, _MOST_SHARE = 1 / 200, 1 / 50
+"""Of the time that the run took: for a tracker that has not answered since it ended. The latter is for runs of seconds,
+if the tracker had answered before: many a server takes ``_ANSWER_SECONDS``."""
 _ANSWER_SECONDS = 0.2
-"""For one that had answered before, at least: many a server takes so long. More than its share of a run of seconds."""
 _WORTH_A_WORD_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
 _READ_BYTES, _MOST_READS = 65_536, 16
@@ -43,15 +43,21 @@ class Mirrors:
     def __init__(self, run_dir: Path, track: TrackSection, console: Console) -> None:
         self._run_dir, self._track, self._console = run_dir.absolute(), track, console
         self._mirrors: list[_Mirror] = []
-        self._started, self._has_ended = 0.0, False
+        self._started, self._has_ended, self._lacks_one = 0.0, False, False
 
-    def start(self) -> None:
-        """Start a process for each tracker that is asked for. ``metrics.jsonl`` is there by now."""
+    def start(self, niceness: int = _NICENESS, working_directory: Path | None = None) -> None:
+        """Start a process for each tracker that is asked for. ``metrics.jsonl`` is there by now.
+
+        ``niceness``: as of the command nice. ``working_directory``: where relative paths of the config begin; this
+        process's when not given.
+        """
         self._started = time.monotonic()
         for name in asked_for(self._track):
             try:
-                self._mirrors.append(_Mirror(name, self._run_dir, is_behind_a_network(name, self._track)))
+                needs_an_answer = is_behind_a_network(name, self._track)
+                self._mirrors.append(_Mirror(name, self._run_dir, needs_an_answer, niceness, working_directory))
             except OSError as error:
+                self._lacks_one = True
                 self._warn(name, f"cannot start a process for it: {error.strerror}")
 
     def look(self) -> None:
@@ -67,9 +73,8 @@ class Mirrors:
                     until = f"in {seconds:.0f} s, or when training ends: training uses all cores"
                     self._console.say(f"{'tracking':<10} {LABELS[mirror.name]}: begins {until}")
                 elif note:
-                    mirror.has_warned = (
-                        mirror.has_warned and self._has_ended
-                    )  # it is well: what may come is to be told too
+                    # It is well, and what may come then is to be told too.
+                    mirror.has_warned = mirror.has_warned and self._has_ended
                     self._console.say(f"{'tracking':<10} {note}")
             if code is not None and not mirror.has_warned and (code or not mirror.is_to_end):
                 mirror.has_warned = True
@@ -100,7 +105,7 @@ class Mirrors:
                 has_spoken = True
                 awaited = [mirror for mirror in waiting if mirror.is_awaited]
                 names = " and ".join(LABELS[mirror.name] for mirror in awaited or waiting)
-                what = "sending the rest" if awaited else "waiting for it"
+                what = "sending the rest" if awaited else "waiting for an answer"
                 limit = max(mirror.patience_seconds(run_seconds) for mirror in waiting)
                 self._console.say(f"{'tracking':<10} {names}: {what}, for at most {limit:.0f} s")
             time.sleep(_LOOK_SECONDS)
@@ -115,13 +120,21 @@ class Mirrors:
         self._mirrors = []
 
     def complete(self) -> bool:
-        """``finish``, and wait until the mirrors have ended: five minutes at most. Whether all was well."""
+        """``finish``, and wait until the mirrors have ended, minutes at most. Whether each tracker has taken all."""
         self.finish()
-        while any(mirror.process.poll() is None for mirror in self._mirrors):
+        began, has_spoken = time.monotonic(), False
+        while waiting := [mirror for mirror in self._mirrors if mirror.process.poll() is None]:
             self.look()
+            if time.monotonic() - began > _WORTH_A_WORD_SECONDS and not has_spoken:
+                has_spoken = True
+                names = " and ".join(LABELS[mirror.name] for mirror in waiting)
+                self._console.say(f"{'tracking':<10} {names}: sending, which may take minutes")
             time.sleep(_LOOK_SECONDS)
         self.look()
-        return not any(mirror.has_warned for mirror in self._mirrors)
+        for mirror in self._mirrors:
+            if mirror.has_taken_all:
+                self._console.say(f"{'tracking':<10} {LABELS[mirror.name]} has taken all")
+        return not self._lacks_one and all(mirror.has_taken_all for mirror in self._mirrors)
 
     def _warn(self, name: str, text: str) -> None:
         rest = (
@@ -133,11 +146,15 @@ class Mirrors:
 class _Mirror:
     """One process that mirrors to one tracker."""
 
-    def __init__(self, name: str, run_dir: Path, needs_an_answer: bool) -> None:
+    def __init__(
+        self, name: str, run_dir: Path, needs_an_answer: bool, niceness: int, working_directory: Path | None
+    ) -> None:
         self.name, self.has_warned, self.has_reached, self.is_to_end = name, False, not needs_an_answer, False
         self._needs_an_answer = needs_an_answer
         self.is_awaited = False
         """Whether its tracker has answered since the run ended, or needs no answer, and has not failed."""
+        self.has_taken_all = False
+        """Whether its tracker has, and not a file in its place."""
         self.log = run_dir / "log" / f"mirror-{name}.log"
         try:
             self.log.parent.mkdir(exist_ok=True)
@@ -146,7 +163,8 @@ class _Mirror:
             log = subprocess.DEVNULL
         try:
             self.process = subprocess.Popen(
-                [*COMMAND, name, str(run_dir), f"--nice={_NICENESS}"],
+                [*COMMAND, name, str(run_dir), f"--nice={niceness}"],
+                cwd=working_directory,
                 stdin=subprocess.PIPE,  # closes when this process ends, however it ends
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -173,6 +191,7 @@ class _Mirror:
         self._heard = rest[:_READ_BYTES]
         told = [each for each in map(_object, lines) if each is not None]
         for each in told:
+            self.has_taken_all = self.has_taken_all or each.get("taken_all") is True
             if "reached" in each:
                 self.has_reached = each["reached"] is True
                 self.is_awaited = self.is_to_end and self.has_reached
@@ -180,8 +199,10 @@ class _Mirror:
 
     def patience_seconds(self, run_seconds: float) -> float:
         """How long it is waited for when the run, which took ``run_seconds``, has ended."""
-        least = _ANSWER_SECONDS if self.has_reached else 0.0
-        return _WAIT_SECONDS if self.is_awaited else min(_WAIT_SECONDS, max(least, _WAIT_SHARE * run_seconds))
+        if self.is_awaited:
+            return _WAIT_SECONDS
+        least = min(_ANSWER_SECONDS, _MOST_SHARE * run_seconds) if self.has_reached else 0.0
+        return min(_WAIT_SECONDS, max(least, _WAIT_SHARE * run_seconds))
 
     def finish(self) -> None:
         """Tell the process that there is no more to come."""

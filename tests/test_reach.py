@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.disturb import family
-from tests.test_trackers import warned
+from tests.test_trackers import await_wandb, warned
 from tests.tracked import Records, mirrors, wait_for
 from tests.wandb_server import WandbServer, serving
 from trainer.mirror.reach import ask
@@ -241,7 +241,7 @@ def test_a_mirror_imports_no_client_until_there_is_somebody_to_reach(
     assert family(mirror) == [mirror]
     assert "pydantic_core" not in Path(f"/proc/{mirror}/maps").read_text(), "which W&B's client imports"
     with serving(server.server_address[1]) as server:
-        wait_for(lambda: records.look() or "tracking   W&B: http" in capsys.readouterr().out)
+        await_wandb(records, capsys)
         assert "pydantic_core" in Path(f"/proc/{mirror}/maps").read_text()
         records.steps(5, 6)
         records.end()

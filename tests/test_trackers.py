@@ -72,6 +72,11 @@ def warned(records: Records, capsys: pytest.CaptureFixture[str]) -> list[str]:
     )
 
 
+def await_wandb(records: Records, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wait until ``records`` tell where W&B shows the run."""
+    wait_for(lambda: records.look() or "tracking   W&B: http" in capsys.readouterr().out)
+
+
 @contextmanager
 def in_place_of_mirrors(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have a shell ``command`` started where a mirror would be."""
@@ -161,12 +166,12 @@ def test_online_a_restart_sends_what_the_server_has_not(
     run_dir = tmp_path / "run"
     records = Records(text, run_dir, "track.wandb=online")
     records.steps(1, 6)
-    wait_for(lambda: records.look() or "tracking   W&B: http" in capsys.readouterr().out)
+    await_wandb(records, capsys)
     records.end("stopped")
     assert [row["step"] for row in server.runs["abcd1234"].history] == list(range(1, 7))
     records = Records(text, run_dir, "track.wandb=online", step=4)
     records.steps(5, 9)
-    wait_for(lambda: records.look() or "tracking   W&B: http" in capsys.readouterr().out)
+    await_wandb(records, capsys)
     records.end()
     stored = server.runs["abcd1234"]
     assert [row["step"] for row in stored.history] == list(range(1, 10))
@@ -360,7 +365,7 @@ def test_of_a_server_that_is_gone_at_the_end_a_run_tells(
     run_dir = tmp_path / "run"
     records = Records(text, run_dir, "track.wandb=online")
     records.steps(1, 3)
-    wait_for(lambda: records.look() or "tracking   W&B: http" in capsys.readouterr().out)
+    await_wandb(records, capsys)
     server.shutdown()
     server.server_close()
     records.steps(4, 6)

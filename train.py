@@ -1,59 +1,6 @@
 """Train a recipe: ``python train.py --help``, ``torchrun --nproc_per_node=8 train.py recipe=llama8b``."""
 
-import sys
-
-import launch.early  # noqa: F401 -- first: from here on a signal ends this program in one line
-from configs.compose import compose, config_yaml, help_text, parse_arguments
-from configs.errors import UserError
-from configs.schema import RunConfig
-from configs.sweep import read_sweep
-from launch.ending import leave, report_mistake
-from launch.ranks import planned_processes, say
-from launch.session import Session, run_in_session
-from launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
-from parallel.mesh import Layout, gradient_accumulation, resolve_layout
-from trainer.page import write_report
-
-
-def main(arguments: list[str]) -> int:
-    """Do what the command line says and return the exit code. Mistakes and failures are printed here, not raised."""
-    try:
-        action, overrides = parse_arguments(arguments)
-        if action == "help":
-            return say(help_text())
-        sweep = planned_sweep(overrides, read_sweep) if action == "sweep" else None
-        configs = [point.config for point in sweep.points] if sweep else [compose(overrides)]
-        config, (plan, *_) = configs[0], [_plan(config) for config in configs]
-        if action == "config" or config.dry_run:
-            return say(config_yaml(config) if action == "config" else _overview(config, *plan) + describe_runs(sweep))
-        code = start_sweep(sweep, write_report) if sweep else start_elsewhere(overrides, config)
-    except UserError as error:
-        return report_mistake(error)
-    return _run(config) if code is None else code
-
-
-def _plan(config: RunConfig) -> tuple[Layout, int]:
-    layout = resolve_layout(config.parallel, planned_processes(config.launch, config.dry_run))
-    return layout, gradient_accumulation(config.trainer, layout)
-
-
-def _overview(config: RunConfig, layout: Layout, accumulation: int) -> str:
-    from recipes.causal_lm import CausalLM
-    from trainer.overview import dry_run
-
-    return dry_run(config, CausalLM(config), layout, accumulation)
-
-
-def _run(config: RunConfig) -> int:
-    def work(session: Session) -> int:
-        from recipes.causal_lm import CausalLM
-        from trainer.run import train
-
-        session.same_everywhere("the config", text := config_yaml(config))
-        return train(config, CausalLM(config), session, text)
-
-    return run_in_session(config.launch, work)
-
+from serried.program import run
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    run()

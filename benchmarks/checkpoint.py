@@ -34,18 +34,18 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from configs.compose import compose
-from launch.session import Session, open_session
-from parallel.apply import parallelize
-from parallel.mesh import resolve_layout
-from parallel.shards import local_rows
-from recipes.causal_lm import CausalLM
+from serried.configs.compose import compose
+from serried.launch.session import Session, open_session
+from serried.parallel.apply import parallelize
+from serried.parallel.mesh import resolve_layout
+from serried.parallel.shards import local_rows
+from serried.recipes.causal_lm import CausalLM
+from serried.trainer.checkpoint.resume import CHECKPOINTS
+from serried.trainer.checkpoint.save import Checkpointer
+from serried.trainer.checkpoint.state import load_state, state_parts
+from serried.trainer.optim import build_optimizer
 from tests.cluster import Cluster
 from tests.runs import write_text
-from trainer.checkpoint.resume import CHECKPOINTS
-from trainer.checkpoint.save import Checkpointer
-from trainer.checkpoint.state import load_state, state_parts
-from trainer.optim import build_optimizer
 
 KINDS = ("ours sync", "DCP sync", "ours async", "DCP async")
 _VOCABULARY = 32000

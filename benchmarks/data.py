@@ -22,16 +22,16 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from configs.schema import DataSection
-from recipes.data.dataset import TokenDataset, collate
-from recipes.data.hugging_face_tokenizer import find_tokenizer, train_tokenizer
-from recipes.data.prepare import Prepared, prepare
-from recipes.data.shards import TokenStream
-from recipes.data.tokenize import TokenCounts
-from recipes.data.tokenizer import BytesTokenizer
+from serried.configs.schema import DataSection
+from serried.recipes.data.dataset import TokenDataset, collate
+from serried.recipes.data.hugging_face_tokenizer import find_tokenizer, train_tokenizer
+from serried.recipes.data.prepare import Prepared, prepare
+from serried.recipes.data.shards import TokenStream
+from serried.recipes.data.tokenize import TokenCounts
+from serried.recipes.data.tokenizer import BytesTokenizer
+from serried.trainer.loader import BatchLoader
+from serried.trainer.sampler import SampleOrder
 from tests.cluster import ROOT
-from trainer.loader import BatchLoader
-from trainer.sampler import SampleOrder
 
 SEQUENCE = 2048
 FAR = 10**9

@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from serried.trainer.checkpoint.manifest import Damaged, check_file, read_manifest
+from serried.trainer.checkpoint.retention import committed, step_of
 from tests.cluster import ROOT
 from tests.runs import metrics, weights
-from trainer.checkpoint.manifest import Damaged, check_file, read_manifest
-from trainer.checkpoint.retention import committed, step_of
 
 PATIENCE_SECONDS = 120.0
 """For a start to show its first step, and for a torchrun to end."""

@@ -32,24 +32,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from configs.compose import compose, config_yaml
-from configs.schema import RunConfig
-from launch.session import Session, open_session
-from parallel.initialize import initialize
-from parallel.mesh import gradient_accumulation, resolve_layout
-from parallel.phases import Phases
-from recipes.causal_lm import CausalLM
-from recipes.models.head import IGNORE
+from serried.configs.compose import compose, config_yaml
+from serried.configs.schema import RunConfig
+from serried.launch.session import Session, open_session
+from serried.parallel.initialize import initialize
+from serried.parallel.mesh import gradient_accumulation, resolve_layout
+from serried.parallel.phases import Phases
+from serried.recipes.causal_lm import CausalLM
+from serried.recipes.models.head import IGNORE
+from serried.trainer.checkpoint.resume import Start
+from serried.trainer.loader import BatchLoader
+from serried.trainer.metrics import RATES, Meter
+from serried.trainer.optim import learning_rate
+from serried.trainer.sampler import SampleOrder
+from serried.trainer.track import Console, RunFolder
+from serried.trainer.trainer import Trainer
+from serried.trainer.watchdog import Pulse
 from tests.cluster import Cluster
 from tests.runs import write_text
-from trainer.checkpoint.resume import Start
-from trainer.loader import BatchLoader
-from trainer.metrics import RATES, Meter
-from trainer.optim import learning_rate
-from trainer.sampler import SampleOrder
-from trainer.track import Console, RunFolder
-from trainer.trainer import Trainer
-from trainer.watchdog import Pulse
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2}
 MODELS = {
@@ -113,7 +113,7 @@ def _no_numbers() -> Iterator[None]:
     with (
         patch.object(Phases, "begin", lambda *_: None),
         patch.object(Meter, "rates", lambda *_: rates),
-        patch("trainer.trainer.eta_seconds", lambda *_: 1.0),
+        patch("serried.trainer.trainer.eta_seconds", lambda *_: 1.0),
     ):
         yield
 

@@ -29,12 +29,12 @@ from omegaconf.errors import (
 )
 from pydantic import ValidationError
 
-from configs.errors import UserError
-from configs.explain import Layer, Origins, explain, given_twice, shown, unfit, value_at
-from configs.help import choices_of, help_text
-from configs.keys import Key, all_keys, is_section
-from configs.schema import RunConfig, SourceSection
-from configs.suggest import explanation, later, listing, meant, nearest, pasteable, unknown_choice, unknown_key
+from serried.configs.errors import UserError
+from serried.configs.explain import Layer, Origins, explain, given_twice, shown, unfit, value_at
+from serried.configs.help import choices_of, help_text
+from serried.configs.keys import Key, all_keys, is_section
+from serried.configs.schema import RunConfig, SourceSection
+from serried.configs.suggest import explanation, later, listing, meant, nearest, pasteable, unknown_choice, unknown_key
 
 __all__ = ["compose", "compose_saved", "config_yaml", "help_text", "parse_arguments"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from configs.keys import Key, all_keys, is_section, keys_of
-from configs.suggest import listing, nearest_value, unknown_key, unknown_section
+from serried.configs.keys import Key, all_keys, is_section, keys_of
+from serried.configs.suggest import listing, nearest_value, unknown_key, unknown_section
 
 _LONGEST_VALUE = 80
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.keys import all_keys
+from serried.configs.keys import all_keys
 
 _FOLDER = Path(__file__).resolve().parent
 _WIDTH = 108

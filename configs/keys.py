@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from configs.schema import NAME_PATTERN, RunConfig
+from serried.configs.schema import NAME_PATTERN, RunConfig
 
 _EXAMPLES = {  # keys for which a value made up from the type alone would mislead
     "trainer.steps": "1000, 10k, 2M",
@@ -227,8 +227,8 @@ def _bounds(field: dict[str, Any]) -> str:
 
 def key_tables() -> str:
     """Every key as a row of a Markdown table, and a second table of what the recipes choose differently."""
-    from configs.compose import compose
-    from configs.help import choices_of
+    from serried.configs.compose import compose
+    from serried.configs.help import choices_of
 
     recipes = {name: _flat(compose([f"recipe={name}"]).model_dump(mode="json")) for name in choices_of()["recipe"]}
     values = recipes["tiny"]

@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from configs.errors import UserError
-from configs.schema import DataSection, SourceSection
+from serried.configs.errors import UserError
+from serried.configs.schema import DataSection, SourceSection
 
 
 def check_data_libraries(data: DataSection) -> None:

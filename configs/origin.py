@@ -10,13 +10,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from configs.compose import compose
-from configs.errors import UserError
-from configs.explain import given_twice
-from configs.help import choices_of
-from configs.keys import all_keys
-from configs.points import Point
-from configs.suggest import pasteable
+from serried.configs.compose import compose
+from serried.configs.errors import UserError
+from serried.configs.explain import given_twice
+from serried.configs.help import choices_of
+from serried.configs.keys import all_keys
+from serried.configs.points import Point
+from serried.configs.suggest import pasteable
 
 _ONE_VALUE = {
     "run.name": "each run gets a name of its own",

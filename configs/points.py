@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.schema import RunConfig
+from serried.configs.schema import RunConfig
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from configs.addresses import has_password, without_password
-from configs.divisors import nearest_divisors
+from serried.configs.addresses import has_password, without_password
+from serried.configs.divisors import nearest_divisors
 
 NAME_PATTERN = r"[A-Za-z][A-Za-z0-9_-]*"
 """What sources and validation sets may be called."""

@@ -13,9 +13,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.compose import compose
-from configs.errors import UserError, noted
-from configs.origin import (
+from serried.configs.compose import compose
+from serried.configs.errors import UserError, noted
+from serried.configs.origin import (
     Origin,
     example,
     in_a_name,
@@ -25,10 +25,10 @@ from configs.origin import (
     refuse_unreadable,
     words_of,
 )
-from configs.points import Sweep, labels
-from configs.schema import parse_count
-from configs.study import SWEEPER, Search, first_line, optuna_is_quiet, told_in_one_line, trial_name, typed
-from configs.suggest import nearest_keys, pasteable
+from serried.configs.points import Sweep, labels
+from serried.configs.schema import parse_count
+from serried.configs.study import SWEEPER, Search, first_line, optuna_is_quiet, told_in_one_line, trial_name, typed
+from serried.configs.suggest import nearest_keys, pasteable
 
 SAMPLER = "hydra/sweeper/sampler"
 OPTION = "hydra.sweeper."

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
-from configs.errors import TrainingFailed, UserError
-from configs.origin import Origin
-from configs.points import Evaluate, Point
+from serried.configs.errors import TrainingFailed, UserError
+from serried.configs.origin import Origin
+from serried.configs.points import Evaluate, Point
 
 if TYPE_CHECKING:
     from optuna import Study

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 
-from configs.keys import all_keys, all_sections, is_name, is_section, keys_of
+from serried.configs.keys import all_keys, all_sections, is_name, is_section, keys_of
 
 _ALIASES = {  # names other frameworks use, for keys or groups whose value means the same
     "trainer.steps": "max_steps num_steps n_steps total_steps train_steps num_train_steps max_train_steps "

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from hydra.errors import HydraException
 
-from configs.announce import announced, tell
-from configs.compose import FOLDER, compose
-from configs.errors import UserError, noted
-from configs.origin import (
+from serried.configs.announce import announced, tell
+from serried.configs.compose import FOLDER, compose
+from serried.configs.errors import UserError, noted
+from serried.configs.origin import (
     Origin,
     each_once,
     example,
@@ -22,9 +22,9 @@ from configs.origin import (
     refuse_unreadable,
     words_of,
 )
-from configs.points import Point, Sweep, labels
-from configs.search import OPTION, SAMPLER, read_search
-from configs.study import SWEEPER
+from serried.configs.points import Point, Sweep, labels
+from serried.configs.search import OPTION, SAMPLER, read_search
+from serried.configs.study import SWEEPER
 
 _MOST_RUNS = 1000
 _MANY_RUNS = 20

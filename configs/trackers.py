@@ -3,8 +3,8 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from configs.errors import UserError
-from configs.schema import TrackSection
+from serried.configs.errors import UserError
+from serried.configs.schema import TrackSection
 
 LABELS = {"wandb": "W&B", "tensorboard": "TensorBoard", "mlflow": "MLflow"}
 """Trackers, by the name that is their key, their extra and the module they are used by."""

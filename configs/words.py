@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from math import nan
 from pathlib import Path
 
-from configs.errors import UserError
-from configs.explain import given_twice
-from configs.keys import all_keys
-from configs.schema import parse_count
-from configs.suggest import nearest, pasteable
+from serried.configs.errors import UserError
+from serried.configs.explain import given_twice
+from serried.configs.keys import all_keys
+from serried.configs.schema import parse_count
+from serried.configs.suggest import nearest, pasteable
 
 
 def pairs(

@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
-from configs.errors import EXIT_STOPPED
+from serried.configs.errors import EXIT_STOPPED
 
 LAUNCHER = "SERRIED_LAUNCHER"
 """Environment variable: the process that started this one, where that is ``launch=local``."""
@@ -30,11 +30,19 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def _is_program() -> bool:
-    """Whether this process was started as ``train.py``, and not as a test or a command that imports it."""
-    return os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or "") == "train.py"  # noqa: PTH119
+    """Whether this process was started to train, and not as a test or a command that imports this."""
+    main = sys.modules["__main__"]
+    if (spec := getattr(main, "__spec__", None)) is not None:
+        return bool(spec.name == "serried.program")
+    return os.path.basename(getattr(main, "__file__", None) or "") == "train.py"  # noqa: PTH119
+
+
+def end_in_one_line() -> None:
+    """Make a signal end this process in one line from here on."""
+    for number, handler in _UNHANDLED.items():
+        if signal.getsignal(number) == handler:
+            signal.signal(number, _end)
 
 
 if _is_program():
-    for _number, _handler in _UNHANDLED.items():
-        if signal.getsignal(_number) == _handler:
-            signal.signal(_number, _end)
+    end_in_one_line()

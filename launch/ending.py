@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from configs.errors import (
+from serried.configs.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_MISTAKE,
@@ -17,7 +17,7 @@ from configs.errors import (
     TrainingStopped,
     UserError,
 )
-from launch.ranks import speaks
+from serried.launch.ranks import speaks
 
 STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
 """Environment variable: whoever waits for the ranks reads ``status.json``, not exit codes. Its value is a file to make

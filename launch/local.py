@@ -13,17 +13,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
-from configs.schema import RunConfig
-from launch.early import LAUNCHER
-from launch.forward import PASSED_ON, NotedSignals, send
-from launch.ranks import processes_per_node
-from launch.status import Status, read_status, tell_of_a_kill
+from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
+from serried.configs.schema import RunConfig
+from serried.launch.early import LAUNCHER
+from serried.launch.forward import PASSED_ON, NotedSignals, send
+from serried.launch.program import training_command
+from serried.launch.ranks import processes_per_node
+from serried.launch.status import Status, read_status, tell_of_a_kill
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-_SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
 _OUTPUT = "output"
 _LOOK_SECONDS = 0.1
 _LONGEST_REPORT_LINES = 100
@@ -134,7 +134,7 @@ def _agent(processes: int, argv: Sequence[str], output: Path) -> "LocalElasticAg
         role="rank",
         local_world_size=processes,
         entrypoint=sys.executable,
-        args=(str(_SCRIPT), *argv),
+        args=(*training_command(), *argv),
         rdzv_handler=rendezvous,
         max_restarts=0,
         monitor_interval=_LOOK_SECONDS,

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.errors import EXIT_FAILED, EXIT_FINISHED
-from configs.schema import LaunchSection
-from configs.suggest import pasteable
-from launch import probes
-from launch.session import Session, run_in_session
+from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED
+from serried.configs.schema import LaunchSection
+from serried.configs.suggest import pasteable
+from serried.launch import probes
+from serried.launch.session import Session, run_in_session
 
 _PATIENCE_SECONDS = 120.0
 _SLOW_SHARE = {"cuda": 0.8, "cpu": 0.5}

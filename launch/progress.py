@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from configs.announce import duration
-from launch.queue import jobs_of, queued_jobs, was_submitted
-from launch.status import read_status
-from launch.summary import RECORD, read_summary, table
+from serried.configs.announce import duration
+from serried.launch.queue import jobs_of, queued_jobs, was_submitted
+from serried.launch.status import read_status
+from serried.launch.summary import RECORD, read_summary, table
 
 
 def runs_in(folder: Path) -> list[Path]:

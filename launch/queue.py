@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.errors import UserError
+from serried.configs.errors import UserError
 
 _JOBS = "jobs.jsonl"
 _FORMAT = "%A|%F|%K|%T|%M|%L|%R|%P"

@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.errors import EXIT_FINISHED, UserError
-from configs.schema import LaunchSection
+from serried.configs.errors import EXIT_FINISHED, UserError
+from serried.configs.schema import LaunchSection
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
-from launch.status import read_status
+from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from serried.launch.status import read_status
 
 ENDS = "ends.jsonl"
 """In ``run.dir/slurm``: how each start of the run under Slurm ended, one line of JSON each."""

@@ -13,13 +13,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs.announce import announced
-from configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
-from configs.schema import LaunchSection
-from launch.ending import Failure, exit_code_of, in_one_line, let_another_end_first, report_alone, say_why
-from launch.meeting import connect, meet
-from launch.ranks import choose_device, keep_freed_memory, torchrun_says, usable_cores
-from launch.signals import Signals, end_with_torchrun
+from serried.configs.announce import announced
+from serried.configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
+from serried.configs.schema import LaunchSection
+from serried.launch.ending import Failure, exit_code_of, in_one_line, let_another_end_first, report_alone, say_why
+from serried.launch.meeting import connect, meet
+from serried.launch.ranks import choose_device, keep_freed_memory, torchrun_says, usable_cores
+from serried.launch.signals import Signals, end_with_torchrun
 
 if TYPE_CHECKING:
     import torch

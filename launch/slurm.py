@@ -11,13 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
-from configs.schema import RunConfig
-from launch.forward import NotedSignals
-from launch.queue import jobs_of, note_job, queued_before_another, queued_jobs
-from launch.ranks import processes_per_node, say
+import serried
+from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
+from serried.configs.schema import RunConfig
+from serried.launch.forward import NotedSignals
+from serried.launch.program import training_command
+from serried.launch.queue import jobs_of, note_job, queued_before_another, queued_jobs
+from serried.launch.ranks import processes_per_node, say
 
-_ROOT = Path(__file__).resolve().parent.parent
+_PACKAGE = Path(serried.__file__).parent
 _MARK = "# ---- From here on every script is the same. ----\n"
 _PATIENCE_SECONDS = 120
 _UNCONFIGURED = "Could not establish a configuration source"  # sbatch's words
@@ -204,11 +206,11 @@ def script(points: Mapping[tuple[str, ...], RunConfig]) -> str:
         for argv, each in points.items()
     ]
     if len(runs) == 1:
-        return _script(_options(list(points.values())), next(iter(points.values())), "train.py", runs[0])
+        return _script(_options(list(points.values())), next(iter(points.values())), training_command(), runs[0])
     lines = ['case "$SLURM_ARRAY_TASK_ID" in']
     for task, (folder, arguments) in enumerate(runs):
         lines += [f"{task})", f"    {folder}", f"    {arguments}", "    ;;"]
-    return _script(_options(list(points.values())), next(iter(points.values())), "train.py", [*lines, "esac"])
+    return _script(_options(list(points.values())), next(iter(points.values())), training_command(), [*lines, "esac"])
 
 
 def preflight_script(argv: Sequence[str], config: RunConfig) -> str:
@@ -220,20 +222,19 @@ def preflight_script(argv: Sequence[str], config: RunConfig) -> str:
     })  # fmt: skip
     folder = f"run_dir={shlex.quote(str(_absolute(config.run.dir)))}"
     words = f"arguments=({shlex.join(['preflight', *_without_dry_run(argv)])})"
-    return _script(_options([short]), short, "serried.py", [folder, words])
+    return _script(_options([short]), short, ["-m", "serried"], [folder, words, "preflight=true"])
 
 
 def _without_dry_run(argv: Sequence[str]) -> list[str]:
     return [word for word in argv if not word.startswith("slurm.dry_run=")]
 
 
-def _script(options: Sequence[str], config: RunConfig, program: str, runs: Sequence[str]) -> str:
-    template = (_ROOT / "slurm" / "train.sbatch").read_text()
+def _script(options: Sequence[str], config: RunConfig, program: Sequence[str], runs: Sequence[str]) -> str:
+    template = (_PACKAGE / "slurm" / "train.sbatch").read_text()
     slurm = config.slurm
     lines = ["#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in options), ""]
     settings = {
-        "root": str(_ROOT),
-        "program": program,
+        "root": str(_PACKAGE.parent),
         "python": slurm.python or sys.executable,
         "container": slurm.container or "",
         "interface": slurm.interface or "",
@@ -241,7 +242,7 @@ def _script(options: Sequence[str], config: RunConfig, program: str, runs: Seque
         "processes": str(processes_per_node(config.launch)),
     }
     lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
-    lines += [*runs, f"cd {shlex.quote(str(Path.cwd()))} || exit 70"]
+    lines += [f"program=({shlex.join(program)})", *runs, f"cd {shlex.quote(str(Path.cwd()))} || exit 70"]
     if slurm.modules:
         lines.append(f"module load {shlex.join(slurm.modules.split())} || exit 70")
     if slurm.setup:

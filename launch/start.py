@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Sequence
 
-from configs.errors import UserError
-from configs.libraries import check_data_libraries
-from configs.points import Sweep
-from configs.schema import RunConfig
-from configs.trackers import check_trackers
-from launch.ranks import is_started, torchrun_says
-from launch.signals import end_with_sweep
-from launch.slurm import refuse_unequal
-from launch.sweep import WriteReport, run_sweep, submit_sweep, values_shown
+from serried.configs.errors import UserError
+from serried.configs.libraries import check_data_libraries
+from serried.configs.points import Sweep
+from serried.configs.schema import RunConfig
+from serried.configs.trackers import check_trackers
+from serried.launch.ranks import is_started, torchrun_says
+from serried.launch.signals import end_with_sweep
+from serried.launch.slurm import refuse_unequal
+from serried.launch.sweep import WriteReport, run_sweep, submit_sweep, values_shown
 
 _RUNS_DESCRIBED = 20
 
@@ -29,10 +29,10 @@ def start_elsewhere(argv: Sequence[str], config: RunConfig) -> int | None:
     if config.launch.name == "torchrun":
         return None
     if config.launch.name == "local":
-        from launch.local import run_local
+        from serried.launch.local import run_local
 
         return run_local(config, argv)
-    from launch.slurm import submit
+    from serried.launch.slurm import submit
 
     return submit({tuple(argv): config})
 

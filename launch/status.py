@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from configs.errors import EXIT_FAILED
+from serried.configs.errors import EXIT_FAILED
 
 
 class Status(NamedTuple):

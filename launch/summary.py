@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from configs.points import labels
-from configs.schema import DEFAULT_VALIDATION
-from launch.status import read_status
+from serried.configs.points import labels
+from serried.configs.schema import DEFAULT_VALIDATION
+from serried.launch.status import read_status
 
 RECORD = "sweep.json"
 """In the folder of a sweep: its keys and how each run stands."""

@@ -19,17 +19,18 @@ from typing import IO
 import yaml
 from pydantic import ValidationError
 
-from configs.announce import duration
-from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, TrainingFailed, UserError
-from configs.points import Point, Sweep, labels
-from configs.schema import RunConfig
-from launch.ending import in_one_line, say_why
-from launch.forward import NotedSignals, send
-from launch.queue import jobs_of, queued_before_another
-from launch.signals import SWEEP
-from launch.slurm import submit
-from launch.status import tell_of_a_kill
-from launch.summary import Outcome, read_outcome, read_summary, shown, table, write_summary
+from serried.configs.announce import duration
+from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, TrainingFailed, UserError
+from serried.configs.points import Point, Sweep, labels
+from serried.configs.schema import RunConfig
+from serried.launch.ending import in_one_line, say_why
+from serried.launch.forward import NotedSignals, send
+from serried.launch.program import training_command
+from serried.launch.queue import jobs_of, queued_before_another
+from serried.launch.signals import SWEEP
+from serried.launch.slurm import submit
+from serried.launch.status import tell_of_a_kill
+from serried.launch.summary import Outcome, read_outcome, read_summary, shown, table, write_summary
 
 WriteReport = Callable[[Sequence[Path], Path], object]
 """Writes the page that compares the runs in some folders to a file."""
@@ -37,7 +38,6 @@ WriteReport = Callable[[Sequence[Path], Path], object]
 CONSOLE = "console.log"
 """In the run folder: what the run would have printed here."""
 
-_SCRIPT = Path(__file__).resolve().parent.parent / "train.py"
 _LOOK_SECONDS = 0.1
 _LIVE_SECONDS = 0.5
 _OTHERS_END_SECONDS = 60.0
@@ -266,7 +266,7 @@ class _Runs:
             if not self._wait_for_others(run_dir):
                 return Outcome(run_dir, point.values, "stopped", reason="before it began", exit_code=EXIT_STOPPED)
             process = subprocess.Popen(
-                [sys.executable, str(_SCRIPT), *point.argv],
+                [sys.executable, *training_command(), *point.argv],
                 stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT,
                 process_group=0,  # a terminal's Ctrl-C comes here alone, and is passed on once
                 env=os.environ | {SWEEP: str(os.getpid())},

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from configs.schema import ParallelSection
-from parallel.data import Replicated, Sharded, Single
-from parallel.initialize import initialize
-from parallel.mesh import Layout
-from parallel.phases import Phases
-from parallel.plan import ParallelPlan
+from serried.configs.schema import ParallelSection
+from serried.parallel.data import Replicated, Sharded, Single
+from serried.parallel.initialize import initialize
+from serried.parallel.mesh import Layout
+from serried.parallel.phases import Phases
+from serried.parallel.plan import ParallelPlan
 
 
 def parallelize(

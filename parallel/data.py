@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from configs.schema import ParallelSection
-from parallel.mesh import Layout, build_mesh
-from parallel.phases import BACKWARD, FORWARD, Phases
-from parallel.plan import LossTerms, ParallelPlan
-from parallel.unit_waits import UnitWaits
+from serried.configs.schema import ParallelSection
+from serried.parallel.mesh import Layout, build_mesh
+from serried.parallel.phases import BACKWARD, FORWARD, Phases
+from serried.parallel.plan import LossTerms, ParallelPlan
+from serried.parallel.unit_waits import UnitWaits
 
 LossFunction = Callable[[nn.Module, Any], LossTerms]
 

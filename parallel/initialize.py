@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from parallel.shards import local_rows
+from serried.parallel.shards import local_rows
 
 _BLOCK_NUMBERS = 2**20
 

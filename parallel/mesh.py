@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from configs.divisors import nearest_divisors
-from configs.errors import UserError
-from configs.schema import ParallelSection, TrainerSection
+from serried.configs.divisors import nearest_divisors
+from serried.configs.errors import UserError
+from serried.configs.schema import ParallelSection, TrainerSection
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

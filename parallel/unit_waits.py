@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parallel.phases import GradientWait, Phases
+from serried.parallel.phases import GradientWait, Phases
 
 
 class UnitWaits:

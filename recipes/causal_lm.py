@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from configs.errors import UserError
-from configs.schema import DEFAULT_VALIDATION, WHOLE, DataSection, RunConfig
-from parallel.plan import LossTerms, ParallelPlan
-from recipes.data.chat import ask, chat_template
-from recipes.data.choose_source import check_path
-from recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
-from recipes.data.lanes import StreamDataset
-from recipes.data.mixture import (
+from serried.configs.errors import UserError
+from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, DataSection, RunConfig
+from serried.parallel.plan import LossTerms, ParallelPlan
+from serried.recipes.data.chat import ask, chat_template
+from serried.recipes.data.choose_source import check_path
+from serried.recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
+from serried.recipes.data.lanes import StreamDataset
+from serried.recipes.data.mixture import (
     MixtureDataset,
     describe_sources,
     key_of_source,
@@ -23,16 +23,16 @@ from recipes.data.mixture import (
     source_sections,
     validation_sections,
 )
-from recipes.data.overlap import kept_apart, left_out
-from recipes.data.prepare import Prepared, cache_folder, named_tokenizer, open_prepared, prepare
-from recipes.data.show import for_terminal, marked_lines
-from recipes.data.stream import open_training, prepare_stream
-from recipes.data.summary import summary_of
-from recipes.data.text_bytes import TextBytes
-from recipes.data.tokenizer import Tokenizer, hugging_face_files
-from recipes.generation import Piece, TextStream, chooser, continued, until_end
-from recipes.models import transformer
-from recipes.models.head import IGNORE
+from serried.recipes.data.overlap import kept_apart, left_out
+from serried.recipes.data.prepare import Prepared, cache_folder, named_tokenizer, open_prepared, prepare
+from serried.recipes.data.show import for_terminal, marked_lines
+from serried.recipes.data.stream import open_training, prepare_stream
+from serried.recipes.data.summary import summary_of
+from serried.recipes.data.text_bytes import TextBytes
+from serried.recipes.data.tokenizer import Tokenizer, hugging_face_files
+from serried.recipes.generation import Piece, TextStream, chooser, continued, until_end
+from serried.recipes.models import transformer
+from serried.recipes.models.head import IGNORE
 
 _TEMPERATURE = 0.8
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recipes.data.tokenizer import Tokenizer
-from recipes.models.cache import Cache
+from serried.recipes.data.tokenizer import Tokenizer
+from serried.recipes.models.cache import Cache
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _HELD_TOKENS = 8

@@ -8,12 +8,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from launch.ending import leave
-from parallel.phases import BACKWARD, FORWARD, OPTIMIZER
-from parallel.plan import LossTerms
-from recipes.causal_lm import CausalLM
-from train import main
-from trainer.step import TrainStep
+from serried.launch.ending import leave
+from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER
+from serried.parallel.plan import LossTerms
+from serried.program import main
+from serried.recipes.causal_lm import CausalLM
+from serried.trainer.step import TrainStep
 
 ABSURD = 2**50
 

@@ -6,10 +6,10 @@ Rank 0 is in its first step by then, or on its way there.
 import sys
 from unittest.mock import patch
 
-from configs.errors import StopRequested
-from launch.ending import leave
-from train import main
-from trainer.trainer import Trainer
+from serried.configs.errors import StopRequested
+from serried.launch.ending import leave
+from serried.program import main
+from serried.trainer.trainer import Trainer
 
 _run = Trainer.run
 

@@ -15,23 +15,23 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import recipes.causal_lm
-import trainer.trainer
-from configs.compose import compose, config_yaml
-from launch.session import Session, open_session
-from parallel.gradient import local
-from parallel.plan import LossTerms
-from recipes.causal_lm import CausalLM
-from recipes.data.dataset import Batch, Sample
-from recipes.models.head import IGNORE
-from train import main
-from trainer.checkpoint.resume import find_start
-from trainer.checkpoint.retention import committed
-from trainer.run import train
-from trainer.step import TrainStep
-from trainer.track import Console, RunFolder
-from trainer.trainer import Trainer
-from trainer.watchdog import Pulse
+import serried.recipes.causal_lm
+import serried.trainer.trainer
+from serried.configs.compose import compose, config_yaml
+from serried.launch.session import Session, open_session
+from serried.parallel.gradient import local
+from serried.parallel.plan import LossTerms
+from serried.program import main
+from serried.recipes.causal_lm import CausalLM
+from serried.recipes.data.dataset import Batch, Sample
+from serried.recipes.models.head import IGNORE
+from serried.trainer.checkpoint.resume import find_start
+from serried.trainer.checkpoint.retention import committed
+from serried.trainer.run import train
+from serried.trainer.step import TrainStep
+from serried.trainer.track import Console, RunFolder
+from serried.trainer.trainer import Trainer
+from serried.trainer.watchdog import Pulse
 
 
 def write_text(folder: Path) -> None:
@@ -171,7 +171,9 @@ class _Poison(torch.autograd.Function):
 
 def train_reported(argv: list[str], fault: dict[str, Any] | None = None) -> int:
     """As ``train.py`` does it: failures are printed, the exit code is returned."""
-    with patch.object(recipes.causal_lm, "CausalLM", lambda config: ObservedRecipe(config, ragged=False, fault=fault)):
+    with patch.object(
+        serried.recipes.causal_lm, "CausalLM", lambda config: ObservedRecipe(config, ragged=False, fault=fault)
+    ):
         return main(argv)
 
 
@@ -207,9 +209,9 @@ def run_here(argv: list[str], after_step: Callable[[Trainer, int], None] | None 
             yield step
 
     with (
-        patch.object(recipes.causal_lm, "CausalLM", make),
+        patch.object(serried.recipes.causal_lm, "CausalLM", make),
         patch.object(Trainer, "steps", watched),
-        patch("launch.session.usable_cores", lambda: 1),
+        patch("serried.launch.session.usable_cores", lambda: 1),
         redirect_stdout(printed),
         redirect_stderr(printed),
     ):
@@ -242,7 +244,7 @@ def changes_by_step(argv: list[str], fault: dict[str, Any]) -> list[str]:
             changes.append("nothing" if all(same) else "something" if any(same) else "everything")
             return result
 
-    with patch.object(trainer.trainer, "TrainStep", Watched), open_session(config.launch) as session:
+    with patch.object(serried.trainer.trainer, "TrainStep", Watched), open_session(config.launch) as session:
         recipe = ObservedRecipe(config, ragged=False, fault=fault)
         recipe.rank = session.rank
         train(config, recipe, session, config_yaml(config))

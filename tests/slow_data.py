@@ -5,11 +5,11 @@ import sys
 import time
 from typing import Any
 
-import trainer.loader
-from launch.ending import leave
-from train import main
+import serried.trainer.loader
+from serried.launch.ending import leave
+from serried.program import main
 
-_read_batch = trainer.loader._read_batch
+_read_batch = serried.trainer.loader._read_batch
 
 
 def read_batch(*arguments: Any) -> Any:
@@ -18,5 +18,5 @@ def read_batch(*arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
-    trainer.loader._read_batch = read_batch
+    serried.trainer.loader._read_batch = read_batch
     leave(main(sys.argv[1:]))

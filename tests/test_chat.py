@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.errors import UserError
-from recipes.data.chat import CHATML, ChatEncoder, chat_encoder, chat_template
-from recipes.data.encode import Encoded
-from recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from recipes.data.source import Row
-from recipes.data.tokenizer import BytesTokenizer
+from serried.configs.errors import UserError
+from serried.recipes.data.chat import CHATML, ChatEncoder, chat_encoder, chat_template
+from serried.recipes.data.encode import Encoded
+from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from serried.recipes.data.source import Row
+from serried.recipes.data.tokenizer import BytesTokenizer
 from tests.texts import section
 
 LLAMA3 = (

@@ -21,12 +21,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from parallel.plan import LossTerms
+from serried.parallel.plan import LossTerms
+from serried.trainer.checkpoint import save, writer
+from serried.trainer.checkpoint.manifest import check_file, read_manifest
+from serried.trainer.checkpoint.retention import committed
 from tests.cluster import ROOT, Cluster
 from tests.runs import Ended, metrics, run_here, steps_saved, tiny_overrides, train_reported, weights
-from trainer.checkpoint import save, writer
-from trainer.checkpoint.manifest import check_file, read_manifest
-from trainer.checkpoint.retention import committed
 
 
 def train(text: Path, run_dir: Path, *more: str, code: int = 0, **keywords: Any) -> Ended:
@@ -111,7 +111,7 @@ def test_a_damaged_file_is_found_before_a_tensor_is_used(
         opened.append(checkpoint)
         raise _NotRead
 
-    with patch("trainer.trainer.load_state", stop):
+    with patch("serried.trainer.trainer.load_state", stop):
         printed = train(text, run_dir, code=70).printed
     assert opened == [run_dir / "checkpoints/step-00000002"]
     told = lines(printed, "damaged: ")
@@ -219,7 +219,7 @@ def test_the_disk_fills_up_during_a_save(left: int, text: Path, small_disk: Path
     def blind(*_: Any) -> None:
         """Others may fill the disk after it was looked at."""
 
-    with patch("trainer.checkpoint.save.lack_of_space", blind):
+    with patch("serried.trainer.checkpoint.save.lack_of_space", blind):
         printed = train(text, run_dir, "checkpoint.every=1", "checkpoint.mode=sync", after_step=act).printed
     warnings = lines(printed, "WARNING    no checkpoint")
     assert len(warnings) == 2
@@ -374,7 +374,7 @@ def slow_disk(argv: list[str], seconds: float) -> int:
         time.sleep(seconds)
         return write(descriptor, contents)
 
-    with patch("trainer.checkpoint.writer.os.writev", slowly):
+    with patch("serried.trainer.checkpoint.writer.os.writev", slowly):
         return train_reported(argv)
 
 
@@ -472,7 +472,7 @@ def test_a_validation_loss_that_is_not_finite_costs_no_checkpoint(text: Path, tm
     def spoilt(*_: Any) -> LossTerms:
         return LossTerms(torch.tensor(float("nan")), torch.tensor(64))
 
-    with patch("parallel.data.Single.evaluate", spoilt):
+    with patch("serried.parallel.data.Single.evaluate", spoilt):
         printed = train(text, tmp_path / "run", "trainer.eval_every=2").printed
     assert "WARNING" not in printed
     assert steps_saved(tmp_path / "run") == [4, 6]

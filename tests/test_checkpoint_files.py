@@ -24,8 +24,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from configs.errors import UserError
-from trainer.checkpoint.manifest import (
+from serried.configs.errors import UserError
+from serried.trainer.checkpoint.manifest import (
     MANIFEST,
     Damaged,
     FileRecord,
@@ -35,7 +35,7 @@ from trainer.checkpoint.manifest import (
     record_of,
     write_manifest,
 )
-from trainer.checkpoint.retention import (
+from serried.trainer.checkpoint.retention import (
     committed,
     deleting_name,
     folder_name,
@@ -44,7 +44,7 @@ from trainer.checkpoint.retention import (
     step_of,
     sweep,
 )
-from trainer.checkpoint.tensors import DTYPES, TensorFolder, TensorSpec, header, index_json, tensor_bytes
+from serried.trainer.checkpoint.tensors import DTYPES, TensorFolder, TensorSpec, header, index_json, tensor_bytes
 
 
 @contextmanager

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from configs.compose import FOLDER, compose, config_yaml, help_text, parse_arguments
-from configs.divisors import divisors
-from configs.errors import UserError
-from configs.help import choices_of
-from configs.keys import all_keys, key_tables
-from configs.schema import ModelSection, RunConfig
-from configs.suggest import _ALIASES, _EXPLAINED, _LATER, _SWITCHES, unknown_key
-from configs.trackers import asked_for
+from serried.configs.compose import FOLDER, compose, config_yaml, help_text, parse_arguments
+from serried.configs.divisors import divisors
+from serried.configs.errors import UserError
+from serried.configs.help import choices_of
+from serried.configs.keys import all_keys, key_tables
+from serried.configs.schema import ModelSection, RunConfig
+from serried.configs.suggest import _ALIASES, _EXPLAINED, _LATER, _SWITCHES, unknown_key
+from serried.configs.trackers import asked_for
 
 GROUPS = choices_of()
 
@@ -239,7 +239,7 @@ def test_arguments(argv: list[str], parsed: tuple[str, list[str]]):
 
 def test_composing_needs_no_torch():
     program = (
-        "from configs.compose import compose, help_text\n"
+        "from serried.configs.compose import compose, help_text\n"
         "compose(['recipe=llama8b', 'trainer.steps=10k']); help_text()\n"
         "import sys; print('torch' in sys.modules)"
     )

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.errors import UserError
-from recipes.data.dataset import TokenDataset, collate
-from recipes.data.prepare import Prepared, open_prepared, prepare
-from recipes.models.head import IGNORE
+from serried.configs.errors import UserError
+from serried.recipes.data.dataset import TokenDataset, collate
+from serried.recipes.data.prepare import Prepared, open_prepared, prepare
+from serried.recipes.models.head import IGNORE
 from tests.texts import everything, many_files, section, write
 
 

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.compose import compose_saved
-from configs.errors import UserError
-from recipes.data.dataset import Batch
-from recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer, train_tokenizer
-from recipes.data.text_bytes import TextBytes
-from recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, hugging_face_files
-from recipes.models.head import IGNORE
-from serried import main
+from serried.cli import main
+from serried.configs.compose import compose_saved
+from serried.configs.errors import UserError
+from serried.recipes.data.dataset import Batch
+from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer, train_tokenizer
+from serried.recipes.data.text_bytes import TextBytes
+from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, hugging_face_files
+from serried.recipes.models.head import IGNORE
 from tests.cluster import ROOT, Cluster
 from tests.runs import metrics, overrides, run_here, tiny_overrides
 from tests.test_generate import files_of
@@ -43,7 +43,7 @@ def run_dir(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFacto
 
 def evaluate_here(words: list[str]) -> int:
     """What a rank does, without leaving: the process goes on to other tests."""
-    from serried import evaluate
+    from serried.cli import evaluate
 
     return evaluate(words)
 
@@ -152,7 +152,7 @@ def test_a_mixture_is_told_by_source(cluster: Cluster, text: Path, tmp_path: Pat
 def test_under_torchrun_as_a_user_types_it(run_dir: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
-        [*torchrun, str(ROOT / "serried.py"), "evaluate", f"run.dir={run_dir}", "precision=bf16"],
+        [*torchrun, "-m", "serried", "evaluate", f"run.dir={run_dir}", "precision=bf16"],
         cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

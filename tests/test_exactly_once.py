@@ -11,18 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.compose import compose, config_yaml
-from launch.session import open_session
-from parallel.plan import LossTerms
-from recipes.data.dataset import Batch, Sample, collate
-from recipes.data.lanes import StreamDataset
-from recipes.data.mixture import MixtureDataset
+from serried.configs.compose import compose, config_yaml
+from serried.launch.session import open_session
+from serried.parallel.plan import LossTerms
+from serried.recipes.data.dataset import Batch, Sample, collate
+from serried.recipes.data.lanes import StreamDataset
+from serried.recipes.data.mixture import MixtureDataset
+from serried.trainer.loader import BatchLoader
+from serried.trainer.run import train
+from serried.trainer.sampler import Stream, sample_order
 from tests.cluster import Cluster
 from tests.runs import ObservedRecipe, metrics, tiny_overrides
 from tests.test_lanes import encode, numbered
-from trainer.loader import BatchLoader
-from trainer.run import train
-from trainer.sampler import Stream, sample_order
 
 GLOBAL_BATCH, SEQUENCE = 12, 8
 KINDS = ("memory-mapped", "mixture", "stream")

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from configs.errors import UserError
-from trainer.checkpoint import export as module
-from trainer.checkpoint.export import export
-from trainer.checkpoint.manifest import record_of, write_manifest
-from trainer.checkpoint.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
+from serried.configs.errors import UserError
+from serried.trainer.checkpoint import export as module
+from serried.trainer.checkpoint.export import export
+from serried.trainer.checkpoint.manifest import record_of, write_manifest
+from serried.trainer.checkpoint.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> list[TensorSpec]:
@@ -145,7 +145,7 @@ def test_memory_stays_small_whatever_the_tensor(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     commit(folder)
     program = (
-        "import resource, sys, torch\nfrom pathlib import Path\nfrom trainer.checkpoint.export import export\n"
+        "import resource, sys, torch\nfrom pathlib import Path\nfrom serried.trainer.checkpoint.export import export\n"
         "torch.ones(8).half().isinf()\nbefore = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "export(Path(sys.argv[1]), Path(sys.argv[2]), dtype=torch.bfloat16, shard_bytes=10**10)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.errors import UserError
-from configs.schema import DataSection
-from recipes.data.prepare import Prepared, open_prepared, prepare
+from serried.configs.errors import UserError
+from serried.configs.schema import DataSection
+from serried.recipes.data.prepare import Prepared, open_prepared, prepare
 from tests.texts import everything, many_files, section
 
 END = 256

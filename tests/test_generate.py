@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.data.chat import CHATML, ask
-from recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, train_tokenizer
-from recipes.data.tokenizer import BytesTokenizer, Tokenizer
-from recipes.generation import TextStream, chooser, continued, until_end
-from recipes.models.cache import Cache
-from recipes.models.transformer import Transformer, hugging_face_config, hugging_face_name
-from serried import main
+from serried.cli import main
+from serried.recipes.data.chat import CHATML, ask
+from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, train_tokenizer
+from serried.recipes.data.tokenizer import BytesTokenizer, Tokenizer
+from serried.recipes.generation import TextStream, chooser, continued, until_end
+from serried.recipes.models.cache import Cache
+from serried.recipes.models.transformer import Transformer, hugging_face_config, hugging_face_name
 from tests.cluster import Cluster
 from tests.runs import metrics, overrides, run_here, tiny_overrides
 from tests.test_model import LLAMA31_SCALING, build, section
@@ -232,7 +232,7 @@ def test_a_run_on_conversations_is_asked_in_its_template(
         asked.append(BytesTokenizer().decode(prompt))
         return iter(b"aye<|im_<|im_end|>more")
 
-    monkeypatch.setattr("recipes.causal_lm.continued", replied)
+    monkeypatch.setattr("serried.recipes.causal_lm.continued", replied)
     capsys.readouterr()
     assert main(["generate", f"run.dir={tmp_path / 'run'}", "prompt=hi"]) == 0
     assert capsys.readouterr().out == "aye<|im_\n"

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from configs.schema import LaunchSection
-from launch.session import open_session
-from parallel.mesh import Layout, build_mesh
+from serried.configs.schema import LaunchSection
+from serried.launch.session import open_session
+from serried.parallel.mesh import Layout, build_mesh
 from tests.cluster import Cluster
 
 SILENT_SECONDS = 12.0

@@ -11,15 +11,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from configs.errors import TrainingFailed
-from configs.schema import HealthSection
+from serried.configs.errors import TrainingFailed
+from serried.configs.schema import HealthSection
+from serried.program import main
+from serried.trainer.health import differing, digest, respond
+from serried.trainer.spikes import SpikeWindow
+from serried.trainer.step import StepResult
+from serried.trainer.trainer import Trainer
 from tests.cluster import Cluster
 from tests.runs import metrics, steps_saved, tiny_overrides, train_small, weights
-from train import main
-from trainer.health import differing, digest, respond
-from trainer.spikes import SpikeWindow
-from trainer.step import StepResult
-from trainer.trainer import Trainer
 
 BATCH = 4
 DDP2 = ["parallel=ddp", "health.spike_window=8", "trainer.steps=12", "checkpoint.every=3", "schedule=constant"]

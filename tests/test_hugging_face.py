@@ -13,12 +13,12 @@ import transformers
 from tokenizers import Tokenizer as Library
 from tokenizers import processors
 
-from configs.compose import compose
-from configs.errors import UserError
-from recipes.causal_lm import CausalLM
-from recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer, train_tokenizer
-from recipes.data.prepare import prepare
-from recipes.data.tokenizer import hugging_face_files, tokenizer_from_spec
+from serried.configs.compose import compose
+from serried.configs.errors import UserError
+from serried.recipes.causal_lm import CausalLM
+from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer, train_tokenizer
+from serried.recipes.data.prepare import prepare
+from serried.recipes.data.tokenizer import hugging_face_files, tokenizer_from_spec
 from tests.cluster import ROOT
 from tests.texts import documents, everything, many_files, section, write
 
@@ -157,7 +157,7 @@ def test_training_gives_the_same_bytes_each_time(tmp_path: Path) -> None:
     write(tmp_path / "text", {f"w{i}.txt": WORDS * i for i in range(40)})
     script = """
 import sys
-from recipes.data.prepare import prepare
+from serried.recipes.data.prepare import prepare
 from tests.texts import section
 prepared = prepare(section("text", sys.argv[1], tokenizer="train", vocab_size=400))
 print((prepared.folder / "tokenizer.json").read_text())

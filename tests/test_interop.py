@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from serried.trainer.trainer import Trainer
 from tests.cluster import Cluster
 from tests.runs import checkpoint, metrics, run_here, tiny_overrides, train_reported
-from trainer.trainer import Trainer
 
 LAYOUTS = {"single": (1, "parallel=single"), "fsdp x2": (2, "parallel=fsdp")}
 TOKENS = torch.randint(257, (2, 30), generator=torch.Generator().manual_seed(5))

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from configs.errors import UserError
-from recipes.data import lanes
-from recipes.data.encode import Encoded
-from recipes.data.lanes import Deal, StreamDataset
-from recipes.data.source import Row
-from recipes.data.stream import open_training, prepare_stream
-from recipes.models.head import IGNORE
+from serried.configs.errors import UserError
+from serried.recipes.data import lanes
+from serried.recipes.data.encode import Encoded
+from serried.recipes.data.lanes import Deal, StreamDataset
+from serried.recipes.data.source import Row
+from serried.recipes.data.stream import open_training, prepare_stream
+from serried.recipes.models.head import IGNORE
 from tests.texts import section, write
 
 END = 9999

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-import serried
-from configs.sweep import read_sweep
-from launch.queue import Job, jobs_of, note_job
-from launch.requeue import verdict
-from launch.slurm import script
+from serried import cli
+from serried.configs.sweep import read_sweep
+from serried.launch.queue import Job, jobs_of, note_job
+from serried.launch.requeue import verdict
+from serried.launch.slurm import script
 from tests.cluster import ROOT
 from tests.runs import metrics, tiny_overrides
 from tests.slurm import wait_for
@@ -86,7 +86,7 @@ def test_two_processes_train_and_one_speaks(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_mistake_is_told_before_torch_is_imported() -> None:
-    program = "import sys; sys.modules['torch'] = None; import train; sys.exit(train.main(sys.argv[1:]))"
+    program = "import sys; sys.modules['torch'] = None; from serried.program import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", program, "launch=local", "launch.processes=3"],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
@@ -99,7 +99,7 @@ def test_a_mistake_is_told_before_torch_is_imported() -> None:
 def test_the_script_of_a_run_that_slurm_does_not_start_is_a_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from train import main
+    from serried.program import main
 
     for words in ([], ["-m", "trainer.seed=1,2"], ["-m", "trainer.seed=1,2", "launch=local"]):
         assert main([*words, "slurm.dry_run=true", f"run.dir={tmp_path}"]) == 78
@@ -133,7 +133,7 @@ def test_a_library_that_is_missing_is_told_before_any_process_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from train import main
+    from serried.program import main
 
     lose(library, monkeypatch)
     for starts in ("launch.local.run_local", "launch.start.run_sweep"):
@@ -152,10 +152,10 @@ def test_a_library_that_is_missing_is_told_before_any_process_starts(
 def test_a_library_that_one_run_of_a_sweep_needs_is_told_before_the_first(
     library: str, values: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from train import main
+    from serried.program import main
 
     lose(library, monkeypatch)
-    monkeypatch.setattr("launch.start.run_sweep", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr("serried.launch.start.run_sweep", lambda *_: pytest.fail("it was started"))
     assert main(["-m", values]) == 78
     stderr = capsys.readouterr().err
     assert len(stderr.splitlines()) == 1
@@ -165,9 +165,9 @@ def test_a_library_that_one_run_of_a_sweep_needs_is_told_before_the_first(
 def test_a_job_with_a_python_of_its_own_may_have_what_is_missing_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from train import main
+    from serried.program import main
 
-    monkeypatch.setattr("configs.libraries.find_spec", lambda _: None)
+    monkeypatch.setattr("serried.configs.libraries.find_spec", lambda _: None)
     words = ["launch=slurm", "slurm.dry_run=true", "data.tokenizer=owner/name", f"run.dir={tmp_path}"]
     assert main(words) == 78
     assert main([*words, "slurm.python=/opt/python"]) == 0
@@ -208,7 +208,7 @@ def test_a_failure_of_another_rank_is_told_last_with_its_traceback(text: Path, t
     done = launched_with(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    import trainer.step\n"
+        "    import serried.trainer.step\n"
         "    def fail(self, *arguments): raise ZeroDivisionError('here')\n"
         "    trainer.step.TrainStep.__call__ = fail\n",
         text, tmp_path,
@@ -273,10 +273,10 @@ def test_the_script_is_the_one_for_hand_use_with_other_settings() -> None:
 
 def test_preflight_in_a_job_prints_its_script(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["launch=slurm", "launch.nodes=4", "slurm.gpus_per_node=8", "slurm.time_minutes=2000", "run.name=big"]
-    assert serried.preflight([*words, "slurm.dry_run=true"]) == 0
+    assert cli.preflight([*words, "slurm.dry_run=true"]) == 0
     text = capsys.readouterr().out
     lines = set(text.splitlines())
-    assert {"#SBATCH --nodes=4", "#SBATCH --time=10", "#SBATCH --no-requeue", "program=serried.py"} <= lines
+    assert {"#SBATCH --nodes=4", "#SBATCH --time=10", "#SBATCH --no-requeue", "program=(-m serried)"} <= lines
     assert f"arguments=(preflight {' '.join(words)})" in lines
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
@@ -291,7 +291,7 @@ def test_a_slurm_without_a_configuration_is_one_line(
     )
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert serried.main(["submit", f"run.dir={tmp_path / 'run'}"]) == 78
+    assert cli.main(["submit", f"run.dir={tmp_path / 'run'}"]) == 78
     told = capsys.readouterr().err
     assert told.startswith("error: Slurm is installed here but finds no configuration: ")
     assert "res_nsearch" not in told

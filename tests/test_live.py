@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from serried.trainer import live
+from serried.trainer.activity import Activity
+from serried.trainer.live import Doing, Live
+from serried.trainer.track import Console
+from serried.trainer.watchdog import DATA, EVALUATE, LOG, SAVE, TRAIN, Pulse
 from tests.cluster import ROOT
 from tests.runs import tiny_overrides
-from trainer import live
-from trainer.activity import Activity
-from trainer.live import Doing, Live
-from trainer.track import Console
-from trainer.watchdog import DATA, EVALUATE, LOG, SAVE, TRAIN, Pulse
 
 SCREEN_COLUMNS = 300
 TRAIN_PY = [sys.executable, "-u", str(ROOT / "train.py")]
@@ -105,7 +105,7 @@ def test_ctrl_c_leaves_a_clean_terminal(text: Path, tmp_path: Path) -> None:
 
 def test_a_terminal_that_cannot_rewrite_lines_gets_plain_ones() -> None:
     script = (
-        "from trainer.track import Console; c = Console(True, 0); c.doing('something'); c.progress('10 of 20');"
+        "from serried.trainer.track import Console; c = Console(True, 0); c.doing('something'); c.progress('10 of 20');"
         "c.progress(''); c.say('done'); c.close()"
     )
     code, arrived = on_terminal([sys.executable, "-c", script], term="dumb")

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from configs.errors import UserError
-from trainer.loader import PADDING_ID, BatchLoader, SampleError, evaluation_batches, evaluation_ids
-from trainer.sampler import SampleOrder
+from serried.configs.errors import UserError
+from serried.trainer.loader import PADDING_ID, BatchLoader, SampleError, evaluation_batches, evaluation_ids
+from serried.trainer.sampler import SampleOrder
 
 
 class Numbers(NamedTuple):

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from configs.compose import compose
-from configs.errors import UserError
+from serried.configs.compose import compose
+from serried.configs.errors import UserError
 
 
 @dataclass(frozen=True)

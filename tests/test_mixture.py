@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.compose import compose
-from configs.errors import UserError
-from recipes.causal_lm import CausalLM
-from recipes.data.dataset import Sample
-from recipes.data.mixture import MixtureDataset
-from recipes.data.shards import TokenStream
-from recipes.models.head import IGNORE
+from serried.configs.compose import compose
+from serried.configs.errors import UserError
+from serried.recipes.causal_lm import CausalLM
+from serried.recipes.data.dataset import Sample
+from serried.recipes.data.mixture import MixtureDataset
+from serried.recipes.data.shards import TokenStream
+from serried.recipes.models.head import IGNORE
+from serried.trainer.sampler import sample_order
 from tests.cluster import Cluster
 from tests.runs import checkpoint, metrics, run_here, tiny_overrides
-from trainer.sampler import sample_order
 
 VOCABULARIES = {"web": "lorem ipsum dolor sit amet", "code": "def return lambda yield", "held": "one two three four"}
 
@@ -184,7 +184,7 @@ def test_a_mistake_names_the_source_it_is_in(sources: dict[str, Path], tmp_path:
 def test_paths_are_looked_at_before_the_hub_is_asked_for_a_tokenizer(
     words: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recipes.data.prepare.find_tokenizer", lambda _: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr("serried.recipes.data.prepare.find_tokenizer", lambda _: pytest.fail("the Hub was asked"))
     with pytest.raises(UserError, match=expected):
         CausalLM(compose([*words, "data.tokenizer=owner/name"])).prepare()
 

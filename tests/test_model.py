@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from configs.schema import ModelSection, RopeScaling
-from parallel.initialize import initialize, normal_rows
-from recipes.models import head
-from recipes.models.head import IGNORE, linear_cross_entropy_sum
-from recipes.models.transformer import (
+from serried.configs.schema import ModelSection, RopeScaling
+from serried.parallel.initialize import initialize, normal_rows
+from serried.recipes.models import head
+from serried.recipes.models.head import IGNORE, linear_cross_entropy_sum
+from serried.recipes.models.transformer import (
     Transformer,
     hugging_face_config,
     hugging_face_name,

@@ -19,19 +19,19 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import recipes.models.head
-import recipes.models.transformer
-import trainer.trainer
-from configs.compose import compose
-from launch.session import open_session
-from parallel.data import Replicated
-from parallel.phases import PHASES, Phases
-from recipes.models.transformer import Transformer, flops_per_token
+import serried.recipes.models.head
+import serried.recipes.models.transformer
+import serried.trainer.trainer
+from serried.configs.compose import compose
+from serried.launch.session import open_session
+from serried.parallel.data import Replicated
+from serried.parallel.phases import PHASES, Phases
+from serried.recipes.models.transformer import Transformer, flops_per_token
+from serried.trainer.metrics import PROFILING, SAVING, Meter, eta_seconds
+from serried.trainer.peak_flops import PEAK_FLOPS, peak_flops
+from serried.trainer.step import TrainStep
 from tests.cluster import ROOT, Cluster
 from tests.runs import metrics, overrides, run_here, tiny_overrides, train_small
-from trainer.metrics import PROFILING, SAVING, Meter, eta_seconds
-from trainer.peak_flops import PEAK_FLOPS, peak_flops
-from trainer.step import TrainStep
 
 _ON_ONE_CORE = """
 import os, runpy, sys
@@ -86,7 +86,9 @@ def test_tokens_per_second_are_those_of_a_stopwatch(text: Path, tmp_path: Path) 
 
 
 def test_utilisation_is_what_the_model_takes_over_what_the_devices_could(text: Path, tmp_path: Path) -> None:
-    with patch.object(trainer.trainer, "peak_flops", lambda _, precision: 1e12 if precision == "bf16" else None):
+    with patch.object(
+        serried.trainer.trainer, "peak_flops", lambda _, precision: 1e12 if precision == "bf16" else None
+    ):
         for precision in ("bf16", "fp32"):
             assert run_here(tiny_overrides(text, tmp_path / precision, f"precision={precision}")).code == 0
     assert {line["mfu"] for line in metrics(tmp_path / "fp32")} == {None}
@@ -129,7 +131,7 @@ def test_what_is_left_counts_evaluations_and_saves_by_what_they_took(tmp_path: P
 
 def train_exchanging(argv: list[str]) -> dict[str, Any]:
     """Train with ranks that exchange their numbers for each line of the log, however fast they come."""
-    with patch("trainer.metrics._EXCHANGE_SECONDS", 0.0):
+    with patch("serried.trainer.metrics._EXCHANGE_SECONDS", 0.0):
         return train_small(argv)
 
 
@@ -199,7 +201,7 @@ def phases_of_calls(argv: list[str]) -> dict[str, list[str]]:
     gather, reduce = "all_gather_into_tensor", "reduce_scatter_tensor"
     if hasattr(dist, "all_gather_single"):  # what FSDP2 calls since torch 2.13
         gather, reduce = "all_gather_single", "reduce_scatter_single"
-    begin, end, head = Phases.begin, Phases.end, recipes.models.head._LinearCrossEntropySum
+    begin, end, head = Phases.begin, Phases.end, serried.recipes.models.head._LinearCrossEntropySum
 
     def begun(self: Phases, device: torch.device) -> None:
         marked[:] = [self]
@@ -211,12 +213,14 @@ def phases_of_calls(argv: list[str]) -> dict[str, list[str]]:
         end(self)
 
     with (
-        patch("trainer.metrics._EXCHANGE_SECONDS", 0.0),
+        patch("serried.trainer.metrics._EXCHANGE_SECONDS", 0.0),
         patch.object(Phases, "begin", begun),
         patch.object(Phases, "end", ended),
         patch.object(dist, gather, watched("gather", getattr(dist, gather))),
         patch.object(dist, reduce, watched("reduce", getattr(dist, reduce))),
-        patch.object(recipes.models.transformer, "attend", watched("attend", recipes.models.transformer.attend)),
+        patch.object(
+            serried.recipes.models.transformer, "attend", watched("attend", serried.recipes.models.transformer.attend)
+        ),
         patch.object(head, "backward", staticmethod(watched("backward of the head", head.backward))),
     ):
         train_small(argv)
@@ -269,7 +273,7 @@ def test_ranks_exchange_their_numbers_now_and_then_and_every_line_has_some(
 def data_shares(waited: list[float]) -> list[float]:
     """Shares of waiting for data in the lines of a run of ranks, of which the first waits so long before each."""
     shares = []
-    with open_session(compose([]).launch) as session, patch("trainer.metrics._EXCHANGE_SECONDS", 1000.0):
+    with open_session(compose([]).launch) as session, patch("serried.trainer.metrics._EXCHANGE_SECONDS", 1000.0):
         meter = Meter(torch.device("cpu"), session.world_size, 1.0, None)
         for step, seconds in enumerate(waited, start=1):
             time.sleep(0.02)

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from configs.compose import compose
-from parallel.phases import BACKWARD, FORWARD, OPTIMIZER
-from recipes.causal_lm import CausalLM
-from recipes.models.transformer import Transformer, activation_bytes
+from serried.configs.compose import compose
+from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER
+from serried.recipes.causal_lm import CausalLM
+from serried.recipes.models.transformer import Transformer, activation_bytes
+from serried.trainer.out_of_memory import _advice, _asked_bytes, _Planned, _Usage, is_out_of_memory
+from serried.trainer.watchdog import SET_UP
 from tests.cluster import ROOT
 from tests.greedy import ABSURD, train_out_of_memory
 from tests.runs import metrics, tiny_overrides
-from trainer.out_of_memory import _advice, _asked_bytes, _Planned, _Usage, is_out_of_memory
-from trainer.watchdog import SET_UP
 
 _ADDRESS_SPACE_BYTES = 3 * 2**30
 
@@ -99,7 +99,9 @@ def test_a_process_that_runs_out_of_memory_says_where(
 def test_where_even_the_device_cannot_be_asked_the_error_itself_is_told(
     text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with patch("trainer.out_of_memory._measure", side_effect=RuntimeError("CUDA error: unspecified launch failure")):
+    with patch(
+        "serried.trainer.out_of_memory._measure", side_effect=RuntimeError("CUDA error: unspecified launch failure")
+    ):
         assert train_out_of_memory(tiny_overrides(text, tmp_path / "run"), FORWARD) == 70
     assert "DefaultCPUAllocator: can't allocate memory" in capfd.readouterr().err
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "failed"

@@ -13,10 +13,10 @@ import pytest
 import torch
 import transformers
 
-import serried
-from recipes.data.hugging_face_tokenizer import train_tokenizer
-from recipes.data.prepare import open_prepared
-from recipes.data.tokenizer import hugging_face_files
+from serried import cli
+from serried.recipes.data.hugging_face_tokenizer import train_tokenizer
+from serried.recipes.data.prepare import open_prepared
+from serried.recipes.data.tokenizer import hugging_face_files
 from tests.cluster import ROOT
 from tests.texts import many_files, write
 
@@ -61,7 +61,7 @@ def test_the_llama_recipe_on_a_small_local_dataset(tmp_path: Path) -> None:
 
 
 def prepared_by(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert serried.main(["prepare", *arguments]) == 0
+    assert cli.main(["prepare", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -99,7 +99,7 @@ def test_mistakes_are_one_line(
     tmp_path: Path, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = [] if "data=text" in arguments else ["data=text", f"data.path={many_files(tmp_path / 'text')}"]
-    assert serried.main(["prepare", f"data.cache_dir={tmp_path / 'cache'}", *text, *arguments]) == 78
+    assert cli.main(["prepare", f"data.cache_dir={tmp_path / 'cache'}", *text, *arguments]) == 78
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
     assert len(captured.err.splitlines()) == 1
@@ -113,7 +113,7 @@ def test_an_interrupted_prepare_says_so(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("recipes.data.prepare.write_shards", interrupt)
+    monkeypatch.setattr("serried.recipes.data.prepare.write_shards", interrupt)
     text = many_files(tmp_path / "text")
-    assert serried.main(["prepare", "data=text", f"data.path={text}", f"data.cache_dir={tmp_path / 'cache'}"]) == 75
+    assert cli.main(["prepare", "data=text", f"data.path={text}", f"data.cache_dir={tmp_path / 'cache'}"]) == 75
     assert capsys.readouterr().err == "interrupted; the same command goes on where this one was\n"

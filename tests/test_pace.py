@@ -6,11 +6,11 @@ from unittest.mock import patch
 
 import torch
 
-from launch.session import Session
+from serried.launch.session import Session
+from serried.program import main
+from serried.trainer.pace import Pace, SlowRank
 from tests.cluster import Cluster
 from tests.runs import metrics, tiny_overrides
-from train import main
-from trainer.pace import Pace, SlowRank
 
 
 def test_who_is_slow_several_times_in_a_row_is_named_once() -> None:
@@ -58,7 +58,7 @@ def train_with_a_slow_rank(argv: list[str], rank: int) -> int:
         return len(measured) * (2.0 if os.environ["RANK"] == str(rank) else 1.0)
 
     with (
-        patch("trainer.metrics._EXCHANGE_SECONDS", 0.0),
+        patch("serried.trainer.metrics._EXCHANGE_SECONDS", 0.0),
         patch.object(Pace, "seconds", seconds),
         patch.object(Session, "host", lambda self: f"node{self.rank}"),
     ):

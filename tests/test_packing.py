@@ -13,10 +13,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from configs.errors import UserError
-from recipes.data.dataset import PackedDataset, Sample, TokenDataset, collate
-from recipes.data.packing import best_fit
-from recipes.models.head import IGNORE
+from serried.configs.errors import UserError
+from serried.recipes.data.dataset import PackedDataset, Sample, TokenDataset, collate
+from serried.recipes.data.packing import best_fit
+from serried.recipes.models.head import IGNORE
 from tests.texts import write_documents
 
 DOCUMENTS = st.lists(st.integers(1, 40), min_size=1, max_size=30)

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import yaml
 
-import trainer.run
-from serried import main
+import serried.trainer.run
+from serried.cli import main
+from serried.trainer.page import write_report
+from serried.trainer.page.page import render
+from serried.trainer.page.records import Curve, read_records
+from serried.trainer.page.thinning import means, thinned
 from tests.browser import Browser, Page, browser
 from tests.cluster import ROOT
 from tests.runs import metrics, run_here, tiny_overrides
-from trainer.page import write_report
-from trainer.page.page import render
-from trainer.page.records import Curve, read_records
-from trainer.page.thinning import means, thinned
 
 LIMIT_BYTES = 3_000_000
 SPIKE_STEP, SPIKE = 61_803, 17.25
@@ -568,7 +568,7 @@ def test_a_page_that_fails_is_one_warning(text: Path, tmp_path: Path) -> None:
     def broken(*_: Any) -> None:
         raise KeyError("here")
 
-    with patch.object(trainer.run, "write_report", broken):
+    with patch.object(serried.trainer.run, "write_report", broken):
         ended = run_here(tiny_overrides(text, tmp_path / "run"))
     assert ended.code == 0
     (line,) = [line for line in ended.printed.splitlines() if line.startswith("WARNING")]

@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import pytest
 
-from configs.schema import LaunchSection
-from launch import probes
-from launch.preflight import judge, preflight, report
-from launch.session import Session
+from serried.configs.schema import LaunchSection
+from serried.launch import probes
+from serried.launch.preflight import judge, preflight, report
+from serried.launch.session import Session
 from tests.cluster import ROOT, Cluster
 
 GIB = 2**30
@@ -136,7 +136,7 @@ def examine(run_dir: str, bad: int, how: str) -> int:
         patch.object(probes, "versions", older),
         patch.object(Session, "host", lambda self: f"node{self.rank}"),
         patch.dict("launch.preflight._SLOW_SHARE", cpu=0.05),  # the machine may be busy with other tests
-        patch("launch.preflight._SLOW_WIRE_SHARE", 0.0),
+        patch("serried.launch.preflight._SLOW_WIRE_SHARE", 0.0),
     ):
         return preflight(LaunchSection(), Path(run_dir), None, {})
 
@@ -177,20 +177,20 @@ def test_two_sound_ranks_are_fit(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_the_command_alone(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "serried.py", "preflight", f"run.dir={tmp_path}", "launch.device=cpu"],
+        [sys.executable, "-m", "serried", "preflight", f"run.dir={tmp_path}", "launch.device=cpu"],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("verdict    fit: 1 node, 1 rank\n")
     assert "TFLOP/s" in done.stdout or "GFLOP/s" in done.stdout
     unwritable = subprocess.run(
-        [sys.executable, "serried.py", "preflight", "run.dir=/proc/run", "launch.device=cpu"],
+        [sys.executable, "-m", "serried", "preflight", "run.dir=/proc/run", "launch.device=cpu"],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert unwritable.returncode == 70
     assert unwritable.stdout.count("unfit ") == unwritable.stdout.count("rank 0: cannot write to /proc/run: ") == 1
     mistaken = subprocess.run(
-        [sys.executable, "serried.py", "preflight", "run.dri=x"],
+        [sys.executable, "-m", "serried", "preflight", "run.dri=x"],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert mistaken.returncode == 78

@@ -20,16 +20,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import recipes.data.files
-import recipes.data.prepare as preparing
-import recipes.data.progress
-import recipes.data.rows
-import recipes.data.shards
-import recipes.data.tokenize
-from configs.errors import UserError
-from recipes.data.prepare import cache_folder, open_prepared, prepare
-from recipes.data.text import TextFiles
-from recipes.data.tokenizer import token_dtype
+import serried.recipes.data.files
+import serried.recipes.data.prepare as preparing
+import serried.recipes.data.progress
+import serried.recipes.data.rows
+import serried.recipes.data.shards
+import serried.recipes.data.tokenize
+from serried.configs.errors import UserError
+from serried.recipes.data.prepare import cache_folder, open_prepared, prepare
+from serried.recipes.data.text import TextFiles
+from serried.recipes.data.tokenizer import token_dtype
 from tests.texts import documents, everything, many_files, section, write
 
 LONG_AGO = 1_600_000_000
@@ -37,7 +37,7 @@ LONG_AGO = 1_600_000_000
 
 def settle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take files of this moment for settled, so that the memo is used."""
-    monkeypatch.setattr(recipes.data.files, "SETTLED_SECONDS", -10.0)
+    monkeypatch.setattr(serried.recipes.data.files, "SETTLED_SECONDS", -10.0)
 
 
 def refuse_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,8 +62,8 @@ def rows(folder: Path, count: int = 300) -> Path:
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards and units of 2 kB, so that little text has many."""
-    monkeypatch.setattr(recipes.data.tokenize, "_SHARD_BYTES", 2000)
-    monkeypatch.setattr(recipes.data.rows, "_UNIT_BYTES", 700)
+    monkeypatch.setattr(serried.recipes.data.tokenize, "_SHARD_BYTES", 2000)
+    monkeypatch.setattr(serried.recipes.data.rows, "_UNIT_BYTES", 700)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
@@ -274,8 +274,8 @@ def test_the_bytes_do_not_depend_on_threads(tmp_path: Path) -> None:
 def test_the_stream_does_not_depend_on_where_shards_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = rows(tmp_path / "rows")
     one = prepare(section(source, tmp_path / "one"))
-    monkeypatch.setattr(recipes.data.tokenize, "_SHARD_BYTES", 1)
-    monkeypatch.setattr(recipes.data.rows, "_UNIT_BYTES", 700)
+    monkeypatch.setattr(serried.recipes.data.tokenize, "_SHARD_BYTES", 1)
+    monkeypatch.setattr(serried.recipes.data.rows, "_UNIT_BYTES", 700)
     many = prepare(section(source, tmp_path / "many"))
     assert len(one.shards["train"]) == 1 < len(many.shards["train"])
     assert one.key == many.key
@@ -286,7 +286,7 @@ def test_the_stream_does_not_depend_on_where_shards_end(tmp_path: Path, monkeypa
 
 
 def test_a_document_longer_than_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipes.data.tokenize, "_SHARD_BYTES", 2000)
+    monkeypatch.setattr(serried.recipes.data.tokenize, "_SHARD_BYTES", 2000)
     text = "".join(f"word {i} né " for i in range(100_000))
     assert len(text) > 1 << 20
     lines = [json.dumps({"text": each}) + "\n" for each in [*"abcdefghij" * 6, text]]
@@ -309,8 +309,8 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 def test_it_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipes.data.progress, "_FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(recipes.data.progress, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(serried.recipes.data.progress, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(serried.recipes.data.progress, "_EVERY_SECONDS", 0.0)
     source, said = write(tmp_path / "text", {f"{i}.txt": f"{i} " * 200_000 for i in range(9)}), list[str]()
     prepare(section(source, tmp_path / "cache"), said.append)
     *lines, end = said
@@ -396,7 +396,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(recipes.data.shards, "to_disk", full)
+    monkeypatch.setattr(serried.recipes.data.shards, "to_disk", full)
     with pytest.raises(UserError, match=r"No space left on device .*data\.cache_dir="):
         prepare(section(many_files(tmp_path / "text"), tmp_path / "cache"))
     assert list((tmp_path / "cache").iterdir()) == []

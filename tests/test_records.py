@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import pytest
 
+from serried.trainer.track import RunFolder
+from serried.trainer.trainer import Trainer
 from tests.runs import metrics, run_here, tiny_overrides
-from trainer.track import RunFolder
-from trainer.trainer import Trainer
 
 
 def test_lines_that_a_full_disk_refuses_are_written_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from serried.trainer.checkpoint.resume import differences
 from tests.runs import Ended, checkpoint, metrics, run_here, steps_saved, tiny_overrides
-from trainer.checkpoint.resume import differences
 
 pytestmark = pytest.mark.usefixtures("_elsewhere")
 
@@ -396,7 +396,7 @@ def test_the_folder_of_checkpoints_is_understood(text: Path, finished: Path, tmp
 
 
 def test_too_little_room_moves_nothing(text: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.checkpoint.save._SPARE_BYTES", 2**60)
+    monkeypatch.setattr("serried.trainer.checkpoint.save._SPARE_BYTES", 2**60)
     before = tree(copy)
     assert "free" in refusal(text, copy, "checkpoint.resume=never")
     assert tree(copy) == before
@@ -416,7 +416,7 @@ def test_a_leftover_makes_room_first(text: Path, copy: Path, monkeypatch: pytest
     def lack(*_: Any) -> None:
         asked.append(partial.exists())
 
-    monkeypatch.setattr("trainer.trainer.lack_of_space", lack)
+    monkeypatch.setattr("serried.trainer.trainer.lack_of_space", lack)
     train(text, copy, "trainer.steps=8", "checkpoint.allow_changes=true")
     assert asked == [False]
 

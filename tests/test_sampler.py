@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.sampler import MixtureOrder, SampleOrder, block_counts, evaluation_samples, micro_batch_indices, passes
+from serried.trainer.sampler import (
+    MixtureOrder,
+    SampleOrder,
+    block_counts,
+    evaluation_samples,
+    micro_batch_indices,
+    passes,
+)
 
 sizes = st.integers(1, 400) | st.sampled_from([511, 512, 513, 1000, 4096])
 seeds = st.integers(0, 2**63 - 1)

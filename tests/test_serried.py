@@ -9,16 +9,16 @@ import pytest
 import torch
 import transformers
 
-from launch.summary import Outcome, write_summary
-from serried import main
+from serried.cli import main
+from serried.launch.summary import Outcome, write_summary
+from serried.trainer.checkpoint.manifest import MANIFEST
 from tests.cluster import ROOT, Cluster
 from tests.runs import overrides, weights
-from trainer.checkpoint.manifest import MANIFEST
 
 
 def serried(*arguments: str, where: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(ROOT / "serried.py"), *arguments],
+        [sys.executable, "-m", "serried", *arguments],
         cwd=where, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from configs.errors import UserError
-from configs.schema import LaunchSection
-from launch.ranks import planned_processes, usable_cores
-from launch.session import open_session
+from serried.configs.errors import UserError
+from serried.configs.schema import LaunchSection
+from serried.launch.ranks import planned_processes, usable_cores
+from serried.launch.session import open_session
 from tests.cluster import ROOT, Cluster
 
 
@@ -149,8 +149,8 @@ def test_a_second_signal_does_not_break_the_clean_up() -> None:
     """torchrun asks twice: a worker in its foreground gets the terminal's Ctrl-C and then SIGTERM."""
     code = (
         "import os, signal, time\n"
-        "from configs.schema import LaunchSection\n"
-        "from launch.ending import leave\nfrom launch.session import run_in_session\n"
+        "from serried.configs.schema import LaunchSection\n"
+        "from serried.launch.ending import leave\nfrom serried.launch.session import run_in_session\n"
         "def work(session):\n"
         "    try:\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
@@ -170,8 +170,8 @@ def test_a_signal_after_an_error_does_not_hide_it() -> None:
     """torchrun sends one to all as soon as one has failed."""
     code = (
         "import os, signal, time\n"
-        "from configs.schema import LaunchSection\n"
-        "from launch.ending import leave\nfrom launch.session import Session, run_in_session\n"
+        "from serried.configs.schema import LaunchSection\n"
+        "from serried.launch.ending import leave\nfrom serried.launch.session import Session, run_in_session\n"
         "first_failure = Session.first_failure\n"
         "def signalled(self, error):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

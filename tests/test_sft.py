@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import serried
+from serried import cli
 from tests import runs
 
 CHAT = [
@@ -28,7 +28,7 @@ def model(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder, as anybody's would be."""
     folder = tmp_path_factory.mktemp("model")
     assert runs.run_here(runs.tiny_overrides(text, folder / "run", "trainer.steps=1")).code == 0
-    serried.export([f"run.dir={folder / 'run'}", f"out={folder / 'model'}"])
+    cli.export([f"run.dir={folder / 'run'}", f"out={folder / 'model'}"])
     return folder / "model"
 
 

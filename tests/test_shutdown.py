@@ -17,17 +17,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import recipes.causal_lm
+import serried.recipes.causal_lm
 from benchmarks.disturb import family, is_alive, torchrun
-from configs.errors import StopRequested
-from configs.schema import LaunchSection
-from launch.session import open_session
+from serried.configs.errors import StopRequested
+from serried.configs.schema import LaunchSection
+from serried.launch.session import open_session
+from serried.program import main
+from serried.trainer.checkpoint.save import Checkpointer
+from serried.trainer.mirror.processes import Mirrors
+from serried.trainer.trainer import Trainer
 from tests.cluster import ROOT, Cluster
 from tests.runs import ObservedRecipe, metrics, run_here, steps_saved, tiny_overrides, weights
-from train import main
-from trainer.checkpoint.save import Checkpointer
-from trainer.mirror.processes import Mirrors
-from trainer.trainer import Trainer
 
 STEPS = 6
 _OUT_OF_TIME = r"Slurm ends this job at \d\d:\d\d"
@@ -87,7 +87,7 @@ def train_struck(argv: list[str], at: str, count: int, numbers: list[int], ranks
         return write(self, *arguments)
 
     with ExitStack() as patches:
-        patches.enter_context(patch.object(recipes.causal_lm, "CausalLM", make))
+        patches.enter_context(patch.object(serried.recipes.causal_lm, "CausalLM", make))
         patches.enter_context(patch.object(Checkpointer, "_write", strike_and_write))
         return main(argv)
 
@@ -201,7 +201,7 @@ def test_before_the_first_step_a_signal_ends_the_run_at_once_and_resumable(
 def stop_rank_1_while_the_model_is_cut(argv: list[str]) -> int:
     if os.environ["RANK"] == "0":
         return main(argv)
-    with patch("trainer.trainer.parallelize", lambda *_, **__: os.kill(os.getpid(), TERM)):
+    with patch("serried.trainer.trainer.parallelize", lambda *_, **__: os.kill(os.getpid(), TERM)):
         return _as_a_process(argv)
 
 
@@ -209,7 +209,7 @@ def test_a_stop_before_the_first_step_of_a_resumed_run_loses_nothing(text: Path,
     run_dir = tmp_path / "run"
     assert run_here(tiny_overrides(text, run_dir, "trainer.stop_at=4")).code == 75
     before = (run_dir / "metrics.jsonl").read_text()
-    with patch("trainer.trainer.load_state", lambda *_: os.kill(os.getpid(), USR1)):
+    with patch("serried.trainer.trainer.load_state", lambda *_: os.kill(os.getpid(), USR1)):
         ended = run_here(tiny_overrides(text, run_dir))
     assert ended.code == 75
     assert "stopped: SIGUSR1 before the first step" in ended.printed
@@ -287,7 +287,7 @@ def test_a_rank_that_waits_for_another_in_vain_still_hears(text: Path, tmp_path:
         "def wait(*_, **__):\n"
         "    threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()\n"
         "    store.wait(['never'], timedelta(seconds=100))\n"
-        f"with patch('trainer.trainer.parallelize', wait): main({argv})\n"
+        f"with patch('serried.trainer.trainer.parallelize', wait): main({argv})\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=90
@@ -409,7 +409,7 @@ def test_a_run_that_has_the_time_ends_by_itself(
 def test_a_run_ends_before_slurm_ends_it(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 400)))
-    with patch("trainer.shutdown.Shutdown._needed_seconds", lambda _: 500.0):
+    with patch("serried.trainer.shutdown.Shutdown._needed_seconds", lambda _: 500.0):
         assert run_here(tiny_overrides(text, run_dir)).code == 75
     assert status(run_dir)["step"] == 1
     assert re.fullmatch(_OUT_OF_TIME, status(run_dir)["reason"])
@@ -442,8 +442,10 @@ _OF_TWO = {  # of whom the other never comes
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }  # fmt: skip
-_PREPARE = "patch('recipes.causal_lm.CausalLM.prepare', lambda *_: [time.sleep(0.1) for _ in range(1000)]).start()"
-_FIRST_STEP = "patch('trainer.step.TrainStep.__call__', lambda *_: time.sleep(100)).start()"
+_PREPARE = (
+    "patch('serried.recipes.causal_lm.CausalLM.prepare', lambda *_: [time.sleep(0.1) for _ in range(1000)]).start()"
+)
+_FIRST_STEP = "patch('serried.trainer.step.TrainStep.__call__', lambda *_: time.sleep(100)).start()"
 _ENDS_SOON = """\
 import os, trainer.trainer, recipes.causal_lm  # which take their time on a busy machine
 os.environ["SLURM_JOB_END_TIME"] = str(int(time.time() + 12))

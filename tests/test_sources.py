@@ -17,12 +17,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import recipes.data.rows
-from configs.errors import UserError
-from configs.schema import DataSection, SourceSection
-from recipes.data.choose_source import open_source, open_stream
-from recipes.data.prepare import Prepared, prepare
-from recipes.data.source import Row
+import serried.recipes.data.rows
+from serried.configs.errors import UserError
+from serried.configs.schema import DataSection, SourceSection
+from serried.recipes.data.choose_source import open_source, open_stream
+from serried.recipes.data.prepare import Prepared, prepare
+from serried.recipes.data.source import Row
 from tests.cluster import ROOT
 from tests.texts import Reading, documents, everything, many_files, section, write
 
@@ -101,7 +101,7 @@ def test_compressed_files_are_what_is_in_them(tmp_path: Path, suffix: str) -> No
 @pytest.mark.parametrize("unit_bytes", [1, 40, 333, 1 << 20])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n"])
 def test_every_line_is_in_one_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit_bytes: int, end: str) -> None:
-    monkeypatch.setattr(recipes.data.rows, "_UNIT_BYTES", unit_bytes)
+    monkeypatch.setattr(serried.recipes.data.rows, "_UNIT_BYTES", unit_bytes)
     texts = ["a", "é" * 30, "b\nc", "d" * 100, "e"]
     write(tmp_path, {"a.jsonl": lines(texts).replace("\n", end).removesuffix(end)})
     assert [row.content for row in all_rows(tmp_path)] == texts
@@ -174,7 +174,7 @@ def test_bad_lines_are_named(tmp_path: Path, content: bytes | str, expected: str
 
 
 def test_the_line_is_counted_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipes.data.rows, "_UNIT_BYTES", 100)
+    monkeypatch.setattr(serried.recipes.data.rows, "_UNIT_BYTES", 100)
     for bad in (0, 57, 199):
         texts: list[Any] = list(TEXTS)
         texts[bad] = 1.5
@@ -415,7 +415,7 @@ def test_bytes_of_text_need_no_library_and_rows_say_which(tmp_path: Path) -> Non
 import sys
 for name in ("datasets", "pyarrow", "tokenizers", "huggingface_hub", "fsspec", "jinja2"):
     sys.modules[name] = None
-from serried import main
+from serried.cli import main
 main(["prepare", "data=text", "data.path=text", "data.cache_dir=cache"])
 main(["prepare", "data=text", "data.path=rows", "data.cache_dir=cache"])
 main(["prepare", "data=text", "data.path=table", "data.cache_dir=cache"])

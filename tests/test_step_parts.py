@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.errors import UserError
-from configs.schema import ParallelSection, PrecisionSection, ScheduleSection, TrainerSection
-from parallel.gradient import sum_of_squares
-from parallel.mesh import Layout, gradient_accumulation, resolve_layout
-from trainer.optim import learning_rate
-from trainer.precision import GradScaler
+from serried.configs.errors import UserError
+from serried.configs.schema import ParallelSection, PrecisionSection, ScheduleSection, TrainerSection
+from serried.parallel.gradient import sum_of_squares
+from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
+from serried.trainer.optim import learning_rate
+from serried.trainer.precision import GradScaler
 
 
 def schedule(name: str, **values: float) -> ScheduleSection:

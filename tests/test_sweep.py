@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from configs.errors import UserError
-from configs.points import Point
-from configs.study import optuna_is_quiet
-from configs.sweep import read_sweep
-from launch.start import start_sweep
-from launch.summary import Outcome, read_outcome, table, write_summary
-from launch.sweep import summarize
-from serried import main as serried
+from serried.cli import main as serried
+from serried.configs.errors import UserError
+from serried.configs.points import Point
+from serried.configs.study import optuna_is_quiet
+from serried.configs.sweep import read_sweep
+from serried.launch.start import start_sweep
+from serried.launch.summary import Outcome, read_outcome, table, write_summary
+from serried.launch.sweep import summarize
+from serried.program import main
 from tests.cluster import ROOT
 from tests.runs import metrics, run_here, steps_saved, tiny_overrides
 from tests.slurm import wait_for
-from train import main
 
 _OPTUNA = ("hydra/sweeper=optuna", "hydra/sweeper/sampler=random", "trainer.eval_every=3", "trainer.eval_batches=1")
 pytestmark = pytest.mark.timeout(600)
@@ -37,8 +37,8 @@ import os
 if "RANK" in os.environ or "SERRIED_SWEEP" in os.environ and "launch=local" not in " ".join(os.sys.argv):
     import time
     from pathlib import Path
-    import trainer.trainer
-    train = trainer.trainer.Trainer._train
+    import serried.trainer.trainer
+    train = serried.trainer.trainer.Trainer._train
     hold = Path({hold!r})
     def wait(self, step, batches):
         run, _, at = hold.read_text().rpartition(" ") if hold.exists() else ("", "", "0")
@@ -47,7 +47,7 @@ if "RANK" in os.environ or "SERRIED_SWEEP" in os.environ and "launch=local" not 
         ):
             time.sleep(0.01)
         train(self, step, batches)
-    trainer.trainer.Trainer._train = wait
+    serried.trainer.trainer.Trainer._train = wait
 """
 
 
@@ -503,7 +503,7 @@ def test_a_large_grid_says_what_it_does_before_it_is_checked(
     def refuse(*_: object) -> None:
         raise UserError("the first point")
 
-    monkeypatch.setattr("configs.origin.Origin.point", refuse)
+    monkeypatch.setattr("serried.configs.origin.Origin.point", refuse)
     with pytest.raises(UserError, match="the first point"):
         read_sweep(["trainer.seed=range(200)"])
     assert capsys.readouterr().out.startswith("sweep      200 runs: trainer.seed; ")
@@ -539,7 +539,7 @@ def test_a_sweep_whose_runs_stopped_says_what_to_type_last(
     def stops(_: object, point: Point, __: float) -> Outcome:
         return Outcome(point.config.run.dir, point.values, "stopped", 2, reason, 75, validation_loss=1.0)
 
-    monkeypatch.setattr("launch.sweep._Runs._train", stops)
+    monkeypatch.setattr("serried.launch.sweep._Runs._train", stops)
     sweep = read_sweep(["optim.lr=1e-3,3e-3", f"run.dir={tmp_path}", *words])
     assert start_sweep(sweep, lambda *_: None) == 75
     last = capsys.readouterr().out.splitlines()[-1]
@@ -690,8 +690,8 @@ def test_while_squeue_does_not_answer_nothing_is_submitted_twice(
 def test_a_look_at_the_nodes_does_not_wait_for_squeue_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("launch.slurm._SILENT_SECONDS", 0)
-    monkeypatch.setattr("launch.slurm._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("serried.launch.slurm._SILENT_SECONDS", 0)
+    monkeypatch.setattr("serried.launch.slurm._LOOK_SECONDS", 0.01)
     cancelled = tmp_path / "cancelled"
     fake_slurm(tmp_path / "bin", monkeypatch, squeue="exit 1", sbatch="echo 17", scancel=f"echo $1 > {cancelled}")
     assert serried(["preflight", "launch=slurm", "launch.device=cpu", f"run.dir={tmp_path / 'run'}"]) == 78

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from configs.errors import UserError
-from configs.schema import DataSection
-from recipes.data.files import assignment
-from recipes.data.prepare import prepare
-from recipes.data.text import Document, Part, find_files, read_documents, split_documents, tail_start
-from recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, token_dtype, tokenizer_from_spec
+from serried.configs.errors import UserError
+from serried.configs.schema import DataSection
+from serried.recipes.data.files import assignment
+from serried.recipes.data.prepare import prepare
+from serried.recipes.data.text import Document, Part, find_files, read_documents, split_documents, tail_start
+from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, token_dtype, tokenizer_from_spec
 from tests.texts import Reading, everything, many_files, section, write
 
 

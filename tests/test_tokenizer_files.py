@@ -8,7 +8,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, hugging_face_files
+from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, hugging_face_files
 
 CHARACTERS = "\n !aé√漢🜁"
 

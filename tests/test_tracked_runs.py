@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.disturb import family, is_alive, last_step, send, torchrun
+from serried.trainer.trainer import Trainer
 from tests.runs import checkpoint, metrics, run_here, tiny_overrides, weights
 from tests.tracked import await_mirrors, mirrors, scalars, wait_for, wandb_run
 from tests.wandb_server import serving
-from trainer.trainer import Trainer
 
 _LOWEST_PRIORITY = 19
 _NUMBERS = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "skipped")

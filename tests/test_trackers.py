@@ -19,19 +19,19 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from benchmarks.disturb import family, send
-from configs.addresses import masked
-from configs.compose import compose
-from configs.errors import UserError
-from configs.trackers import check_trackers
-from serried import main
+from serried.cli import main
+from serried.configs.addresses import masked
+from serried.configs.compose import compose
+from serried.configs.errors import UserError
+from serried.configs.trackers import check_trackers
+from serried.trainer.mirror import cores, processes
+from serried.trainer.mirror.cores import is_a_core_idle
+from serried.trainer.mirror.metrics_file import MetricsFile
+from serried.trainer.mirror.rows import Rows
 from tests.cluster import ROOT
 from tests.runs import metrics, tiny_overrides
 from tests.tracked import Records, accumulator, mirrors, scalars, wait_for, wandb_run
 from tests.wandb_server import WandbServer, serving
-from trainer.mirror import cores, processes
-from trainer.mirror.cores import is_a_core_idle
-from trainer.mirror.metrics_file import MetricsFile
-from trainer.mirror.rows import Rows
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 _WAITS = re.compile(r"tracking   W&B: begins in \d+ s, or when training ends: training uses all cores\n")
@@ -602,7 +602,7 @@ def test_records_that_cannot_be_sent_are_kept(text: Path, tmp_path: Path, capsys
 
 def test_a_mirror_needs_no_torch() -> None:
     modules = ["__main__", "wandb_tracker", "tensorboard_tracker", "mlflow_tracker"]
-    imports = "; ".join(f"import trainer.mirror.{module}" for module in modules)
+    imports = "; ".join(f"import serried.trainer.mirror.{module}" for module in modules)
     code = f"{imports}; import sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
@@ -645,7 +645,9 @@ def test_a_growing_file_is_followed_and_another_read_anew(tmp_path: Path) -> Non
 def test_a_tracker_that_is_not_installed_is_named_before_anything_starts(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("configs.trackers.find_spec", lambda name: None if name == "mlflow" else find_spec(name))
+    monkeypatch.setattr(
+        "serried.configs.trackers.find_spec", lambda name: None if name == "mlflow" else find_spec(name)
+    )
     config = compose(tiny_overrides(text, tmp_path / "run", "track.wandb=offline", "track.mlflow=sqlite:///a.db"))
     with pytest.raises(UserError, match=r"^MLflow is not installed; pip install -e '.\[mlflow\]', or do without: "):
         check_trackers(config.track)

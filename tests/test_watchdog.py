@@ -16,15 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from configs.schema import LaunchSection
-from launch.ending import leave
-from launch.session import open_session
-from tests.cluster import ROOT, Cluster
-from tests.runs import metrics, steps_saved, tiny_overrides
-from train import main
-from trainer.loader import BatchLoader
-from trainer.trainer import Trainer
-from trainer.watchdog import (
+from serried.configs.schema import LaunchSection
+from serried.launch.ending import leave
+from serried.launch.session import open_session
+from serried.program import main
+from serried.trainer.loader import BatchLoader
+from serried.trainer.trainer import Trainer
+from serried.trainer.watchdog import (
     DATA,
     END,
     LOG,
@@ -38,6 +36,8 @@ from trainer.watchdog import (
     judge_silent_by_others,
     last_collectives,
 )
+from tests.cluster import ROOT, Cluster
+from tests.runs import metrics, steps_saved, tiny_overrides
 
 SUM = ("gloo/0", 8, "all_reduce of 2 numbers", False)
 BARRIER = ("gloo/0", 8, "barrier", False)

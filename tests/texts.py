@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from configs.schema import DataSection
-from recipes.data.prepare import Prepared
-from recipes.data.shards import TokenStream
-from recipes.data.tokenizer import BytesTokenizer
+from serried.configs.schema import DataSection
+from serried.recipes.data.prepare import Prepared
+from serried.recipes.data.shards import TokenStream
+from serried.recipes.data.tokenizer import BytesTokenizer
 
 
 def section(path: Path | str, cache: Path | None = None, **changes: Any) -> DataSection:

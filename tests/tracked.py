@@ -14,10 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 from benchmarks.disturb import family, send
-from configs.compose import compose, config_yaml
+from serried.configs.compose import compose, config_yaml
+from serried.trainer.mirror.processes import Mirrors
+from serried.trainer.track import Console, RunFolder
 from tests.runs import tiny_overrides
-from trainer.mirror.processes import Mirrors
-from trainer.track import Console, RunFolder
 
 PATIENCE_SECONDS = 400.0
 """Longer than a mirror may live without its run."""

@@ -4,9 +4,9 @@ import sys
 import time
 from typing import Any
 
-from launch.ending import leave
-from train import main
-from trainer.trainer import Trainer
+from serried.launch.ending import leave
+from serried.program import main
+from serried.trainer.trainer import Trainer
 
 _train = Trainer._train
 

@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from configs.announce import duration
-from trainer.live import Doing
-from trainer.track import Console, short
-from trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse
+from serried.configs.announce import duration
+from serried.trainer.live import Doing
+from serried.trainer.track import Console, short
+from serried.trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse
 
 if TYPE_CHECKING:
-    from launch.session import Session
+    from serried.launch.session import Session
 
 _ROUTINE = (DATA, TRAIN, LOG)
 _WORDS = {

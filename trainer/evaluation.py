@@ -8,22 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs.errors import EXIT_FINISHED, UserError
-from configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig
-from parallel.apply import parallelize
-from parallel.data import Single
-from parallel.mesh import resolve_layout
-from trainer.checkpoint.manifest import Damaged, check_file, read_manifest
-from trainer.checkpoint.retention import MODEL
-from trainer.checkpoint.state import load_weights
-from trainer.loader import evaluation_batches
-from trainer.precision import LOW_DTYPES
-from trainer.recipe import Dataset, Recipe, to_device
-from trainer.sampler import evaluation_samples
-from trainer.track import Console
+from serried.configs.errors import EXIT_FINISHED, UserError
+from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig
+from serried.parallel.apply import parallelize
+from serried.parallel.data import Single
+from serried.parallel.mesh import resolve_layout
+from serried.trainer.checkpoint.manifest import Damaged, check_file, read_manifest
+from serried.trainer.checkpoint.retention import MODEL
+from serried.trainer.checkpoint.state import load_weights
+from serried.trainer.loader import evaluation_batches
+from serried.trainer.precision import LOW_DTYPES
+from serried.trainer.recipe import Dataset, Recipe, to_device
+from serried.trainer.sampler import evaluation_samples
+from serried.trainer.track import Console
 
 if TYPE_CHECKING:
-    from launch.session import Session
+    from serried.launch.session import Session
 
 Batches = Iterable[Any]
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.errors import UserError
-from configs.schema import RunConfig
-from trainer.evaluation import check_weights, load_model
-from trainer.recipe import Recipe
+from serried.configs.errors import UserError
+from serried.configs.schema import RunConfig
+from serried.trainer.evaluation import check_weights, load_model
+from serried.trainer.recipe import Recipe
 
 if TYPE_CHECKING:
-    from launch.session import Session
+    from serried.launch.session import Session
 
 
 @dataclass(frozen=True)

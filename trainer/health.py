@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from configs.errors import TrainingFailed, TrainingStopped
-from configs.schema import HealthSection
-from parallel.gradient import local
-from parallel.mesh import Layout
-from trainer.step import FAILURES_THAT_STOP, StepResult
+from serried.configs.errors import TrainingFailed, TrainingStopped
+from serried.configs.schema import HealthSection
+from serried.parallel.gradient import local
+from serried.parallel.mesh import Layout
+from serried.trainer.step import FAILURES_THAT_STOP, StepResult
 
 if TYPE_CHECKING:
-    from launch.session import Session
+    from serried.launch.session import Session
 
 _CHUNK_WORDS = 2**20
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as a signed number

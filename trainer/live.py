@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from configs.announce import SILENCE_SECONDS
+from serried.configs.announce import SILENCE_SECONDS
 
 _TICK_SECONDS, _TICK_SECONDS_LIVE = 1.0, 0.25
 _SLOW_AT_TIMES_LONGEST = 2.0

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from configs.errors import UserError
-from trainer.sampler import Order, Stream, micro_batch_indices
+from serried.configs.errors import UserError
+from serried.trainer.sampler import Order, Stream, micro_batch_indices
 
 PADDING_ID = -1
 """Stands for a sample in a row that only fills a micro-batch; ``collate`` leaves such a row without targets."""

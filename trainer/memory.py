@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from configs.schema import RunConfig
-from parallel.mesh import Layout
-from parallel.plan import ParallelPlan
-from trainer.precision import LOW_DTYPES
-from trainer.recipe import Recipe
+from serried.configs.schema import RunConfig
+from serried.parallel.mesh import Layout
+from serried.parallel.plan import ParallelPlan
+from serried.trainer.precision import LOW_DTYPES
+from serried.trainer.recipe import Recipe
 
 _FP32_BYTES = 4
 

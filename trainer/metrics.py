@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from configs.schema import RunConfig
-from trainer.pace import Pace, SlowRank
-from trainer.step import StepResult
+from serried.configs.schema import RunConfig
+from serried.trainer.pace import Pace, SlowRank
+from serried.trainer.step import StepResult
 
 SAVING, PROFILING = "(saving)", "(profiling)"
 """The pauses that are no evaluations: those have the names of their sets, which begin with a letter."""

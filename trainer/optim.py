@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from configs.schema import OptimSection, ScheduleSection
+from serried.configs.schema import OptimSection, ScheduleSection
 
 _STATE_BYTES = 3 * 4  # a weight and its two moments, fp32
 

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from configs.divisors import divisors
-from configs.errors import TrainingFailed, UserError
-from configs.schema import RunConfig
-from parallel.gradient import local
-from parallel.mesh import gradient_accumulation, resolve_layout
-from parallel.phases import BACKWARD, FORWARD
-from trainer.memory import Memory, planned_memory
-from trainer.optim import state_bytes
-from trainer.recipe import Recipe
-from trainer.snapshot import write_snapshot
-from trainer.track import PROFILES, size
-from trainer.watchdog import EVALUATE, SET_UP, Pulse
+from serried.configs.divisors import divisors
+from serried.configs.errors import TrainingFailed, UserError
+from serried.configs.schema import RunConfig
+from serried.parallel.gradient import local
+from serried.parallel.mesh import gradient_accumulation, resolve_layout
+from serried.parallel.phases import BACKWARD, FORWARD
+from serried.trainer.memory import Memory, planned_memory
+from serried.trainer.optim import state_bytes
+from serried.trainer.recipe import Recipe
+from serried.trainer.snapshot import write_snapshot
+from serried.trainer.track import PROFILES, size
+from serried.trainer.watchdog import EVALUATE, SET_UP, Pulse
 
 if TYPE_CHECKING:
-    from launch.session import Session
+    from serried.launch.session import Session
 
 _TEXTS = (  # of errors that have no class of their own
     "can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",

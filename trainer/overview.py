@@ -2,15 +2,15 @@
 
 from torch import nn
 
-from configs.schema import RunConfig
-from parallel.mesh import Layout
-from parallel.plan import ParallelPlan
-from trainer.checkpoint.resume import Start
-from trainer.memory import planned_memory
-from trainer.optim import state_bytes
-from trainer.recipe import Dataset, Recipe
-from trainer.sampler import passes
-from trainer.track import short, size
+from serried.configs.schema import RunConfig
+from serried.parallel.mesh import Layout
+from serried.parallel.plan import ParallelPlan
+from serried.trainer.checkpoint.resume import Start
+from serried.trainer.memory import planned_memory
+from serried.trainer.optim import state_bytes
+from serried.trainer.recipe import Dataset, Recipe
+from serried.trainer.sampler import passes
+from serried.trainer.track import short, size
 
 _LARGE_GPU_BYTES = 80 * 2**30
 """Of an A100 or H100, for which a plan without a word of its machine is made."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from configs.schema import PrecisionSection
+from serried.configs.schema import PrecisionSection
 
 LOW_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

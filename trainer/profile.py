@@ -20,15 +20,15 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
-from configs.schema import RunConfig
-from parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
-from trainer.health import GoBack
-from trainer.snapshot import record_history, write_snapshot
-from trainer.track import PROFILES, Console, size
-from trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN
+from serried.configs.schema import RunConfig
+from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
+from serried.trainer.health import GoBack
+from serried.trainer.snapshot import record_history, write_snapshot
+from serried.trainer.track import PROFILES, Console, size
+from serried.trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN
 
 if TYPE_CHECKING:
-    from launch.session import Session
+    from serried.launch.session import Session
 
 _ANNOTATIONS = {
     SET_UP: "set-up", DATA: "data", TRAIN: "copy to device", FORWARD: "forward", BACKWARD: "backward",

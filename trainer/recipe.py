@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from parallel.plan import LossTerms, ParallelPlan
+from serried.parallel.plan import LossTerms, ParallelPlan
 
 
 class Dataset(Protocol):

@@ -5,19 +5,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from configs.announce import duration
-from configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed
-from configs.schema import DEFAULT_VALIDATION, RunConfig
-from parallel.mesh import Layout
-from trainer.checkpoint.resume import CHECKPOINTS, Start
-from trainer.checkpoint.retention import folder_name
-from trainer.checkpoint.save import Saved
-from trainer.peak_flops import device_name
-from trainer.step import StepResult
-from trainer.track import PROFILES, Console, RunFolder, short, size, step_line
+from serried.configs.announce import duration
+from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed
+from serried.configs.schema import DEFAULT_VALIDATION, RunConfig
+from serried.parallel.mesh import Layout
+from serried.trainer.checkpoint.resume import CHECKPOINTS, Start
+from serried.trainer.checkpoint.retention import folder_name
+from serried.trainer.checkpoint.save import Saved
+from serried.trainer.peak_flops import device_name
+from serried.trainer.step import StepResult
+from serried.trainer.track import PROFILES, Console, RunFolder, short, size, step_line
 
 if TYPE_CHECKING:
-    from launch.session import Session
+    from serried.launch.session import Session
 
 DONE = "all steps done"
 

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from configs.schema import RunConfig
-from trainer.track import Console
+from serried.configs.schema import RunConfig
+from serried.trainer.track import Console
 
 if TYPE_CHECKING:
-    from launch.session import Session
+    from serried.launch.session import Session
 
 CONTROL = "control"
 """File in the run folder; a word in it is obeyed."""

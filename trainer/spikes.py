@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.schema import HealthSection
+from serried.configs.schema import HealthSection
 
 _READY_AT = 0.5
 _SMALLEST_DEVIATION = 1e-3

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from configs.schema import HealthSection
-from parallel.data import LossFunction, Single
-from parallel.gradient import sum_of_squares
-from parallel.phases import OPTIMIZER
-from trainer.precision import GradScaler
-from trainer.spikes import SpikeWindow
+from serried.configs.schema import HealthSection
+from serried.parallel.data import LossFunction, Single
+from serried.parallel.gradient import sum_of_squares
+from serried.parallel.phases import OPTIMIZER
+from serried.trainer.precision import GradScaler
+from serried.trainer.spikes import SpikeWindow
 
 FAILURES_THAT_STOP = 3
 """After so many failed steps in a row no later step changes a weight, until the host has noticed and stops."""

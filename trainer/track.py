@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from configs.announce import duration
-from configs.errors import UserError
-from trainer.live import Doing, Live, is_terminal
+from serried.configs.announce import duration
+from serried.configs.errors import UserError
+from serried.trainer.live import Doing, Live, is_terminal
 
 PROFILES = "profile"
 RECORDS = (

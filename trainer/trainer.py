@@ -15,39 +15,39 @@ import numpy as np
 import torch
 from torch import nn
 
-from configs.errors import (
+from serried.configs.errors import (
     TrainingFailed,
     TrainingStopped,
     UserError,
 )
-from configs.schema import DEFAULT_VALIDATION, RunConfig
-from parallel.apply import parallelize
-from parallel.mesh import Layout, gradient_accumulation, resolve_layout
-from parallel.plan import ParallelPlan
-from trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, find_start, make_room, plain
-from trainer.checkpoint.retention import sweep
-from trainer.checkpoint.save import Checkpointer, lack_of_space
-from trainer.checkpoint.state import check_names, load_state, load_weights, state_parts
-from trainer.evaluation import source_losses
-from trainer.health import GoBack, ReplicaCheck, respond
-from trainer.loader import PADDING_ID, BatchLoader
-from trainer.metrics import PROFILING, RATES, SAVING, Meter, eta_seconds
-from trainer.mirror.processes import Mirrors, choose_run_id
-from trainer.optim import build_optimizer, learning_rate, state_bytes
-from trainer.overview import overview
-from trainer.peak_flops import device_name, peak_flops
-from trainer.precision import LOW_DTYPES, GradScaler
-from trainer.profile import StepProfiler, remember_allocations
-from trainer.recipe import Dataset, Recipe, to_device
-from trainer.report import Report
-from trainer.sampler import Mixture, Stream, sample_order
-from trainer.shutdown import Action, Shutdown
-from trainer.step import StepResult, TrainStep
-from trainer.track import Console, RunFolder, environment
-from trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse
+from serried.configs.schema import DEFAULT_VALIDATION, RunConfig
+from serried.parallel.apply import parallelize
+from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
+from serried.parallel.plan import ParallelPlan
+from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, find_start, make_room, plain
+from serried.trainer.checkpoint.retention import sweep
+from serried.trainer.checkpoint.save import Checkpointer, lack_of_space
+from serried.trainer.checkpoint.state import check_names, load_state, load_weights, state_parts
+from serried.trainer.evaluation import source_losses
+from serried.trainer.health import GoBack, ReplicaCheck, respond
+from serried.trainer.loader import PADDING_ID, BatchLoader
+from serried.trainer.metrics import PROFILING, RATES, SAVING, Meter, eta_seconds
+from serried.trainer.mirror.processes import Mirrors, choose_run_id
+from serried.trainer.optim import build_optimizer, learning_rate, state_bytes
+from serried.trainer.overview import overview
+from serried.trainer.peak_flops import device_name, peak_flops
+from serried.trainer.precision import LOW_DTYPES, GradScaler
+from serried.trainer.profile import StepProfiler, remember_allocations
+from serried.trainer.recipe import Dataset, Recipe, to_device
+from serried.trainer.report import Report
+from serried.trainer.sampler import Mixture, Stream, sample_order
+from serried.trainer.shutdown import Action, Shutdown
+from serried.trainer.step import StepResult, TrainStep
+from serried.trainer.track import Console, RunFolder, environment
+from serried.trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse
 
 if TYPE_CHECKING:
-    from launch.session import Session
+    from serried.launch.session import Session
 
 _READ_AT_LEAST_EVERY = 50
 _COLLECT_GARBAGE_EVERY = 50

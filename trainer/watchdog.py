@@ -22,15 +22,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from configs.errors import EXIT_STOPPED
-from configs.schema import LaunchSection
-from parallel.phases import Phases
-from trainer.track import Console, RunFolder, read_status, tell_end
+from serried.configs.errors import EXIT_STOPPED
+from serried.configs.schema import LaunchSection
+from serried.parallel.phases import Phases
+from serried.trainer.track import Console, RunFolder, read_status, tell_end
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from launch.session import Session
+    from serried.launch.session import Session
 
 SET_UP, DATA, TRAIN, LOG, EVALUATE, SAVE, END = PHASES = (
     "set-up", "data.next", "forward, backward and update", "reading and logging results", "evaluation", "saving",

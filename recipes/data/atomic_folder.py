@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from recipes.data.progress import Progress
-from recipes.data.shards import unfinished_beside
+from serried.recipes.data.progress import Progress
+from serried.recipes.data.shards import unfinished_beside
 
 _ABANDONED_SECONDS = 24 * 3600.0
 _GIVEN_UP_SECONDS = 14 * _ABANDONED_SECONDS

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from configs.errors import UserError
-from configs.schema import DataSection
-from recipes.data.encode import Encoded, row_of_unit
-from recipes.data.files import library
-from recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer
-from recipes.data.source import Row
-from recipes.data.tokenizer import Tokenizer, token_dtype
+from serried.configs.errors import UserError
+from serried.configs.schema import DataSection
+from serried.recipes.data.encode import Encoded, row_of_unit
+from serried.recipes.data.files import library
+from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer
+from serried.recipes.data.source import Row
+from serried.recipes.data.tokenizer import Tokenizer, token_dtype
 
 CHATML = (
     "{% for message in messages %}"

@@ -4,13 +4,13 @@ import glob
 import os
 from pathlib import Path
 
-from configs.errors import UserError
-from configs.schema import SourceSection
-from recipes.data.files import assignment, kind_of
-from recipes.data.hugging_face_dataset import HubDataset, HubStream, path_or_name
-from recipes.data.rows import RowFiles
-from recipes.data.source import Format, Source
-from recipes.data.text import ROW_SUFFIXES, TextFiles, find_files, no_such_path
+from serried.configs.errors import UserError
+from serried.configs.schema import SourceSection
+from serried.recipes.data.files import assignment, kind_of
+from serried.recipes.data.hugging_face_dataset import HubDataset, HubStream, path_or_name
+from serried.recipes.data.rows import RowFiles
+from serried.recipes.data.source import Format, Source
+from serried.recipes.data.text import ROW_SUFFIXES, TextFiles, find_files, no_such_path
 
 
 def check_path(section: SourceSection) -> None:

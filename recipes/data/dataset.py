@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs.errors import UserError
-from configs.schema import DataSection
-from recipes.data.packing import Pieces, best_fit, find_pieces
-from recipes.data.prepare import Prepared
-from recipes.data.shards import TokenStream
-from recipes.models.head import IGNORE
+from serried.configs.errors import UserError
+from serried.configs.schema import DataSection
+from serried.recipes.data.packing import Pieces, best_fit, find_pieces
+from serried.recipes.data.prepare import Prepared
+from serried.recipes.data.shards import TokenStream
+from serried.recipes.models.head import IGNORE
 
 _SHORTEST_USEFUL = 16
 """Tokens. A shorter sequence is no remedy for a lack of text."""

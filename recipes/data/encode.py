@@ -6,10 +6,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from configs.errors import UserError
-from recipes.data.files import PIECE_BYTES, read_pieces
-from recipes.data.source import Row
-from recipes.data.tokenizer import Tokenizer, token_dtype
+from serried.configs.errors import UserError
+from serried.recipes.data.files import PIECE_BYTES, read_pieces
+from serried.recipes.data.source import Row
+from serried.recipes.data.tokenizer import Tokenizer, token_dtype
 
 
 class Encoded(NamedTuple):

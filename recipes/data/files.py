@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from configs.errors import UserError
-from configs.libraries import not_installed
-from recipes.data.source import Reading
+from serried.configs.errors import UserError
+from serried.configs.libraries import not_installed
+from serried.recipes.data.source import Reading
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Endings of files that are decompressed as they are read."""

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from configs.errors import UserError
-from configs.schema import DataSection
-from recipes.data.files import SourceFile, assignment, files_state, size_of, stamp_of, unchanged, unreadable
-from recipes.data.progress import Progress
-from recipes.data.shards import FlatTokens, write_starts
-from recipes.data.source import SPLITS
-from recipes.data.text import no_such_path
-from recipes.data.tokenize import Counts, TokenCounts
-from recipes.data.tokenizer import Tokenizer
+from serried.configs.errors import UserError
+from serried.configs.schema import DataSection
+from serried.recipes.data.files import SourceFile, assignment, files_state, size_of, stamp_of, unchanged, unreadable
+from serried.recipes.data.progress import Progress
+from serried.recipes.data.shards import FlatTokens, write_starts
+from serried.recipes.data.source import SPLITS
+from serried.recipes.data.text import no_such_path
+from serried.recipes.data.tokenize import Counts, TokenCounts
+from serried.recipes.data.tokenizer import Tokenizer
 
 _SUFFIXES = (".bin", ".npy")
 _VALIDATION = re.compile(r"(^|[^a-z])(val|valid|validation|dev)([^a-z]|$)", re.IGNORECASE)

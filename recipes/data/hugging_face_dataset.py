@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from configs.errors import UserError
-from configs.schema import SourceSection
-from recipes.data.files import SourceFile, assignment, files_state, kind_of, library, quiet
-from recipes.data.rows import Column, JsonLines, ParquetRows, rows_of, units_of_file
-from recipes.data.source import Format, Reading, Row, Unit, WithoutEmpty
+from serried.configs.errors import UserError
+from serried.configs.schema import SourceSection
+from serried.recipes.data.files import SourceFile, assignment, files_state, kind_of, library, quiet
+from serried.recipes.data.rows import Column, JsonLines, ParquetRows, rows_of, units_of_file
+from serried.recipes.data.source import Format, Reading, Row, Unit, WithoutEmpty
 
 _UNIT_ROWS = 10_000
 _BATCH_ROWS = 256

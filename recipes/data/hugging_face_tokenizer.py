@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from configs.errors import UserError
-from recipes.data.files import assignment, library, quiet
-from recipes.data.tokenizer import CharsTokenizer, chars_tokenizer_of, token_dtype
+from serried.configs.errors import UserError
+from serried.recipes.data.files import assignment, library, quiet
+from serried.recipes.data.tokenizer import CharsTokenizer, chars_tokenizer_of, token_dtype
 
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",

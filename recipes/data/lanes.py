@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from configs.errors import UserError
-from recipes.data.dataset import Sample, positions_in_documents
-from recipes.data.encode import Encoder
-from recipes.data.source import Row, Unit
-from recipes.models.head import IGNORE
+from serried.configs.errors import UserError
+from serried.recipes.data.dataset import Sample, positions_in_documents
+from serried.recipes.data.encode import Encoder
+from serried.recipes.data.source import Row, Unit
+from serried.recipes.models.head import IGNORE
 
 _ROWS_AT_ONCE = 16
 _CHARACTERS_AT_ONCE = 1 << 16

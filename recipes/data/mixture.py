@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs.errors import UserError
-from configs.schema import DataSection, SourceSection
-from recipes.data.dataset import Batch, Sample
-from recipes.models.head import IGNORE
+from serried.configs.errors import UserError
+from serried.configs.schema import DataSection, SourceSection
+from serried.recipes.data.dataset import Batch, Sample
+from serried.recipes.models.head import IGNORE
 
 _MEASURED_SAMPLES = 256
 """Of each source, to learn how many tokens a sample has."""

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.errors import UserError
-from recipes.data.atomic_folder import claimed, publish
-from recipes.data.encode import Encoded
-from recipes.data.prepare import Prepared, write_json, write_summary
-from recipes.data.progress import Progress, Show
-from recipes.data.shards import ShardWriter, TokenStream
-from recipes.data.tokenize import Counts
-from recipes.data.tokenizer import token_dtype
+from serried.configs.errors import UserError
+from serried.recipes.data.atomic_folder import claimed, publish
+from serried.recipes.data.encode import Encoded
+from serried.recipes.data.prepare import Prepared, write_json, write_summary
+from serried.recipes.data.progress import Progress, Show
+from serried.recipes.data.shards import ShardWriter, TokenStream
+from serried.recipes.data.tokenize import Counts
+from serried.recipes.data.tokenizer import token_dtype
 
 _SHARED = "shared.json"
 _BLOCK_TOKENS = 1 << 26

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recipes.data.shards import TokenStream
+from serried.recipes.data.shards import TokenStream
 
 
 class Pieces(NamedTuple):

@@ -19,19 +19,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from configs.errors import UserError
-from configs.schema import DataSection
-from recipes.data.atomic_folder import claimed, publish
-from recipes.data.chat import chat_encoder
-from recipes.data.choose_source import open_source
-from recipes.data.encode import Encoder, TextEncoder
-from recipes.data.files import assignment
-from recipes.data.flat import FlatFiles
-from recipes.data.hugging_face_tokenizer import find_tokenizer, train_tokenizer
-from recipes.data.progress import Progress, Show, usable_cores
-from recipes.data.shards import FlatTokens, TokenStream, to_disk
-from recipes.data.source import SPLITS, Source, Unit
-from recipes.data.tokenize import (
+from serried.configs.errors import UserError
+from serried.configs.schema import DataSection
+from serried.recipes.data.atomic_folder import claimed, publish
+from serried.recipes.data.chat import chat_encoder
+from serried.recipes.data.choose_source import open_source
+from serried.recipes.data.encode import Encoder, TextEncoder
+from serried.recipes.data.files import assignment
+from serried.recipes.data.flat import FlatFiles
+from serried.recipes.data.hugging_face_tokenizer import find_tokenizer, train_tokenizer
+from serried.recipes.data.progress import Progress, Show, usable_cores
+from serried.recipes.data.shards import FlatTokens, TokenStream, to_disk
+from serried.recipes.data.source import SPLITS, Source, Unit
+from serried.recipes.data.tokenize import (
     Counts,
     Splitter,
     TokenCounts,
@@ -42,7 +42,7 @@ from recipes.data.tokenize import (
     texts_to_learn_from,
     write_shards,
 )
-from recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, token_dtype, tokenizer_from_spec
+from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, token_dtype, tokenizer_from_spec
 
 _FORMAT = 2
 """Version of everything the key does not see: the layout on disk, what is in a source, the rule of the split."""

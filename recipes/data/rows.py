@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs.errors import UserError
-from configs.schema import SourceSection
-from recipes.data.files import (
+from serried.configs.errors import UserError
+from serried.configs.schema import SourceSection
+from serried.recipes.data.files import (
     COMPRESSED,
     SourceFile,
     Stamp,
@@ -26,7 +26,7 @@ from recipes.data.files import (
     unchanged,
     unreadable,
 )
-from recipes.data.source import Format, Reading, Row, Unit, WithoutEmpty
+from serried.recipes.data.source import Format, Reading, Row, Unit, WithoutEmpty
 
 _UNIT_BYTES = 32 << 20
 """Of a .jsonl file that one unit reads."""

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from recipes.data.encode import Encoded
+from serried.recipes.data.encode import Encoded
 
 _DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "I64": np.int64}
 

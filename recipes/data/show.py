@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from recipes.data.tokenizer import Tokenizer
+from serried.recipes.data.tokenizer import Tokenizer
 
 _SHOWN_LINES = 24
 _SHOWN_CHARACTERS = 110

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from configs.schema import SourceSection
+from serried.configs.schema import SourceSection
 
 Format = Literal["text", "chat"]
 """What a row is taken for: text, or the messages of a conversation."""

@@ -6,19 +6,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from configs.errors import UserError
-from configs.schema import DataSection
-from recipes.data.atomic_folder import claimed, publish
-from recipes.data.choose_source import open_stream
-from recipes.data.encode import TextEncoder
-from recipes.data.hugging_face_dataset import HubStream
-from recipes.data.lanes import StreamDataset
-from recipes.data.prepare import Prepared, cache_folder, named_tokenizer, open_prepared, write_json, write_summary
-from recipes.data.progress import Progress, Show
-from recipes.data.shards import ShardWriter
-from recipes.data.source import Row, Unit
-from recipes.data.tokenize import Counts, place_of
-from recipes.data.tokenizer import Tokenizer, token_dtype
+from serried.configs.errors import UserError
+from serried.configs.schema import DataSection
+from serried.recipes.data.atomic_folder import claimed, publish
+from serried.recipes.data.choose_source import open_stream
+from serried.recipes.data.encode import TextEncoder
+from serried.recipes.data.hugging_face_dataset import HubStream
+from serried.recipes.data.lanes import StreamDataset
+from serried.recipes.data.prepare import (
+    Prepared,
+    cache_folder,
+    named_tokenizer,
+    open_prepared,
+    write_json,
+    write_summary,
+)
+from serried.recipes.data.progress import Progress, Show
+from serried.recipes.data.shards import ShardWriter
+from serried.recipes.data.source import Row, Unit
+from serried.recipes.data.tokenize import Counts, place_of
+from serried.recipes.data.tokenizer import Tokenizer, token_dtype
 
 _FORMAT = 2
 """Version of what is kept of a stream."""

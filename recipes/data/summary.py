@@ -1,8 +1,8 @@
 """What was prepared, for people to look at before they spend a cluster on it."""
 
-from recipes.data.prepare import Prepared
-from recipes.data.source import SPLITS
-from recipes.data.tokenizer import token_dtype
+from serried.recipes.data.prepare import Prepared
+from serried.recipes.data.source import SPLITS
+from serried.recipes.data.tokenizer import token_dtype
 
 _BAR_CHARACTERS = 40
 _SAMPLE_CHARACTERS = 300

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 
-from configs.errors import UserError
-from configs.schema import SourceSection
-from recipes.data.files import (
+from serried.configs.errors import UserError
+from serried.configs.schema import SourceSection
+from serried.recipes.data.files import (
     PIECE_BYTES,
     SourceFile,
     Stamp,
@@ -35,7 +35,7 @@ from recipes.data.files import (
     unchanged,
     unreadable,
 )
-from recipes.data.source import SPLITS, Reading, Row, WithoutEmpty
+from serried.recipes.data.source import SPLITS, Reading, Row, WithoutEmpty
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 """Files that are one document each, when ``data.path`` is a folder. One that is named may end in anything."""

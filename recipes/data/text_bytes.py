@@ -6,9 +6,9 @@ import re
 import numpy as np
 from torch import Tensor
 
-from recipes.data.dataset import Batch
-from recipes.data.tokenizer import Tokenizer
-from recipes.models.head import IGNORE
+from serried.recipes.data.dataset import Batch
+from serried.recipes.data.tokenizer import Tokenizer
+from serried.recipes.models.head import IGNORE
 
 _ANCHOR = "a"
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")

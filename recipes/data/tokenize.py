@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recipes.data.encode import Encoded, Encoder, as_bytes, texts_of
-from recipes.data.progress import Progress, ordered
-from recipes.data.shards import ShardWriter
-from recipes.data.source import SPLITS, Row, Unit
+from serried.recipes.data.encode import Encoded, Encoder, as_bytes, texts_of
+from serried.recipes.data.progress import Progress, ordered
+from serried.recipes.data.shards import ShardWriter
+from serried.recipes.data.source import SPLITS, Row, Unit
 
 _SHARD_BYTES = 64 << 20
 _MOST_SHARDS = 200

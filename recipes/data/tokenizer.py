@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from configs.errors import UserError
+from serried.configs.errors import UserError
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _END = "<|end|>"
@@ -163,7 +163,9 @@ def tokenizer_from_spec(spec: dict[str, Any]) -> Tokenizer:
     if kind == "chars" and isinstance(spec.get("characters"), str):
         return CharsTokenizer(spec["characters"])
     if kind == "hugging_face":
-        from recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer  # which imports the protocol from here
+        from serried.recipes.data.hugging_face_tokenizer import (
+            HuggingFaceTokenizer,  # which imports the protocol from here
+        )
 
         return HuggingFaceTokenizer(spec["files"])
     raise ValueError(f"unknown tokenizer {kind!r}")

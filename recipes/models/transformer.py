@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.schema import ModelSection, RopeScaling
-from parallel.plan import ParallelPlan
-from recipes.models.attention import Mask, attend, document_mask
-from recipes.models.cache import Cache, LayerCache
-from recipes.models.head import LanguageModelHead, chunk_tokens
+from serried.configs.schema import ModelSection, RopeScaling
+from serried.parallel.plan import ParallelPlan
+from serried.recipes.models.attention import Mask, attend, document_mask
+from serried.recipes.models.cache import Cache, LayerCache
+from serried.recipes.models.head import LanguageModelHead, chunk_tokens
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

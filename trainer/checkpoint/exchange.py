@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpoint.plan import Piece, Plan, aligned
+from serried.trainer.checkpoint.plan import Piece, Plan, aligned
 
 
 class Exchange:

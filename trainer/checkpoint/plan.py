@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from parallel.mesh import Layout
-from parallel.shards import shard_rows
-from trainer.checkpoint.tensors import TensorSpec
+from serried.parallel.mesh import Layout
+from serried.parallel.shards import shard_rows
+from serried.trainer.checkpoint.tensors import TensorSpec
 
 BUCKET_BYTES = 16 * 2**20
 """What an owner receives at a time."""

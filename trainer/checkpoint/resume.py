@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from configs.errors import UserError
-from configs.schema import RunConfig
-from configs.suggest import nearest
-from trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest
-from trainer.checkpoint.retention import MODEL, OPTIMIZER, STATE, named, step_of
-from trainer.track import RECORDS, RunFolder
+from serried.configs.errors import UserError
+from serried.configs.schema import RunConfig
+from serried.configs.suggest import nearest
+from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest
+from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER, STATE, named, step_of
+from serried.trainer.track import RECORDS, RunFolder
 
 if TYPE_CHECKING:
-    from launch.session import Session
+    from serried.launch.session import Session
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints, in its run folder."""

@@ -11,7 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
-from trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, check_size, fsync_folder, read_manifest
+from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, check_size, fsync_folder, read_manifest
 
 STATE = "state.json"
 MODEL, OPTIMIZER = "model", "optimizer"

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from configs.errors import UserError
-from parallel.shards import local_rows
-from trainer.checkpoint.plan import Part
-from trainer.checkpoint.retention import MODEL, OPTIMIZER
-from trainer.checkpoint.tensors import TensorFolder, TensorSpec
+from serried.configs.errors import UserError
+from serried.parallel.shards import local_rows
+from serried.trainer.checkpoint.plan import Part
+from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER
+from serried.trainer.checkpoint.tensors import TensorFolder, TensorSpec
 
 _NAMES_SHOWN = 3
 _PIECE_BYTES = 16 * 2**20

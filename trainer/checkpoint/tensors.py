@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from configs.errors import UserError
+from serried.configs.errors import UserError
 
 DTYPES = {
     "F64": torch.float64,

@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-COMMAND = (sys.executable, "-P", "-m", "trainer.mirror")
+COMMAND = (sys.executable, "-P", "-m", "serried.trainer.mirror")
 """What runs a mirror. ``-P``: a file of the user's called wandb.py is not the tracker."""
 
 

@@ -12,8 +12,8 @@ os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder is what the
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
-from configs.trackers import is_address
-from trainer.mirror.tracker import Held, Row, Run, Summary, flat
+from serried.configs.trackers import is_address
+from serried.trainer.mirror.tracker import Held, Row, Run, Summary, flat
 
 _IDENTITY = "tracker_run_id"
 _METRICS_AT_A_TIME = 1000

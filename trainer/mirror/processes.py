@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from configs.schema import TrackSection
-from configs.trackers import LABELS, asked_for, is_behind_a_network
-from trainer.mirror import COMMAND, python_path, send_command
-from trainer.track import Console
+from serried.configs.schema import TrackSection
+from serried.configs.trackers import LABELS, asked_for, is_behind_a_network
+from serried.trainer.mirror import COMMAND, python_path, send_command
+from serried.trainer.track import Console
 
 _ID_LETTERS, _ID_LENGTH = string.ascii_lowercase + string.digits, 8
 _WAIT_SECONDS = 10.0

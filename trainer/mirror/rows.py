@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.schema import DEFAULT_VALIDATION
-from trainer.mirror.tracker import Row
+from serried.configs.schema import DEFAULT_VALIDATION
+from serried.trainer.mirror.tracker import Row
 
 _ABOUT_THE_LINE = ("event", "time", "step", "set")
 _SPEED = (

@@ -10,6 +10,8 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    from trainer.page import page  # numpy comes with it, which a command that writes no page should not wait for
+    from serried.trainer.page import (
+        page,  # numpy comes with it, which a command that writes no page should not wait for
+    )
 
     page.write_report(run_dirs, out)

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.addresses import masked
-from configs.schema import DEFAULT_VALIDATION
-from trainer.page.records import Curve, Mark, Records, is_count, is_number, read_records
-from trainer.page.thinning import means, thinned
+from serried.configs.addresses import masked
+from serried.configs.schema import DEFAULT_VALIDATION
+from serried.trainer.page.records import Curve, Mark, Records, is_count, is_number, read_records
+from serried.trainer.page.thinning import means, thinned
 
 _HERE = Path(__file__).resolve().parent
 _OWN_SCRIPTS = ("format", "specs", "charts", "marks", "sections", "page")

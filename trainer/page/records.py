@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import yaml
 
-from trainer.track import read_status
+from serried.trainer.track import read_status
 
 _WHERE_KNOWN = {
     "lr": ("lr", ""),

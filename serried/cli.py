@@ -1,4 +1,4 @@
-"""Everything that is not training: ``serried export run.dir=runs/tiny out=my-model``. Run from the checkout."""
+"""Everything that is not training: ``serried export run.dir=runs/tiny out=my-model``."""
 
 import json
 import sys
@@ -6,14 +6,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # the rooms are not installed: their names are too plain
-
-from configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError, noted
-from configs.schema import RunConfig
-from configs.suggest import nearest
-from configs.words import byte_count, no_key, number_between, pairs, run_key, step_number, whole_number
-from launch.ending import leave, report_mistake
-from launch.ranks import is_started, say
+from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError, noted
+from serried.configs.schema import RunConfig
+from serried.configs.suggest import nearest
+from serried.configs.words import byte_count, no_key, number_between, pairs, run_key, step_number, whole_number
+from serried.launch.ending import leave, report_mistake
+from serried.launch.ranks import is_started, say
 
 _OVERRIDES = "[recipe=RECIPE] [key=value ...]"
 _COMMANDS = {  # what it takes, what it does, and more of that
@@ -31,7 +29,7 @@ _COMMANDS = {  # what it takes, what it does, and more of that
         "[key=value ...]",
         "are these nodes fit: alone, or on all nodes of a run, on each of them with torchrun's usual words:",
         """\
-  torchrun --nnodes=2 --nproc_per_node=8 ... serried.py preflight run.dir=RUN
+  torchrun --nnodes=2 --nproc_per_node=8 ... -m serried preflight run.dir=RUN
   serried preflight launch=slurm launch.nodes=2 ... run.dir=RUN    in a Slurm job: submits it, waits, prints its table
 """,
     ),
@@ -80,7 +78,7 @@ _COMMANDS = {  # what it takes, what it does, and more of that
         """\
   data, data.path, ...   other text, tokenised as the run's: all its whole sequences
   trainer.eval_batches   batches of trainer.global_batch sequences to evaluate on; the run's when not given
-  parallel, precision    as in training; under torchrun on all its processes: torchrun ... serried.py evaluate ...
+  parallel, precision    as in training; under torchrun on all its processes: torchrun ... -m serried evaluate ...
   json=true              a line of JSON for each set
 """,
     ),
@@ -183,9 +181,9 @@ def prepare(overrides: list[str]) -> str:
     Raises:
         UserError: an override is wrong, or the data cannot be had.
     """
-    from configs.compose import compose
-    from recipes.causal_lm import CausalLM
-    from trainer.track import Console
+    from serried.configs.compose import compose
+    from serried.recipes.causal_lm import CausalLM
+    from serried.trainer.track import Console
 
     config = compose(overrides)
     threads = config.data.workers if "workers" in config.data.model_fields_set else None
@@ -199,9 +197,9 @@ def prepare(overrides: list[str]) -> str:
 
 def plan(words: list[str]) -> int:
     """``train.py dry_run=true`` under another name: what a run would be. Returns the exit code."""
-    import train
+    from serried.program import main as train
 
-    return train.main([*words, *([] if "dry_run=true" in words else ["dry_run=true"])])
+    return train([*words, *([] if "dry_run=true" in words else ["dry_run=true"])])
 
 
 def recipes(words: list[str]) -> str:
@@ -210,7 +208,7 @@ def recipes(words: list[str]) -> str:
     Raises:
         UserError: there are ``words``; it takes none.
     """
-    from configs.help import recipes_text
+    from serried.configs.help import recipes_text
 
     if words:
         raise UserError(
@@ -221,9 +219,9 @@ def recipes(words: list[str]) -> str:
 
 def submit(words: list[str]) -> int:
     """``train.py launch=slurm`` under another name. Returns the exit code."""
-    import train
+    from serried.program import main as train
 
-    return train.main([*words, *([] if "launch=slurm" in words else ["launch=slurm"])])
+    return train([*words, *([] if "launch=slurm" in words else ["launch=slurm"])])
 
 
 def status(words: list[str]) -> None:
@@ -234,10 +232,10 @@ def status(words: list[str]) -> None:
     Raises:
         UserError: an override is mistaken, or there is no such run.
     """
-    from configs.compose import compose
-    from launch.progress import describe_run, runs_in
-    from launch.sweep import write_anew
-    from trainer.page import write_report
+    from serried.configs.compose import compose
+    from serried.launch.progress import describe_run, runs_in
+    from serried.launch.sweep import write_anew
+    from serried.trainer.page import write_report
 
     _refuse([no_key(word, key) for word in words if "=" not in word and (key := run_key(word))])
     if words:
@@ -259,8 +257,8 @@ def preflight(words: list[str]) -> int:
     Raises:
         UserError: an override is mistaken.
     """
-    from configs.compose import compose
-    from launch.slurm import preflight_by_job
+    from serried.configs.compose import compose
+    from serried.launch.slurm import preflight_by_job
 
     config = compose(words)
     if config.launch.name == "slurm" and not is_started():
@@ -274,10 +272,10 @@ def preflight(words: list[str]) -> int:
 
 
 def _preflight_here(config: RunConfig) -> int:
-    from launch.preflight import preflight as examine
-    from recipes.causal_lm import CausalLM
-    from trainer.optim import state_bytes
-    from trainer.peak_flops import PEAK_FLOPS
+    from serried.launch.preflight import preflight as examine
+    from serried.recipes.causal_lm import CausalLM
+    from serried.trainer.optim import state_bytes
+    from serried.trainer.peak_flops import PEAK_FLOPS
 
     parameters = sum(parameter.numel() for parameter in CausalLM(config).build_model().parameters())
     needed_bytes = (config.checkpoint.keep + 1) * state_bytes(parameters)
@@ -293,8 +291,8 @@ def export(words: list[str]) -> str:
     """
     import torch
 
-    from trainer.checkpoint.export import export as write
-    from trainer.track import size
+    from serried.trainer.checkpoint.export import export as write
+    from serried.trainer.track import size
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     mistakes: list[str] = []
@@ -320,12 +318,12 @@ def generate(words: list[str]) -> None:
     Raises:
         UserError: a key or value is wrong, or there is no such checkpoint.
     """
-    from launch.ranks import choose_device, torchrun_says
-    from launch.session import Session
-    from recipes.causal_lm import CausalLM
-    from recipes.data.show import for_terminal
-    from trainer.evaluation import as_saved
-    from trainer.generation import Sampling, write_text
+    from serried.launch.ranks import choose_device, torchrun_says
+    from serried.launch.session import Session
+    from serried.recipes.causal_lm import CausalLM
+    from serried.recipes.data.show import for_terminal
+    from serried.trainer.evaluation import as_saved
+    from serried.trainer.generation import Sampling, write_text
 
     mistakes: list[str] = []
     given, overrides = pairs(words, "generate", _GENERATE_KEYS, mistakes, reads_overrides=True)
@@ -358,10 +356,10 @@ def evaluate(words: list[str]) -> int:
     Raises:
         UserError: a key or value is wrong, or there is no such checkpoint.
     """
-    from launch.ranks import torchrun_says
-    from launch.session import Session, run_in_session
-    from recipes.causal_lm import CausalLM
-    from trainer.evaluation import as_saved, print_evaluation
+    from serried.launch.ranks import torchrun_says
+    from serried.launch.session import Session, run_in_session
+    from serried.recipes.causal_lm import CausalLM
+    from serried.trainer.evaluation import as_saved, print_evaluation
 
     mistakes: list[str] = []
     given, overrides = pairs(words, "evaluate", _EVALUATE_KEYS, mistakes, reads_overrides=True)
@@ -402,7 +400,7 @@ def _opened(
     Raises:
         UserError: there is no such run or checkpoint, an override is wrong, or there were ``mistakes`` before.
     """
-    from configs.compose import compose_saved, refuse_misread
+    from serried.configs.compose import compose_saved, refuse_misread
 
     of_the_run: list[str] = []
     run: Path | None = None
@@ -444,8 +442,8 @@ def _saved(run: Path) -> dict[int, Path]:
     Raises:
         UserError: there is none.
     """
-    from trainer.checkpoint.resume import CHECKPOINTS
-    from trainer.checkpoint.retention import committed, step_of
+    from serried.trainer.checkpoint.resume import CHECKPOINTS
+    from serried.trainer.checkpoint.retention import committed, step_of
 
     try:
         found = {step: path for path in committed(run / CHECKPOINTS) if (step := step_of(path)) is not None}
@@ -478,8 +476,8 @@ def report(words: list[str]) -> str:
     Raises:
         UserError: there is no such run, a key or value is wrong, or the page cannot be written.
     """
-    from trainer.page import write_report
-    from trainer.track import size
+    from serried.trainer.page import write_report
+    from serried.trainer.track import size
 
     mistakes: list[str] = []
     # A word with a = is a key, unless a folder is called so.
@@ -515,10 +513,10 @@ def send(words: list[str]) -> int:
     Raises:
         UserError: there is no such run, it has no trackers, or one of them is not installed.
     """
-    from configs.compose import compose_saved
-    from configs.trackers import asked_for, missing_trackers
-    from trainer.mirror.processes import Mirrors
-    from trainer.track import Console, RunFolder
+    from serried.configs.compose import compose_saved
+    from serried.configs.trackers import asked_for, missing_trackers
+    from serried.trainer.mirror.processes import Mirrors
+    from serried.trainer.track import Console, RunFolder
 
     mistakes: list[str] = []
     given, _ = pairs(words, "send", ("run.dir", "run.name"), mistakes)
@@ -575,7 +573,7 @@ def _has_saved(folder: Path) -> bool:
 
 
 def _runs_of_a_sweep(folder: Path) -> list[Path]:
-    from launch.summary import read_summary
+    from serried.launch.summary import read_summary
 
     return [outcome.run_dir for outcome in read_summary(folder)[1]]
 
@@ -609,7 +607,3 @@ def _runs_there_are(folder: Path, is_taken: Callable[[Path], bool]) -> str:
 def _listed(runs: list[Path]) -> str:
     more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
     return f"{' '.join(str(run) for run in runs[:8])}{more}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,20 @@
+"""The script that this process runs, to start it again as ranks, as the runs of a sweep or in a Slurm job."""
+
+import sys
+from pathlib import Path
+
+_training_command: tuple[str, ...] = ("-m", "serried.program")
+
+
+def remember_script() -> None:
+    """Record that ``__main__`` is a script that trains: ``train.py``, or a user's that ends in ``serried.main``."""
+    global _training_command
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is None and file is not None:  # not python -m
+        _training_command = (str(Path(file).resolve()),)
+
+
+def training_command() -> tuple[str, ...]:
+    """Return what follows the interpreter on a command line that trains; overrides come after it."""
+    return _training_command

@@ -1,0 +1,1 @@
+"""Distributed training with the same loss curve on every parallel layout."""

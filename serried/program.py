@@ -1,0 +1,66 @@
+"""Train a recipe: ``python train.py --help``, ``torchrun --nproc_per_node=8 train.py recipe=llama8b``."""
+
+import sys
+
+import serried.launch.early  # noqa: F401 -- first: from here on a signal ends this program in one line
+from serried.configs.compose import compose, config_yaml, help_text, parse_arguments
+from serried.configs.errors import UserError
+from serried.configs.schema import RunConfig
+from serried.configs.sweep import read_sweep
+from serried.launch.ending import leave, report_mistake
+from serried.launch.program import remember_script
+from serried.launch.ranks import planned_processes, say
+from serried.launch.session import Session, run_in_session
+from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
+from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
+from serried.trainer.page import write_report
+
+
+def main(arguments: list[str]) -> int:
+    """Do what the command line says and return the exit code. Mistakes and failures are printed here, not raised."""
+    try:
+        action, overrides = parse_arguments(arguments)
+        if action == "help":
+            return say(help_text())
+        sweep = planned_sweep(overrides, read_sweep) if action == "sweep" else None
+        configs = [point.config for point in sweep.points] if sweep else [compose(overrides)]
+        config, (plan, *_) = configs[0], [_plan(config) for config in configs]
+        if action == "config" or config.dry_run:
+            return say(config_yaml(config) if action == "config" else _overview(config, *plan) + describe_runs(sweep))
+        code = start_sweep(sweep, write_report) if sweep else start_elsewhere(overrides, config)
+    except UserError as error:
+        return report_mistake(error)
+    return _run(config) if code is None else code
+
+
+def _plan(config: RunConfig) -> tuple[Layout, int]:
+    layout = resolve_layout(config.parallel, planned_processes(config.launch, config.dry_run))
+    return layout, gradient_accumulation(config.trainer, layout)
+
+
+def _overview(config: RunConfig, layout: Layout, accumulation: int) -> str:
+    from serried.recipes.causal_lm import CausalLM
+    from serried.trainer.overview import dry_run
+
+    return dry_run(config, CausalLM(config), layout, accumulation)
+
+
+def _run(config: RunConfig) -> int:
+    def work(session: Session) -> int:
+        from serried.recipes.causal_lm import CausalLM
+        from serried.trainer.run import train
+
+        session.same_everywhere("the config", text := config_yaml(config))
+        return train(config, CausalLM(config), session, text)
+
+    return run_in_session(config.launch, work)
+
+
+def run() -> None:
+    """Train as the command line of this process says, and end the process."""
+    remember_script()
+    leave(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    run()

@@ -35,11 +35,11 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from serried.configs.compose import compose
-from serried.launch.session import Session, open_session
 from serried.parallel.apply import parallelize
 from serried.parallel.mesh import resolve_layout
 from serried.parallel.shards import local_rows
 from serried.recipes.causal_lm import CausalLM
+from serried.runtime.session import Session, open_session
 from serried.trainer.checkpoint.resume import CHECKPOINTS
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.state import load_state, state_parts

@@ -34,18 +34,18 @@ from torch import nn
 
 from serried.configs.compose import compose, config_yaml
 from serried.configs.schema import RunConfig
-from serried.launch.session import Session, open_session
 from serried.parallel.initialize import initialize
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.phases import Phases
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models.head import IGNORE
+from serried.records.run_folder import Console, RunFolder
+from serried.runtime.session import Session, open_session
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.loader import BatchLoader
 from serried.trainer.metrics import RATES, Meter
 from serried.trainer.optim import learning_rate
 from serried.trainer.sampler import SampleOrder
-from serried.trainer.track import Console, RunFolder
 from serried.trainer.trainer import Trainer
 from serried.trainer.watchdog import Pulse
 from tests.cluster import Cluster
@@ -64,7 +64,7 @@ STEPS_IN_A_TURN = {"real": 2, "almost no compute": 20}
 STEPS_IN_A_TURN_OF_NUMBERS = 10
 """The trainer marks one of so many, and logs as often."""
 PROFILED_STEPS = {"real": 30, "almost no compute": 300}
-NUMBERS = ("parallel/phases.py", "parallel/unit_waits.py", "trainer/metrics.py", "trainer/mirror/processes.py")
+NUMBERS = ("parallel/phases.py", "parallel/unit_waits.py", "trainer/metrics.py", "records/trackers/processes.py")
 """Where numbers come from."""
 
 

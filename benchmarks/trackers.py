@@ -49,7 +49,7 @@ _LOOK_SECONDS, _LOOK_SECONDS_WHERE_IT_COSTS, _NEAR_THE_END = 0.05, 1.0, 0.9
 _SPAN_SECONDS, _STEPS_TO_WARM_UP = 2.0, 20
 _WITHOUT_REST = """
 import subprocess, sys
-from serried.trainer.mirror.cores import be_nice
+from serried.records.trackers.cores import be_nice
 be_nice(19)
 while True:
     subprocess.run([sys.executable, "-c", "import wandb"])

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
 from serried.configs.schema import RunConfig
-from serried.launch.early import LAUNCHER
 from serried.launch.forward import PASSED_ON, NotedSignals, send
-from serried.launch.program import training_command
-from serried.launch.ranks import processes_per_node
-from serried.launch.status import Status, read_status, tell_of_a_kill
+from serried.records.status import Status, read_status, tell_of_a_kill
+from serried.runtime.early import LAUNCHER
+from serried.runtime.program import training_command
+from serried.runtime.ranks import processes_per_node
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent

@@ -13,7 +13,7 @@ from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED
 from serried.configs.schema import LaunchSection
 from serried.configs.suggest import pasteable
 from serried.launch import probes
-from serried.launch.session import Session, run_in_session
+from serried.runtime.session import Session, run_in_session
 
 _PATIENCE_SECONDS = 120.0
 _SLOW_SHARE = {"cuda": 0.8, "cpu": 0.5}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from serried.launch.session import Session
+    from serried.runtime.session import Session
 
 _WRITE_BYTES = 64 * 2**20
 _SHARED_MEMORY = Path("/dev/shm")

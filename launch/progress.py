@@ -10,8 +10,8 @@ import yaml
 
 from serried.configs.announce import duration
 from serried.launch.queue import jobs_of, queued_jobs, was_submitted
-from serried.launch.status import read_status
 from serried.launch.summary import RECORD, read_summary, table
+from serried.records.status import read_status
 
 
 def runs_in(folder: Path) -> list[Path]:

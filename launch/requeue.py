@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
-from serried.launch.status import read_status
+from serried.records.status import read_status
 
 ENDS = "ends.jsonl"
 """In ``run.dir/slurm``: how each start of the run under Slurm ended, one line of JSON each."""

@@ -15,9 +15,9 @@ import serried
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
 from serried.configs.schema import RunConfig
 from serried.launch.forward import NotedSignals
-from serried.launch.program import training_command
 from serried.launch.queue import jobs_of, note_job, queued_before_another, queued_jobs
-from serried.launch.ranks import processes_per_node, say
+from serried.runtime.program import training_command
+from serried.runtime.ranks import processes_per_node, say
 
 _PACKAGE = Path(serried.__file__).parent
 _MARK = "# ---- From here on every script is the same. ----\n"

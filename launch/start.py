@@ -7,10 +7,10 @@ from serried.configs.libraries import check_data_libraries
 from serried.configs.points import Sweep
 from serried.configs.schema import RunConfig
 from serried.configs.trackers import check_trackers
-from serried.launch.ranks import is_started, torchrun_says
-from serried.launch.signals import end_with_sweep
 from serried.launch.slurm import refuse_unequal
 from serried.launch.sweep import WriteReport, run_sweep, submit_sweep, values_shown
+from serried.runtime.ranks import is_started, torchrun_says
+from serried.runtime.signals import end_with_sweep
 
 _RUNS_DESCRIBED = 20
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from serried.configs.points import labels
 from serried.configs.schema import DEFAULT_VALIDATION
-from serried.launch.status import read_status
+from serried.records.status import read_status
 
 RECORD = "sweep.json"
 """In the folder of a sweep: its keys and how each run stands."""

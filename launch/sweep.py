@@ -23,14 +23,14 @@ from serried.configs.announce import duration
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, TrainingFailed, UserError
 from serried.configs.points import Point, Sweep, labels
 from serried.configs.schema import RunConfig
-from serried.launch.ending import in_one_line, say_why
 from serried.launch.forward import NotedSignals, send
-from serried.launch.program import training_command
 from serried.launch.queue import jobs_of, queued_before_another
-from serried.launch.signals import SWEEP
 from serried.launch.slurm import submit
-from serried.launch.status import tell_of_a_kill
 from serried.launch.summary import Outcome, read_outcome, read_summary, shown, table, write_summary
+from serried.records.status import tell_of_a_kill
+from serried.runtime.ending import in_one_line, say_why
+from serried.runtime.program import training_command
+from serried.runtime.signals import SWEEP
 
 WriteReport = Callable[[Sequence[Path], Path], object]
 """Writes the page that compares the runs in some folders to a file."""

@@ -10,8 +10,8 @@ from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, Use
 from serried.configs.schema import RunConfig
 from serried.configs.suggest import nearest
 from serried.configs.words import byte_count, no_key, number_between, pairs, run_key, step_number, whole_number
-from serried.launch.ending import leave, report_mistake
-from serried.launch.ranks import is_started, say
+from serried.runtime.ending import leave, report_mistake
+from serried.runtime.ranks import is_started, say
 
 _OVERRIDES = "[recipe=RECIPE] [key=value ...]"
 _COMMANDS = {  # what it takes, what it does, and more of that
@@ -183,7 +183,7 @@ def prepare(overrides: list[str]) -> str:
     """
     from serried.configs.compose import compose
     from serried.recipes.causal_lm import CausalLM
-    from serried.trainer.track import Console
+    from serried.records.run_folder import Console
 
     config = compose(overrides)
     threads = config.data.workers if "workers" in config.data.model_fields_set else None
@@ -235,7 +235,7 @@ def status(words: list[str]) -> None:
     from serried.configs.compose import compose
     from serried.launch.progress import describe_run, runs_in
     from serried.launch.sweep import write_anew
-    from serried.trainer.page import write_report
+    from serried.records.page import write_report
 
     _refuse([no_key(word, key) for word in words if "=" not in word and (key := run_key(word))])
     if words:
@@ -291,8 +291,8 @@ def export(words: list[str]) -> str:
     """
     import torch
 
+    from serried.records.run_folder import size
     from serried.trainer.checkpoint.export import export as write
-    from serried.trainer.track import size
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     mistakes: list[str] = []
@@ -318,10 +318,10 @@ def generate(words: list[str]) -> None:
     Raises:
         UserError: a key or value is wrong, or there is no such checkpoint.
     """
-    from serried.launch.ranks import choose_device, torchrun_says
-    from serried.launch.session import Session
     from serried.recipes.causal_lm import CausalLM
     from serried.recipes.data.show import for_terminal
+    from serried.runtime.ranks import choose_device, torchrun_says
+    from serried.runtime.session import Session
     from serried.trainer.evaluation import as_saved
     from serried.trainer.generation import Sampling, write_text
 
@@ -356,9 +356,9 @@ def evaluate(words: list[str]) -> int:
     Raises:
         UserError: a key or value is wrong, or there is no such checkpoint.
     """
-    from serried.launch.ranks import torchrun_says
-    from serried.launch.session import Session, run_in_session
     from serried.recipes.causal_lm import CausalLM
+    from serried.runtime.ranks import torchrun_says
+    from serried.runtime.session import Session, run_in_session
     from serried.trainer.evaluation import as_saved, print_evaluation
 
     mistakes: list[str] = []
@@ -476,8 +476,8 @@ def report(words: list[str]) -> str:
     Raises:
         UserError: there is no such run, a key or value is wrong, or the page cannot be written.
     """
-    from serried.trainer.page import write_report
-    from serried.trainer.track import size
+    from serried.records.page import write_report
+    from serried.records.run_folder import size
 
     mistakes: list[str] = []
     # A word with a = is a key, unless a folder is called so.
@@ -515,8 +515,8 @@ def send(words: list[str]) -> int:
     """
     from serried.configs.compose import compose_saved
     from serried.configs.trackers import asked_for, missing_trackers
-    from serried.trainer.mirror.processes import Mirrors
-    from serried.trainer.track import Console, RunFolder
+    from serried.records.run_folder import Console, RunFolder
+    from serried.records.trackers.processes import Mirrors
 
     mistakes: list[str] = []
     given, _ = pairs(words, "send", ("run.dir", "run.name"), mistakes)

@@ -2,18 +2,18 @@
 
 import sys
 
-import serried.launch.early  # noqa: F401 -- first: from here on a signal ends this program in one line
+import serried.runtime.early  # noqa: F401 -- first: from here on a signal ends this program in one line
 from serried.configs.compose import compose, config_yaml, help_text, parse_arguments
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.configs.sweep import read_sweep
-from serried.launch.ending import leave, report_mistake
-from serried.launch.program import remember_script
-from serried.launch.ranks import planned_processes, say
-from serried.launch.session import Session, run_in_session
 from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
-from serried.trainer.page import write_report
+from serried.records.page import write_report
+from serried.runtime.ending import leave, report_mistake
+from serried.runtime.program import remember_script
+from serried.runtime.ranks import planned_processes, say
+from serried.runtime.session import Session, run_in_session
 
 
 def main(arguments: list[str]) -> int:

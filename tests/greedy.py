@@ -8,11 +8,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from serried.launch.ending import leave
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER
 from serried.parallel.plan import LossTerms
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM
+from serried.runtime.ending import leave
 from serried.trainer.step import TrainStep
 
 ABSURD = 2**50

@@ -7,8 +7,8 @@ import sys
 from unittest.mock import patch
 
 from serried.configs.errors import StopRequested
-from serried.launch.ending import leave
 from serried.program import main
+from serried.runtime.ending import leave
 from serried.trainer.trainer import Trainer
 
 _run = Trainer.run

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 import serried.recipes.causal_lm
 import serried.trainer.trainer
 from serried.configs.compose import compose, config_yaml
-from serried.launch.session import Session, open_session
 from serried.parallel.gradient import local
 from serried.parallel.plan import LossTerms
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.data.dataset import Batch, Sample
 from serried.recipes.models.head import IGNORE
+from serried.records.run_folder import Console, RunFolder
+from serried.runtime.session import Session, open_session
 from serried.trainer.checkpoint.resume import find_start
 from serried.trainer.checkpoint.retention import committed
 from serried.trainer.run import train
 from serried.trainer.step import TrainStep
-from serried.trainer.track import Console, RunFolder
 from serried.trainer.trainer import Trainer
 from serried.trainer.watchdog import Pulse
 
@@ -211,7 +211,7 @@ def run_here(argv: list[str], after_step: Callable[[Trainer, int], None] | None 
     with (
         patch.object(serried.recipes.causal_lm, "CausalLM", make),
         patch.object(Trainer, "steps", watched),
-        patch("serried.launch.session.usable_cores", lambda: 1),
+        patch("serried.runtime.session.usable_cores", lambda: 1),
         redirect_stdout(printed),
         redirect_stderr(printed),
     ):

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 import serried.trainer.loader
-from serried.launch.ending import leave
 from serried.program import main
+from serried.runtime.ending import leave
 
 _read_batch = serried.trainer.loader._read_batch
 

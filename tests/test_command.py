@@ -176,7 +176,7 @@ def check_transformers_opens(folder: Path, text: Path) -> None:
 
 
 def test_two_processes_on_one_run_folder_are_refused(text: Path, tmp_path: Path) -> None:
-    from serried.trainer.track import RunFolder
+    from serried.records.run_folder import RunFolder
 
     folder = RunFolder(tmp_path / "run")
     done = start(*overrides(text, tmp_path / "run"))
@@ -204,7 +204,7 @@ def test_a_crash_shows_the_traceback_of_the_first_rank_only(text: Path, tmp_path
         "import os, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import serried.trainer.step, serried.program as train\n"
-        "from serried.launch.ending import leave\n"
+        "from serried.runtime.ending import leave\n"
         "inner = trainer.step.TrainStep.__call__\n"
         "def broken(self, *arguments):\n"
         "    self.calls = getattr(self, 'calls', 0) + 1\n"

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serried.configs.compose import compose, config_yaml
-from serried.launch.session import open_session
 from serried.parallel.plan import LossTerms
 from serried.recipes.data.dataset import Batch, Sample, collate
 from serried.recipes.data.lanes import StreamDataset
 from serried.recipes.data.mixture import MixtureDataset
+from serried.runtime.session import open_session
 from serried.trainer.loader import BatchLoader
 from serried.trainer.run import train
 from serried.trainer.sampler import Stream, sample_order

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from serried.configs.schema import LaunchSection
-from serried.launch.session import open_session
 from serried.parallel.mesh import Layout, build_mesh
+from serried.runtime.session import open_session
 from tests.cluster import Cluster
 
 SILENT_SECONDS = 12.0

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from serried.trainer import live
+from serried.records.run_folder import Console
+from serried.runtime import live
+from serried.runtime.live import Doing, Live
 from serried.trainer.activity import Activity
-from serried.trainer.live import Doing, Live
-from serried.trainer.track import Console
 from serried.trainer.watchdog import DATA, EVALUATE, LOG, SAVE, TRAIN, Pulse
 from tests.cluster import ROOT
 from tests.runs import tiny_overrides
@@ -105,7 +105,8 @@ def test_ctrl_c_leaves_a_clean_terminal(text: Path, tmp_path: Path) -> None:
 
 def test_a_terminal_that_cannot_rewrite_lines_gets_plain_ones() -> None:
     script = (
-        "from serried.trainer.track import Console; c = Console(True, 0); c.doing('something'); c.progress('10 of 20');"
+        "from serried.records.run_folder import Console\n"
+        "c = Console(True, 0); c.doing('something'); c.progress('10 of 20');"
         "c.progress(''); c.say('done'); c.close()"
     )
     code, arrived = on_terminal([sys.executable, "-c", script], term="dumb")

@@ -23,10 +23,10 @@ import serried.recipes.models.head
 import serried.recipes.models.transformer
 import serried.trainer.trainer
 from serried.configs.compose import compose
-from serried.launch.session import open_session
 from serried.parallel.data import Replicated
 from serried.parallel.phases import PHASES, Phases
 from serried.recipes.models.transformer import Transformer, flops_per_token
+from serried.runtime.session import open_session
 from serried.trainer.metrics import PROFILING, SAVING, Meter, eta_seconds
 from serried.trainer.peak_flops import PEAK_FLOPS, peak_flops
 from serried.trainer.step import TrainStep

@@ -6,8 +6,8 @@ from unittest.mock import patch
 
 import torch
 
-from serried.launch.session import Session
 from serried.program import main
+from serried.runtime.session import Session
 from serried.trainer.pace import Pace, SlowRank
 from tests.cluster import Cluster
 from tests.runs import metrics, tiny_overrides

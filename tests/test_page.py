@@ -18,10 +18,10 @@ import yaml
 
 import serried.trainer.run
 from serried.cli import main
-from serried.trainer.page import write_report
-from serried.trainer.page.page import render
-from serried.trainer.page.records import Curve, read_records
-from serried.trainer.page.thinning import means, thinned
+from serried.records.page import write_report
+from serried.records.page.page import render
+from serried.records.page.records import Curve, read_records
+from serried.records.page.thinning import means, thinned
 from tests.browser import Browser, Page, browser
 from tests.cluster import ROOT
 from tests.runs import metrics, run_here, tiny_overrides
@@ -538,7 +538,7 @@ def test_the_page_may_fetch_nothing_and_run_nothing_else(chromium: Browser, page
 
 
 def test_the_library_is_the_one_it_says(page_file: Path) -> None:
-    folder = ROOT / "trainer" / "page" / "uplot"
+    folder = ROOT / "records" / "page" / "uplot"
     told = re.findall(r"\| ([0-9a-f]{64}) \| (\S+) \|", (folder / "README.md").read_text())
     assert len(told) == 2
     for digest, name in told:

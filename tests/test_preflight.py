@@ -13,7 +13,7 @@ import pytest
 from serried.configs.schema import LaunchSection
 from serried.launch import probes
 from serried.launch.preflight import judge, preflight, report
-from serried.launch.session import Session
+from serried.runtime.session import Session
 from tests.cluster import ROOT, Cluster
 
 GIB = 2**30

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.disturb import family
-from serried.trainer.mirror.reach import ask
+from serried.records.trackers.reach import ask
 from tests.test_trackers import await_wandb, warned
 from tests.tracked import Records, mirrors, wait_for
 from tests.wandb_server import WandbServer, serving

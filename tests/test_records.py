@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from serried.trainer.track import RunFolder
+from serried.records.run_folder import RunFolder
 from serried.trainer.trainer import Trainer
 from tests.runs import metrics, run_here, tiny_overrides
 

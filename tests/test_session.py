@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from serried.configs.errors import UserError
 from serried.configs.schema import LaunchSection
-from serried.launch.ranks import planned_processes, usable_cores
-from serried.launch.session import open_session
+from serried.runtime.ranks import planned_processes, usable_cores
+from serried.runtime.session import open_session
 from tests.cluster import ROOT, Cluster
 
 
@@ -150,7 +150,7 @@ def test_a_second_signal_does_not_break_the_clean_up() -> None:
     code = (
         "import os, signal, time\n"
         "from serried.configs.schema import LaunchSection\n"
-        "from serried.launch.ending import leave\nfrom serried.launch.session import run_in_session\n"
+        "from serried.runtime.ending import leave\nfrom serried.runtime.session import run_in_session\n"
         "def work(session):\n"
         "    try:\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
@@ -171,7 +171,7 @@ def test_a_signal_after_an_error_does_not_hide_it() -> None:
     code = (
         "import os, signal, time\n"
         "from serried.configs.schema import LaunchSection\n"
-        "from serried.launch.ending import leave\nfrom serried.launch.session import Session, run_in_session\n"
+        "from serried.runtime.ending import leave\nfrom serried.runtime.session import Session, run_in_session\n"
         "first_failure = Session.first_failure\n"
         "def signalled(self, error):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

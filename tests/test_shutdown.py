@@ -21,10 +21,10 @@ import serried.recipes.causal_lm
 from benchmarks.disturb import family, is_alive, torchrun
 from serried.configs.errors import StopRequested
 from serried.configs.schema import LaunchSection
-from serried.launch.session import open_session
 from serried.program import main
+from serried.records.trackers.processes import Mirrors
+from serried.runtime.session import open_session
 from serried.trainer.checkpoint.save import Checkpointer
-from serried.trainer.mirror.processes import Mirrors
 from serried.trainer.trainer import Trainer
 from tests.cluster import ROOT, Cluster
 from tests.runs import ObservedRecipe, metrics, run_here, steps_saved, tiny_overrides, weights

@@ -24,10 +24,10 @@ from serried.configs.addresses import masked
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.trackers import check_trackers
-from serried.trainer.mirror import cores, processes
-from serried.trainer.mirror.cores import is_a_core_idle
-from serried.trainer.mirror.metrics_file import MetricsFile
-from serried.trainer.mirror.rows import Rows
+from serried.records.trackers import cores, processes
+from serried.records.trackers.cores import is_a_core_idle
+from serried.records.trackers.metrics_file import MetricsFile
+from serried.records.trackers.rows import Rows
 from tests.cluster import ROOT
 from tests.runs import metrics, tiny_overrides
 from tests.tracked import Records, accumulator, mirrors, scalars, wait_for, wandb_run
@@ -195,9 +195,9 @@ def busy_cores() -> Iterator[None]:
 
 def with_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **seconds: Any) -> None:
     """Have mirrors with other ``seconds``: values of their program."""
-    changed = tmp_path / "changed.trainer.mirror"
+    changed = tmp_path / "changed.serried.records.trackers"
     changed.write_text(
-        "import sys, trainer.mirror.__main__ as mirror\n"
+        "import sys, serried.records.trackers.__main__ as mirror\n"
         f"vars(mirror).update(COMMAND=(sys.executable, '-P', __file__), **{seconds!r})\n"
         "mirror.main(sys.argv[1:])\n"
     )
@@ -602,7 +602,7 @@ def test_records_that_cannot_be_sent_are_kept(text: Path, tmp_path: Path, capsys
 
 def test_a_mirror_needs_no_torch() -> None:
     modules = ["__main__", "wandb_tracker", "tensorboard_tracker", "mlflow_tracker"]
-    imports = "; ".join(f"import serried.trainer.mirror.{module}" for module in modules)
+    imports = "; ".join(f"import serried.records.trackers.{module}" for module in modules)
     code = f"{imports}; import sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 

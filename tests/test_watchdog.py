@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from serried.configs.schema import LaunchSection
-from serried.launch.ending import leave
-from serried.launch.session import open_session
 from serried.program import main
+from serried.runtime.ending import leave
+from serried.runtime.session import open_session
 from serried.trainer.loader import BatchLoader
 from serried.trainer.trainer import Trainer
 from serried.trainer.watchdog import (

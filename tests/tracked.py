@@ -15,8 +15,8 @@ from wandb.proto import wandb_internal_pb2
 
 from benchmarks.disturb import family, send
 from serried.configs.compose import compose, config_yaml
-from serried.trainer.mirror.processes import Mirrors
-from serried.trainer.track import Console, RunFolder
+from serried.records.run_folder import Console, RunFolder
+from serried.records.trackers.processes import Mirrors
 from tests.runs import tiny_overrides
 
 PATIENCE_SECONDS = 400.0
@@ -93,7 +93,7 @@ def mirrors(run_dir: Path) -> list[int]:
             words = (path / "cmdline").read_bytes().split(b"\0") if path.name.isdigit() else []
         except OSError:
             continue
-        if any(word.endswith(b"trainer.mirror") for word in words) and os.fsencode(run_dir) in words:
+        if any(word.endswith(b"serried.records.trackers") for word in words) and os.fsencode(run_dir) in words:
             found.append(int(path.name))
     return found
 

@@ -4,8 +4,8 @@ import sys
 import time
 from typing import Any
 
-from serried.launch.ending import leave
 from serried.program import main
+from serried.runtime.ending import leave
 from serried.trainer.trainer import Trainer
 
 _train = Trainer._train

@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from serried.configs.announce import duration
-from serried.trainer.live import Doing
-from serried.trainer.track import Console, short
+from serried.records.run_folder import Console, short
+from serried.runtime.live import Doing
 from serried.trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse
 
 if TYPE_CHECKING:
-    from serried.launch.session import Session
+    from serried.runtime.session import Session
 
 _ROUTINE = (DATA, TRAIN, LOG)
 _WORDS = {

@@ -13,6 +13,7 @@ from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig
 from serried.parallel.apply import parallelize
 from serried.parallel.data import Single
 from serried.parallel.mesh import resolve_layout
+from serried.records.run_folder import Console
 from serried.trainer.checkpoint.manifest import Damaged, check_file, read_manifest
 from serried.trainer.checkpoint.retention import MODEL
 from serried.trainer.checkpoint.state import load_weights
@@ -20,10 +21,9 @@ from serried.trainer.loader import evaluation_batches
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.recipe import Dataset, Recipe, to_device
 from serried.trainer.sampler import evaluation_samples
-from serried.trainer.track import Console
 
 if TYPE_CHECKING:
-    from serried.launch.session import Session
+    from serried.runtime.session import Session
 
 Batches = Iterable[Any]
 

@@ -12,7 +12,7 @@ from serried.trainer.evaluation import check_weights, load_model
 from serried.trainer.recipe import Recipe
 
 if TYPE_CHECKING:
-    from serried.launch.session import Session
+    from serried.runtime.session import Session
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from serried.parallel.mesh import Layout
 from serried.trainer.step import FAILURES_THAT_STOP, StepResult
 
 if TYPE_CHECKING:
-    from serried.launch.session import Session
+    from serried.runtime.session import Session
 
 _CHUNK_WORDS = 2**20
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as a signed number

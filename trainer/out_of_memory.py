@@ -18,15 +18,15 @@ from serried.configs.schema import RunConfig
 from serried.parallel.gradient import local
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.phases import BACKWARD, FORWARD
+from serried.records.run_folder import PROFILES, size
 from serried.trainer.memory import Memory, planned_memory
 from serried.trainer.optim import state_bytes
 from serried.trainer.recipe import Recipe
 from serried.trainer.snapshot import write_snapshot
-from serried.trainer.track import PROFILES, size
 from serried.trainer.watchdog import EVALUATE, SET_UP, Pulse
 
 if TYPE_CHECKING:
-    from serried.launch.session import Session
+    from serried.runtime.session import Session
 
 _TEXTS = (  # of errors that have no class of their own
     "can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",

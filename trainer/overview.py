@@ -5,12 +5,12 @@ from torch import nn
 from serried.configs.schema import RunConfig
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
+from serried.records.run_folder import short, size
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.memory import planned_memory
 from serried.trainer.optim import state_bytes
 from serried.trainer.recipe import Dataset, Recipe
 from serried.trainer.sampler import passes
-from serried.trainer.track import short, size
 
 _LARGE_GPU_BYTES = 80 * 2**30
 """Of an A100 or H100, for which a plan without a word of its machine is made."""

@@ -22,13 +22,13 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 
 from serried.configs.schema import RunConfig
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
+from serried.records.run_folder import PROFILES, Console, size
 from serried.trainer.health import GoBack
 from serried.trainer.snapshot import record_history, write_snapshot
-from serried.trainer.track import PROFILES, Console, size
 from serried.trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN
 
 if TYPE_CHECKING:
-    from serried.launch.session import Session
+    from serried.runtime.session import Session
 
 _ANNOTATIONS = {
     SET_UP: "set-up", DATA: "data", TRAIN: "copy to device", FORWARD: "forward", BACKWARD: "backward",

@@ -9,15 +9,15 @@ from serried.configs.announce import duration
 from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed
 from serried.configs.schema import DEFAULT_VALIDATION, RunConfig
 from serried.parallel.mesh import Layout
+from serried.records.run_folder import PROFILES, Console, RunFolder, short, size, step_line
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start
 from serried.trainer.checkpoint.retention import folder_name
 from serried.trainer.checkpoint.save import Saved
 from serried.trainer.peak_flops import device_name
 from serried.trainer.step import StepResult
-from serried.trainer.track import PROFILES, Console, RunFolder, short, size, step_line
 
 if TYPE_CHECKING:
-    from serried.launch.session import Session
+    from serried.runtime.session import Session
 
 DONE = "all steps done"
 

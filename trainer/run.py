@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
 from serried.configs.schema import RunConfig
+from serried.records.page import write_report
+from serried.records.run_folder import Console, RunFolder, tell_end
 from serried.trainer.activity import Activity
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
 from serried.trainer.checkpoint.state import check_names
 from serried.trainer.out_of_memory import explained
-from serried.trainer.page import write_report
 from serried.trainer.recipe import Recipe
 from serried.trainer.report import DONE
-from serried.trainer.track import Console, RunFolder, tell_end
 from serried.trainer.trainer import Trainer
 from serried.trainer.watchdog import END, Watchdog
 
 if TYPE_CHECKING:
-    from serried.launch.ending import Failure
-    from serried.launch.session import Session
+    from serried.runtime.ending import Failure
+    from serried.runtime.session import Session
 
 
 def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: str) -> int:

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from serried.configs.schema import RunConfig
-from serried.trainer.track import Console
+from serried.records.run_folder import Console
 
 if TYPE_CHECKING:
-    from serried.launch.session import Session
+    from serried.runtime.session import Session
 
 CONTROL = "control"
 """File in the run folder; a word in it is obeyed."""

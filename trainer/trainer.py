@@ -24,6 +24,8 @@ from serried.configs.schema import DEFAULT_VALIDATION, RunConfig
 from serried.parallel.apply import parallelize
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.parallel.plan import ParallelPlan
+from serried.records.run_folder import Console, RunFolder, environment
+from serried.records.trackers.processes import Mirrors, choose_run_id
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, find_start, make_room, plain
 from serried.trainer.checkpoint.retention import sweep
 from serried.trainer.checkpoint.save import Checkpointer, lack_of_space
@@ -32,7 +34,6 @@ from serried.trainer.evaluation import source_losses
 from serried.trainer.health import GoBack, ReplicaCheck, respond
 from serried.trainer.loader import PADDING_ID, BatchLoader
 from serried.trainer.metrics import PROFILING, RATES, SAVING, Meter, eta_seconds
-from serried.trainer.mirror.processes import Mirrors, choose_run_id
 from serried.trainer.optim import build_optimizer, learning_rate, state_bytes
 from serried.trainer.overview import overview
 from serried.trainer.peak_flops import device_name, peak_flops
@@ -43,11 +44,10 @@ from serried.trainer.report import Report
 from serried.trainer.sampler import Mixture, Stream, sample_order
 from serried.trainer.shutdown import Action, Shutdown
 from serried.trainer.step import StepResult, TrainStep
-from serried.trainer.track import Console, RunFolder, environment
 from serried.trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse
 
 if TYPE_CHECKING:
-    from serried.launch.session import Session
+    from serried.runtime.session import Session
 
 _READ_AT_LEAST_EVERY = 50
 _COLLECT_GARBAGE_EVERY = 50

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from serried.configs.errors import EXIT_STOPPED
 from serried.configs.schema import LaunchSection
 from serried.parallel.phases import Phases
-from serried.trainer.track import Console, RunFolder, read_status, tell_end
+from serried.records.run_folder import Console, RunFolder, read_status, tell_end
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from serried.launch.session import Session
+    from serried.runtime.session import Session
 
 SET_UP, DATA, TRAIN, LOG, EVALUATE, SAVE, END = PHASES = (
     "set-up", "data.next", "forward, backward and update", "reading and logging results", "evaluation", "saving",

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from serried.configs.errors import UserError
+from serried.records.run_folder import size
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_file, fsync_folder, read_manifest
 from serried.trainer.checkpoint.retention import STATE
 from serried.trainer.checkpoint.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
-from serried.trainer.track import size
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

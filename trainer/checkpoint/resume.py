@@ -13,12 +13,12 @@ import torch
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.configs.suggest import nearest
+from serried.records.run_folder import RECORDS, RunFolder
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest
 from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER, STATE, named, step_of
-from serried.trainer.track import RECORDS, RunFolder
 
 if TYPE_CHECKING:
-    from serried.launch.session import Session
+    from serried.runtime.session import Session
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints, in its run folder."""

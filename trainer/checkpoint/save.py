@@ -22,16 +22,16 @@ from torch import Tensor
 from serried.configs.errors import UserError
 from serried.configs.schema import CheckpointSection
 from serried.parallel.mesh import Layout
+from serried.records.run_folder import size
 from serried.trainer.checkpoint.exchange import Exchange
 from serried.trainer.checkpoint.manifest import FileRecord, fsync_folder, record_of, write_manifest
 from serried.trainer.checkpoint.plan import BUCKET_BYTES, Part, Plan, aligned, deal_files, make_plan
 from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER, STATE, folder_name, partial_name, prune
 from serried.trainer.checkpoint.tensors import index_json, tensor_bytes
 from serried.trainer.checkpoint.writer import NOT_SHARED, Writer
-from serried.trainer.track import size
 
 if TYPE_CHECKING:
-    from serried.launch.session import Session
+    from serried.runtime.session import Session
 
 _SPARE_BYTES = 64 * 2**20
 _CHUNK_BYTES = 2**29

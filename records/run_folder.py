@@ -15,9 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+import serried
 from serried.configs.announce import duration
 from serried.configs.errors import UserError
-from serried.trainer.live import Doing, Live, is_terminal
+from serried.runtime.live import Doing, Live, is_terminal
 
 PROFILES = "profile"
 RECORDS = (
@@ -256,7 +257,7 @@ def environment() -> dict[str, Any]:
     """Versions, hardware and the code's commit. No environment variables, so no secrets."""
     import torch
 
-    root = Path(__file__).resolve().parent.parent
+    root = Path(serried.__file__).resolve().parent
 
     def git(*arguments: str) -> str | None:
         try:

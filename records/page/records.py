@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import yaml
 
-from serried.trainer.track import read_status
+from serried.records.run_folder import read_status
 
 _WHERE_KNOWN = {
     "lr": ("lr", ""),

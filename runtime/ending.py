@@ -17,7 +17,7 @@ from serried.configs.errors import (
     TrainingStopped,
     UserError,
 )
-from serried.launch.ranks import speaks
+from serried.runtime.ranks import speaks
 
 STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
 """Environment variable: whoever waits for the ranks reads ``status.json``, not exit codes. Its value is a file to make

@@ -8,7 +8,7 @@ from typing import Any
 
 import wandb
 
-from serried.trainer.mirror.tracker import Held, Row, Run, Summary
+from serried.records.trackers.tracker import Held, Row, Run, Summary
 
 # Where training has all cores, a thread here is given 1.5 % of one.
 _INIT_SECONDS, _SERVICE_SECONDS = 180.0, 120.0

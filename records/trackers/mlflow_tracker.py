@@ -13,7 +13,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
 from serried.configs.trackers import is_address
-from serried.trainer.mirror.tracker import Held, Row, Run, Summary, flat
+from serried.records.trackers.tracker import Held, Row, Run, Summary, flat
 
 _IDENTITY = "tracker_run_id"
 _METRICS_AT_A_TIME = 1000

@@ -14,9 +14,9 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested
-from serried.launch.deadline import deadline_of_job
-from serried.launch.early import LAUNCHER
-from serried.launch.ending import STATUS_DECIDES, code_for_agent
+from serried.runtime.deadline import deadline_of_job
+from serried.runtime.early import LAUNCHER
+from serried.runtime.ending import STATUS_DECIDES, code_for_agent
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Preemption and torchrun, Ctrl-C, Slurm before a time limit, a terminal that is gone."""

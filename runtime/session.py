@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from serried.configs.announce import announced
 from serried.configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
 from serried.configs.schema import LaunchSection
-from serried.launch.ending import Failure, exit_code_of, in_one_line, let_another_end_first, report_alone, say_why
-from serried.launch.meeting import connect, meet
-from serried.launch.ranks import choose_device, keep_freed_memory, torchrun_says, usable_cores
-from serried.launch.signals import Signals, end_with_torchrun
+from serried.runtime.ending import Failure, exit_code_of, in_one_line, let_another_end_first, report_alone, say_why
+from serried.runtime.ranks import choose_device, keep_freed_memory, torchrun_says, usable_cores
+from serried.runtime.rendezvous import connect, meet
+from serried.runtime.signals import Signals, end_with_torchrun
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from serried.configs.schema import DEFAULT_VALIDATION
-from serried.trainer.mirror.tracker import Row
+from serried.records.trackers.tracker import Row
 
 _ABOUT_THE_LINE = ("event", "time", "step", "set")
 _SPEED = (

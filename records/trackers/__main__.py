@@ -1,4 +1,4 @@
-"""Mirror the records of a run to one tracker: ``python -m serried.trainer.mirror NAME RUN_DIR``.
+"""Mirror the records of a run to one tracker: ``python -m serried.records.trackers NAME RUN_DIR``.
 
 The training process starts this, and keeps the other end of its standard input open for as long as it lives.
 
@@ -23,11 +23,11 @@ from typing import Any, NoReturn
 
 import yaml
 
-from serried.trainer.mirror import COMMAND, send_command
-from serried.trainer.mirror.cores import be_nice, have_children_be_nice, is_a_core_idle
-from serried.trainer.mirror.metrics_file import MetricsFile
-from serried.trainer.mirror.reach import ANSWER_SECONDS, Reach, ask
-from serried.trainer.mirror.tracker import Held, Row, Run, Tracker
+from serried.records.trackers import COMMAND, send_command
+from serried.records.trackers.cores import be_nice, have_children_be_nice, is_a_core_idle
+from serried.records.trackers.metrics_file import MetricsFile
+from serried.records.trackers.reach import ANSWER_SECONDS, Reach, ask
+from serried.records.trackers.tracker import Held, Row, Run, Tracker
 
 _LOOK_SECONDS = 1.0
 _KNOCK_SECONDS = 30.0
@@ -223,7 +223,7 @@ class _Mirror:
 
     def _follow(self) -> None:
         """Write all that there is and all that comes."""
-        from serried.trainer.mirror.rows import (
+        from serried.records.trackers.rows import (
             Rows,  # with the schema of all of the config: too much for one that only waits
         )
 
@@ -287,15 +287,15 @@ class _Mirror:
 
     def _make_tracker(self) -> Tracker:
         if self._arguments.name == "wandb":
-            from serried.trainer.mirror.wandb_tracker import WandbTracker
+            from serried.records.trackers.wandb_tracker import WandbTracker
 
             process = None if self._watch.alone.is_set() else os.getppid()
             return WandbTracker(is_online=self._is_online_wandb, process=process)
         if self._arguments.name == "tensorboard":
-            from serried.trainer.mirror.tensorboard_tracker import TensorBoardTracker
+            from serried.records.trackers.tensorboard_tracker import TensorBoardTracker
 
             return TensorBoardTracker()
-        from serried.trainer.mirror.mlflow_tracker import MlflowTracker
+        from serried.records.trackers.mlflow_tracker import MlflowTracker
 
         return MlflowTracker(self._track["mlflow"])
 
@@ -425,7 +425,7 @@ def _leave(code: int) -> NoReturn:
 
 def main(argv: list[str]) -> NoReturn:
     """Mirror, and end the process."""
-    parser = argparse.ArgumentParser(prog="python -m serried.trainer.mirror", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m serried.records.trackers", description=__doc__)
     parser.add_argument("name", choices=("wandb", "tensorboard", "mlflow"))
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)

@@ -10,7 +10,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    from serried.trainer.page import (
+    from serried.records.page import (
         page,  # numpy comes with it, which a command that writes no page should not wait for
     )
 

@@ -8,7 +8,9 @@ import shlex
 import sys
 from pathlib import Path
 
-COMMAND = (sys.executable, "-P", "-m", "serried.trainer.mirror")
+import serried
+
+COMMAND = (sys.executable, "-P", "-m", "serried.records.trackers")
 """What runs a mirror. ``-P``: a file of the user's called wandb.py is not the tracker."""
 
 
@@ -19,6 +21,6 @@ def send_command(run_dir: Path) -> str:
 
 def python_path() -> str:
     """``PYTHONPATH`` with which ``COMMAND`` finds its modules from any folder."""
-    root = str(Path(__file__).resolve().parent.parent.parent)
+    root = str(Path(serried.__file__).parent.parent)
     others = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     return os.pathsep.join(dict.fromkeys([root, *others]))

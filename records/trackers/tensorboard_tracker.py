@@ -17,7 +17,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from serried.trainer.mirror.tracker import Held, Row, Run, Summary, flat
+from serried.records.trackers.tracker import Held, Row, Run, Summary, flat
 
 _PREFIX = "events.out.tfevents."
 _REWRITING = ".rewriting"

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from serried.configs.addresses import masked
 from serried.configs.schema import DEFAULT_VALIDATION
-from serried.trainer.page.records import Curve, Mark, Records, is_count, is_number, read_records
-from serried.trainer.page.thinning import means, thinned
+from serried.records.page.records import Curve, Mark, Records, is_count, is_number, read_records
+from serried.records.page.thinning import means, thinned
 
 _HERE = Path(__file__).resolve().parent
 _OWN_SCRIPTS = ("format", "specs", "charts", "marks", "sections", "page")

@@ -95,13 +95,13 @@ def train_struck(argv: list[str], at: str, count: int, numbers: list[int], ranks
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    answers = cluster.run(2, "train:main", arguments=arguments(text, run_dir))
+    answers = cluster.run(2, "serried.program:main", arguments=arguments(text, run_dir))
     assert [answer.value for answer in answers] == [0, 0]
     return run_dir
 
 
 def goes_on_as_undisturbed(cluster: Cluster, argv: list[str], run_dir: Path, undisturbed: Path) -> None:
-    answers = cluster.run(2, "train:main", arguments=argv)
+    answers = cluster.run(2, "serried.program:main", arguments=argv)
     assert [answer.value for answer in answers] == [0, 0], answers[0].printed
     told, expected = metrics(run_dir), metrics(undisturbed)
     assert [[line[key] for key in SAME_LINE] for line in told] == [

@@ -38,7 +38,7 @@ _TEMPERATURE = 0.8
 
 
 class CausalLM:
-    """A Transformer on packed text. ``trainer.recipe.Recipe`` says what each method promises."""
+    """A Transformer on packed text. ``trainer.task.Recipe`` says what each method promises."""
 
     def __init__(self, config: RunConfig) -> None:
         self._model, self._data, self._trainer = config.model, config.data, config.trainer

@@ -19,8 +19,8 @@ from serried.trainer.checkpoint.retention import MODEL
 from serried.trainer.checkpoint.state import load_weights
 from serried.trainer.loader import evaluation_batches
 from serried.trainer.precision import LOW_DTYPES
-from serried.trainer.recipe import Dataset, Recipe, to_device
 from serried.trainer.sampler import evaluation_samples
+from serried.trainer.task import Dataset, Task, to_device
 
 if TYPE_CHECKING:
     from serried.runtime.session import Session
@@ -32,7 +32,7 @@ _LARGEST_EXPONENT = 709.0
 
 def source_losses(
     parallel: Single,
-    recipe: Recipe,
+    task: Task,
     dataset: Dataset,
     session: "Session",
     *,
@@ -48,13 +48,13 @@ def source_losses(
     for source, samples in evaluation_samples(dataset, sequences).items():
         batches = evaluation_batches(
             dataset,
-            recipe.collate,
+            task.collate,
             samples,
             micro_batch=micro_batch,
             data_ranks=session.world_size,
             data_rank=session.rank,
         )
-        terms = parallel.evaluate(on_device(batches), recipe.loss)
+        terms = parallel.evaluate(on_device(batches), task.loss)
         yield source, terms.loss_sum.item(), int(terms.weight.item())
 
 
@@ -94,7 +94,7 @@ class Evaluated:
 
 def print_evaluation(
     config: RunConfig,
-    recipe: Recipe,
+    task: Task,
     session: "Session",
     checkpoint: Path,
     *,
@@ -107,7 +107,7 @@ def print_evaluation(
     global_batch = config.trainer.global_batch
     try:
         found = evaluate(
-            config, recipe, session, checkpoint,
+            config, task, session, checkpoint,
             is_whole=is_whole, sequences=batches and batches * global_batch, console=console,
         )  # fmt: skip
         if as_json:
@@ -147,7 +147,7 @@ def describe(found: Evaluated, global_batch: int) -> str:
 
 def evaluate(
     config: RunConfig,
-    recipe: Recipe,
+    task: Task,
     session: "Session",
     checkpoint: Path,
     *,
@@ -164,23 +164,23 @@ def evaluate(
         UserError: the checkpoint is damaged, or of another model or tokenizer than the data.
     """
     console.doing("preparing data")
-    recipe.open_data(session.once_per_node(partial(recipe.prepare, console.progress)))
-    session.once(partial(recipe.check_tokenizer, checkpoint))
+    task.open_data(session.once_per_node(partial(task.prepare, console.progress)))
+    session.once(partial(task.check_tokenizer, checkpoint))
     console.doing(f"reading {checkpoint}")
     session.once(partial(check_weights, checkpoint))
-    parallel = load_model(config, recipe, session, checkpoint)
-    names = [WHOLE] if is_whole else [DEFAULT_VALIDATION, *recipe.further_validation()]
+    parallel = load_model(config, task, session, checkpoint)
+    names = [WHOLE] if is_whole else [DEFAULT_VALIDATION, *task.further_validation()]
     found = []
     for name in names:
-        dataset = recipe.dataset(name)
+        dataset = task.dataset(name)
         wanted = len(dataset) if sequences is None else sequences
-        found += _evaluate_on(config, recipe, session, parallel, name, dataset, wanted, console)
+        found += _evaluate_on(config, task, session, parallel, name, dataset, wanted, console)
     return found
 
 
 def _evaluate_on(
     config: RunConfig,
-    recipe: Recipe,
+    task: Task,
     session: "Session",
     parallel: Single,
     name: str,
@@ -197,13 +197,13 @@ def _evaluate_on(
         nonlocal done, text_bytes
         for batch in batches:
             console.doing(f"evaluating {name}: {min(done, total):,} of {total:,} sequences", f"evaluating {name}")
-            text_bytes += recipe.target_bytes(batch)
+            text_bytes += task.target_bytes(batch)
             yield to_device(batch, session.device)
             done += micro_batch * session.world_size
 
     each: list[Evaluated] = []
     losses = source_losses(
-        parallel, recipe, dataset, session, sequences=wanted, micro_batch=micro_batch, on_device=on_device
+        parallel, task, dataset, session, sequences=wanted, micro_batch=micro_batch, on_device=on_device
     )
     for source, loss_sum, tokens in losses:
         of_source = f"{name}/{source}" if source else name
@@ -246,12 +246,12 @@ def as_saved(
     return config.model_copy(update={"model": model, "data": data, "parallel": parallel})
 
 
-def load_model(config: RunConfig, recipe: Recipe, session: "Session", checkpoint: Path) -> Single:
+def load_model(config: RunConfig, task: Task, session: "Session", checkpoint: Path) -> Single:
     """The model with the weights of ``checkpoint``, cut over all ranks. A collective."""
-    model = recipe.build_model()
+    model = task.build_model()
     parallel = parallelize(
         model,
-        recipe.parallel_plan(model),
+        task.parallel_plan(model),
         None,
         seed=config.trainer.seed,
         layout=resolve_layout(config.parallel, session.world_size),
@@ -259,7 +259,7 @@ def load_model(config: RunConfig, recipe: Recipe, session: "Session", checkpoint
         low_dtype=LOW_DTYPES[config.precision.name],
         device=session.device,
     )
-    load_weights(checkpoint, parallel.module, recipe.export_name)
+    load_weights(checkpoint, parallel.module, task.export_name)
     parallel.model.eval()
     return parallel
 

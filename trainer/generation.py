@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.trainer.evaluation import check_weights, load_model
-from serried.trainer.recipe import Recipe
+from serried.trainer.task import Task
 
 if TYPE_CHECKING:
     from serried.runtime.session import Session
@@ -30,7 +30,7 @@ class Sampling:
 
 def write_text(
     config: RunConfig,
-    recipe: Recipe,
+    task: Task,
     session: "Session",
     checkpoint: Path,
     prompt: str,
@@ -45,7 +45,7 @@ def write_text(
     Raises:
         UserError: the prompt is too long for the model, or the checkpoint is damaged.
     """
-    prompt_tokens = len(recipe.prompt_ids(prompt))
+    prompt_tokens = len(task.prompt_ids(prompt))
     trained, longest = config.data.sequence_length, config.model.max_sequence_length
     if prompt_tokens >= longest:
         raise UserError(
@@ -54,7 +54,7 @@ def write_text(
         )
     check_weights(checkpoint)
     note(f"model      {checkpoint}, {config.precision.name} on {session.device}")
-    model = load_model(config, recipe, session, checkpoint)
+    model = load_model(config, task, session, checkpoint)
     tokens = min(sampling.tokens, longest - prompt_tokens)
     if prompt_tokens + tokens > trained:
         note(f"note       it was trained on {trained:,} tokens at a time; what comes after these may be worse")
@@ -62,7 +62,7 @@ def write_text(
     if config.data.format == "text":
         say(prompt)
     with model.autocast():
-        for piece in recipe.write(
+        for piece in task.write(
             model.model, prompt, tokens=tokens, temperature=sampling.temperature, top_p=sampling.top_p,
             seed=sampling.seed, device=session.device,
         ):  # fmt: skip

@@ -11,7 +11,7 @@ from serried.configs.schema import RunConfig
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.trainer.precision import LOW_DTYPES
-from serried.trainer.recipe import Recipe
+from serried.trainer.task import Task
 
 _FP32_BYTES = 4
 
@@ -36,7 +36,7 @@ class Memory(NamedTuple):
 
 
 def planned_memory(
-    config: RunConfig, recipe: Recipe, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
+    config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
 ) -> Memory:
     """What a run of ``config`` holds. ``model`` may be on meta."""
     parameters = list(model.parameters())
@@ -50,7 +50,7 @@ def planned_memory(
         gradients_while_accumulating=whole * _FP32_BYTES if holds_whole_gradients else 0,
         optimizer_state=2 * share * _FP32_BYTES,
         gathered=_gathered(config, model, plan) if is_sharded else 0,
-        activations=recipe.activation_bytes(
+        activations=task.activation_bytes(
             config.trainer.micro_batch,
             config.data.sequence_length,
             low_dtype or torch.float32,

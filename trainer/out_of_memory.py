@@ -21,8 +21,8 @@ from serried.parallel.phases import BACKWARD, FORWARD
 from serried.records.run_folder import PROFILES, size
 from serried.trainer.memory import Memory, planned_memory
 from serried.trainer.optim import state_bytes
-from serried.trainer.recipe import Recipe
 from serried.trainer.snapshot import write_snapshot
+from serried.trainer.task import Task
 from serried.trainer.watchdog import EVALUATE, SET_UP, Pulse
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def explained(
     error: BaseException,
     config: RunConfig,
-    recipe: Recipe,
+    task: Task,
     session: "Session",
     pulse: Pulse,
     optimizer: torch.optim.Optimizer | None,
@@ -80,7 +80,7 @@ def explained(
         f"rank {session.rank} on {session.host()} ran out of memory in {where}: {_asked_for(error)}{usage.free_text}"
     ]
     with suppress(Exception):  # what cannot be told must not hide what can
-        planned = _Planned(config, recipe, session.world_size)
+        planned = _Planned(config, task, session.world_size)
         lines += [f"  {line}" for line in _holdings(planned.memory, _held(optimizer), usage)]
         for number, advice in enumerate(_advice(planned, stage, usage, _asked_bytes(error))):
             lines.append(f"  {'' if number else 'try':<9}  {advice}")
@@ -212,11 +212,11 @@ def _holdings(planned: Memory, held: dict[str, int], usage: _Usage) -> list[str]
 class _Planned:
     """What a run of a config needs, and what it would need of others."""
 
-    def __init__(self, config: RunConfig, recipe: Recipe, world_size: int) -> None:
+    def __init__(self, config: RunConfig, task: Task, world_size: int) -> None:
         self.config, self.world_size = config, world_size
-        self._recipe = recipe
-        self._model: nn.Module = recipe.build_model()
-        self._plan = recipe.parallel_plan(self._model)
+        self._task = task
+        self._model: nn.Module = task.build_model()
+        self._plan = task.parallel_plan(self._model)
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self.memory = self.of(config, world_size)
 
@@ -224,7 +224,7 @@ class _Planned:
         """Raises UserError where the config does not go together."""
         layout = resolve_layout(config.parallel, world_size)
         accumulation = gradient_accumulation(config.trainer, layout)
-        return planned_memory(config, self._recipe, layout, accumulation, self._model, self._plan)
+        return planned_memory(config, self._task, layout, accumulation, self._model, self._plan)
 
     def saved_by(self, section: str, ranks: int = 1, **values: object) -> int:
         """Bytes that other ``values`` in a section would save, on ``ranks`` times as many ranks; 0: none."""

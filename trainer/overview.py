@@ -9,8 +9,8 @@ from serried.records.run_folder import short, size
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.memory import planned_memory
 from serried.trainer.optim import state_bytes
-from serried.trainer.recipe import Dataset, Recipe
 from serried.trainer.sampler import passes
+from serried.trainer.task import Dataset, Task
 
 _LARGE_GPU_BYTES = 80 * 2**30
 """Of an A100 or H100, for which a plan without a word of its machine is made."""
@@ -22,7 +22,7 @@ _PASSES_THAT_TEACH = 16
 
 def overview(
     config: RunConfig,
-    recipe: Recipe,
+    task: Task,
     layout: Layout,
     accumulation: int,
     model: nn.Module,
@@ -43,7 +43,7 @@ def overview(
     decay = f" to {schedule.min_lr_ratio:g}x" if schedule.name != "constant" else ""
     short_run = " (the run ends inside it)" if schedule.warmup_steps >= trainer.steps else ""
     lines = [
-        ("model", f"{recipe.describe_model()}; {parameters:,} parameters"),
+        ("model", f"{task.describe_model()}; {parameters:,} parameters"),
         ("mesh", f"{mesh}; {place}"),
         (
             "batch",
@@ -59,8 +59,8 @@ def overview(
             f"warm-up {schedule.warmup_steps} steps{short_run}, "
             + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping"),
         ),
-        ("memory", _memory(config, recipe, layout, accumulation, model, plan)),
-        ("data", recipe.describe_data() + (_passes(config, training) if training is not None else "")),
+        ("memory", _memory(config, task, layout, accumulation, model, plan)),
+        ("data", task.describe_data() + (_passes(config, training) if training is not None else "")),
         ("save", _saving(config, layout, parameters)),
         ("run", f"{config.run.dir}, {_beginning(start)}" if start else str(config.run.dir)),
     ]
@@ -72,13 +72,13 @@ def overview(
     return [f"{name:<10} {text}" for name, text in lines]
 
 
-def dry_run(config: RunConfig, recipe: Recipe, layout: Layout, accumulation: int) -> str:
+def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) -> str:
     """The plan of a run that is not started."""
-    model = recipe.build_model()
+    model = task.build_model()
     place = f"planned for {layout.data_ranks} process{'es' if layout.data_ranks > 1 else ''}"
-    plan = recipe.parallel_plan(model)
-    lines = overview(config, recipe, layout, accumulation, model, plan, place)
-    needed = planned_memory(config, recipe, layout, accumulation, model, plan).total
+    plan = task.parallel_plan(model)
+    lines = overview(config, task, layout, accumulation, model, plan, place)
+    needed = planned_memory(config, task, layout, accumulation, model, plan).total
     nobody_said = config.launch.processes is None and layout.data_ranks == 1
     is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
     if nobody_said and is_for_gpus and needed > _LARGE_GPU_BYTES:
@@ -135,9 +135,9 @@ def _precision(config: RunConfig) -> str:
 
 
 def _memory(
-    config: RunConfig, recipe: Recipe, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
+    config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
 ) -> str:
-    memory = planned_memory(config, recipe, layout, accumulation, model, plan)
+    memory = planned_memory(config, task, layout, accumulation, model, plan)
     note = ""
     if memory.gradients_while_accumulating:
         note = f" (whole while accumulating; parallel.sync_every_micro_batch=true: {size(memory.gradients)})"

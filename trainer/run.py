@@ -13,8 +13,8 @@ from serried.trainer.activity import Activity
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
 from serried.trainer.checkpoint.state import check_names
 from serried.trainer.out_of_memory import explained
-from serried.trainer.recipe import Recipe
 from serried.trainer.report import DONE
+from serried.trainer.task import Task
 from serried.trainer.trainer import Trainer
 from serried.trainer.watchdog import END, Watchdog
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from serried.runtime.session import Session
 
 
-def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: str) -> int:
-    """Train ``recipe`` as ``config`` says, on all ranks of ``session``. Returns the exit code.
+def train(config: RunConfig, task: Task, session: "Session", config_yaml: str) -> int:
+    """Train ``task`` as ``config`` says, on all ranks of ``session``. Returns the exit code.
 
     Raises:
         UserError: something the user can mend; the same on every rank.
@@ -57,11 +57,11 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         for note in start.notes:
             console.say(note)
         if start.checkpoint is not None and start.step >= config.trainer.last_step:
-            recipe.open_data(session.once_per_node(partial(recipe.prepare, console.progress)))
-            check_data(start, recipe.dataset("train").fingerprint, config)
-            check_names(start.checkpoint, recipe.build_model(), recipe.export_name)
+            task.open_data(session.once_per_node(partial(task.prepare, console.progress)))
+            check_data(start, task.dataset("train").fingerprint, config)
+            check_names(start.checkpoint, task.build_model(), task.export_name)
             return _nothing_to_do(config, start, console, folder)
-        trainer = Trainer(config, recipe, session, folder, console, config_yaml, start, watchdog.pulse)
+        trainer = Trainer(config, task, session, folder, console, config_yaml, start, watchdog.pulse)
         if folder is not None:
             session.signals.last_words = partial(_last_words, console, folder, trainer)
         code = trainer.run()
@@ -69,7 +69,7 @@ def train(config: RunConfig, recipe: Recipe, session: "Session", config_yaml: st
         return code
     except BaseException as error:
         session.shield()
-        told = explained(error, config, recipe, session, watchdog.pulse, trainer._optimizer if trainer else None)
+        told = explained(error, config, task, session, watchdog.pulse, trainer._optimizer if trainer else None)
         watchdog.pulse.enter(END, trainer.step if trainer else start.step)
         failure = session.first_failure(told)
         console.log(traceback.format_exc())

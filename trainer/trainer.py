@@ -39,11 +39,11 @@ from serried.trainer.overview import overview
 from serried.trainer.peak_flops import device_name, peak_flops
 from serried.trainer.precision import LOW_DTYPES, GradScaler
 from serried.trainer.profile import StepProfiler, remember_allocations
-from serried.trainer.recipe import Dataset, Recipe, to_device
 from serried.trainer.report import Report
 from serried.trainer.sampler import Mixture, Stream, sample_order
 from serried.trainer.shutdown import Action, Shutdown
 from serried.trainer.step import StepResult, TrainStep
+from serried.trainer.task import Dataset, Task, to_device
 from serried.trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        recipe: Recipe,
+        task: Task,
         session: "Session",
         folder: RunFolder | None,
         console: Console,
@@ -70,7 +70,7 @@ class Trainer:
         pulse: Pulse,
     ) -> None:
         """Build everything, in the only order that works. ``folder`` is there on rank 0 alone."""
-        self._config, self._recipe, self._session = config, recipe, session
+        self._config, self._task, self._session = config, task, session
         self._console, self._origin, self._pulse = console, start.origin, pulse
         device, trainer = session.device, config.trainer
         layout = resolve_layout(config.parallel, session.world_size)
@@ -80,17 +80,17 @@ class Trainer:
         remember_allocations(config, device, console)
         model = self._build_model(start)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        plan = recipe.parallel_plan(model)
-        for line in overview(config, recipe, layout, accumulation, model, plan, session.place(), start, training):
+        plan = task.parallel_plan(model)
+        for line in overview(config, task, layout, accumulation, model, plan, session.place(), start, training):
             console.say(line)
-        for line in recipe.describe_sample():
+        for line in task.describe_sample():
             console.say(line)
         for note in session.once(partial(_begin, folder, start, config_yaml, parameters)):
             console.say(note)
         console.open(config.run.dir)
         self._report = Report(config, session, folder, console, start)
         self._tracker_run_id = session.once(partial(choose_run_id, start.state, start.continues(config.run.dir)))
-        flops_per_token = recipe.flops_per_token(parameters)
+        flops_per_token = task.flops_per_token(parameters)
         peak = peak_flops(device_name(device), config.precision.name)
         self._report.begun(
             layout, parameters, start, flops_per_token=flops_per_token, peak_flops=peak,
@@ -104,8 +104,8 @@ class Trainer:
             config.checkpoint,
             layout,
             session,
-            lambda: state_parts(self._module, self._optimizer, recipe.export_name),
-            recipe.export_files,
+            lambda: state_parts(self._module, self._optimizer, task.export_name),
+            task.export_files,
         )
         self._replicas, self._compared_step = ReplicaCheck(layout, session), -1
         self.step = self.steps_done = self._first_step = self._marked_step = start.step
@@ -114,7 +114,7 @@ class Trainer:
         self._open_loader = partial(
             BatchLoader,
             training,
-            recipe.collate,
+            task.collate,
             sample_order(training, trainer.seed),
             accumulation=accumulation,
             data_ranks=layout.data_ranks,
@@ -125,7 +125,7 @@ class Trainer:
             on_starved=self._starved,
         )
         self._loader = self._load_from_here()
-        positions = trainer.global_batch * recipe.targets_per_sequence()
+        positions = trainer.global_batch * task.targets_per_sequence()
         self._meter = Meter(device, session.world_size, flops_per_token * positions, peak)
         self._meter.start_at(start.step, self._report.progress.tokens)
         self._profiler = StepProfiler(
@@ -135,11 +135,11 @@ class Trainer:
 
     def _open_data(self, start: Start) -> Dataset:
         """Prepare what is not prepared yet, and check that it is what the run began with. Returns the training data."""
-        recipe, session = self._recipe, self._session
+        task, session = self._task, self._session
         self._console.doing("preparing data")
-        recipe.open_data(session.once_per_node(partial(recipe.prepare, self._console.progress)))
-        training = recipe.dataset("train")
-        self._validation = {name: recipe.dataset(name) for name in (DEFAULT_VALIDATION, *recipe.further_validation())}
+        task.open_data(session.once_per_node(partial(task.prepare, self._console.progress)))
+        training = task.dataset("train")
+        self._validation = {name: task.dataset(name) for name in (DEFAULT_VALIDATION, *task.further_validation())}
         session.same_everywhere("the prepared training data", training.fingerprint)
         check_data(start, training.fingerprint, self._config)
         self._fingerprint = training.fingerprint
@@ -152,21 +152,21 @@ class Trainer:
     def _build_model(self, start: Start) -> nn.Module:
         """The model on the meta device, once it is clear that the weights to begin with fit it."""
         self._console.doing("building the model")
-        model = self._recipe.build_model()
+        model = self._task.build_model()
         if start.weights is not None:
-            self._session.once(partial(self._recipe.check_weights, start.weights))
+            self._session.once(partial(self._task.check_weights, start.weights))
         if start.source is not None:
-            check_names(start.source, model, self._recipe.export_name)
+            check_names(start.source, model, self._task.export_name)
         return model
 
     def _build_step(self, model: nn.Module, plan: ParallelPlan, layout: Layout, start: Start) -> None:
         """Cut the model, make the optimizer, and fill both."""
-        config, recipe, device = self._config, self._recipe, self._session.device
+        config, task, device = self._config, self._task, self._session.device
         self._console.doing(f"reading {start.source}" if start.source else "drawing the first weights")
         self._parallel = parallelize(
             model,
             plan,
-            None if start.source else recipe.initial_std,
+            None if start.source else task.initial_std,
             seed=config.trainer.seed,
             layout=layout,
             section=config.parallel,
@@ -179,26 +179,26 @@ class Trainer:
         self._train_step = TrainStep(
             self._parallel,
             self._optimizer,
-            recipe.loss,
+            task.loss,
             GradScaler(config.precision, device),
             max_grad_norm=config.trainer.max_grad_norm,
-            nominal_weight=config.trainer.global_batch * recipe.targets_per_sequence(),
+            nominal_weight=config.trainer.global_batch * task.targets_per_sequence(),
             health=config.health,
         )
         if start.checkpoint is not None:
             self._take_up(start)
         elif start.weights is not None:
-            load_weights(start.weights, self._module, recipe.export_name)
+            load_weights(start.weights, self._module, task.export_name)
         if config.trainer.deterministic and layout.strategy == "ddp":
             # Not one of the training data: a stream gives each sample once.
             batch = [self._validation[DEFAULT_VALIDATION][0]] * config.trainer.micro_batch
-            padding = recipe.collate(batch, np.full(len(batch), PADDING_ID))
+            padding = task.collate(batch, np.full(len(batch), PADDING_ID))
             self._train_step.rehearse(to_device(padding, device))
 
     def _take_up(self, start: Start) -> None:
         """Have weights, optimizer and step as a checkpoint has them."""
         assert start.checkpoint is not None
-        load_state(start.checkpoint, self._module, self._optimizer, self._recipe.export_name)
+        load_state(start.checkpoint, self._module, self._optimizer, self._task.export_name)
         self._train_step.load(start.state["step_state"])
 
     def run(self) -> int:
@@ -288,7 +288,7 @@ class Trainer:
         """Compare the bits that replicas hold, unless that was done in this step."""
         if self._config.health.replica_check_every and self._compared_step != self.step:
             self._compared_step = self.step
-            parts = state_parts(self._module, self._optimizer, self._recipe.export_name)
+            parts = state_parts(self._module, self._optimizer, self._task.export_name)
             self._replicas(self.step, (part.local for _, part in parts))
 
     def _train(self, step: int, batches: list[Any]) -> None:
@@ -375,7 +375,7 @@ class Trainer:
         losses, tokens = {}, {}
         found = source_losses(
             self._parallel,
-            self._recipe,
+            self._task,
             dataset,
             self._session,
             sequences=trainer.eval_batches * trainer.global_batch,
@@ -437,7 +437,7 @@ class Trainer:
         if not trainer.sample_tokens or self.step < trainer.steps:
             return None
         with self._parallel.autocast():
-            return self._recipe.sample(self._parallel.model, trainer.sample_tokens, trainer.seed, self._session.device)
+            return self._task.sample(self._parallel.model, trainer.sample_tokens, trainer.seed, self._session.device)
 
     def _state(self) -> dict[str, Any]:
         progress = self._report.progress

@@ -1,4 +1,4 @@
-"""What the trainer asks of a recipe. Recipes fit by shape and import nothing from here."""
+"""What the trainer asks of a task. Recipes fit by shape and import nothing from here."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ class Piece(Protocol):
         """Tokens that were made since the piece before."""
 
 
-class Recipe(Protocol):
+class Task(Protocol):
     """What is trained: model, data, loss. Knows no rank and no device."""
 
     def prepare(self, show: Callable[[str], None]) -> str:

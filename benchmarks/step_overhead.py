@@ -39,7 +39,8 @@ from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.phases import Phases
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models.head import IGNORE
-from serried.records.run_folder import Console, RunFolder
+from serried.records.run_folder import RunFolder
+from serried.runtime.console import Console
 from serried.runtime.session import Session, open_session
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.loader import BatchLoader

@@ -32,12 +32,3 @@ def _tell(what: str, done: threading.Event) -> None:
     while not done.wait(SILENCE_SECONDS[min(times, len(SILENCE_SECONDS) - 1)]):
         times += 1
         tell("waiting", f"{time.monotonic() - started:.0f} s so far: {what}")
-
-
-def duration(seconds: float) -> str:
-    """Seconds -> 45s, 3m20s, 5h12m, 1d03h."""
-    whole = round(seconds)
-    for size, unit, part, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // part:02d}{name}"
-    return f"{whole}s"

@@ -33,6 +33,7 @@ from serried.configs.errors import UserError
 from serried.configs.explain import Layer, Origins, explain, given_twice, shown, unfit, value_at
 from serried.configs.help import choices_of, help_text
 from serried.configs.keys import Key, all_keys, is_section
+from serried.configs.plain_data import read_yaml
 from serried.configs.schema import RunConfig, SourceSection
 from serried.configs.suggest import explanation, later, listing, meant, nearest, pasteable, unknown_choice, unknown_key
 
@@ -107,9 +108,9 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...], fold
     command = _Command(groups)
     command.read(argv)
     try:
-        plain = yaml.safe_load(saved.read_text("utf-8"))
+        plain = read_yaml(saved)
         recipe = plain["recipe"]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a config that train.py wrote"
         unreadable = f"cannot read {saved}: {reason}; use run.dir=FOLDER of a run"
         _refuse([*_misread(command, reads, None), unreadable])

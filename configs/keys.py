@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from serried.configs.plain_data import flatten
 from serried.configs.schema import NAME_PATTERN, RunConfig
 
 _EXAMPLES = {  # keys for which a value made up from the type alone would mislead
@@ -230,7 +231,7 @@ def key_tables() -> str:
     from serried.configs.compose import compose
     from serried.configs.help import choices_of
 
-    recipes = {name: _flat(compose([f"recipe={name}"]).model_dump(mode="json")) for name in choices_of()["recipe"]}
+    recipes = {name: _texts(compose([f"recipe={name}"]).model_dump(mode="json")) for name in choices_of()["recipe"]}
     values = recipes["tiny"]
     named = [key for keys in all_keys().named.values() for key in keys.values()]
     keys = [
@@ -252,11 +253,8 @@ def key_tables() -> str:
     )
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, str]:
-    """Values as JSON by dotted name; a section that is null is a value too."""
-    if isinstance(tree, dict):
-        return {key: text for name, part in tree.items() for key, text in _flat(part, f"{prefix}.{name}").items()}
-    return {prefix[1:]: tree if isinstance(tree, str) else json.dumps(tree)}
+def _texts(tree: Any) -> dict[str, str]:
+    return {key: leaf if isinstance(leaf, str) else json.dumps(leaf) for key, leaf in flatten(tree).items()}
 
 
 def _type(key: Key) -> str:

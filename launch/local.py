@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
 from serried.configs.schema import RunConfig
 from serried.launch.forward import PASSED_ON, NotedSignals, send
-from serried.records.status import Status, read_status, tell_of_a_kill
+from serried.records.status import Status, read_status, record_kill
 from serried.runtime.early import LAUNCHER
 from serried.runtime.program import training_command
 from serried.runtime.ranks import processes_per_node
@@ -155,7 +155,7 @@ def _tell(ranks: _Ranks, config: RunConfig, output: Path, *, since: float, was_a
     killed = _first_killed(ranks, config.launch.stop_timeout_seconds, was_asked_to_stop=was_asked_to_stop)
     if killed:
         with suppress(OSError):
-            tell_of_a_kill(config.run.dir, killed, since=since)
+            record_kill(config.run.dir, killed, since=since)
     status = read_status(config.run.dir)
     if status is not None and status.time < since:
         status = None  # an earlier run's

@@ -1,16 +1,14 @@
 """``serried status``: how a run stands, from its run folder and from Slurm's queue. Needs neither Slurm nor torch."""
 
-import json
 import shlex
 import time
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from serried.configs.announce import duration
+from serried.configs.formats import duration
+from serried.configs.plain_data import NotPlainData, is_count, is_number, read_yaml
 from serried.launch.queue import jobs_of, queued_jobs, was_submitted
 from serried.launch.summary import RECORD, read_summary, table
+from serried.records.metrics import METRICS, last_event
 from serried.records.status import read_status
 
 
@@ -53,37 +51,22 @@ def describe_run(run_dir: Path) -> str:
 
 
 def _step(run_dir: Path, step: int, *, is_running: bool) -> str:
-    last = _last_step(run_dir)
-    steps = _steps(run_dir)
+    last = last_event(run_dir / METRICS, "step") or {}
+    loss, eta, written, steps = last.get("loss"), last.get("eta_seconds"), last.get("time"), _steps(run_dir)
     parts = [f"{step}" + (f"/{steps}" if steps else "")]
-    if last.get("loss") is not None:
-        parts.append(f"loss {last['loss']:.4f}" + ("" if last["step"] == step else f" at step {last['step']}"))
-    if is_running and "time" in last:
-        since = max(0.0, time.time() - last["time"])
-        if last.get("eta_seconds") is not None:
-            parts.append(f"eta {duration(max(0.0, last['eta_seconds'] - since))}")
+    if is_number(loss):
+        parts.append(f"loss {loss:.4f}" + ("" if last.get("step") == step else f" at step {last.get('step')}"))
+    if is_running and is_number(written):
+        since = max(0.0, time.time() - written)
+        if is_number(eta):
+            parts.append(f"eta {duration(max(0.0, eta - since))}")
         parts.append(f"last line {duration(since)} ago")
     return ", ".join(parts)
 
 
-def _last_step(run_dir: Path) -> dict[str, Any]:
-    """The last line of ``metrics.jsonl`` about a step; empty where there is none."""
-    try:
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        try:
-            values = json.loads(line)
-        except ValueError:  # being written
-            continue
-        if values.get("event") == "step":
-            return dict(values)
-    return {}
-
-
 def _steps(run_dir: Path) -> int | None:
     try:
-        return int(yaml.safe_load((run_dir / "config.yaml").read_text())["trainer"]["steps"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        steps = read_yaml(run_dir / "config.yaml")["trainer"]["steps"]
+    except (OSError, NotPlainData, KeyError, TypeError):
         return None
+    return steps if is_count(steps) else None

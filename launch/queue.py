@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serried.configs.errors import UserError
+from serried.configs.plain_data import parse_json, read_bytes
 
 _JOBS = "jobs.jsonl"
 _FORMAT = "%A|%F|%K|%T|%M|%L|%R|%P"
@@ -58,10 +59,10 @@ def _noted(run_dir: Path) -> list[str]:
     """Names of the jobs that were submitted for the run in ``run_dir``, the newest last."""
     names = []
     try:
-        for line in (run_dir / "slurm" / _JOBS).read_text().splitlines():
-            entry = json.loads(line)
-            names.append(entry["job"] if entry["task"] is None else f"{entry['job']}_{entry['task']}")
-    except (OSError, ValueError, KeyError):
+        for line in read_bytes(run_dir / "slurm" / _JOBS).splitlines():
+            entry = parse_json(line)
+            names.append(str(entry["job"]) if entry["task"] is None else f"{entry['job']}_{entry['task']}")
+    except (OSError, ValueError, KeyError, TypeError):
         pass
     return names
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from serried.configs.plain_data import parse_json, read_bytes
 from serried.records.status import read_status
 
 ENDS = "ends.jsonl"
@@ -86,7 +87,7 @@ def _newest_checkpoint(run_dir: Path) -> int | None:
 
 def _last_end(run_dir: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((run_dir / "slurm" / ENDS).read_text().splitlines()[-1]))
+        return dict(parse_json(read_bytes(run_dir / "slurm" / ENDS).splitlines()[-1]))
     except (OSError, ValueError, IndexError, TypeError):
         return {}
 

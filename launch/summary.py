@@ -1,17 +1,19 @@
 """How the runs of a sweep stand, side by side: from their run folders, as a table, ``sweep.json`` and ``sweep.csv``."""
 
 import csv
+import io
 import json
-import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from serried.configs.plain_data import is_number, read_json
 from serried.configs.points import labels
 from serried.configs.schema import DEFAULT_VALIDATION
+from serried.records.files import write_atomically
+from serried.records.metrics import METRICS, read_events
 from serried.records.status import read_status
 
 RECORD = "sweep.json"
@@ -60,28 +62,16 @@ def read_outcome(run_dir: Path, values: Mapping[str, str]) -> Outcome:
     losses: list[float | None] = []
     rates: list[float] = []
     validation: list[float] = []
-    for line in _events(run_dir):
+    for line in read_events(run_dir / METRICS):
         if line.get("event") == "step":
-            losses.append(line.get("loss"))
-            rates += [line["tokens_per_second"]] if line.get("tokens_per_second") else []
-        elif line.get("event") == "eval" and line.get("set") == DEFAULT_VALIDATION and line.get("loss") is not None:
+            losses.append(line["loss"] if is_number(line.get("loss")) else None)
+            rates += [line["tokens_per_second"]] if is_number(line.get("tokens_per_second")) else []
+        elif line.get("event") == "eval" and line.get("set") == DEFAULT_VALIDATION and is_number(line.get("loss")):
             validation.append(line["loss"])
     return Outcome(
         run_dir, values, status.state, status.step, status.reason, status.exit_code, losses[-1] if losses else None,
         min(validation, default=None), median(rates) if rates else None, status.time,
     )  # fmt: skip
-
-
-def _events(run_dir: Path) -> Iterable[dict[str, Any]]:
-    try:
-        with (run_dir / "metrics.jsonl").open() as lines:
-            for line in lines:
-                try:
-                    yield json.loads(line)
-                except ValueError:  # being written
-                    continue
-    except OSError:
-        return
 
 
 def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]) -> None:
@@ -93,20 +83,21 @@ def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]
     folder.mkdir(parents=True, exist_ok=True)
     best = sorted(outcomes, key=Outcome.rank)
     runs = [{**asdict(each), "run_dir": str(each.run_dir)} for each in best]
-    _replace(folder / RECORD, json.dumps({"name": folder.name, "keys": list(keys), "runs": runs}, indent=2) + "\n")
-    temporary = folder / f".{_TABLE}.{os.getpid()}.tmp"
+    write_atomically(
+        folder / RECORD, json.dumps({"name": folder.name, "keys": list(keys), "runs": runs}, indent=2) + "\n"
+    )
     columns = ["loss", "validation_loss", "tokens_per_second", "state", "step", "reason", "run_dir"]
-    with temporary.open("w", newline="") as file:
-        rows = csv.DictWriter(file, [*keys, *columns], extrasaction="ignore")
-        rows.writeheader()
-        rows.writerows({**run, **each.values} for run, each in zip(runs, best, strict=True))
-    temporary.replace(folder / _TABLE)
+    text = io.StringIO(newline="")
+    rows = csv.DictWriter(text, [*keys, *columns], extrasaction="ignore")
+    rows.writeheader()
+    rows.writerows({**run, **each.values} for run, each in zip(runs, best, strict=True))
+    write_atomically(folder / _TABLE, text.getvalue())
 
 
 def read_summary(folder: Path) -> tuple[list[str], list[Outcome]]:
     """The keys of the sweep in ``folder`` and how its runs stand by now; empty where there is none that can be read."""
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = read_json(folder / RECORD)
         names = [each.name for each in fields(Outcome)]
         noted = [Outcome(**{name: run[name] for name in names}) for run in record["runs"]]
         keys = [str(key) for key in record["keys"]]
@@ -150,9 +141,3 @@ def _state(outcome: Outcome) -> str:
 
 def _number(value: float | None, form: str = ",.0f") -> str:
     return "-" if value is None else format(value, form)
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)

@@ -16,18 +16,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-import yaml
-from pydantic import ValidationError
-
-from serried.configs.announce import duration
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, TrainingFailed, UserError
+from serried.configs.formats import duration
+from serried.configs.plain_data import read_yaml
 from serried.configs.points import Point, Sweep, labels
 from serried.configs.schema import RunConfig
 from serried.launch.forward import NotedSignals, send
 from serried.launch.queue import jobs_of, queued_before_another
 from serried.launch.slurm import submit
 from serried.launch.summary import Outcome, read_outcome, read_summary, shown, table, write_summary
-from serried.records.status import tell_of_a_kill
+from serried.records.status import record_kill
 from serried.runtime.ending import in_one_line, say_why
 from serried.runtime.program import training_command
 from serried.runtime.signals import SWEEP
@@ -274,7 +272,7 @@ class _Runs:
             code = self._wait(process, run_dir / CONSOLE, point.config.launch.stop_timeout_seconds)
         if code < 0 and not self.signals.received:
             with suppress(OSError):
-                tell_of_a_kill(run_dir, _killed(-code), since=began)
+                record_kill(run_dir, _killed(-code), since=began)
         return self._ended(point, code, began, _last_words(run_dir / CONSOLE, start))
 
     def _wait_for_others(self, run_dir: Path) -> bool:
@@ -322,8 +320,8 @@ def _is_done(point: Point, outcome: Outcome) -> bool:
     if not outcome.is_finished or outcome.step < config.trainer.steps or config.checkpoint.resume == "never":
         return False
     try:
-        earlier = RunConfig.model_validate(yaml.safe_load((config.run.dir / "config.yaml").read_text()))
-    except (OSError, ValueError, ValidationError, yaml.YAMLError):
+        earlier = RunConfig.model_validate(read_yaml(config.run.dir / "config.yaml"))
+    except (OSError, ValueError):
         return False
     return _shape(earlier) == _shape(config)
 

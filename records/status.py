@@ -1,42 +1,119 @@
-"""What ``status.json`` of a run folder says. The ranks write it; who starts and watches them reads it."""
+"""``status.json``: how a run stands, or ended. Ranks and whoever starts them write it; everybody reads it here."""
 
 import json
-import os
+import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from serried.configs.errors import EXIT_FAILED
+from serried.configs.formats import printable
+from serried.configs.plain_data import NotPlainData, is_count, read_json
+from serried.records.files import write_atomically
+
+STATUS = "status.json"
+_MOST_BYTES = 2**20
 
 
-class Status(NamedTuple):
+class LastFailure(NamedTuple):
+    """Where and why the run failed last."""
+
+    step: int
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class Status:
     """How a run stands, or ended."""
 
     state: str
     """running, finished, stopped or failed."""
     step: int
-    reason: str | None
-    exit_code: int | None
-    time: float
+    reason: str | None = None
+    exit_code: int | None = None
+    failures: int = 0
+    """Failures in a row at the same step and for the same reason."""
+    last_failure: LastFailure | None = None
+    time: float = field(default=0.0, compare=False)
     """When it was written, in Unix seconds."""
+
+    def next(self, state: str, *, step: int, reason: str | None, exit_code: int | None) -> "Status":
+        """Return the new status of a run whose status was this one when it started.
+
+        ``failures`` counts failures in a row at the same step and for the same reason (numbers in it, such as ports,
+        may differ); a step beyond that ends the series.
+        """
+        failures, last = self.failures, self.last_failure
+        if state == "failed":
+            same = last is not None and (last.step, _without_numbers(last.reason)) == (step, _without_numbers(reason))
+            failures, last = failures + 1 if same else 1, LastFailure(step, reason)
+        elif last is not None and step > last.step:
+            failures, last = 0, None
+        return Status(state, step, reason, exit_code, failures, last)
+
+
+NO_STATUS = Status("", 0)
+"""Of a run that never started."""
 
 
 def read_status(run_dir: Path) -> Status | None:
-    """What ``status.json`` in ``run_dir`` says; None where there is none that can be read."""
-    path = run_dir / "status.json"
+    """Return what ``status.json`` in ``run_dir`` says; None if there is none that can be read."""
+    path = run_dir / STATUS
     try:
-        values = json.loads(path.read_text())
-        return Status(
-            str(values["state"]), int(values["step"]), values["reason"], values["exit_code"], path.stat().st_mtime
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        values = read_json(path, _MOST_BYTES)
+        written = path.stat().st_mtime
+    except (OSError, NotPlainData):
         return None
+    state, step, code, failures = (values.get(name) for name in ("state", "step", "exit_code", "failures"))
+    if not isinstance(state, str) or not is_count(step):
+        return None
+    return Status(
+        _line(state) or "",
+        step,
+        _line(values.get("reason")),
+        code if type(code) is int else None,
+        failures if is_count(failures) else 0,
+        _last_failure(values.get("last_failure")),
+        written,
+    )
 
 
-def tell_of_a_kill(run_dir: Path, reason: str, *, since: float) -> None:
-    """Have ``status.json`` say that the run failed for ``reason``: a rank was killed, and had no time to say so.
+def _last_failure(values: Any) -> LastFailure | None:
+    if not isinstance(values, dict) or not is_count(values.get("step")):
+        return None
+    return LastFailure(values["step"], _line(values.get("reason")))
 
-    Where it says ``running`` nobody is left to say more; where it says ``failed``, that is what the killed rank's peers
-    met. A status from before ``since``, in Unix seconds, is an earlier run's, and stays.
+
+def write_status(run_dir: Path, status: Status) -> None:
+    """Replace ``status.json``.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    values: dict[str, Any] = {name: getattr(status, name) for name in ("state", "step", "reason", "exit_code")}
+    values["failures"] = status.failures
+    if status.last_failure is not None:
+        values["last_failure"] = status.last_failure._asdict()
+    is_end = status.state != "running"  # a running one is replaced with each logged step
+    write_atomically(run_dir / STATUS, json.dumps(values) + "\n", survives_power_loss=is_end)
+
+
+def record_end(run_dir: Path, state: str, *, step: int, reason: str, exit_code: int) -> None:
+    """Record why this rank ended a run that is recorded as running: rank 0 may be killed in a collective before it can.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    now = read_status(run_dir)
+    if now is not None and now.state == "running":
+        write_status(run_dir, now.next(state, step=step, reason=reason, exit_code=exit_code))
+
+
+def record_kill(run_dir: Path, reason: str, *, since: float) -> None:
+    """Record that the run failed for ``reason``: a rank was killed, and had no time to write anything.
+
+    If the status is ``running`` nobody is left to write more; if it is ``failed``, that is what the other ranks saw. A
+    status from before ``since``, in Unix seconds, belongs to an earlier run and stays.
 
     Raises:
         OSError: the disk fails.
@@ -44,10 +121,15 @@ def tell_of_a_kill(run_dir: Path, reason: str, *, since: float) -> None:
     status = read_status(run_dir)
     if status is None or status.time < since or status.state not in ("running", "failed"):
         return
-    values = json.loads((run_dir / "status.json").read_text())
-    ended = {**values, "state": "failed", "reason": reason, "exit_code": EXIT_FAILED}
-    if status.state == "failed" and values.get("last_failure"):
-        ended["last_failure"] = {**values["last_failure"], "reason": reason}
-    temporary = run_dir / f".status.json.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(ended) + "\n")
-    temporary.replace(run_dir / "status.json")
+    last = status.last_failure
+    if status.state == "failed" and last is not None:
+        last = last._replace(reason=reason)
+    write_status(run_dir, replace(status, state="failed", reason=reason, exit_code=EXIT_FAILED, last_failure=last))
+
+
+def _line(value: Any) -> str | None:
+    return " ".join(printable(value).split()) if isinstance(value, str) and value else None
+
+
+def _without_numbers(text: str | None) -> str:
+    return re.sub(r"\d+", "N", text or "")

@@ -183,7 +183,7 @@ def prepare(overrides: list[str]) -> str:
     """
     from serried.configs.compose import compose
     from serried.recipes.causal_lm import CausalLM
-    from serried.records.run_folder import Console
+    from serried.runtime.console import Console
 
     config = compose(overrides)
     threads = config.data.workers if "workers" in config.data.model_fields_set else None
@@ -291,7 +291,7 @@ def export(words: list[str]) -> str:
     """
     import torch
 
-    from serried.records.run_folder import size
+    from serried.configs.formats import size
     from serried.trainer.checkpoint.export import export as write
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -476,8 +476,8 @@ def report(words: list[str]) -> str:
     Raises:
         UserError: there is no such run, a key or value is wrong, or the page cannot be written.
     """
+    from serried.configs.formats import size
     from serried.records.page import write_report
-    from serried.records.run_folder import size
 
     mistakes: list[str] = []
     # A word with a = is a key, unless a folder is called so.
@@ -515,8 +515,9 @@ def send(words: list[str]) -> int:
     """
     from serried.configs.compose import compose_saved
     from serried.configs.trackers import asked_for, missing_trackers
-    from serried.records.run_folder import Console, RunFolder
+    from serried.records.run_folder import RunFolder
     from serried.records.trackers.processes import Mirrors
+    from serried.runtime.console import Console
 
     mistakes: list[str] = []
     given, _ = pairs(words, "send", ("run.dir", "run.name"), mistakes)

@@ -24,7 +24,8 @@ from serried.program import main
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.data.dataset import Batch, Sample
 from serried.recipes.models.head import IGNORE
-from serried.records.run_folder import Console, RunFolder
+from serried.records.run_folder import RunFolder
+from serried.runtime.console import Console
 from serried.runtime.session import Session, open_session
 from serried.trainer.checkpoint.resume import find_start
 from serried.trainer.checkpoint.retention import committed

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from serried.records.run_folder import Console
 from serried.runtime import live
+from serried.runtime.console import Console
 from serried.runtime.live import Doing, Live
 from serried.trainer.activity import Activity
 from serried.trainer.watchdog import DATA, EVALUATE, LOG, SAVE, TRAIN, Pulse

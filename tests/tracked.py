@@ -15,8 +15,9 @@ from wandb.proto import wandb_internal_pb2
 
 from benchmarks.disturb import family, send
 from serried.configs.compose import compose, config_yaml
-from serried.records.run_folder import Console, RunFolder
+from serried.records.run_folder import RunFolder
 from serried.records.trackers.processes import Mirrors
+from serried.runtime.console import Console
 from tests.runs import tiny_overrides
 
 PATIENCE_SECONDS = 400.0

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from serried.configs.announce import duration
-from serried.records.run_folder import Console, short
+from serried.configs.formats import duration, short
+from serried.runtime.console import Console
 from serried.runtime.live import Doing
 from serried.trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse
 

@@ -13,7 +13,7 @@ from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig
 from serried.parallel.apply import parallelize
 from serried.parallel.data import Single
 from serried.parallel.mesh import resolve_layout
-from serried.records.run_folder import Console
+from serried.runtime.console import Console
 from serried.trainer.checkpoint.manifest import Damaged, check_file, read_manifest
 from serried.trainer.checkpoint.retention import MODEL
 from serried.trainer.checkpoint.state import load_weights

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from serried.configs.divisors import divisors
 from serried.configs.errors import TrainingFailed, UserError
+from serried.configs.formats import size
 from serried.configs.schema import RunConfig
 from serried.parallel.gradient import local
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.phases import BACKWARD, FORWARD
-from serried.records.run_folder import PROFILES, size
+from serried.records.run_folder import PROFILES
 from serried.trainer.memory import Memory, planned_memory
 from serried.trainer.optim import state_bytes
 from serried.trainer.snapshot import write_snapshot

@@ -2,10 +2,10 @@
 
 from torch import nn
 
+from serried.configs.formats import short, size
 from serried.configs.schema import RunConfig
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
-from serried.records.run_folder import short, size
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.memory import planned_memory
 from serried.trainer.optim import state_bytes

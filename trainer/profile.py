@@ -20,9 +20,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
+from serried.configs.formats import size
 from serried.configs.schema import RunConfig
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
-from serried.records.run_folder import PROFILES, Console, size
+from serried.records.run_folder import PROFILES
+from serried.runtime.console import Console
 from serried.trainer.health import GoBack
 from serried.trainer.snapshot import record_history, write_snapshot
 from serried.trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN

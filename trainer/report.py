@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from serried.configs.announce import duration
 from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed
+from serried.configs.formats import duration, short, size
 from serried.configs.schema import DEFAULT_VALIDATION, RunConfig
 from serried.parallel.mesh import Layout
-from serried.records.run_folder import PROFILES, Console, RunFolder, short, size, step_line
+from serried.records.run_folder import PROFILES, RunFolder
+from serried.runtime.console import Console
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start
 from serried.trainer.checkpoint.retention import folder_name
 from serried.trainer.checkpoint.save import Saved
@@ -257,6 +258,34 @@ class Report:
     def _record(self, event: str, **values: Any) -> None:
         if self._folder is not None:
             self._folder.record(event, **values)
+
+
+def step_line(values: dict[str, Any], steps: int, ranks: int) -> str:
+    """The line of one step; one that was skipped between two log lines has no rates."""
+    parts = [
+        f"step {values['step']:>{len(str(steps))}}/{steps}",
+        f"loss {values['loss']:.4f}",
+        f"grad {values['grad_norm']:.2f}",
+        f"lr {values['lr']:.1e}",
+    ]
+    rate = values["tokens_per_second"]
+    if rate is not None:
+        each = f" ({short(values['tokens_per_second_per_device'])}/rank)" if ranks > 1 else ""
+        parts.append(f"tok/s {short(rate)}{each}")
+    if values["mfu"] is not None:
+        parts.append(f"mfu {values['mfu']:.1%}")
+    if values["scale"] is not None:
+        parts.append(f"scale {values['scale']:g}")
+    if rate is not None:
+        parts += [
+            f"mem {size(values['memory_bytes'])}",
+            f"data {values['data_seconds'] / values['step_seconds']:.1%}",
+            f"eta {duration(values['eta_seconds'])}",
+        ]
+    if values["skipped"]:
+        is_finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        parts.append(f"SKIPPED: {'a spike' if is_finite else 'not finite'}, nothing changed")
+    return "  ".join(parts)
 
 
 def _finite(loss: float) -> float | None:

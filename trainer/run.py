@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
 from serried.configs.schema import RunConfig
 from serried.records.page import write_report
-from serried.records.run_folder import Console, RunFolder, tell_end
+from serried.records.run_folder import RunFolder
+from serried.records.status import record_end
+from serried.runtime.console import Console
 from serried.trainer.activity import Activity
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
 from serried.trainer.checkpoint.state import check_names
@@ -121,7 +123,7 @@ def _write_page(config: RunConfig, console: Console) -> None:
 def _tell_end(config: RunConfig, step: int, failure: "Failure") -> None:
     state = "stopped" if failure.exit_code == EXIT_STOPPED else "failed"
     with suppress(OSError):
-        tell_end(config.run.dir, state, step=step, reason=failure.reason, exit_code=failure.exit_code)
+        record_end(config.run.dir, state, step=step, reason=failure.reason, exit_code=failure.exit_code)
 
 
 def _last_words(console: Console, folder: RunFolder, trainer: Trainer) -> None:

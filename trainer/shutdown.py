@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from serried.configs.schema import RunConfig
-from serried.records.run_folder import Console
+from serried.runtime.console import Console
 
 if TYPE_CHECKING:
     from serried.runtime.session import Session

@@ -24,8 +24,10 @@ from serried.configs.schema import DEFAULT_VALIDATION, RunConfig
 from serried.parallel.apply import parallelize
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.parallel.plan import ParallelPlan
-from serried.records.run_folder import Console, RunFolder, environment
+from serried.records.environment import environment
+from serried.records.run_folder import RunFolder
 from serried.records.trackers.processes import Mirrors, choose_run_id
+from serried.runtime.console import Console
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, find_start, make_room, plain
 from serried.trainer.checkpoint.retention import sweep
 from serried.trainer.checkpoint.save import Checkpointer, lack_of_space

@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from serried.configs.errors import EXIT_STOPPED
 from serried.configs.schema import LaunchSection
 from serried.parallel.phases import Phases
-from serried.records.run_folder import Console, RunFolder, read_status, tell_end
+from serried.records.run_folder import RunFolder
+from serried.records.status import read_status, record_end
+from serried.runtime.console import Console
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -419,13 +421,13 @@ class Watchdog:
             text = "\n".join([reason, *_told_at_length(beats)])
             (self._run_dir / "log" / "hang.txt").write_text(f"{text}\n")
         status = read_status(self._run_dir)
-        if status.get("state") == "failed" and not self._session.is_echo(str(status.get("reason"))):
+        if status is not None and status.state == "failed" and not self._session.is_echo(status.reason or ""):
             pass  # a rank has told why it left; that the others waited for it is only what came of that
         elif self._folder is not None:
             self._folder.stop_early(step, reason, EXIT_STOPPED)
         else:
             with suppress(OSError):
-                tell_end(self._run_dir, "stopped", step=step, reason=reason, exit_code=EXIT_STOPPED)
+                record_end(self._run_dir, "stopped", step=step, reason=reason, exit_code=EXIT_STOPPED)
         with suppress(RuntimeError):  # not all are, in that time
             ready = [f"ready/{beat.rank}" for beat in awake if beat.rank != self._session.rank]
             self._store.wait(ready, timedelta(seconds=_OTHERS_READY_WITHIN_SECONDS))

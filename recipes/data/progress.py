@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from serried.configs.announce import duration
+from serried.configs.formats import duration
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

@@ -5,13 +5,11 @@ import hashlib
 import html
 import json
 import math
-import os
 import re
 import shlex
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serried.configs.addresses import masked
+from serried.configs.plain_data import is_count, is_number
 from serried.configs.schema import DEFAULT_VALIDATION
-from serried.records.page.records import Curve, Mark, Records, is_count, is_number, read_records
+from serried.records.files import write_atomically
+from serried.records.page.records import Curve, Mark, Records, read_records
 from serried.records.page.thinning import means, thinned
 
 _HERE = Path(__file__).resolve().parent
@@ -47,15 +47,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
     Raises:
         OSError: ``out`` cannot be written.
     """
-    text = render([read_records(run_dir) for run_dir in run_dirs])
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(out)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    write_atomically(out, render([read_records(run_dir) for run_dir in run_dirs]))
 
 
 def render(runs: Sequence[Records]) -> str:
@@ -162,13 +154,13 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _summary(run: Records) -> dict[str, Any]:
     status, end = run.status, run.starts[-1]["end"] if run.starts else None
-    state = status.get("state") or (end or {}).get("state") or ("unknown" if run.starts else "not begun")
+    state = status.state if status else (end or {}).get("state") or ("unknown" if run.starts else "not begun")
     loss, validation = _of(run, "loss", "training"), _of(run, "validation", DEFAULT_VALIDATION)
-    reason, planned = status.get("reason") or (end or {}).get("reason"), run.config.get("trainer.steps")
+    reason, planned = (status.reason if status else None) or (end or {}).get("reason"), run.config.get("trainer.steps")
     return {
         "state": str(state),
         "reason": str(reason) if reason else None,
-        "step": max([status.get("step") or 0, *run.steps[-1:]]),
+        "step": max([status.step if status else 0, *run.steps[-1:]]),
         "steps": planned if is_count(planned) else None,
         "next": _next(run, state),
         "last_time": run.last_time,
@@ -201,7 +193,7 @@ def _next(run: Records, state: str) -> dict[str, str]:
         }
     if state == "running":
         return {"text": "How it stands now", "command": f"serried status run.dir={folder}"}
-    if state == "stopped" and run.config.get("trainer.stop_at") == run.status.get("step"):
+    if state == "stopped" and run.status and run.config.get("trainer.stop_at") == run.status.step:
         return {"text": "The same command without trainer.stop_at, or with a higher one, goes on"}
     if state in ("stopped", "failed") and saved:
         return {"text": f"The same command goes on from its newest checkpoint, that of step {max(saved)}"}

@@ -1,15 +1,14 @@
 """A run folder as plain data: what its records say, in whatever state a crash or a full disk left them."""
 
-import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
-import yaml
-
-from serried.records.run_folder import read_status
+from serried.configs.plain_data import NotPlainData, flatten, is_count, is_number, read_json, read_yaml
+from serried.records.metrics import METRICS, read_events
+from serried.records.status import Status, read_status
 
 _WHERE_KNOWN = {
     "lr": ("lr", ""),
@@ -21,7 +20,6 @@ _WHERE_KNOWN = {
     "slowest_share": ("slowest", ""),
 }
 _BY_NAME = {"lr_by_group": "lr", "source_tokens": "source_tokens", "time_split": "time_split"}
-_TOO_LARGE = 2**62
 _KEPT_MARKS = 1000
 """Of each kind; more are counted, not drawn."""
 
@@ -51,7 +49,7 @@ class Records:
     config: dict[str, Any]
     """Values by dotted key; empty where there is no ``config.yaml`` that can be read."""
     environment: dict[str, Any]
-    status: dict[str, Any]
+    status: Status | None
     starts: list[dict[str, Any]] = field(default_factory=list)
     """Events ``start``, with ``first_step``, ``last_step``, ``seconds`` (how long it was up) and ``end``: its event
     ``stop``, or None."""
@@ -84,12 +82,14 @@ class Records:
 
 def read_records(run_dir: Path) -> Records:
     """The records in ``run_dir``. What is missing, torn or of the wrong kind is left out: nothing is raised for it."""
-    records = Records(run_dir, _read_config(run_dir), _read_object(run_dir / "environment.json"), read_status(run_dir))
-    for event in _read_lines(run_dir / "metrics.jsonl"):
+    config = flatten(_mapping(read_yaml, run_dir / "config.yaml"))
+    environment = _mapping(read_json, run_dir / "environment.json")
+    records = Records(run_dir, config, environment, read_status(run_dir))
+    for event in read_events(run_dir / METRICS):
         _add(records, event)
     undone: dict[int, float] = {}
-    for event in _read_lines(run_dir / "lost.jsonl"):
-        if event.get("event") == "step" and (step := _step(event)) is not None:
+    for event in read_events(run_dir / "lost.jsonl"):
+        if event.get("event") == "step" and (step := event.get("step")) is not None:
             records.undone_lines += 1
             undone[step] = _number(event.get("loss"))
     if undone:
@@ -104,8 +104,7 @@ def read_records(run_dir: Path) -> Records:
 
 
 def _add(records: Records, event: dict[str, Any]) -> None:
-    kind, step = event.get("event"), _step(event)
-    time = event.get("time")
+    kind, step, time = event["event"], event.get("step"), event.get("time")
     if kind == "start":
         resumed = event.get("resumed_from")
         first = resumed if is_count(resumed) else 0
@@ -191,62 +190,15 @@ def _mark(records: Records, kind: str, step: int, text: str) -> None:
         records.marks.append(Mark(kind, step, text))
 
 
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def _mapping(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            for line in file:
-                try:
-                    event = json.loads(line)
-                except ValueError:  # torn by a crash, or being written
-                    continue
-                if isinstance(event, dict):
-                    yield event
-    except OSError:
-        return
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return read(path)
+    except (OSError, NotPlainData):
         return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _read_config(run_dir: Path) -> dict[str, Any]:
-    try:
-        text = (run_dir / "config.yaml").read_text()
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        values = yaml.load(text, loader)
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return dict(_flat(values)) if isinstance(values, dict) else {}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _items(values: Any) -> list[tuple[str, float]]:
     return [(str(k), v) for k, v in values.items() if is_number(v)] if isinstance(values, dict) else []
-
-
-def _step(event: dict[str, Any]) -> int | None:
-    return event["step"] if is_count(event.get("step")) else None
-
-
-def is_count(value: Any) -> TypeGuard[int]:
-    """Whether ``value``, which somebody's JSON holds, is a number of steps, ranks or tokens."""
-    return type(value) is int and 0 <= value < _TOO_LARGE
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether ``value`` is a number that can be drawn."""
-    return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < _TOO_LARGE)
 
 
 def _number(value: Any) -> float:

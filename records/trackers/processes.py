@@ -14,8 +14,8 @@ from typing import Any
 
 from serried.configs.schema import TrackSection
 from serried.configs.trackers import LABELS, asked_for, is_behind_a_network
-from serried.records.run_folder import Console
 from serried.records.trackers import COMMAND, python_path, send_command
+from serried.runtime.console import Console
 
 _ID_LETTERS, _ID_LENGTH = string.ascii_lowercase + string.digits, 8
 _WAIT_SECONDS = 10.0

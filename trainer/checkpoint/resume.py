@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from serried.configs.errors import UserError
+from serried.configs.plain_data import flatten
 from serried.configs.schema import RunConfig
 from serried.configs.suggest import nearest
 from serried.records.run_folder import RECORDS, RunFolder
@@ -248,7 +249,7 @@ _ONLY_FOR = {
 
 def differences(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """``key: old -> new`` of all settings that differ between two resolved configs."""
-    before, after = _flat(earlier), _flat(now)
+    before, after = flatten(earlier), flatten(now)
     before = {key: _default(key) for key in after} | before  # an older version did not know all keys
     named_before, named_now = _named(earlier), _named(now)
     whole = {name: f"{name} is {'new' if name in named_now else 'gone'}" for name in named_before ^ named_now}
@@ -282,7 +283,7 @@ def plain(config: RunConfig) -> dict[str, Any]:
 
 def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> None:
     changed = differences(earlier, plain(config))
-    before, after = _flat(earlier), _flat(plain(config))
+    before, after = flatten(earlier), flatten(plain(config))
     for key, (other, values) in _ONLY_FOR.items():
         if before.get(other) not in values and after[other] not in values:
             changed.pop(key, None)
@@ -311,12 +312,6 @@ def _changed(state: dict[str, Any], config: RunConfig, world_size: int) -> list[
         if state.get(name) != now:
             told.append(f"{name} {state.get(name)} -> {now}")
     return [f"changed since the checkpoint: {'; '.join(told)}"] if told else []
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix.rstrip("."): tree}
-    return {key: value for name, part in tree.items() for key, value in _flat(part, f"{prefix}{name}.").items()}
 
 
 def _shown(value: Any) -> str:

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from serried.configs.errors import UserError
+from serried.configs.formats import size
 from serried.configs.schema import CheckpointSection
 from serried.parallel.mesh import Layout
-from serried.records.run_folder import size
 from serried.trainer.checkpoint.exchange import Exchange
 from serried.trainer.checkpoint.manifest import FileRecord, fsync_folder, record_of, write_manifest
 from serried.trainer.checkpoint.plan import BUCKET_BYTES, Part, Plan, aligned, deal_files, make_plan

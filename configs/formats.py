@@ -1,0 +1,33 @@
+"""How numbers and foreign text are shown: bytes, durations, counts, control characters."""
+
+
+def size(number_bytes: float) -> str:
+    """Format bytes: 512B, 1.5GiB."""
+    if number_bytes < 2**10:
+        return f"{number_bytes:.0f}B"
+    for limit, divisor, unit in ((2**20, 2**10, "KiB"), (2**30, 2**20, "MiB"), (2**40, 2**30, "GiB")):
+        if number_bytes < limit:
+            return f"{number_bytes / divisor:.1f}{unit}"
+    return f"{number_bytes / 2**40:.2f}TiB"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds: 45s, 3m20s, 5h12m, 1d03h."""
+    whole = round(seconds)
+    for size, unit, part, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // part:02d}{name}"
+    return f"{whole}s"
+
+
+def short(number: float) -> str:
+    """Format a count: 1234567 -> 1.2M."""
+    for limit, divisor, suffix in ((1e3, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (1e12, 1e9, "B")):
+        if number < limit:
+            return f"{number / divisor:.1f}{suffix}" if suffix else f"{number:.0f}"
+    return f"{number / 1e12:.1f}T"
+
+
+def printable(text: str) -> str:
+    """Return ``text`` without characters that a terminal would obey; lines and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -1,0 +1,52 @@
+"""``metrics.jsonl``: one JSON object a line, read in whatever state a crash or a full disk left it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from serried.configs.plain_data import NotPlainData, is_count, is_number, open_regular, parse_json
+
+METRICS = "metrics.jsonl"
+_MOST_LINE_BYTES = 16 * 2**20
+_TAIL_BYTES = 2**20
+
+
+def parse_event(line: bytes | str) -> dict[str, Any] | None:
+    """Return the event in one line; None if it is torn, or not an event as a run writes it.
+
+    ``event`` is a string; ``step``, if there, a whole number of at least 0; ``time``, if there, a finite number.
+    """
+    try:
+        event = parse_json(line)
+    except NotPlainData:
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    has_step, has_time = is_count(event.get("step", 0)), is_number(event.get("time", 0))
+    return event if has_step and has_time else None
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a ``metrics.jsonl`` in order. Lines that hold none are skipped, and a file that cannot be
+    read has none."""
+    try:
+        with open_regular(path) as file:
+            while line := file.readline(_MOST_LINE_BYTES):
+                if (event := parse_event(line)) is not None:
+                    yield event
+    except (OSError, NotPlainData):
+        return
+
+
+def last_event(path: Path, kind: str) -> dict[str, Any] | None:
+    """Return the last event of this kind, reading from the end; None if there is none."""
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).splitlines()
+    except (OSError, NotPlainData):
+        return None
+    for line in reversed(lines):
+        if (event := parse_event(line)) is not None and event["event"] == kind:
+            return event
+    return next((event for event in reversed(list(read_events(path))) if event["event"] == kind), None)

@@ -205,13 +205,13 @@ def test_a_crash_shows_the_traceback_of_the_first_rank_only(text: Path, tmp_path
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import serried.trainer.step, serried.program as train\n"
         "from serried.runtime.ending import leave\n"
-        "inner = trainer.step.TrainStep.__call__\n"
+        "inner = serried.trainer.step.TrainStep.__call__\n"
         "def broken(self, *arguments):\n"
         "    self.calls = getattr(self, 'calls', 0) + 1\n"
         "    if self.calls == 3 and os.environ['RANK'] == '1':\n"
         "        raise ZeroDivisionError('here')\n"
         "    return inner(self, *arguments)\n"
-        "trainer.step.TrainStep.__call__ = broken\n"
+        "serried.trainer.step.TrainStep.__call__ = broken\n"
         "leave(train.main(sys.argv[1:]))\n"
     )
     done = subprocess.run(
@@ -229,7 +229,7 @@ def test_a_crash_shows_the_traceback_of_the_first_rank_only(text: Path, tmp_path
 
 
 def modules_after(*argv: str) -> set[str]:
-    code = f"import sys, train; train.main({list(argv)!r}); sys.stderr.write('\\n'.join(sys.modules))"
+    code = f"import sys, serried.program; serried.program.main({list(argv)!r}); sys.stderr.write('\\n'.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(done.stderr.splitlines())
 

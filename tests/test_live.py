@@ -105,7 +105,7 @@ def test_ctrl_c_leaves_a_clean_terminal(text: Path, tmp_path: Path) -> None:
 
 def test_a_terminal_that_cannot_rewrite_lines_gets_plain_ones() -> None:
     script = (
-        "from serried.records.run_folder import Console\n"
+        "from serried.runtime.console import Console\n"
         "c = Console(True, 0); c.doing('something'); c.progress('10 of 20');"
         "c.progress(''); c.say('done'); c.close()"
     )

@@ -578,7 +578,7 @@ def test_a_page_that_fails_is_one_warning(text: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_needs_no_torch(run_dir: Path) -> None:
-    program = f"import serried, sys; serried.main(['report', {str(run_dir)!r}]); print('torch' in sys.modules)"
+    program = f"import sys, serried.cli; serried.cli.main(['report', {str(run_dir)!r}]); print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )

@@ -35,7 +35,17 @@ from serried.configs.help import choices_of, help_text
 from serried.configs.keys import Key, all_keys, is_section
 from serried.configs.plain_data import read_yaml
 from serried.configs.schema import RunConfig, SourceSection
-from serried.configs.suggest import explanation, later, listing, meant, nearest, pasteable, unknown_choice, unknown_key
+from serried.configs.suggest import (
+    advice,
+    listing,
+    meant,
+    names_of,
+    nearest,
+    pasteable,
+    squeezed,
+    unknown_choice,
+    unknown_key,
+)
 
 __all__ = ["compose", "compose_saved", "config_yaml", "help_text", "parse_arguments"]
 
@@ -78,12 +88,13 @@ def compose(argv: Sequence[str], folder: Path = FOLDER, told: Sequence[str] = ()
     groups = choices_of(folder)
     command = _Command(groups)
     command.read(argv)
-    mistakes = [*told, *command.mistakes]
+    mistakes, plain = [*told], {}
     try:
         plain = _composed(folder, command)
+        mistakes += command.told(plain)
         checked = RunConfig.model_validate(plain)
     except UserError as error:
-        mistakes.append(str(error))
+        mistakes += [*command.told(plain), str(error)]
     except ValidationError as error:
         # Where overrides were refused, what is left may disagree with itself through no fault of the user's.
         mistakes += explain(error, plain, _origins(folder, command), groups, alone=bool(mistakes))
@@ -147,7 +158,7 @@ def _misread(command: "_Command", reads: tuple[str, ...], plain: Mapping[str, An
         for key, value in command.typed.items()
         if not key.startswith(reads) or key == "data.tokenizer"
     ]
-    return [*command.mistakes, *unread]
+    return [*command.told({}), *unread]
 
 
 def _unread(key: str, value: str, plain: Mapping[str, Any] | None, reads: tuple[str, ...]) -> str:
@@ -250,8 +261,23 @@ class _Command:
     """Accepted overrides as typed, by key."""
     overrides: list[str] = field(default_factory=list)
     """The same for Hydra."""
-    mistakes: list[str] = field(default_factory=list)
+    mistakes: list[str | tuple[str, str, str]] = field(default_factory=list)
+    """Sentences. In place of one: its beginning, an unknown key and its value, on which ``told`` gives advice."""
     parser: OverridesParser = field(default_factory=OverridesParser.create)
+
+    def told(self, plain: Mapping[str, Any]) -> list[str]:
+        """What is wrong with the command line. ``plain``: what the rest of it composes to, if it does."""
+        unknown = {key: value for _, key, value in (each for each in self.mistakes if not isinstance(each, str))}
+        if plain and len(unknown) > 1:
+            plain = _renamed(unknown, plain)
+        return [
+            each
+            if isinstance(each, str)
+            else f"{each[0]}: {advice(*each[1:], plain)}"
+            if each[0]
+            else unknown_key(each[1], shown(each[2]), _COMMAND_LINE, self.groups, plain)
+            for each in self.mistakes
+        ]
 
     def read(self, argv: Sequence[str]) -> None:
         """Take in all words; mistakes are collected, never raised."""
@@ -276,15 +302,15 @@ class _Command:
         name, has_value, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
         if name in ("m", "multirun"):
-            self.mistakes.append(f"{word}: {explanation('multirun', '')}")
+            self.mistakes.append((word, "multirun", ""))
             return
         if not has_value and words and _is_bare(words[0]):
             value = words.pop(0)
             word = f"{word} {value}"
         if name in ("cfg", "c"):
             self.mistakes.append(f"{word}: write --cfg job, which prints the config and stops")
-        elif name and (reason := explanation(name, value)):
-            self.mistakes.append(f"{shown(word)}: {reason}")
+        elif name and advice(name, value):
+            self.mistakes.append((shown(word), name, value))
         elif name and (overrides := meant(name, value, self.groups)):
             self.mistakes.append(f"{shown(word)}: overrides have no dashes; write {' or '.join(overrides)}")
         else:
@@ -347,14 +373,14 @@ class _Command:
             elif leaf in ("name", "strategy") and value in self.groups.get(section, []):
                 # Would change the label and nothing that the choice brings with it.
                 self.mistakes.append(f"{key}={value} is only the label of a choice; write {section}={value}")
-        elif is_section(key) and not later(key):
+        elif is_section(key) and squeezed(key) not in names_of().advice:
             self.mistakes.append(f"{key}={shown(value)}: {key} is a section, not a key; {listing(key)}")
         elif above := _value_above(key):
             self.mistakes.append(
                 f"{key}={shown(value)}: {above} is a value with nothing below it; write {pasteable(above, value)}"
             )
         else:
-            self.mistakes.append(unknown_key(key, shown(value), _COMMAND_LINE, self.groups))
+            self.mistakes.append(("", key, value))
         return len(self.mistakes) > count
 
     def _read_choice(self, group: str, value: str) -> None:
@@ -413,6 +439,16 @@ class _Command:
             return self.parser.parse_override(f"{key}={value}")
         except HydraException:
             return None
+
+
+def _renamed(unknown: Mapping[str, str], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """``plain`` with the values of unknown keys that are another framework's name for one key."""
+    plain = {name: {**part} if isinstance(part, dict) else part for name, part in plain.items()}
+    for name, value in unknown.items():
+        section, _, key = next(iter(names_of().keys.get(squeezed(name), [])), "").rpartition(".")
+        if isinstance(plain.get(section), dict):
+            plain[section][key] = value
+    return plain
 
 
 _NO_SWEEP = "give one, or sweep over them: python train.py -m ..."

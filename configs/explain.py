@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from serried.configs.keys import Key, all_keys, is_section, keys_of
-from serried.configs.suggest import listing, nearest_value, unknown_key, unknown_section
+from serried.configs.suggest import listing, nearest_choice, unknown_key, unknown_section
 
 _LONGEST_VALUE = 80
 
@@ -77,7 +77,7 @@ def unfit(key: Key, text: str, source: str) -> str:
     """The sentence for a value of the wrong type or not among the choices."""
     given = f"{key.path}={text} ({source})"
     if key.choices:
-        near = nearest_value(text, key.choices)
+        near = nearest_choice(key.path, text, key.choices)
         hint = f"; did you mean {key.path}={near[0]}?" if near else ""
         return f"{given} is not {key.expected}{hint}"
     return f"{given} is not {key.expected}; e.g. {key.example}"
@@ -130,7 +130,7 @@ def _sentence(
     if kind == "extra_forbidden":
         if isinstance(mistake["input"], dict):
             return unknown_section(path, source)
-        return unknown_key(path, shown(mistake["input"]), source, groups)
+        return unknown_key(path, shown(mistake["input"]), source, groups, config)
     value = shown(origins.typed.get(path, value_at(path, config)))
     if key is None or (key.kind == "object" and kind != "missing"):
         return f"{path}={value} ({source}): {path} is a section, not a key; {listing(path)}"

@@ -55,7 +55,7 @@ MISTAKES = [
     _mistake("epochs", "num_train_epochs=3", "steps, not epochs", "trainer.steps="),
     _mistake("accumulation", "gradient_accumulation_steps=4", "derived", "trainer.global_batch / (trainer.micro_batch"),
     _mistake("bf16", "bf16=true", "precision=bf16"),
-    _mistake("a GPU", "launch.device=gpu", "is not one of auto, cpu, cuda; did you mean launch.device=cuda?"),
+    _mistake("a GPU", "launch.device=gpu", "is not one of auto, cpu, cuda; did you mean launch.device=auto?"),
     _mistake("W&B as a switch", "track.wandb=true", "did you mean track.wandb=online?"),
     _mistake("profiler", "profiler=pytorch", "'profile.steps=[10,13]'"),
     _mistake(

@@ -1,0 +1,149 @@
+"""What somebody coming from another framework types, and whether the answer works when pasted back."""
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from serried.configs.compose import FOLDER, compose
+from serried.configs.errors import UserError
+from serried.configs.help import choices_of
+from serried.configs.keys import all_keys
+from serried.configs.schema import RunConfig, Section
+from serried.configs.suggest import coming_from, meant, names_of, unknown_choice, unknown_key
+
+GROUPS = choices_of()
+NAMES = names_of()
+NEEDED = {  # what else a suggestion needs to be a whole run; the message it then gets names them
+    "data=hf": ["data.path=owner/name"], "data=tokens": ["data.path=x.bin", "data.tokenizer=bytes"],
+    "data=text": ["data.path=x"], "data=mixture": ["data.sources.a.name=stdlib"],
+    "data.text_column": ["data=text", "data.path=x"], "data.messages_column": ["data=text", "data.path=x"],
+    "data.subset": ["data=hf", "data.path=x"], "data.split": ["data=hf", "data.path=x"],
+    "data.revision": ["data=hf", "data.path=x"], "data.validation_split": ["data=hf", "data.path=x"],
+    "data.streaming": ["data=hf", "data.path=x"], "data.path": ["data=text"],
+    "data.vocab_size": ["data.tokenizer=train"],
+    "data.token_dtype": ["data=tokens", "data.path=x.bin", "data.tokenizer=bytes"],
+    "data.chat_template": ["data=text", "data.path=x", "data.format=chat"],
+    "data.packing": ["data=text", "data.path=x"], "trainer.steps": ["profile.steps=null"],
+}  # fmt: skip
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(UserError) as caught:
+        compose(argv)
+    return str(caught.value)
+
+
+def overrides_in(sentence: str) -> list[str]:
+    """What in a sentence can be pasted: ``key=value``, quoted or not."""
+    found = re.findall(r"'([a-z_]+[a-z_.]*=[^']+)'|(?<![\w.=-])([a-z_]+[a-zA-Z_.]*=(?:\[[^\]]*\]|[^\s;?(]+))", sentence)
+    return [word.rstrip(",") for pair in found for word in pair if word]
+
+
+def paste(override: str) -> None:
+    """Type a suggestion, with what else such a run needs."""
+    key = override.partition("=")[0]
+    compose([*NEEDED.get(override, NEEDED.get(key, [])), override])
+
+
+def example(key: str) -> str:
+    return shlex.split(all_keys()[key].override)[0].partition("=")[2] if key in all_keys() else GROUPS[key][0]
+
+
+@pytest.mark.parametrize("key", sorted({key for keys in NAMES.keys.values() for key in keys}))
+def test_a_name_from_another_framework_leads_to_a_key_that_accepts_its_value(key: str) -> None:
+    typed = [name for name, keys in NAMES.keys.items() if key in keys]
+    for name in typed:
+        message = unknown_key(name, example(key), "here", GROUPS)
+        if name in NAMES.advice:  # the sentence is better
+            continue
+        suggested = overrides_in(message.partition("did you mean ")[2])
+        assert any(word.startswith(f"{key}=") for word in suggested), message
+    paste(f"{key}={example(key)}")
+
+
+@pytest.mark.parametrize("name", sorted(NAMES.choices))
+def test_a_choice_by_another_name_leads_to_an_override_that_is_accepted(name: str) -> None:
+    for override in NAMES.choices[name]:
+        for each in override.split():
+            paste(each)
+        key, _, choice = override.partition(" ")[0].partition("=")
+        if key in GROUPS and name not in GROUPS[key]:
+            assert f"Did you mean {key}={choice}?" in unknown_choice(key, name, GROUPS[key])
+        if name not in NAMES.keys and name not in NAMES.advice:
+            assert meant(name, "true", GROUPS) == [NAMES.choices[name][0]]
+
+
+@pytest.mark.parametrize("sentence", sorted(set(NAMES.advice.values())))
+def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path) -> None:
+    name = next(name for name, known in NAMES.advice.items() if known == sentence)
+    if "=" in name:  # of a choice
+        message = unknown_choice(*name.split("="), [])
+    else:
+        message = unknown_key(name, "4", "here", GROUPS, compose([]).model_dump(mode="json"))
+        assert message.startswith(f"{name}=4 (here): ")
+    assert "{" not in message
+    said = message.partition(": ")[2].replace("FOLDER", str(tmp_path)).replace("NAME", "web")
+    words = [
+        word for word in overrides_in(said) if word.partition("=")[0] in all_keys() or word.partition("=")[0] in GROUPS
+    ]
+    assert words or any(hint in said for hint in ("leave it out", "torchrun", "-m "))
+    if "launch=slurm" not in words and "," not in "".join(word for word in words if "[" not in word):
+        compose([word for word in words if not word.startswith("hydra")])
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("trainer.tokens=1B", "trainer.steps=122071"),
+        ("gradient_accumulation_steps=4 per_device_train_batch_size=8", "trainer.global_batch=32"),
+        ("gradient_accumulation_steps=4 per_device_train_batch_size=16", "trainer.global_batch=64"),
+        ("gradient_accumulation_steps=4 launch.processes=2", "trainer.global_batch=64"),
+        ("optim.beta2=0.99", "optim.betas=[0.9,0.99]"),
+        ("beta1=0.8", "optim.betas=[0.8,0.95]"),
+        ("warmup_ratio=0.1", "schedule.warmup_steps=30"),
+        ("min_lr=6e-5 learning_rate=6e-4", "schedule.min_lr_ratio=0.1"),
+        ("slurm.time=4h", "slurm.time_minutes=240"),
+        ("slurm.time=1d2h30m", "slurm.time_minutes=1590"),
+        ("slurm.gres=gpu:h100:8", "slurm.gpus_per_node=8"),
+        ("launch.device=gpu", "launch.device=auto"),
+        ("--deepspeed ds.json", "parallel=fsdp"),
+        ("--training.steps 5", "trainer.steps=5"),
+        ("batch_size=8", "trainer.global_batch=8 or trainer.micro_batch=8"),
+        ("track.wandb=true", "track.wandb=online"),
+        ("wandb=offline", "track.wandb=offline"),
+        ("learningRate=1e-3", "optim.lr=1e-3"),
+        ("optimizer.learning-rate=1e-3", "optim.lr=1e-3"),
+        ("model_name_or_path=meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir FOLDER"),
+        ("optim=adam", "optim=adamw"),
+        ("precision=fp8", "float8 arithmetic is not in this version yet"),
+    ],
+)
+def test_a_figure_in_a_suggestion_is_computed_from_the_rest_of_the_command(typed: str, expected: str) -> None:
+    assert expected in refusal(*(["--deepspeed", "ds.json"] if "ds.json" in typed else typed.split()))
+
+
+def test_a_section_of_a_user_brings_its_own_names() -> None:
+    class Mine(Section):
+        margin: float = 0.5
+        aliases: ClassVar[Mapping[str, str]] = {"margin": "hf:gap", "margin=1": "wide"}
+
+    class Config(RunConfig):
+        mine: Mine
+
+    names = names_of(Config)
+    assert (names.keys["gap"], names.choices["wide"]) == (["mine.margin"], ["mine.margin=1"])
+    assert names.keys["maxsteps"] == ["trainer.steps"]
+
+
+def test_no_name_from_another_framework_is_a_key_of_ours() -> None:
+    assert [name for name in NAMES.keys if name in all_keys()] == []
+
+
+def test_the_page_for_newcomers_is_what_the_command_prints() -> None:
+    page = (FOLDER.parent / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    committed = page.partition("<!-- python -m serried.configs.suggest -->\n")[2].partition("\n<!-- end -->")[0]
+    assert committed == coming_from(), "put the output of `python -m serried.configs.suggest` into docs/coming-from.md"

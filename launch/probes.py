@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from serried.runtime.session import Session
+
 if TYPE_CHECKING:
     import torch
-
-    from serried.runtime.session import Session
 
 _WRITE_BYTES = 64 * 2**20
 _SHARED_MEMORY = Path("/dev/shm")
@@ -46,7 +46,7 @@ def _driver() -> str | None:
     return found[1] if found else None
 
 
-def device(session: "Session") -> dict[str, Any]:
+def device(session: Session) -> dict[str, Any]:
     """Name and number of the node's devices, and the share of this rank's memory that is free."""
     import torch
 
@@ -57,7 +57,7 @@ def device(session: "Session") -> dict[str, Any]:
     return {"name": name, "count": torch.cuda.device_count(), "free_share": free / total}
 
 
-def matmul_flops(session: "Session") -> float:
+def matmul_flops(session: Session) -> float:
     """Rate of a large matrix product (bf16 on a GPU, fp32 on a CPU), in FLOP/s: the best of a few."""
     import torch
 
@@ -67,7 +67,7 @@ def matmul_flops(session: "Session") -> float:
     return float(2 * size**3 / seconds)
 
 
-def collectives(session: "Session") -> dict[str, Any]:
+def collectives(session: Session) -> dict[str, Any]:
     """All-reduce and all-gather between all ranks. A collective.
 
     ``reduce_bytes_per_second`` and ``gather_bytes_per_second``: what each rank sends and receives, as nccl-tests count
@@ -111,7 +111,7 @@ def _pattern(rank: int, count: int, device: "torch.device") -> "torch.Tensor":
     return (torch.arange(count, device=device) % 1009 + rank).float()
 
 
-def pairs_bytes_per_second(session: "Session", members: list[int]) -> float | None:
+def pairs_bytes_per_second(session: Session, members: list[int]) -> float | None:
     """Mean rate at which this rank exchanges data with each other of ``members`` in turn, each in a pair of its own; a
     slow wire shows up in all pairs of one rank. None for a rank that is no member, or alone. A collective."""
     import torch
@@ -146,7 +146,7 @@ def tournament(members: list[int]) -> Iterator[list[tuple[int, int]]]:
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
-def _timed(session: "Session", work: Callable[[], Any]) -> float:
+def _timed(session: Session, work: Callable[[], Any]) -> float:
     import torch
 
     def wait() -> None:
@@ -165,7 +165,7 @@ def clock() -> float:
     return time.time()
 
 
-def clock_ahead_seconds(session: "Session") -> float:
+def clock_ahead_seconds(session: Session) -> float:
     """How far this machine's clock is ahead of rank 0's, but for the time a barrier takes. A collective."""
     import torch
     import torch.distributed as dist

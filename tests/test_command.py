@@ -229,7 +229,9 @@ def test_a_crash_shows_the_traceback_of_the_first_rank_only(text: Path, tmp_path
 
 
 def modules_after(*argv: str) -> set[str]:
-    code = f"import sys, serried.program; serried.program.main({list(argv)!r}); sys.stderr.write('\\n'.join(sys.modules))"
+    code = (
+        f"import sys, serried.program;serried.program.main({list(argv)!r}); sys.stderr.write('\\n'.join(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(done.stderr.splitlines())
 

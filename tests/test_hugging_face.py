@@ -16,9 +16,14 @@ from tokenizers import processors
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.recipes.causal_lm import CausalLM
-from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, find_tokenizer, train_tokenizer
+from serried.recipes.data.hugging_face_tokenizer import (
+    HuggingFaceTokenizer,
+    find_tokenizer,
+    tokenizer_from_spec,
+    train_tokenizer,
+)
 from serried.recipes.data.prepare import prepare
-from serried.recipes.data.tokenizer import hugging_face_files, tokenizer_from_spec
+from serried.recipes.data.tokenizer import hugging_face_files
 from tests.cluster import ROOT
 from tests.texts import documents, everything, many_files, section, write
 

@@ -135,7 +135,9 @@ def test_help_on_a_command_is_its_part_alone(arguments: list[str], capsys: pytes
 
 
 def test_help_loads_neither_torch_nor_numpy() -> None:
-    asked = "import sys, serried.cli; serried.cli.main(['generate', '--help']); print({'torch', 'numpy'} & {*sys.modules})"
+    asked = (
+        "import sys, serried.cli;serried.cli.main(['generate', '--help']); print({'torch', 'numpy'} & {*sys.modules})"
+    )
     done = subprocess.run(
         [sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )

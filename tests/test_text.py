@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from serried.configs.errors import UserError
 from serried.configs.schema import DataSection
 from serried.recipes.data.files import assignment
+from serried.recipes.data.hugging_face_tokenizer import tokenizer_from_spec
 from serried.recipes.data.prepare import prepare
 from serried.recipes.data.text import Document, Part, find_files, read_documents, split_documents, tail_start
-from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, token_dtype, tokenizer_from_spec
+from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, token_dtype
 from tests.texts import Reading, everything, many_files, section, write
 
 

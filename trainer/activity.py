@@ -1,14 +1,12 @@
 """What a rank does at present, in words for whoever looks on. Asked from another thread: the step pays nothing."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from serried.configs.formats import duration, short
 from serried.runtime.console import Console
 from serried.runtime.live import Doing
+from serried.runtime.session import Session
 from serried.trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse
-
-if TYPE_CHECKING:
-    from serried.runtime.session import Session
 
 _ROUTINE = (DATA, TRAIN, LOG)
 _WORDS = {
@@ -25,7 +23,7 @@ _FIRST = "step {step}, the first of this start, which takes longer than others"
 class Activity:
     """Says what ``pulse`` is at; None while the run is set up, of which the console knows more."""
 
-    def __init__(self, pulse: Pulse, session: "Session", console: Console, steps: int) -> None:
+    def __init__(self, pulse: Pulse, session: Session, console: Console, steps: int) -> None:
         """``steps``: of the whole run."""
         self._pulse, self._session, self._console, self._steps = pulse, session, console, steps
 

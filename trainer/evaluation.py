@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from serried.configs.errors import EXIT_FINISHED, UserError
 from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig
@@ -14,6 +14,7 @@ from serried.parallel.apply import parallelize
 from serried.parallel.data import Single
 from serried.parallel.mesh import resolve_layout
 from serried.runtime.console import Console
+from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import Damaged, check_file, read_manifest
 from serried.trainer.checkpoint.retention import MODEL
 from serried.trainer.checkpoint.state import load_weights
@@ -21,9 +22,6 @@ from serried.trainer.loader import evaluation_batches
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.sampler import evaluation_samples
 from serried.trainer.task import Dataset, Task, to_device
-
-if TYPE_CHECKING:
-    from serried.runtime.session import Session
 
 Batches = Iterable[Any]
 
@@ -34,7 +32,7 @@ def source_losses(
     parallel: Single,
     task: Task,
     dataset: Dataset,
-    session: "Session",
+    session: Session,
     *,
     sequences: int,
     micro_batch: int,
@@ -95,7 +93,7 @@ class Evaluated:
 def print_evaluation(
     config: RunConfig,
     task: Task,
-    session: "Session",
+    session: Session,
     checkpoint: Path,
     *,
     is_whole: bool,
@@ -148,7 +146,7 @@ def describe(found: Evaluated, global_batch: int) -> str:
 def evaluate(
     config: RunConfig,
     task: Task,
-    session: "Session",
+    session: Session,
     checkpoint: Path,
     *,
     is_whole: bool,
@@ -181,7 +179,7 @@ def evaluate(
 def _evaluate_on(
     config: RunConfig,
     task: Task,
-    session: "Session",
+    session: Session,
     parallel: Single,
     name: str,
     dataset: Dataset,
@@ -246,7 +244,7 @@ def as_saved(
     return config.model_copy(update={"model": model, "data": data, "parallel": parallel})
 
 
-def load_model(config: RunConfig, task: Task, session: "Session", checkpoint: Path) -> Single:
+def load_model(config: RunConfig, task: Task, session: Session, checkpoint: Path) -> Single:
     """The model with the weights of ``checkpoint``, cut over all ranks. A collective."""
     model = task.build_model()
     parallel = parallelize(

@@ -4,15 +4,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
+from serried.runtime.session import Session
 from serried.trainer.evaluation import check_weights, load_model
 from serried.trainer.task import Task
-
-if TYPE_CHECKING:
-    from serried.runtime.session import Session
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Sampling:
 def write_text(
     config: RunConfig,
     task: Task,
-    session: "Session",
+    session: Session,
     checkpoint: Path,
     prompt: str,
     sampling: Sampling,

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,10 +12,8 @@ from serried.configs.errors import TrainingFailed, TrainingStopped
 from serried.configs.schema import HealthSection
 from serried.parallel.gradient import local
 from serried.parallel.mesh import Layout
+from serried.runtime.session import Session
 from serried.trainer.step import FAILURES_THAT_STOP, StepResult
-
-if TYPE_CHECKING:
-    from serried.runtime.session import Session
 
 _CHUNK_WORDS = 2**20
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as a signed number
@@ -67,7 +64,7 @@ class ReplicaCheck:
     """Compares the bits of all replicas of the model and of the optimizer's state, which never differ unless memory, a
     device or a wire has failed."""
 
-    def __init__(self, layout: Layout, session: "Session") -> None:
+    def __init__(self, layout: Layout, session: Session) -> None:
         self._shard, self._session = layout.shard, session
         self.is_possible = layout.replicate > 1
         """Whether there is anything to compare."""

@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,12 @@ from serried.parallel.gradient import local
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.phases import BACKWARD, FORWARD
 from serried.records.run_folder import PROFILES
+from serried.runtime.session import Session
 from serried.trainer.memory import Memory, planned_memory
 from serried.trainer.optim import state_bytes
 from serried.trainer.snapshot import write_snapshot
 from serried.trainer.task import Task
 from serried.trainer.watchdog import EVALUATE, SET_UP, Pulse
-
-if TYPE_CHECKING:
-    from serried.runtime.session import Session
 
 _TEXTS = (  # of errors that have no class of their own
     "can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
@@ -61,7 +59,7 @@ def explained(
     error: BaseException,
     config: RunConfig,
     task: Task,
-    session: "Session",
+    session: Session,
     pulse: Pulse,
     optimizer: torch.optim.Optimizer | None,
 ) -> BaseException:

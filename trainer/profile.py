@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -25,12 +25,10 @@ from serried.configs.schema import RunConfig
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from serried.records.run_folder import PROFILES
 from serried.runtime.console import Console
+from serried.runtime.session import Session
 from serried.trainer.health import GoBack
 from serried.trainer.snapshot import record_history, write_snapshot
 from serried.trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN
-
-if TYPE_CHECKING:
-    from serried.runtime.session import Session
 
 _ANNOTATIONS = {
     SET_UP: "set-up", DATA: "data", TRAIN: "copy to device", FORWARD: "forward", BACKWARD: "backward",
@@ -63,7 +61,7 @@ class StepProfiler:
     def __init__(
         self,
         config: RunConfig,
-        session: "Session",
+        session: Session,
         console: Console,
         phases: Phases,
         pause: Callable[[float], None],

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed
 from serried.configs.formats import duration, short, size
@@ -11,14 +11,12 @@ from serried.configs.schema import DEFAULT_VALIDATION, RunConfig
 from serried.parallel.mesh import Layout
 from serried.records.run_folder import PROFILES, RunFolder
 from serried.runtime.console import Console
+from serried.runtime.session import Session
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start
 from serried.trainer.checkpoint.retention import folder_name
 from serried.trainer.checkpoint.save import Saved
 from serried.trainer.peak_flops import device_name
 from serried.trainer.step import StepResult
-
-if TYPE_CHECKING:
-    from serried.runtime.session import Session
 
 DONE = "all steps done"
 
@@ -49,7 +47,7 @@ class Report:
     """The voice of one run. Every rank has one; rank 0's speaks and, with ``folder``, records."""
 
     def __init__(
-        self, config: RunConfig, session: "Session", folder: RunFolder | None, console: Console, start: Start
+        self, config: RunConfig, session: Session, folder: RunFolder | None, console: Console, start: Start
     ) -> None:
         self._config, self._session, self._folder, self._console = config, session, folder, console
         self._first_step = start.step

@@ -3,7 +3,6 @@
 import traceback
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
 from serried.configs.schema import RunConfig
@@ -11,6 +10,8 @@ from serried.records.page import write_report
 from serried.records.run_folder import RunFolder
 from serried.records.status import record_end
 from serried.runtime.console import Console
+from serried.runtime.ending import Failure
+from serried.runtime.session import Session
 from serried.trainer.activity import Activity
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
 from serried.trainer.checkpoint.state import check_names
@@ -20,12 +21,8 @@ from serried.trainer.task import Task
 from serried.trainer.trainer import Trainer
 from serried.trainer.watchdog import END, Watchdog
 
-if TYPE_CHECKING:
-    from serried.runtime.ending import Failure
-    from serried.runtime.session import Session
 
-
-def train(config: RunConfig, task: Task, session: "Session", config_yaml: str) -> int:
+def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> int:
     """Train ``task`` as ``config`` says, on all ranks of ``session``. Returns the exit code.
 
     Raises:
@@ -120,7 +117,7 @@ def _write_page(config: RunConfig, console: Console) -> None:
         )
 
 
-def _tell_end(config: RunConfig, step: int, failure: "Failure") -> None:
+def _tell_end(config: RunConfig, step: int, failure: Failure) -> None:
     state = "stopped" if failure.exit_code == EXIT_STOPPED else "failed"
     with suppress(OSError):
         record_end(config.run.dir, state, step=step, reason=failure.reason, exit_code=failure.exit_code)

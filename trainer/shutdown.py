@@ -12,7 +12,7 @@ from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,7 @@ from torch import Tensor
 
 from serried.configs.schema import RunConfig
 from serried.runtime.console import Console
-
-if TYPE_CHECKING:
-    from serried.runtime.session import Session
+from serried.runtime.session import Session
 
 CONTROL = "control"
 """File in the run folder; a word in it is obeyed."""
@@ -44,7 +42,7 @@ class Shutdown:
     """One rank's part in deciding when the run ends. A context manager around the training loop."""
 
     def __init__(
-        self, config: RunConfig, session: "Session", console: Console, last_save_seconds: Callable[[], float]
+        self, config: RunConfig, session: Session, console: Console, last_save_seconds: Callable[[], float]
     ) -> None:
         """``last_save_seconds``: how long the latest save took, 0 where there was none."""
         self.action = Action.GO_ON

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
 from serried.records.trackers.processes import Mirrors, choose_run_id
 from serried.runtime.console import Console
+from serried.runtime.session import Session
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, find_start, make_room, plain
 from serried.trainer.checkpoint.retention import sweep
 from serried.trainer.checkpoint.save import Checkpointer, lack_of_space
@@ -48,9 +49,6 @@ from serried.trainer.step import StepResult, TrainStep
 from serried.trainer.task import Dataset, Task, to_device
 from serried.trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse
 
-if TYPE_CHECKING:
-    from serried.runtime.session import Session
-
 _READ_AT_LEAST_EVERY = 50
 _COLLECT_GARBAGE_EVERY = 50
 _STEPS_BETWEEN_MARKED = 10
@@ -64,7 +62,7 @@ class Trainer:
         self,
         config: RunConfig,
         task: Task,
-        session: "Session",
+        session: Session,
         folder: RunFolder | None,
         console: Console,
         config_yaml: str,

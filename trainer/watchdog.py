@@ -28,11 +28,10 @@ from serried.parallel.phases import Phases
 from serried.records.run_folder import RunFolder
 from serried.records.status import read_status, record_end
 from serried.runtime.console import Console
+from serried.runtime.session import Session
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-    from serried.runtime.session import Session
 
 SET_UP, DATA, TRAIN, LOG, EVALUATE, SAVE, END = PHASES = (
     "set-up", "data.next", "forward, backward and update", "reading and logging results", "evaluation", "saving",
@@ -268,7 +267,7 @@ class Watchdog:
     def __init__(
         self,
         section: LaunchSection,
-        session: "Session",
+        session: Session,
         run_dir: Path,
         console: Console,
         folder: RunFolder | None,

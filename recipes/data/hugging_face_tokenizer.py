@@ -12,7 +12,7 @@ import numpy as np
 
 from serried.configs.errors import UserError
 from serried.recipes.data.files import assignment, library, quiet
-from serried.recipes.data.tokenizer import CharsTokenizer, chars_tokenizer_of, token_dtype
+from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, chars_tokenizer_of, token_dtype
 
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
@@ -250,3 +250,19 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> HuggingFaceTokeniz
     return HuggingFaceTokenizer(
         {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
     )
+
+
+def tokenizer_from_spec(spec: dict[str, Any]) -> Tokenizer:
+    """Return the tokenizer whose ``spec()`` this is.
+
+    Raises:
+        ValueError: this version does not know its kind.
+    """
+    kind = spec.get("kind")
+    if kind == "bytes":
+        return BytesTokenizer()
+    if kind == "chars" and isinstance(spec.get("characters"), str):
+        return CharsTokenizer(spec["characters"])
+    if kind == "hugging_face":
+        return HuggingFaceTokenizer(spec["files"])
+    raise ValueError(f"unknown tokenizer {kind!r}")

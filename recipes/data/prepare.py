@@ -27,7 +27,7 @@ from serried.recipes.data.choose_source import open_source
 from serried.recipes.data.encode import Encoder, TextEncoder
 from serried.recipes.data.files import assignment
 from serried.recipes.data.flat import FlatFiles
-from serried.recipes.data.hugging_face_tokenizer import find_tokenizer, train_tokenizer
+from serried.recipes.data.hugging_face_tokenizer import find_tokenizer, tokenizer_from_spec, train_tokenizer
 from serried.recipes.data.progress import Progress, Show, usable_cores
 from serried.recipes.data.shards import FlatTokens, TokenStream, to_disk
 from serried.recipes.data.source import SPLITS, Source, Unit
@@ -42,7 +42,7 @@ from serried.recipes.data.tokenize import (
     texts_to_learn_from,
     write_shards,
 )
-from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, token_dtype, tokenizer_from_spec
+from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, token_dtype
 
 _FORMAT = 2
 """Version of everything the key does not see: the layout on disk, what is in a source, the rule of the split."""

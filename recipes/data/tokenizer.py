@@ -155,22 +155,6 @@ def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
 
 
-def tokenizer_from_spec(spec: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that said ``spec``. Raises ``ValueError`` for one that this version does not know."""
-    kind = spec.get("kind")
-    if kind == "bytes":
-        return BytesTokenizer()
-    if kind == "chars" and isinstance(spec.get("characters"), str):
-        return CharsTokenizer(spec["characters"])
-    if kind == "hugging_face":
-        from serried.recipes.data.hugging_face_tokenizer import (
-            HuggingFaceTokenizer,  # which imports the protocol from here
-        )
-
-        return HuggingFaceTokenizer(spec["files"])
-    raise ValueError(f"unknown tokenizer {kind!r}")
-
-
 def hugging_face_files(tokenizer: Tokenizer) -> dict[str, str]:
     """Name -> content of the files with which ``transformers.AutoTokenizer`` opens ``tokenizer``: same text, same ids.
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,11 +15,9 @@ from serried.configs.plain_data import flatten
 from serried.configs.schema import RunConfig
 from serried.configs.suggest import nearest
 from serried.records.run_folder import RECORDS, RunFolder
+from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest
 from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER, STATE, named, step_of
-
-if TYPE_CHECKING:
-    from serried.runtime.session import Session
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints, in its run folder."""
@@ -55,7 +53,7 @@ class Start:
         return self.checkpoint is not None and self.checkpoint.parent == run_dir / CHECKPOINTS
 
 
-def find_start(config: RunConfig, session: "Session") -> Start:
+def find_start(config: RunConfig, session: Session) -> Start:
     """Choose, and check what is chosen. A collective: the ranks share the reading.
 
     Raises:
@@ -148,7 +146,7 @@ def _origin(own: list[str]) -> str | None:
     return None
 
 
-def _damage(path: Path, session: "Session") -> str | None:
+def _damage(path: Path, session: Session) -> str | None:
     """What is wrong with a checkpoint; all ranks read a share of its files."""
 
     def check() -> str | None:

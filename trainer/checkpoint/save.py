@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,13 @@ from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.schema import CheckpointSection
 from serried.parallel.mesh import Layout
+from serried.runtime.session import Session
 from serried.trainer.checkpoint.exchange import Exchange
 from serried.trainer.checkpoint.manifest import FileRecord, fsync_folder, record_of, write_manifest
 from serried.trainer.checkpoint.plan import BUCKET_BYTES, Part, Plan, aligned, deal_files, make_plan
 from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER, STATE, folder_name, partial_name, prune
 from serried.trainer.checkpoint.tensors import index_json, tensor_bytes
 from serried.trainer.checkpoint.writer import NOT_SHARED, Writer
-
-if TYPE_CHECKING:
-    from serried.runtime.session import Session
 
 _SPARE_BYTES = 64 * 2**20
 _CHUNK_BYTES = 2**29
@@ -63,7 +61,7 @@ class Checkpointer:
         folder: Path,
         section: CheckpointSection,
         layout: Layout,
-        session: "Session",
+        session: Session,
         parts: Callable[[], Iterable[tuple[str, Part]]],
         write_extras: Callable[[Path], None],
     ) -> None:

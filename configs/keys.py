@@ -1,6 +1,6 @@
 """What the schema says about each key, as plain data: for checking keys, for error messages and for ``--help``.
 
-``python -m configs.keys`` prints the tables of docs/configuration.md.
+``python -m serried.configs.keys`` prints the tables of docs/configuration.md.
 """
 
 import functools
@@ -227,7 +227,13 @@ def _bounds(field: dict[str, Any]) -> str:
         ("at most", field.get("maximum", field.get("le"))),
         ("below", field.get("exclusiveMaximum", field.get("lt"))),
     )
-    return " and ".join(f"{words} {limit}" for words, limit in limits if limit is not None)
+    return " and ".join(f"{words} {_short(limit)}" for words, limit in limits if limit is not None)
+
+
+def _short(limit: float) -> str:
+    """``10**15`` as ``1e15``; a number that this would round stays whole."""
+    short = f"{limit:g}".replace("e+", "e").replace("e0", "e").replace("e-0", "e-")
+    return short if float(short) == limit else str(limit)
 
 
 def key_tables() -> str:

@@ -5,13 +5,14 @@ nothing writes to it afterwards. Checks that need the number of processes live i
 files live with whoever opens them.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
 from serried.configs.addresses import has_password, without_password
 from serried.configs.divisors import nearest_divisors
@@ -46,11 +47,19 @@ def parse_count(value: Any) -> Any:
 
 Count = Annotated[int, BeforeValidator(parse_count)]
 """A whole number; ``1e3``, ``10k``, ``2M`` and ``1.5B`` are read as powers of ten."""
-PositiveCount = Annotated[Count, Field(ge=1)]
-CountOrZero = Annotated[Count, Field(ge=0)]
-Degree = Annotated[Count, Field(ge=-1)]
+PositiveCount = Annotated[Count, Field(ge=1, le=10**15)]
+CountOrZero = Annotated[Count, Field(ge=0, le=10**15)]
+Size = Annotated[Count, Field(ge=1, le=10**7)]
+"""A dimension of a tensor. Larger ones overflow inside torch."""
+DerivedSize = Annotated[
+    Size, WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": 10**7}, {"type": "null"}]})
+]
+"""A size that the section fills in when it is null."""
+Degree = Annotated[Count, Field(ge=-1, le=10**6)]
+
 Number = Annotated[float, BeforeValidator(refuse_switch)]
 """A real number; true and false are not."""
+Seconds = Annotated[Number, Field(gt=0, le=10**7)]
 
 
 class Section(BaseModel):
@@ -140,21 +149,22 @@ class ModelSection(Section):
 
     name: str
     """Name of the model config, for display."""
-    dim: PositiveCount
+    dim: Size
     """Width of the residual stream."""
-    layers: PositiveCount
+    layers: Annotated[Count, Field(ge=1, le=1000)]
     """Number of transformer blocks."""
-    heads: PositiveCount
+    heads: Size
     """Number of query heads per block."""
-    kv_heads: PositiveCount
-    """Number of key/value heads per block; fewer than ``heads`` is grouped-query attention."""
-    head_dim: PositiveCount | None = None
+    kv_heads: DerivedSize
+    """Number of key/value heads per block; fewer than ``heads`` is grouped-query attention. When null, half of an even
+    number of ``heads``."""
+    head_dim: Size | None = None
     """Width of one head; ``dim / heads`` when null."""
-    hidden_dim: PositiveCount
-    """Inner width of the SwiGLU feed-forward."""
-    vocab_size: PositiveCount | None = None
+    hidden_dim: DerivedSize
+    """Inner width of the SwiGLU feed-forward; 8/3 of ``dim``, rounded up to a multiple of 128, when null."""
+    vocab_size: Size | None = None
     """Rows of the embedding table, in tokens; the tokenizer's size when null."""
-    vocab_multiple: PositiveCount = 1
+    vocab_multiple: Size = 1
     """The tokenizer's size is rounded up to a multiple of this: 128 suits GPUs. ``vocab_size`` is taken as it is."""
     tie_embeddings: bool = False
     """Use the embedding table as the output projection too."""
@@ -164,7 +174,7 @@ class ModelSection(Section):
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Llama 3.1 frequency scaling; null for none."""
-    max_sequence_length: PositiveCount = 131072
+    max_sequence_length: Annotated[Count, Field(ge=1, le=10**8)] = 131072
     """Longest sequence the model is meant for, in tokens; ``data.sequence_length`` may not exceed it."""
     initializer_std: Number = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
@@ -173,6 +183,19 @@ class ModelSection(Section):
     def attention_head_dim(self) -> int:
         """Width of one head, resolved."""
         return self.head_dim or self.dim // self.heads
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derived(cls, values: Any) -> Any:
+        """Fill in the sizes that follow from ``dim`` and ``heads``, so that a resized preset keeps its proportions."""
+        if not isinstance(values, dict):
+            return values
+        values, dim, heads = {**values}, parse_count(values.get("dim")), parse_count(values.get("heads"))
+        if "hidden_dim" in values and values["hidden_dim"] is None and isinstance(dim, int):
+            values["hidden_dim"] = min(max(1, -(-dim * 8 // (3 * 128)) * 128), 10**7)
+        if "kv_heads" in values and values["kv_heads"] is None and isinstance(heads, int):
+            values["kv_heads"] = heads // 2 if heads % 2 == 0 and heads > 0 else heads
+        return values
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "ModelSection":
@@ -244,7 +267,7 @@ WHOLE = "all of data"
 class MixedSource(SourceSection):
     """One source of a mixture."""
 
-    weight: Number = Field(default=1.0, gt=0)
+    weight: Number = Field(default=1.0, ge=1e-9, le=1e9)
     """Share of the training data, relative to the other sources' weights."""
 
 
@@ -303,13 +326,13 @@ class DataSection(SourceSection):
     """``chat``: each row is a conversation; only what the assistant says is learned."""
     chat_template: str | None = None
     """Jinja template of a conversation, or the path of one; the tokenizer's own, else ChatML, when null."""
-    tokenizer: str = Field(default="bytes", min_length=1)
+    tokenizer: str = Field(default="bytes", min_length=1, max_length=4096)
     """``bytes``, ``chars``, ``train``, a ``tokenizer.json`` or a Hugging Face name."""
-    vocab_size: PositiveCount = 8192
+    vocab_size: Size = 8192
     """``data.tokenizer=train``: ids to learn."""
     token_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
     """``tokens``: type of the numbers in flat binary files."""
-    sequence_length: PositiveCount
+    sequence_length: Annotated[Count, Field(ge=1, le=10**8)]
     """Tokens per sequence."""
     packing: Literal["split", "best_fit"] = "split"
     """``split``: documents one after the other, cut into sequences; ``best_fit``: whole documents, as many as fit."""
@@ -317,7 +340,7 @@ class DataSection(SourceSection):
     """Documents in one sequence do not attend to each other, and positions restart with each."""
     streaming: bool = False
     """``hf``: read shard by shard while training, for data that does not fit on the disk."""
-    workers: CountOrZero = 2
+    workers: Annotated[Count, Field(ge=0, le=1024)] = 2
     """Threads per process that read batches ahead; 0 reads in the training thread."""
     cache_dir: Path | None = None
     """Folder of prepared tokens; ``$XDG_CACHE_HOME/serried`` or ``~/.cache/serried`` when null."""
@@ -327,6 +350,12 @@ class DataSection(SourceSection):
         needed = {"text": "FILE_OR_FOLDER_OR_GLOB", "hf": "OWNER/NAME_OR_FOLDER", "tokens": "FILE_OR_FOLDER_OR_GLOB"}
         if self.name in needed and not self.path:
             raise ValueError(f"data={self.name} needs data.path={needed[self.name]}")
+        if self.name == "tokens" and "tokenizer" not in self.model_fields_set:
+            raise ValueError(
+                "data=tokens needs data.tokenizer, the one that made the tokens, e.g. "
+                "data.tokenizer=openai-community/gpt2 or data.tokenizer=bytes. For characters (nanoGPT's "
+                "shakespeare_char) train on the text: data=text data.path=input.txt data.tokenizer=chars"
+            )
         return self
 
     @model_validator(mode="after")
@@ -408,7 +437,7 @@ class DataSection(SourceSection):
     @model_validator(mode="after")
     def _tokenizer_named(self) -> "DataSection":
         named = ("bytes", "chars", "train")
-        if self.tokenizer not in named and "/" not in self.tokenizer and not Path(self.tokenizer).exists():
+        if self.tokenizer not in named and "/" not in self.tokenizer and not os.path.exists(self.tokenizer):  # noqa: PTH110
             close = (get_close_matches(self.tokenizer, named, 1, 0.5) or named)[0]
             raise ValueError(
                 f"data.tokenizer={self.tokenizer} is none of {', '.join(named)}, and no such file or folder is here; "
@@ -474,7 +503,7 @@ class PrecisionSection(Section):
 
     name: Literal["fp32", "bf16", "fp16"]
     """Type that matrix products run in."""
-    initial_scale: Number = Field(default=65536.0, gt=0)
+    initial_scale: Number = Field(default=65536.0, ge=1e-30, le=1e30)
     """fp16: first loss scale."""
     growth_interval: PositiveCount = 2000
     """fp16: steps without overflow after which the loss scale doubles."""
@@ -640,7 +669,7 @@ class HealthSection(Section):
     ``rollback`` to the newest checkpoint and leave the samples since out."""
     spike_deviations: Number = Field(default=6.0, gt=0)
     """A spike is more than so many standard deviations above the mean of the last accepted steps."""
-    spike_window: Annotated[PositiveCount, Field(ge=4)] = 128
+    spike_window: Annotated[Count, Field(ge=4, le=10**6)] = 128
     """How many accepted steps that mean is taken over; until half of them are there nothing is a spike."""
     non_finite: Literal["skip", "stop", "rollback"] = "skip"
     """When loss or gradient is not finite: the step changes nothing, and after three in a row the run fails (``skip``)
@@ -766,18 +795,18 @@ class LaunchSection(Section):
 
     name: Literal["torchrun", "local", "slurm"] = "torchrun"
     """``torchrun`` (you start the processes), ``local`` (this command does, here) or ``slurm`` (it submits a job)."""
-    processes: PositiveCount | None = None
+    processes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
     """Processes per node. With ``launch=torchrun`` torchrun decides; ``local``: one a GPU, or one, when null."""
-    nodes: PositiveCount | None = None
+    nodes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
     """Nodes. With ``launch=torchrun`` torchrun decides; one when null."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` (the GPU when there is one), ``cpu`` or ``cuda``."""
-    start_timeout_seconds: Number = Field(default=1800.0, gt=0)
+    start_timeout_seconds: Seconds = 1800.0
     """How long a process waits for another until the first step is done (data preparation, model set-up)."""
-    step_timeout_seconds: Number = Field(default=300.0, gt=0)
+    step_timeout_seconds: Seconds = 300.0
     """How long the run may stand still after the first step; then the rank that holds it up is named, and the run ends,
     resumably. At a fifth of it there is a warning. A step that took longer from the start has twice its time."""
-    stop_timeout_seconds: Number = Field(default=600.0, gt=0)
+    stop_timeout_seconds: Seconds = 600.0
     """``launch=local``: how long stopping may take, with its checkpoint, before what is left is killed."""
 
 

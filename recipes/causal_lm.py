@@ -214,7 +214,8 @@ class CausalLM:
         model = self._model
         tied = ", embeddings tied" if model.tie_embeddings else ""
         return (
-            f"{model.name}: {model.layers} layers, dim {model.dim}, heads {model.heads} (key/value {model.kv_heads}), "
+            f"{model.name}: {model.layers} layers, dim {model.dim}, feed-forward {model.hidden_dim}, "
+            f"heads {model.heads} (key/value {model.kv_heads}), "
             f"vocabulary {self._vocabulary()}{tied}"
         )
 

@@ -19,7 +19,7 @@ STREAM = np.concatenate([np.append(document, END) for document in DOCUMENTS])
 
 
 def of_tokens(path: Path | str, cache: Path, **changes: Any) -> DataSection:
-    return section(path, cache, name="tokens", **changes)
+    return section(path, cache, **{"name": "tokens", "tokenizer": "bytes", **changes})
 
 
 def llm_c(path: Path, tokens: np.ndarray, magic: int = 20240520, dtype: str = "uint16") -> Path:

@@ -92,7 +92,9 @@ MISTAKES = [
     _mistake("hf data", "data=huggingface", "Did you mean data=hf?"),
     _mistake("no dataset", "data=hf", "data.path=OWNER/NAME_OR_FOLDER"),
     _mistake("idle subset", "data.subset=en", "add data=hf"),
-    _mistake("idle column", "data=tokens|data.path=x|data.text_column=body", "data=text and data=hf"),
+    _mistake(
+        "idle column", "data=tokens|data.path=x|data.tokenizer=bytes|data.text_column=body", "data=text and data=hf"
+    ),
     _mistake("idle vocabulary", "data.vocab_size=300", "data.tokenizer=train", "model.vocab_size=300"),
     _mistake("sweep", "-m|trainer.seed=1", "no key has them", stage="parse"),
     _mistake("several values", "trainer.seed=1,2", "holds several values: give one, or sweep", "train.py -m"),
@@ -121,14 +123,6 @@ MISTAKES = [
     # values that contradict each other
     _mistake("heads", "model.heads=5", "model.heads=5 does not divide model.dim=128", "model.heads=4"),
     _mistake("kv heads", "model.kv_heads=3", "model.kv_heads=3 does not divide model.heads=4", "model.kv_heads=2"),
-    _mistake(
-        "huge heads", "model.dim=3000000000|model.heads=7", "model.dim=3000000000; use model.heads=6 (or one of [8,"
-    ),
-    _mistake(
-        "huge kv heads",
-        "model.head_dim=2|model.heads=3000000000|model.kv_heads=7",
-        "model.kv_heads=7 does not divide model.heads=3000000000; use model.kv_heads=6 (or one of [8,",
-    ),
     _mistake("odd dim", "model.dim=129", "model.heads=4 does not divide model.dim=129; use model.dim=128"),
     _mistake("odd head_dim", "model.head_dim=7", "model.head_dim=7 is odd", "use model.head_dim=8"),
     _mistake(

@@ -76,6 +76,7 @@ def parse_yaml(text: bytes | str) -> Any:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     depth = 0
     try:
+        text = text if isinstance(text, str) else text.decode("utf-8")
         # Parsing yields events one by one; building values recurses, in C without a limit, and expands aliases.
         for event in yaml.parse(text, loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

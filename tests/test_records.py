@@ -1,15 +1,23 @@
-"""The run folder's records, where the disk does not help."""
+"""The run folder: its records on a failing disk, files of strangers in it, and who owns it."""
 
 import json
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
+from serried.cli import main as serried
+from serried.configs.errors import UserError
+from serried.configs.plain_data import NotPlainData, flatten, parse_json, parse_yaml, read_json
+from serried.records.files import write_atomically
+from serried.records.metrics import last_event, parse_event, read_events
+from serried.records.page.page import write_report
 from serried.records.run_folder import RunFolder
+from serried.records.status import Status, read_status, record_end, record_kill, write_status
 from serried.trainer.trainer import Trainer
 from tests.runs import metrics, run_here, tiny_overrides
 
@@ -73,3 +81,207 @@ def test_a_signal_while_a_failure_is_recorded_changes_nothing(text: Path, tmp_pa
     assert (status["state"], status["step"], status["reason"]) == ("failed", 3, "ZeroDivisionError: here")
     assert "the newest checkpoint is that of step 2: the same command goes on from there" in ended.printed
     assert [line["step"] for line in metrics(tmp_path / "run", "checkpoint")] == [2]
+
+
+# files of strangers ---------------------------------------------------------------------------------------------------
+
+ALIAS_BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefg", "bcdefgh", strict=True))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 100_000, b'{"a":' * 100 + b"1" + b"}" * 100, b'{"a": "\xff"}', b'{"a": 1', b"9" * 5000, b"",
+        "[" * 65 + "]" * 65,
+    ],
+)  # fmt: skip
+def test_odd_json_is_refused_in_one_line(text: bytes | str) -> None:
+    with pytest.raises(NotPlainData) as refused:
+        parse_json(text)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ALIAS_BOMB, "[" * 100_000, "a: !!python/object/apply:os.system [true]", "a: 2001-99-99", "? [a]\n: b", "\x00",
+        "a: &a [*a]", b"\xff\xfe", "- " * 1000 + "x", "a: !!int x", "a: [",
+    ],
+)  # fmt: skip
+def test_odd_yaml_is_refused_in_one_line(text: bytes | str) -> None:
+    with pytest.raises(NotPlainData) as refused:
+        parse_yaml(text)
+    assert "\n" not in str(refused.value)
+
+
+def test_yaml_reads_what_a_run_writes() -> None:
+    assert parse_yaml("trainer: {steps: 300, seed: null}\ndata: [1, 2]") == {
+        "trainer": {"steps": 300, "seed": None},
+        "data": [1, 2],
+    }
+
+
+def test_a_file_is_read_only_if_it_is_regular_and_small(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b" " * 100 + b"{}")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path / "large"):
+        with pytest.raises(NotPlainData, match=r"not a regular file|larger than 10 bytes"):
+            read_json(path, most_bytes=10)
+    assert list(read_events(tmp_path / "pipe")) == []
+    with pytest.raises(OSError, match="directory"):
+        read_json(tmp_path)
+
+
+def test_flatten_names_leaves_by_dotted_name() -> None:
+    assert flatten({"a": {"b": 1, "c": {"d": None}}, "e": [1], "f": {}}) == {"a.b": 1, "a.c.d": None, "e": [1]}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"", b"[]", b"3", b'{"step": 1}', b'{"event": 3}', b'{"event": "step", "step": "1"}',
+        b'{"event": "step", "step": -1}', b'{"event": "step", "step": 1, "time": "now"}', b'{"event": "step", "st',
+        b'{"event": "\xff"}', b'{"event": "step", "step": true}',
+        b'{"event": "a", "x": ' + b"[" * 70 + b"]" * 70 + b"}",
+    ],
+)  # fmt: skip
+def test_a_line_that_no_run_wrote_is_no_event(line: bytes) -> None:
+    assert parse_event(line) is None
+
+
+def test_events_around_a_broken_line_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"event": "start"}\n{"event": "step", "step": 1, "x": "\xff"}\n{"event": "step", "step": 2}\n{"ev'
+    )
+    assert [event.get("step") for event in read_events(path)] == [None, 2]
+    assert last_event(path, "step") == {"event": "step", "step": 2}
+    assert last_event(path, "start") == {"event": "start"}
+    assert last_event(path, "eval") is None
+    assert last_event(tmp_path / "none", "step") is None
+
+
+HOSTILE = {
+    "config.yaml": [ALIAS_BOMB, "[" * 5000, "trainer: 3", "trainer: {steps: [1]}", "\x00", "{1: {2: 3}}"],
+    "status.json": ["[" * 5000, "[]", '{"state": 3, "step": 1}', '{"state": "running", "step": 1e999}',
+                    '{"state": "failed", "step": 1, "reason": {"a": 1}, "exit_code": "x", "last_failure": 3}'],
+    "metrics.jsonl": ['{"event": "step", "step": 1, "loss": "x", "eta_seconds": [], "time": 3}',
+                      '{"event": "start", "mesh": 3, "hosts": {}, "world_size": "x"}', "\udcff"],
+    "environment.json": ["[" * 5000, '{"gpus": [[[]]], "torch": {"a": {}}}', "\udcff"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_report_and_status_survive_odd_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = {
+        "config.yaml": "trainer: {steps: 3}\n",
+        "status.json": '{"state": "running", "step": 1, "reason": null, "exit_code": null}',
+        "metrics.jsonl": '{"event": "start", "time": 1.0}\n{"event": "step", "step": 1, "loss": 2.0, "time": 2.0}\n',
+        "environment.json": "{}",
+    }
+    for content in HOSTILE[name]:
+        for file, text in {**good, name: content}.items():
+            (tmp_path / file).write_bytes(text.encode("utf-8", "surrogateescape"))
+        write_report([tmp_path], tmp_path / "report.html")
+        assert serried(["status", f"run.dir={tmp_path}"]) == 0
+        assert "Traceback" not in capsys.readouterr().out
+
+
+# status ---------------------------------------------------------------------------------------------------------------
+
+
+def test_failures_in_a_row_are_counted_until_a_later_step() -> None:
+    first = Status("running", 0).next("failed", step=5, reason="port 17 is taken", exit_code=70)
+    again = first.next("failed", step=5, reason="port 23 is taken", exit_code=70)
+    other = again.next("failed", step=5, reason="out of memory", exit_code=70)
+    assert [each.failures for each in (first, again, other)] == [1, 2, 1]
+    assert again.next("running", step=5, reason=None, exit_code=None).failures == 2
+    assert again.next("running", step=6, reason=None, exit_code=None).last_failure is None
+
+
+def test_status_is_read_back_as_written_and_reason_is_one_printable_line(tmp_path: Path) -> None:
+    failed = Status("running", 0).next("failed", step=5, reason="a\x1b[2J\nb", exit_code=70)
+    write_status(tmp_path, failed)
+    found = read_status(tmp_path)
+    assert found is not None
+    assert (found.state, found.step, found.reason, found.failures) == ("failed", 5, "a\ufffd[2J b", 1)
+    assert found.last_failure == (5, "a\ufffd[2J b")
+
+
+def test_a_kill_replaces_what_its_consequences_recorded(tmp_path: Path) -> None:
+    write_status(tmp_path, Status("running", 0).next("failed", step=5, reason="another process ended", exit_code=70))
+    record_kill(tmp_path, "rank 1 was killed by SIGKILL", since=0)
+    found = read_status(tmp_path)
+    assert found is not None
+    assert found.reason == "rank 1 was killed by SIGKILL"
+    assert found.last_failure == (5, "rank 1 was killed by SIGKILL")
+    record_end(tmp_path, "stopped", step=5, reason="SIGTERM", exit_code=75)
+    assert read_status(tmp_path) == found, "only a running one is ended"
+
+
+# whose folder it is ---------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_command_leaves_nothing_behind(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "new" / "run").close()
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "log").write_text("kept")
+    RunFolder(tmp_path).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "new"]
+
+
+def test_a_folder_that_is_claimed_is_refused(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path / "run")
+    with pytest.raises(UserError, match="another process is training"):
+        RunFolder(tmp_path / "run")
+    first.close()
+    RunFolder(tmp_path / "run").close()
+
+
+def test_a_removed_renamed_or_replaced_folder_is_not_ours_and_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    first = RunFolder(path)
+    first.begin("", {}, step=0)
+    assert first.is_ours
+    path.rename(tmp_path / "renamed")
+    assert not first.is_ours
+    second = RunFolder(path)
+    second.begin("", {}, step=0)
+    first.stop_early(3, "gone", 75)
+    first.close()
+    assert second.is_ours
+    status = read_status(path)
+    assert status is not None
+    assert (status.state, status.step) == ("running", 0)
+    shutil.rmtree(path)
+    assert not second.is_ours
+    second.close()
+    assert not path.exists()
+
+
+def test_a_run_whose_folder_is_removed_stops_without_writing(text: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def remove(_: Trainer, step: int) -> None:
+        if step == 3:
+            shutil.rmtree(run_dir)
+
+    ended = run_here(tiny_overrides(text, run_dir, "checkpoint.every=4"), remove)
+    assert ended.code == 75
+    assert f"stopped: the run folder {run_dir} was removed, renamed or replaced during training" in ended.printed
+    assert ended.printed.count("removed, renamed or replaced") == 1
+    assert not run_dir.exists()
+
+
+def test_a_write_that_fails_leaves_the_old_content_and_no_temporary_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old \udcff")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5, hard))
+        with pytest.raises(OSError, match="File too large"):
+            write_atomically(path, "new content")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == "old \\udcff"
+    assert list(tmp_path.iterdir()) == [path]

@@ -282,7 +282,7 @@ def test_a_rank_that_waits_for_another_in_vain_still_hears(text: Path, tmp_path:
         "import os, signal, threading, sys, torch.distributed as dist\n"
         "from datetime import timedelta\n"
         "from unittest.mock import patch\n"
-        "from train import main\n"
+        "from serried.program import main\n"
         "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
         "def wait(*_, **__):\n"
         "    threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()\n"
@@ -362,7 +362,9 @@ def test_the_control_file_saves_and_stops(text: Path, tmp_path: Path) -> None:
     ended = run_here(tiny_overrides(text, run_dir, "checkpoint.every=0", "trainer.steps=100"), write)
     assert ended.code == 75
     assert ended.printed.count("WARNING") == 1
-    assert f"WARNING    {control} says 'now'; it can say stop (save and stop) or save (save and go on)" in ended.printed
+    assert (
+        f"WARNING    {control} says 'now'; it can say stop (save and stop) or save (save and continue)" in ended.printed
+    )
     assert steps_saved(run_dir) == [3, 6]
     assert (status(run_dir)["step"], status(run_dir)["reason"]) == (6, "control: stop")
     assert not control.exists(), "or the next start would stop, too"
@@ -420,9 +422,7 @@ def test_a_run_ends_before_slurm_ends_it(text: Path, tmp_path: Path, monkeypatch
 
 def start_apart(code: str, *argv: str, **environment: str) -> subprocess.Popen[str]:
     """``code``, and then ``train.py`` with ``argv``, in a process that ignores SIGUSR1, as under a batch script."""
-    script = (
-        f"import sys, time; from unittest.mock import patch\n{code}\nfrom train import *; leave(main(sys.argv[1:]))"
-    )
+    script = f"import sys, time; from unittest.mock import patch\n{code}\nfrom serried.program import *; leave(main(sys.argv[1:]))"
     return subprocess.Popen(
         ["bash", "-c", 'trap "" USR1; exec "$@"', "bash", sys.executable, "-c", script, *argv],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment,
@@ -447,7 +447,7 @@ _PREPARE = (
 )
 _FIRST_STEP = "patch('serried.trainer.step.TrainStep.__call__', lambda *_: time.sleep(100)).start()"
 _ENDS_SOON = """\
-import os, trainer.trainer, recipes.causal_lm  # which take their time on a busy machine
+import os, serried.trainer.trainer, serried.recipes.causal_lm  # which take their time on a busy machine
 os.environ["SLURM_JOB_END_TIME"] = str(int(time.time() + 12))
 """
 

@@ -72,7 +72,7 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         watchdog.pulse.enter(END, trainer.step if trainer else start.step)
         failure = session.first_failure(told)
         console.log(traceback.format_exc())
-        if trainer is not None:
+        if trainer is not None and (folder is None or folder.is_ours):
             trainer.end_save()
         step = start.step
         if trainer is not None:  # a step in which a run stops, because a peer left before it, is not done
@@ -96,8 +96,9 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         if trainer is not None:
             trainer.mirrors.finish()
         if folder is not None:
+            has_records = folder.has_begun and folder.is_ours
             folder.close()
-            if folder.has_begun:
+            if has_records:
                 _write_page(config, console)
         if trainer is not None:
             trainer.mirrors.end()

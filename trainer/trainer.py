@@ -97,7 +97,7 @@ class Trainer:
             hosts=session.gather(session.host()), tracker_run_id=self._tracker_run_id,
         )  # fmt: skip
         self.mirrors = Mirrors(config.run.dir, config.track, console)
-        self._shutdown = Shutdown(config, session, console, lambda: self._report.last_save_seconds)
+        self._shutdown = Shutdown(config, session, console, folder, lambda: self._report.last_save_seconds)
         self._build_step(model, plan, layout, start)
         self.checkpointer = Checkpointer(
             config.run.dir / CHECKPOINTS,
@@ -411,6 +411,7 @@ class Trainer:
         is_last = self.step == self._config.trainer.last_step or self._shutdown.stops
         if not (is_last or is_asked_for or (every and self.step % every == 0)):
             return
+        self._shutdown.check_folder()
         self._pulse.enter(SAVE, self.step)
         started = time.perf_counter()
         self._report.saved(self.checkpointer.wait())

@@ -1,0 +1,88 @@
+"""What rank 0 looks for in the run folder while it trains: the file ``control``, and whether the folder is still there.
+
+A thread looks about once a second: on a network disk that can take long.
+"""
+
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from serried.configs.plain_data import open_regular
+from serried.records.run_folder import RunFolder
+from serried.runtime.console import Console
+
+CONTROL = "control"
+"""File in the run folder; the word in it is a command."""
+
+_LOOK_SECONDS = 1.0
+_MOST_BYTES = 100
+
+
+class Control:
+    """Requests that arrive through the run folder, from ``start`` to ``end``."""
+
+    def __init__(self, folder: RunFolder, console: Console) -> None:
+        self.asks_to_stop = False
+        self.asks_to_save = threading.Event()
+        """To be cleared when the save is agreed on."""
+        self.has_lost_folder = False
+        """Whether the folder was removed, renamed or replaced: another run may be training there by now."""
+        self._folder, self._console = folder, console
+        self._thread = threading.Thread(target=self._look_again_and_again, name="control-file", daemon=True)
+        self._ended = threading.Event()
+        self._seen: str | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop looking."""
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join(_LOOK_SECONDS)
+
+    def _look_again_and_again(self) -> None:
+        while not self._ended.is_set():
+            with suppress(OSError, ValueError):
+                self.look()
+            self._ended.wait(_LOOK_SECONDS)
+
+    def look_at_folder(self) -> None:
+        """Set ``has_lost_folder``."""
+        self.has_lost_folder = not self._folder.is_ours
+
+    def look(self) -> None:
+        """Look once, at the folder and the file."""
+        self.look_at_folder()
+        if self.has_lost_folder:
+            return
+        path = self._folder.path / CONTROL
+        word = _word_in(path)
+        if not word or word == self._seen:  # being written, or seen before
+            self._seen = word
+            return
+        self._seen = word
+        if word.lower() not in ("stop", "save"):
+            self._console.say(
+                f"WARNING    {path} says {word.splitlines()[0]!r}; it can say stop (save and stop) or save (save and "
+                "continue)"
+            )
+            return
+        try:
+            path.unlink()
+            self._seen = None
+        except OSError as error:
+            self._console.say(f"WARNING    cannot remove {path}: {error.strerror}; it counts this once")
+        if word.lower() == "stop":
+            self.asks_to_stop = True
+        else:
+            self.asks_to_save.set()
+
+
+def _word_in(path: Path) -> str | None:
+    try:
+        with open_regular(path) as file:
+            return file.read(_MOST_BYTES).decode("utf-8", "replace").strip()
+    except FileNotFoundError:
+        return None

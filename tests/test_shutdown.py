@@ -422,7 +422,8 @@ def test_a_run_ends_before_slurm_ends_it(text: Path, tmp_path: Path, monkeypatch
 
 def start_apart(code: str, *argv: str, **environment: str) -> subprocess.Popen[str]:
     """``code``, and then ``train.py`` with ``argv``, in a process that ignores SIGUSR1, as under a batch script."""
-    script = f"import sys, time; from unittest.mock import patch\n{code}\nfrom serried.program import *; leave(main(sys.argv[1:]))"
+    train = "from serried.program import *; leave(main(sys.argv[1:]))"
+    script = f"import sys, time; from unittest.mock import patch\n{code}\n{train}"
     return subprocess.Popen(
         ["bash", "-c", 'trap "" USR1; exec "$@"', "bash", sys.executable, "-c", script, *argv],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment,

@@ -30,7 +30,7 @@ from omegaconf.errors import (
 from pydantic import ValidationError
 
 from serried.configs.errors import UserError
-from serried.configs.explain import Layer, Origins, explain, given_twice, shown, unfit, value_at
+from serried.configs.explain import Layer, Origins, explain, shown, unfit, value_at
 from serried.configs.help import choices_of, help_text
 from serried.configs.keys import Key, all_keys, is_section
 from serried.configs.plain_data import read_yaml
@@ -46,6 +46,7 @@ from serried.configs.suggest import (
     unknown_choice,
     unknown_key,
 )
+from serried.configs.words import last_of_each
 
 __all__ = ["compose", "compose_saved", "config_yaml", "help_text", "parse_arguments"]
 
@@ -281,7 +282,7 @@ class _Command:
 
     def read(self, argv: Sequence[str]) -> None:
         """Take in all words; mistakes are collected, never raised."""
-        words = list(argv)
+        words = last_of_each(argv)
         while words:
             word = words.pop(0)
             if word.startswith("-"):
@@ -349,10 +350,6 @@ class _Command:
 
     def _read_override(self, key: str, value: str) -> None:
         if self._is_refused(key, value):
-            return
-        if key in self.typed:
-            if self.typed[key] != value:
-                self.mistakes.append(given_twice(key, self.typed[key], value))
             return
         if key in self.groups:
             self._read_choice(key, value)

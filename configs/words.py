@@ -5,10 +5,35 @@ from math import nan
 from pathlib import Path
 
 from serried.configs.errors import UserError
-from serried.configs.explain import given_twice
+from serried.configs.explain import shown
 from serried.configs.keys import all_keys
 from serried.configs.schema import parse_count
 from serried.configs.suggest import nearest, pasteable
+
+
+def last_of_each(words: Sequence[str]) -> list[str]:
+    """``words`` without the overrides whose key is given again later: the last one counts, as in Hydra."""
+    last = {_key(word): index for index, word in enumerate(words)}
+    return [word for index, word in enumerate(words) if not _key(word) or last[_key(word)] == index]
+
+
+def repeated(words: Sequence[str]) -> list[str]:
+    """A note for each key in ``words`` that has two values."""
+    values: dict[str, list[str]] = {}
+    for word in words:
+        if key := _key(word):
+            values.setdefault(key, []).append(word.partition("=")[2].strip())
+    return [
+        f"{key} is given {len(given)} times; the last one counts: {key}={shown(given[-1])}"
+        for key, given in values.items()
+        if len({*given}) > 1
+    ]
+
+
+def _key(word: str) -> str:
+    """The key of an override; "" for another word."""
+    key, equals, _ = word.partition("=")
+    return key.lstrip("+").strip() if equals and not word.startswith("-") else ""
 
 
 def pairs(
@@ -18,7 +43,7 @@ def pairs(
     What is wrong with them goes to ``mistakes``."""
     given: dict[str, str] = {}
     overrides: list[str] = []
-    left = [*words]
+    left = last_of_each(words)
     while left:
         word = left.pop(0)
         key, equals, value = word.partition("=")
@@ -45,8 +70,6 @@ def pairs(
             mistakes.append(f"{command} has no key {key!r}; {hint}")
             if close[:1] in (["run.dir"], ["run.name"]):  # a run is named, so none is missing
                 given.setdefault(close[0], value)
-        elif given.get(key, value) != value:
-            mistakes.append(given_twice(key, given[key], value))
         else:
             given[key] = value
     return given, overrides

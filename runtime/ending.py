@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -17,6 +18,7 @@ from serried.configs.errors import (
     TrainingStopped,
     UserError,
 )
+from serried.configs.words import repeated
 from serried.runtime.ranks import speaks
 
 STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
@@ -46,6 +48,12 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, StopRequested | TrainingStopped):
         return EXIT_STOPPED
     return EXIT_MISTAKE if isinstance(error, UserError) else EXIT_FAILED
+
+
+def note_repeated(words: Sequence[str]) -> None:
+    """Print a note for each key that ``words`` give two values, from rank 0 alone."""
+    for note in repeated(words) if speaks() else []:
+        print(f"note: {note}", file=sys.stderr, flush=True)
 
 
 def report_mistake(error: UserError) -> int:

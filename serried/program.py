@@ -7,10 +7,11 @@ from serried.configs.compose import compose, config_yaml, help_text, parse_argum
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.configs.sweep import read_sweep
+from serried.configs.words import last_of_each
 from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.records.page import write_report
-from serried.runtime.ending import leave, report_mistake
+from serried.runtime.ending import leave, note_repeated, report_mistake
 from serried.runtime.program import remember_script
 from serried.runtime.ranks import planned_processes, say
 from serried.runtime.session import Session, run_in_session
@@ -20,9 +21,10 @@ def main(arguments: list[str]) -> int:
     """Do what the command line says and return the exit code. Mistakes and failures are printed here, not raised."""
     try:
         action, overrides = parse_arguments(arguments)
+        note_repeated(overrides)
         if action == "help":
             return say(help_text())
-        sweep = planned_sweep(overrides, read_sweep) if action == "sweep" else None
+        sweep = planned_sweep(last_of_each(overrides), read_sweep) if action == "sweep" else None
         configs = [point.config for point in sweep.points] if sweep else [compose(overrides)]
         config, (plan, *_) = configs[0], [_plan(config) for config in configs]
         if action == "config" or config.dry_run:

@@ -21,6 +21,7 @@ from serried.configs.keys import all_keys, key_tables
 from serried.configs.schema import ModelSection, RunConfig
 from serried.configs.suggest import unknown_key
 from serried.configs.trackers import asked_for
+from serried.configs.words import repeated
 
 GROUPS = choices_of()
 
@@ -122,6 +123,12 @@ def test_quoted_text_may_hold_anything():
 def test_plus_signs_make_no_difference(prefix: str):
     assert compose([f"{prefix}trainer.steps=50"]).trainer.steps == 50
     assert compose([f"{prefix}recipe=llama1b"]).recipe == "llama1b"
+
+
+def test_of_a_key_given_twice_the_last_one_counts_with_one_note():
+    words = ["trainer.steps=50", "optim.lr=1", "+trainer.steps=60", "optim.lr=1"]
+    assert compose(words).trainer.steps == 60
+    assert repeated(words) == ["trainer.steps is given 2 times; the last one counts: trainer.steps=60"]
 
 
 def test_references_and_null_and_repetition():

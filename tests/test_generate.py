@@ -270,7 +270,6 @@ def test_a_tokenizer_that_was_made_of_the_text_lies_with_the_model(
         (["precision=bf17"], "no precision 'bf17'"),
         (["device=tpu"], "launch.device=tpu (command line) is not one of auto, cpu, cuda"),
         (["run.dir=nowhere"], "there is no folder nowhere"),
-        (["prompt=a", "prompt=b"], "prompt is given twice"),
         (["hello"], "hello"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -109,7 +109,6 @@ MISTAKES = [
     _mistake("section as key", "trainer=5", "trainer is a section", "global_batch"),
     _mistake("below a value", "trainer.steps.x=1", "trainer.steps=1"),
     _mistake("deletion", "~trainer.steps", "cannot be deleted", "trainer.steps=1000"),
-    _mistake("twice", "trainer.steps=5|trainer.steps=7", "given twice", "trainer.steps=5 and trainer.steps=7"),
     _mistake("reference", "run.name=${nope}", "run.name=${nope} (command line)", "does not exist"),
     # values
     _mistake("no number", "trainer.steps=abc", "trainer.steps=abc (command line) is not a whole number", "10k, 2M"),

@@ -189,13 +189,17 @@ def test_a_change_of_the_numbers_is_refused_in_one_line(text: Path, stopped: Pat
         "data.sequence_length=16": "data.sequence_length 32 -> 16",
     }.items():
         line = refusal(text, stopped, change)
-        assert f"would change the run: {told}; use checkpoint.allow_changes=true" in line
+        assert f"would change the run: {told}; use run.dir=OTHER to keep both, or checkpoint.resume=never" in line
+        assert line.endswith("or checkpoint.allow_changes=true to resume with the new settings")
     several = refusal(text, stopped, "optim.lr=0.1", "trainer.seed=3", "trainer.log_every=2")
     assert "would change the run: optim.lr 0.003 -> 0.1; trainer.seed 1 -> 3; use" in several
-    assert "run.name=OTHER to keep both" in several
+    model = refusal(text, stopped, "model.dim=64", "data=stdlib", "data.path=null", "trainer.steps=7")
+    changes = f"data.name text -> stdlib; data.path {text} -> null; model.dim 16 -> 64; trainer.steps 6 -> 7; use"
+    assert changes in model, "all that changed is named, data first"
+    assert "allow_changes" not in model, "the weights would not fit"
     elsewhere = refusal(text, tmp_path / "fork", "optim.lr=0.1", f"checkpoint.resume={checkpoint(stopped)}")
-    assert "run.name=OTHER" not in elsewhere, "it is another already"
-    assert "or take its weights alone: serried export, then checkpoint.resume=FOLDER" in elsewhere
+    assert "run.dir=OTHER" not in elsewhere, "it is another already"
+    assert "use its weights alone: serried export, then checkpoint.resume=FOLDER" in elsewhere
     assert tree(stopped) == before
 
 

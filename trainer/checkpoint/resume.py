@@ -218,7 +218,8 @@ def check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
         return
     raise UserError(
         f"{start.checkpoint} was trained on other data (fingerprint {start.state['data_fingerprint']}, now "
-        f"{fingerprint}); use the same files, checkpoint.allow_changes=true to go on with these, or run.name=OTHER"
+        f"{fingerprint}); use {_other_run(config)} to keep both, the same files, or checkpoint.allow_changes=true to "
+        "resume with these"
     )
 
 
@@ -285,15 +286,26 @@ def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> N
     for key, (other, values) in _ONLY_FOR.items():
         if before.get(other) not in values and after[other] not in values:
             changed.pop(key, None)
-    silent = [text for key, text in changed.items() if _shapes_numbers(key)]
-    if silent:
-        instead = "run.name=OTHER to keep both, or checkpoint.resume=never to start anew"
-        if path.parent != config.run.dir / CHECKPOINTS:
-            instead = "or take its weights alone: serried export, then checkpoint.resume=FOLDER with what was exported"
-        raise UserError(
-            f"resuming from {path} would change the run: {'; '.join(silent)}; use checkpoint.allow_changes=true to "
-            f"go on with the new settings, {instead}"
-        )
+    if not any(map(_shapes_numbers, changed)):
+        return
+    named = [key for key in changed if _shapes_numbers(key) or (key.startswith("data.") and key not in _FREE_DATA_KEYS)]
+    named.sort(key=lambda key: (not key.startswith("data."), not key.startswith("model.")))
+    if path.parent == config.run.dir / CHECKPOINTS:
+        ways = [f"{_other_run(config)} to keep both", "checkpoint.resume=never to start again here"]
+    else:
+        ways = ["its weights alone: serried export, then checkpoint.resume=FOLDER with what was exported"]
+    if not any(key.startswith("model.") for key in named):  # the weights would not fit another model
+        ways.append("checkpoint.allow_changes=true to resume with the new settings")
+    told = "; ".join(changed[key] for key in named)
+    raise UserError(f"resuming from {path} would change the run: {told}; use {', or '.join(ways)}")
+
+
+_FREE_DATA_KEYS = ("data.workers", "data.cache_dir")
+
+
+def _other_run(config: RunConfig) -> str:
+    """The override that gives a run a folder of its own."""
+    return "run.name=OTHER" if config.run.dir.name == config.run.name else "run.dir=OTHER"
 
 
 def _shapes_numbers(key: str) -> bool:

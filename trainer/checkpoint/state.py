@@ -88,8 +88,8 @@ def _check(folder: TensorFolder, named: Mapping[str, Tensor]) -> None:
             *([f"{len(shaped)} of other shape ({_some(shaped)})"] if shaped else []),
         ]
         raise UserError(
-            f"{folder.folder} holds another model than model={{...}} describes: {'; '.join(problems)}; "
-            f"give the model.* keys it was trained with (its config.json has them)"
+            f"{folder.folder} holds another model than this command describes: {'; '.join(problems)}; "
+            "use the model.* keys it was trained with (see its config.json), or run.name=OTHER for a new run"
         )
     for name in named:
         if not folder.specs[name].dtype.is_floating_point:

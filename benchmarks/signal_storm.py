@@ -107,7 +107,7 @@ def storm(
         launched, newest = time.time(), newest_step(stormy)
         number, target = chance.choice(_SIGNALS), chance.choice(("torchrun", "one rank", "all ranks"))
         moment = chance.choice(_MOMENTS)
-        how = f"checkpoint.mode={chance.choice(['async', 'sync'])}", f"data.workers={chance.choice([0, 2])}"
+        how = f"checkpoint.mode={chance.choice(['async', 'sync'])}", f"trainer.workers={chance.choice([0, 2])}"
         with start(stormy, *how, slow=moment == "data wait") as agent:
             if not _await(moment, stormy, launched, agent, chance):
                 tail = output.read_text()[-2000:]

@@ -43,6 +43,7 @@ from serried.records.run_folder import RunFolder
 from serried.runtime.console import Console
 from serried.runtime.session import Session, open_session
 from serried.trainer.checkpoint.resume import Start
+from serried.trainer.context import Context
 from serried.trainer.loader import BatchLoader
 from serried.trainer.metrics import RATES, Meter
 from serried.trainer.optim import learning_rate
@@ -114,7 +115,7 @@ def _no_numbers() -> Iterator[None]:
     with (
         patch.object(Phases, "begin", lambda *_: None),
         patch.object(Meter, "rates", lambda *_: rates),
-        patch("serried.trainer.trainer.eta_seconds", lambda *_: 1.0),
+        patch("serried.trainer.step_log.eta_seconds", lambda *_: 1.0),
     ):
         yield
 
@@ -145,9 +146,9 @@ def _trainer(config: RunConfig, recipe: CausalLM) -> Iterator[tuple[Trainer, Ses
     with open_session(config.launch) as session:
         folder = RunFolder(config.run.dir) if session.is_main else None
         console = Console(False, session.rank)
-        trainer = Trainer(config, recipe, session, folder, console, config_yaml(config), Start(), Pulse())
+        trainer = Trainer(Context(config, recipe, session, console, folder, Pulse()), config_yaml(config), Start())
         yield trainer, session
-        trainer.checkpointer.close()
+        trainer.saver.checkpointer.close()
 
 
 def by_hand(config: Any, recipe: CausalLM, device: torch.device) -> Iterator[None]:
@@ -198,7 +199,7 @@ def _take(config: Any, recipe: CausalLM, steps: int) -> list[list[Any]]:
     """The first batches of the run, read once."""
     dataset, layout = recipe.dataset("train"), resolve_layout(config.parallel, _world())
     loader = BatchLoader(
-        dataset, recipe.collate, SampleOrder(len(dataset), config.trainer.seed), steps=range(steps),
+        dataset, recipe.collate_numbered, SampleOrder(len(dataset), config.trainer.seed), steps=range(steps),
         accumulation=gradient_accumulation(config.trainer, layout), data_ranks=layout.data_ranks,
         data_rank=dist.get_rank() if dist.is_initialized() else 0, micro_batch=config.trainer.micro_batch,
         workers=0, pin_memory=False,

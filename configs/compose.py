@@ -1,4 +1,4 @@
-"""From the command line and the YAML files beside this one to a checked ``RunConfig``.
+"""From the command line and the YAML files beside this one to a checked ``TextRunConfig``.
 
 Hydra composes, pydantic checks, and whatever either of them (or the reading of the command line before them) refuses is
 told in one sentence each, all at once. Keys are looked up in the schema before Hydra sees them, so that Hydra never has
@@ -34,7 +34,7 @@ from serried.configs.explain import Layer, Origins, explain, shown, unfit, value
 from serried.configs.help import choices_of, help_text
 from serried.configs.keys import Key, all_keys, is_section
 from serried.configs.plain_data import read_yaml
-from serried.configs.schema import RunConfig, SourceSection
+from serried.configs.schema import RunConfig, SourceSection, TextRunConfig
 from serried.configs.suggest import (
     advice,
     listing,
@@ -78,7 +78,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
     return action, overrides
 
 
-def compose(argv: Sequence[str], folder: Path = FOLDER, told: Sequence[str] = ()) -> RunConfig:
+def compose(argv: Sequence[str], folder: Path = FOLDER, told: Sequence[str] = ()) -> TextRunConfig:
     """The config that ``argv`` (overrides such as ``recipe=tiny`` and ``trainer.steps=1k``) asks for.
 
     ``told``: mistakes in words of the command line that ``argv`` leaves out, to be told with those found here.
@@ -93,7 +93,7 @@ def compose(argv: Sequence[str], folder: Path = FOLDER, told: Sequence[str] = ()
     try:
         plain = _composed(folder, command)
         mistakes += command.told(plain)
-        checked = RunConfig.model_validate(plain)
+        checked = TextRunConfig.model_validate(plain)
     except UserError as error:
         mistakes += [*command.told(plain), str(error)]
     except ValidationError as error:
@@ -107,7 +107,7 @@ _SOURCE = (*SourceSection.model_fields, "sources", "weigh_by", "token_dtype", "v
 """Keys of ``data`` that say where documents come from; a choice of ``data`` replaces them together, and no others."""
 
 
-def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...], folder: Path = FOLDER) -> RunConfig:
+def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...], folder: Path = FOLDER) -> TextRunConfig:
     """The config that a run left in the file ``saved``, with the overrides ``argv`` on top.
 
     ``reads``: beginnings of the keys that have a meaning here; others are refused. Where ``data`` is chosen anew, what
@@ -135,7 +135,7 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...], fold
             composed = _composed(folder, _Command(groups, dict(command.typed), [*known, *command.overrides]))
             for key in command.typed:
                 _take_over(key, composed, plain)
-        return RunConfig.model_validate(plain)
+        return TextRunConfig.model_validate(plain)
     except ValidationError as error:
         _refuse(explain(error, plain, origins, groups, alone=False))
         raise
@@ -190,7 +190,7 @@ def _refuse(mistakes: Sequence[str]) -> None:
 
 
 def config_yaml(config: RunConfig) -> str:
-    """The resolved config as YAML; validating what a YAML parser reads from it gives an equal ``RunConfig``."""
+    """The resolved config as YAML; validating what a YAML parser reads from it gives an equal ``TextRunConfig``."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 

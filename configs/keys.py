@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from serried.configs.plain_data import flatten
-from serried.configs.schema import NAME_PATTERN, RunConfig
+from serried.configs.schema import NAME_PATTERN, TextRunConfig
 
 _EXAMPLES = {  # keys for which a value made up from the type alone would mislead
     "trainer.steps": "1000, 10k, 2M",
@@ -157,8 +157,8 @@ def is_name(text: str) -> bool:
 
 @functools.cache
 def all_keys() -> Keys:
-    """Every key of ``RunConfig`` by its full dotted name, in the order of the schema."""
-    description = RunConfig.model_json_schema()
+    """Every key of ``TextRunConfig`` by its full dotted name, in the order of the schema."""
+    description = TextRunConfig.model_json_schema()
     keys = Keys()
 
     def walk(properties: dict[str, Any], required: list[str], prefix: str, found: dict[str, Key]) -> None:

@@ -285,7 +285,6 @@ class DataSection(SourceSection):
     aliases: ClassVar[Mapping[str, str]] = {
         "sequence_length": "hf:max_length titan:training.seq_len nanogpt:block_size seq_len seq_length max_seq_len "
         "max_seq_length context_length context_size n_ctx",
-        "workers": "hf:dataloader_num_workers lightning:num_workers",
         "streaming": "hf:dataset_streaming use_streaming",
         "tokenizer": "tokenizer_name tokenizer_path tokenizer_type tokenizer_name_or_path",
         "validation_fraction": "val_fraction val_split_fraction test_size",
@@ -340,8 +339,6 @@ class DataSection(SourceSection):
     """Documents in one sequence do not attend to each other, and positions restart with each."""
     streaming: bool = False
     """``hf``: read shard by shard while training, for data that does not fit on the disk."""
-    workers: Annotated[Count, Field(ge=0, le=1024)] = 2
-    """Threads per process that read batches ahead; 0 reads in the training thread."""
     cache_dir: Path | None = None
     """Folder of prepared tokens; ``$XDG_CACHE_HOME/serried`` or ``~/.cache/serried`` when null."""
 
@@ -592,6 +589,7 @@ class TrainerSection(Section):
         "mbs",
         "max_grad_norm": "hf:max_grad_norm lightning:gradient_clip_val titan:training.max_norm nanogpt:grad_clip clip "
         "clip_grad gradient_clipping clip_grad_norm grad_norm_clip",
+        "workers": "hf:dataloader_num_workers lightning:num_workers",
         "seed": "hf:seed lightning:seed_everything titan:debug.seed random_seed manual_seed rng_seed",
         "log_every": "hf:logging_steps lightning:log_every_n_steps titan:metrics.log_freq nanogpt:log_interval "
         "log_freq log_steps",
@@ -644,6 +642,8 @@ class TrainerSection(Section):
     """Stop after this step with a checkpoint to resume from; the schedule is still meant for ``steps``."""
     max_minutes: Annotated[Number, Field(gt=0)] | None = None
     """Stop so many minutes after the start with a checkpoint to resume from; the same command goes on."""
+    workers: Annotated[Count, Field(ge=0, le=1024)] = 2
+    """Threads per process that read batches ahead; 0 reads in the training thread."""
     sample_tokens: CountOrZero = 0
     """Tokens of text to generate from the trained model at the end; 0: none."""
 
@@ -937,8 +937,15 @@ class SlurmSection(Section):
         return self
 
 
+class TaskSection(Section):
+    """What is trained. A task of your own adds its keys here."""
+
+    name: str = Field(default="causal_lm", min_length=1)
+    """Name of the task, for display."""
+
+
 class RunConfig(Section):
-    """The whole of a run."""
+    """The whole of a run, whatever it trains."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "recipe": "config config_name config_file preset experiment",
@@ -998,8 +1005,7 @@ class RunConfig(Section):
     dry_run: bool = False
     """Print the plan and stop, on any machine, for any number of processes."""
     run: RunSection
-    model: ModelSection
-    data: DataSection
+    task: TaskSection = Field(default_factory=TaskSection)
     parallel: ParallelSection
     precision: PrecisionSection
     optim: OptimSection
@@ -1026,6 +1032,17 @@ class RunConfig(Section):
                 f"profile.steps=[{first},{last}] goes beyond trainer.{key}={end}; "
                 f"use 'profile.steps=[{max(1, end - (last - first))},{end}]'"
             )
+        return self
+
+
+class TextRunConfig(RunConfig):
+    """The whole of a run that trains a built-in language model."""
+
+    model: ModelSection
+    data: DataSection
+
+    @model_validator(mode="after")
+    def _sequence_fits(self) -> "TextRunConfig":
         if self.data.sequence_length > self.model.max_sequence_length:
             raise ValueError(
                 f"data.sequence_length={self.data.sequence_length} exceeds "

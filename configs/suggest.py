@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from serried.configs.keys import all_keys, all_sections, is_name, is_section, keys_of
-from serried.configs.schema import RunConfig, Section, parse_count
+from serried.configs.schema import Section, TextRunConfig, parse_count
 
 FRAMEWORKS = {"hf": "HF Trainer", "titan": "torchtitan", "lightning": "Lightning", "nanogpt": "nanoGPT"}
 _A_SLIP = 0.85
@@ -44,7 +44,7 @@ def squeezed(name: str) -> str:
 
 
 @functools.cache
-def names_of(schema: type[BaseModel] = RunConfig) -> Names:
+def names_of(schema: type[BaseModel] = TextRunConfig) -> Names:
     """What the sections of ``schema``, and their base classes, say of other frameworks' names."""
     names = Names()
     _collect(schema, "", names)

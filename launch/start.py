@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from serried.configs.errors import UserError
 from serried.configs.libraries import check_data_libraries
 from serried.configs.points import Sweep
-from serried.configs.schema import RunConfig
+from serried.configs.schema import RunConfig, TextRunConfig
 from serried.configs.trackers import check_trackers
 from serried.launch.slurm import refuse_unequal
 from serried.launch.sweep import WriteReport, run_sweep, submit_sweep, values_shown
@@ -49,7 +49,7 @@ def _check_libraries(config: RunConfig) -> None:
     """Before anything is started: each process would take as long as torch to be imported to find the same."""
     check_trackers(config.track)
     has_others_there = config.launch.name == "slurm" and (config.slurm.python or config.slurm.container)
-    if is_started() or not has_others_there:
+    if (is_started() or not has_others_there) and isinstance(config, TextRunConfig):
         check_data_libraries(config.data)
 
 

@@ -27,7 +27,7 @@ class LossTerms(NamedTuple):
 class ParallelPlan:
     """Declared by a model, carried out by ``parallel.apply``."""
 
-    units: tuple[tuple[str, ...], ...]
+    units: tuple[tuple[str, ...], ...] = ()
     """Groups of module names whose parameters are gathered and freed together under sharding, in forward order.
 
     Parameters in no unit stay gathered through the whole forward and backward. The last unit is not freed after its

@@ -9,7 +9,15 @@ import torch
 from torch import nn
 
 from serried.configs.errors import UserError
-from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, DataSection, RunConfig
+from serried.configs.schema import (
+    DEFAULT_VALIDATION,
+    WHOLE,
+    DataSection,
+    ModelSection,
+    RunConfig,
+    TextRunConfig,
+    TrainerSection,
+)
 from serried.parallel.plan import LossTerms, ParallelPlan
 from serried.recipes.data.chat import ask, chat_template
 from serried.recipes.data.choose_source import check_path
@@ -33,15 +41,28 @@ from serried.recipes.data.tokenizer import Tokenizer, hugging_face_files
 from serried.recipes.generation import Piece, TextStream, chooser, continued, until_end
 from serried.recipes.models import transformer
 from serried.recipes.models.head import IGNORE
+from serried.trainer.task import TextTask
 
 _TEMPERATURE = 0.8
 
 
-class CausalLM:
-    """A Transformer on packed text. ``trainer.task.Recipe`` says what each method promises."""
+class CausalLM(TextTask):
+    """A transformer that learns to predict the next token of packed text."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._model, self._data, self._trainer = config.model, config.data, config.trainer
+    sections = ("model", "data")
+
+    _model: ModelSection
+    _data: DataSection
+    _trainer: TrainerSection
+
+    def __init__(self, run: RunConfig | None = None) -> None:
+        if run is not None:
+            self.configure(run)
+
+    def configure(self, run: RunConfig) -> None:
+        assert isinstance(run, TextRunConfig), "the built-in tasks are composed with the sections model and data"
+        super().configure(run)
+        self._model, self._data, self._trainer = run.model, run.data, run.trainer
         self._prepared: Prepared | None = None
         """Of the first source, whose tokenizer all have."""
         self._sources: dict[str, Prepared] = {}
@@ -143,7 +164,7 @@ class CausalLM:
                 return open_dataset(self._held_out[split], "validation", self._data)
         if self._data.streaming and split == "train":
             lanes, seed = self._trainer.global_batch, self._trainer.seed
-            return open_training(self._data, self._sources[""], lanes=lanes, seed=seed)
+            return open_training(self._data, self._sources[""], lanes=lanes, seed=seed, workers=self._trainer.workers)
         sources = dict(self._sources)
         if split == WHOLE:
             sources, split = {name: prepared.whole() for name, prepared in sources.items()}, "validation"
@@ -161,10 +182,10 @@ class CausalLM:
     def further_validation(self) -> Sequence[str]:
         return list(self._data.validation)
 
-    def collate(self, samples: Sequence[Sample], ids: np.ndarray) -> Batch:
+    def collate_numbered(self, samples: Sequence[Sample], ids: np.ndarray) -> Batch:
         return collate(samples, ids)
 
-    def targets_per_sequence(self) -> int:
+    def weight_per_sample(self) -> int:
         return self._data.sequence_length
 
     # model ----------------------------------------------------------------------------------------------------------
@@ -229,13 +250,13 @@ class CausalLM:
         by_source = training.targets_by_source(batch) if isinstance(training, MixtureDataset) else None
         return LossTerms(loss_sum, (batch.targets != IGNORE).sum(), by_source)
 
-    def flops_per_token(self, parameters: int) -> float:
-        return transformer.flops_per_token(self._model, parameters, self.vocab_size(), self._data.sequence_length)
+    def flops_per_sample(self, parameters: int) -> float:
+        length = self._data.sequence_length
+        return length * transformer.flops_per_token(self._model, parameters, self.vocab_size(), length)
 
-    def activation_bytes(self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool) -> int:
-        vocab_size = self.vocab_size()
+    def activation_bytes(self, samples: int, dtype: torch.dtype, *, autocast: bool) -> int:
         return transformer.activation_bytes(
-            self._model, vocab_size, sequences, sequence_length, dtype, autocast=autocast
+            self._model, self.vocab_size(), samples, self._data.sequence_length, dtype, autocast=autocast
         )
 
     @torch.no_grad()
@@ -255,6 +276,25 @@ class CausalLM:
             model, prompt, layers=self._model.layers, tokens=fitting, choose=never_the_end, device=device
         )  # fmt: skip
         return for_terminal(tokenizer.decode(ids))
+
+    def lengths(self) -> tuple[int, int]:
+        return self._data.sequence_length, self._model.max_sequence_length
+
+    def echoes_prompt(self) -> bool:
+        return self._data.format != "chat"
+
+    def next_command(self, start: str) -> str:
+        if self._data.name == "stdlib":
+            return f"your own text: {start} recipe={self.run.recipe} data=text data.path=FILE_OR_FOLDER run.name=mine"
+        return f"a plain model folder: serried export run.dir={self.run.run.dir} out=FOLDER dtype=bf16"
+
+    def notes(self, starts_from_scratch: bool) -> list[str]:
+        if not starts_from_scratch or self._data.format != "chat":
+            return []
+        return [
+            "the model starts with random weights, and conversations alone teach it little; to start from a trained "
+            "model: checkpoint.resume=MODEL_FOLDER run.name=OTHER"
+        ]
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """Raises ``UserError`` where the tokenizer or the chat template cannot take ``prompt``."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError, noted
-from serried.configs.schema import RunConfig
+from serried.configs.schema import RunConfig, TextRunConfig
 from serried.configs.suggest import nearest
 from serried.configs.words import byte_count, no_key, number_between, pairs, run_key, step_number, whole_number
 from serried.runtime.ending import leave, report_mistake
@@ -21,7 +21,7 @@ _COMMANDS = {  # what it takes, what it does, and more of that
         _OVERRIDES,
         "tokenise the data once, before training or on another machine:",
         """\
-  data.workers    threads; one for each core when not given
+  trainer.workers    threads; one for each core when not given
   data.cache_dir  where to; give the same to train.py
 """,
     ),
@@ -186,9 +186,9 @@ def prepare(overrides: list[str]) -> str:
     from serried.runtime.console import Console
 
     config = compose(overrides)
-    threads = config.data.workers if "workers" in config.data.model_fields_set else None
+    threads = config.trainer.workers if "workers" in config.trainer.model_fields_set else None
     if threads == 0:
-        raise UserError("data.workers=0 leaves no thread to prepare with; use data.workers=1, or leave it out")
+        raise UserError("trainer.workers=0 leaves no thread to prepare with; use trainer.workers=1, or leave it out")
     recipe = CausalLM(config)
     recipe.open_data(recipe.prepare(Console(speaks=True, rank=0).progress, threads))
     recipe.vocab_size()  # refuses a model that is too small for the tokenizer, while nothing else waits for it
@@ -320,9 +320,9 @@ def generate(words: list[str]) -> None:
     """
     from serried.recipes.causal_lm import CausalLM
     from serried.recipes.data.show import for_terminal
+    from serried.recipes.saved import as_saved
     from serried.runtime.ranks import choose_device, torchrun_says
     from serried.runtime.session import Session
-    from serried.trainer.evaluation import as_saved
     from serried.trainer.generation import Sampling, write_text
 
     mistakes: list[str] = []
@@ -357,9 +357,10 @@ def evaluate(words: list[str]) -> int:
         UserError: a key or value is wrong, or there is no such checkpoint.
     """
     from serried.recipes.causal_lm import CausalLM
+    from serried.recipes.saved import as_saved
     from serried.runtime.ranks import torchrun_says
     from serried.runtime.session import Session, run_in_session
-    from serried.trainer.evaluation import as_saved, print_evaluation
+    from serried.trainer.evaluation import print_evaluation
 
     mistakes: list[str] = []
     given, overrides = pairs(words, "evaluate", _EVALUATE_KEYS, mistakes, reads_overrides=True)
@@ -393,7 +394,7 @@ def _refuse(mistakes: list[str]) -> None:
 
 def _opened(
     given: dict[str, str], overrides: list[str], reads: tuple[str, ...], command: str, mistakes: list[str]
-) -> tuple[RunConfig, Path]:
+) -> tuple[TextRunConfig, Path]:
     """The config of the run that ``given`` names, with ``overrides`` whose keys begin as ``reads`` say, and the
     checkpoint that it names.
 

@@ -16,7 +16,7 @@ _run = Trainer.run
 
 def run_unless_asked(self: Trainer) -> int:
     """As rank 1 of those that were asked to stop."""
-    if self._session.rank == 1:
+    if self.context.session.rank == 1:
         raise StopRequested("SIGTERM")
     return _run(self)
 

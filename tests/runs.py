@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import serried.recipes.causal_lm
-import serried.trainer.trainer
+import serried.trainer.training_state
 from serried.configs.compose import compose, config_yaml
 from serried.parallel.gradient import local
 from serried.parallel.plan import LossTerms
@@ -29,6 +29,7 @@ from serried.runtime.console import Console
 from serried.runtime.session import Session, open_session
 from serried.trainer.checkpoint.resume import find_start
 from serried.trainer.checkpoint.retention import committed
+from serried.trainer.context import Context
 from serried.trainer.run import train
 from serried.trainer.step import TrainStep
 from serried.trainer.trainer import Trainer
@@ -106,9 +107,9 @@ def save_again(argv: list[str], run_dir: str) -> None:
         folder = RunFolder(Path(run_dir)) if session.is_main else None
         console = Console(False, session.rank)
         copied = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(run_dir)})})
-        trainer = Trainer(copied, recipe, session, folder, console, config_yaml(config), start, Pulse())
-        trainer.checkpointer.save(start.step, start.state)
-        saved = trainer.checkpointer.wait()
+        trainer = Trainer(Context(copied, recipe, session, console, folder, Pulse()), config_yaml(config), start)
+        trainer.saver.checkpointer.save(start.step, start.state)
+        saved = trainer.saver.checkpointer.wait()
         assert saved is not None
         assert saved.problem is None
 
@@ -140,8 +141,8 @@ class ObservedRecipe(CausalLM):
         self.rank = 0
         self._forwards = 0
 
-    def collate(self, samples: Sequence[Sample], ids: np.ndarray) -> Batch:
-        batch = super().collate(samples, ids)
+    def collate_numbered(self, samples: Sequence[Sample], ids: np.ndarray) -> Batch:
+        batch = super().collate_numbered(samples, ids)
         if self._ragged:
             for row, sample in enumerate(ids.tolist()):
                 batch.targets[row, sample * 7919 % batch.targets.shape[1] + 1 :] = IGNORE
@@ -245,7 +246,7 @@ def changes_by_step(argv: list[str], fault: dict[str, Any]) -> list[str]:
             changes.append("nothing" if all(same) else "something" if any(same) else "everything")
             return result
 
-    with patch.object(serried.trainer.trainer, "TrainStep", Watched), open_session(config.launch) as session:
+    with patch.object(serried.trainer.training_state, "TrainStep", Watched), open_session(config.launch) as session:
         recipe = ObservedRecipe(config, ragged=False, fault=fault)
         recipe.rank = session.rank
         train(config, recipe, session, config_yaml(config))

@@ -9,7 +9,7 @@ import serried.trainer.loader
 from serried.program import main
 from serried.runtime.ending import leave
 
-_read_batch = serried.trainer.loader._read_batch
+_read_batch = serried.trainer.loader.read_batch
 
 
 def read_batch(*arguments: Any) -> Any:
@@ -18,5 +18,5 @@ def read_batch(*arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
-    serried.trainer.loader._read_batch = read_batch
+    serried.trainer.loader.read_batch = read_batch
     leave(main(sys.argv[1:]))

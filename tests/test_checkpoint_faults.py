@@ -111,7 +111,7 @@ def test_a_damaged_file_is_found_before_a_tensor_is_used(
         opened.append(checkpoint)
         raise _NotRead
 
-    with patch("serried.trainer.trainer.load_state", stop):
+    with patch("serried.trainer.training_state.load_state", stop):
         printed = train(text, run_dir, code=70).printed
     assert opened == [run_dir / "checkpoints/step-00000002"]
     told = lines(printed, "damaged: ")
@@ -286,7 +286,7 @@ def test_a_file_that_may_not_grow(mode: str, text: Path, tmp_path: Path) -> None
             wait_for(run_dir, 2)
             stack.enter_context(no_file_above(64_000))
         if step == 5:
-            if (under_way := trainer.checkpointer._running) is not None:
+            if (under_way := trainer.saver.checkpointer._running) is not None:
                 under_way.exception()  # waits
             stack.close()
 

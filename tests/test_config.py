@@ -372,7 +372,7 @@ def test_divisors_of_huge_numbers_take_no_time():
 @pytest.mark.parametrize(
     "override",
     [
-        "model.vocab_size=1e18", "model.dim=1e18", "model.head_dim=1e18", "model.layers=1e7", "data.workers=1e9",
+        "model.vocab_size=1e18", "model.dim=1e18", "model.head_dim=1e18", "model.layers=1e7", "trainer.workers=1e9",
         "launch.step_timeout_seconds=1e12", "launch.start_timeout_seconds=1e300", "precision.initial_scale=1e300",
         "precision.initial_scale=1e-300", "health.spike_window=1e9", "trainer.steps=1e18",
     ],
@@ -411,7 +411,7 @@ def test_the_only_number_that_divides_stands_alone():
 
 
 def test_what_is_wrong_is_told_all_at_once_and_once():
-    message = refusal("recipe=tny", "trainer.stpes=5", "trainer.stpes=5", "optim.lr=x", "data.workers=-1", "--foo")
+    message = refusal("recipe=tny", "trainer.stpes=5", "trainer.stpes=5", "optim.lr=x", "trainer.workers=-1", "--foo")
     head, *rest = message.splitlines()
     assert head == "5 mistakes:"
     assert len(rest) == len(set(rest)) == 5

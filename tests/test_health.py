@@ -15,9 +15,10 @@ from serried.configs.errors import TrainingFailed
 from serried.configs.schema import HealthSection
 from serried.program import main
 from serried.trainer.health import differing, digest, respond
+from serried.trainer.loader import BatchLoader
+from serried.trainer.loop import Loop
 from serried.trainer.spikes import SpikeWindow
 from serried.trainer.step import StepResult
-from serried.trainer.trainer import Trainer
 from tests.cluster import Cluster
 from tests.runs import metrics, steps_saved, tiny_overrides, train_small, weights
 
@@ -130,14 +131,14 @@ def test_a_run_goes_back_and_leaves_the_samples_since_the_checkpoint_out(
 
 def spike_and_be_asked_to_stop(argv: list[str], at: int) -> dict[str, Any]:
     """Rank 1 is asked to in the very step that spikes."""
-    step = Trainer._train
+    step = Loop._train
 
-    def train(self: Trainer, number: int, batches: Any) -> None:
-        if number == at and self._session.rank == 1:
+    def train(self: Loop, number: int, batches: Any) -> None:
+        if number == at and self._context.session.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         step(self, number, batches)
 
-    with patch.object(Trainer, "_train", train):
+    with patch.object(Loop, "_train", train):
         return train_small(argv, fault=spike_at(at))
 
 
@@ -208,17 +209,17 @@ def test_most_are_right_and_of_two_neither_is_known_to_be() -> None:
 
 
 def train_flipping(argv: list[str], rank: int, after_step: int, what: str) -> int:
-    log = Trainer._log
+    log = Loop._log
 
-    def flipping(self: Trainer) -> None:
-        log(self)
-        if self.step == after_step and self._session.rank == rank:
-            parameter = next(iter(self._module.parameters()))
-            tensor = parameter if what == "weight" else self._optimizer.state[parameter]["exp_avg"]
+    def flipping(self: Loop, loader: BatchLoader) -> None:
+        log(self, loader)
+        if self.step == after_step and self._context.session.rank == rank:
+            parameter = next(iter(self._state.module.parameters()))
+            tensor = parameter if what == "weight" else self._state.optimizer.state[parameter]["exp_avg"]
             tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             flip(tensor.detach(), 3, 1)
 
-    with patch.object(Trainer, "_log", flipping):
+    with patch.object(Loop, "_log", flipping):
         return main(argv)
 
 

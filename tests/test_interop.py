@@ -28,15 +28,15 @@ def train_and_look(argv: list[str], out: str) -> int:
 
     def answer(trainer: Trainer) -> Tensor:
         with torch.no_grad():
-            logits: Tensor = trainer._parallel.module(TOKENS)
-        trainer._parallel.reshard()
+            logits: Tensor = trainer.state.parallel.module(TOKENS)
+        trainer.state.parallel.reshard()
         return logits.contiguous()
 
     def watched(self: Trainer) -> Iterator[int]:
         first = answer(self)
         yield from steps(self)
         last = answer(self)
-        if self._session.is_main:
+        if self.context.session.is_main:
             save_file({"first": first, "last": last}, out)
 
     with patch.object(Trainer, "steps", watched):

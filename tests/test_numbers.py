@@ -95,7 +95,7 @@ def test_utilisation_is_what_the_model_takes_over_what_the_devices_could(text: P
     (start,) = metrics(tmp_path / "bf16", "start")
     assert start["peak_flops_per_device"] == 1e12
     for line in metrics(tmp_path / "bf16"):
-        assert line["mfu"] * 1e12 * line["step_seconds"] == pytest.approx(start["flops_per_token"] * 4 * 32)
+        assert line["mfu"] * 1e12 * line["step_seconds"] == pytest.approx(start["flops_per_sample"] * 4)
 
 
 def test_peaks_are_those_of_the_precision_and_of_dense_products() -> None:
@@ -145,7 +145,7 @@ def test_start_and_step_tell_what_others_rely_on(cluster: Cluster, text: Path, t
     assert start["device"] == "cpu"
     assert start["hosts"] == [os.uname().nodename] * 2
     assert start["peak_flops_per_device"] is None
-    assert start["flops_per_token"] > 6 * 257 * 16
+    assert start["flops_per_sample"] > 32 * 6 * 257 * 16
     for line in metrics(tmp_path):
         assert line["lr_by_group"] == {"matrices": line["lr"], "norms": line["lr"]}
         assert line["memory_reserved_bytes"] is None

@@ -48,7 +48,7 @@ def write_run(folder: Path, steps: int, *, seed: int = 0, config: dict[str, Any]
         return {
             "event": "start", "world_size": 16, "mesh": {"replicate": 4, "shard": 4}, "parameters": 1_235_814_400,
             "resumed_from": resumed_from, "device": "NVIDIA H200", "hosts": ["node-a"] * 8 + ["node-b"] * 8,
-            "peak_flops_per_device": 989e12, "flops_per_token": 7.5e9, "tracker_run_id": "abcd1234", "time": time,
+            "peak_flops_per_device": 989e12, "flops_per_sample": 7.5e9, "tracker_run_id": "abcd1234", "time": time,
         }  # fmt: skip
 
     lines.append(start(None))

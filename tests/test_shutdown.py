@@ -25,6 +25,7 @@ from serried.program import main
 from serried.records.trackers.processes import Mirrors
 from serried.runtime.session import open_session
 from serried.trainer.checkpoint.save import Checkpointer
+from serried.trainer.loop import Loop
 from serried.trainer.trainer import Trainer
 from tests.cluster import ROOT, Cluster
 from tests.runs import ObservedRecipe, metrics, run_here, steps_saved, tiny_overrides, weights
@@ -146,7 +147,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_that_goes_on_bit_by_bit(
     cluster: Cluster, text: Path, tmp_path: Path, undisturbed: Path,
 ) -> None:  # fmt: skip
     run_dir = tmp_path / "run"
-    argv = arguments(text, run_dir, f"data.workers={workers}")
+    argv = arguments(text, run_dir, f"trainer.workers={workers}")
     struck = {"argv": argv, "at": at, "count": count, "numbers": [int(number) for number in numbers], "ranks": ranks}
     first, second = cluster.run(2, "tests.test_shutdown:train_struck", **struck)
     assert (first.value, second.value) == (75, 75), first.printed + second.printed
@@ -201,7 +202,7 @@ def test_before_the_first_step_a_signal_ends_the_run_at_once_and_resumable(
 def stop_rank_1_while_the_model_is_cut(argv: list[str]) -> int:
     if os.environ["RANK"] == "0":
         return main(argv)
-    with patch("serried.trainer.trainer.parallelize", lambda *_, **__: os.kill(os.getpid(), TERM)):
+    with patch("serried.trainer.training_state.parallelize", lambda *_, **__: os.kill(os.getpid(), TERM)):
         return _as_a_process(argv)
 
 
@@ -209,7 +210,7 @@ def test_a_stop_before_the_first_step_of_a_resumed_run_loses_nothing(text: Path,
     run_dir = tmp_path / "run"
     assert run_here(tiny_overrides(text, run_dir, "trainer.stop_at=4")).code == 75
     before = (run_dir / "metrics.jsonl").read_text()
-    with patch("serried.trainer.trainer.load_state", lambda *_: os.kill(os.getpid(), USR1)):
+    with patch("serried.trainer.training_state.load_state", lambda *_: os.kill(os.getpid(), USR1)):
         ended = run_here(tiny_overrides(text, run_dir))
     assert ended.code == 75
     assert "stopped: SIGUSR1 before the first step" in ended.printed
@@ -229,16 +230,16 @@ def _as_a_process(argv: list[str]) -> int:
 def fail_and_be_told(argv: list[str]) -> int:
     """Rank 1 fails in step 3; rank 0 gets what torchrun sends then."""
     rank = os.environ["RANK"]
-    step = Trainer._train
+    step = Loop._train
 
-    def train(self: Trainer, number: int, batches: Any) -> None:
+    def train(self: Loop, number: int, batches: Any) -> None:
         if number == 3:
             if rank == "1":
                 raise ZeroDivisionError("here")
             os.kill(os.getpid(), TERM)
         step(self, number, batches)
 
-    with patch.object(Trainer, "_train", train):
+    with patch.object(Loop, "_train", train):
         return _as_a_process(argv)
 
 
@@ -287,7 +288,7 @@ def test_a_rank_that_waits_for_another_in_vain_still_hears(text: Path, tmp_path:
         "def wait(*_, **__):\n"
         "    threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()\n"
         "    store.wait(['never'], timedelta(seconds=100))\n"
-        f"with patch('serried.trainer.trainer.parallelize', wait): main({argv})\n"
+        f"with patch('serried.trainer.training_state.parallelize', wait): main({argv})\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=90
@@ -371,15 +372,15 @@ def test_the_control_file_saves_and_stops(text: Path, tmp_path: Path) -> None:
 
 
 def save_by_control(argv: list[str], control: str) -> int:
-    step = Trainer._train
+    step = Loop._train
 
-    def train(self: Trainer, number: int, batches: Any) -> None:
+    def train(self: Loop, number: int, batches: Any) -> None:
         if number == 3 and os.environ["RANK"] == "0":
             Path(control).write_text("save")
             until(lambda: not Path(control).exists())
         step(self, number, batches)
 
-    with patch.object(Trainer, "_train", train):
+    with patch.object(Loop, "_train", train):
         return main(argv)
 
 
@@ -514,19 +515,19 @@ def test_failures_of_the_same_kind_are_counted(text: Path, tmp_path: Path) -> No
 
 
 def hang_and_be_interrupted_twice(argv: list[str]) -> None:
-    step = Trainer._train
+    step = Loop._train
 
-    def train(self: Trainer, number: int, batches: Any) -> None:
+    def train(self: Loop, number: int, batches: Any) -> None:
         step(self, number, batches)
         if number == 3:
             os.kill(os.getpid(), INT)
             os.kill(os.getpid(), INT)  # a terminal and torchrun may both pass on one Ctrl-C
-            assert self._session.signals.received == "SIGINT"
-            self._session.signals._interrupted_at = time.monotonic() - 5
+            assert self._context.session.signals.received == "SIGINT"
+            self._context.session.signals._interrupted_at = time.monotonic() - 5
             os.kill(os.getpid(), INT)
             time.sleep(60)
 
-    with patch.object(Trainer, "_train", train):
+    with patch.object(Loop, "_train", train):
         main(argv)
 
 

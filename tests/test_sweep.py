@@ -37,17 +37,17 @@ import os
 if "RANK" in os.environ or "SERRIED_SWEEP" in os.environ and "launch=local" not in " ".join(os.sys.argv):
     import time
     from pathlib import Path
-    import serried.trainer.trainer
-    train = serried.trainer.trainer.Trainer._train
+    import serried.trainer.loop
+    train = serried.trainer.loop.Loop._train
     hold = Path({hold!r})
     def wait(self, step, batches):
         run, _, at = hold.read_text().rpartition(" ") if hold.exists() else ("", "", "0")
-        while step == int(at) and self._config.run.name.endswith(run) and (
-            "deaf" in os.environ or self._session.signals.received is None
+        while step == int(at) and self._context.config.run.name.endswith(run) and (
+            "deaf" in os.environ or self._context.session.signals.received is None
         ):
             time.sleep(0.01)
         train(self, step, batches)
-    serried.trainer.trainer.Trainer._train = wait
+    serried.trainer.loop.Loop._train = wait
 """
 
 

@@ -21,7 +21,7 @@ from serried.program import main
 from serried.runtime.ending import leave
 from serried.runtime.session import open_session
 from serried.trainer.loader import BatchLoader
-from serried.trainer.trainer import Trainer
+from serried.trainer.loop import Loop
 from serried.trainer.watchdog import (
     DATA,
     END,
@@ -180,9 +180,9 @@ def hanging(how: str, rank: int, step: int) -> Iterator[None]:
     """On ``rank``, in ``step``: sleep in the data loader, skip a collective, be stopped, or fail while the others
     sleep."""
     mine = int(os.environ["RANK"]) == rank
-    train, read = Trainer._train, BatchLoader._read
+    train, read = Loop._train, BatchLoader._read
 
-    def faulty_train(self: Trainer, number: int, batches: list[Any]) -> None:
+    def faulty_train(self: Loop, number: int, batches: list[Any]) -> None:
         if number == step and how == "skip" and not mine:
             dist.barrier()
         if number == step and how == "stop" and mine:
@@ -196,7 +196,7 @@ def hanging(how: str, rank: int, step: int) -> Iterator[None]:
             raise ZeroDivisionError("here")
         return read(self, number, ids)
 
-    with patch.object(Trainer, "_train", faulty_train), patch.object(BatchLoader, "_read", faulty_read):
+    with patch.object(Loop, "_train", faulty_train), patch.object(BatchLoader, "_read", faulty_read):
         yield
 
 
@@ -241,7 +241,7 @@ def test_a_hanging_rank_is_named_and_the_run_ends_and_goes_on(
     told = (tmp_path / "log" / "hang.txt").read_text()
     assert all(f"  rank {rank} on " in told for rank in range(ranks))
     assert "trainer/loader.py" in told if how == "sleep" else "parallel/data.py" in told
-    assert how != "sleep" or "it waits for data. Is its disk slow, or data.workers too small?" in printed
+    assert how != "sleep" or "waits for data. Is its disk slow, or trainer.workers too small?" in printed
     assert json.loads((tmp_path / "log" / "collectives-2.json").read_text())
     answers = cluster.run(ranks, "tests.runs:train_small", argv=argv)
     assert metrics(tmp_path, "start")[-1]["resumed_from"] >= 2

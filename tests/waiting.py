@@ -6,18 +6,18 @@ from typing import Any
 
 from serried.program import main
 from serried.runtime.ending import leave
-from serried.trainer.trainer import Trainer
+from serried.trainer.loop import Loop
 
-_train = Trainer._train
+_train = Loop._train
 
 
-def train(self: Trainer, step: int, batches: list[Any]) -> None:
+def train(self: Loop, step: int, batches: list[Any]) -> None:
     deadline = time.monotonic() + 60
-    while step == 3 and self._session.signals.received is None and time.monotonic() < deadline:
+    while step == 3 and self._context.session.signals.received is None and time.monotonic() < deadline:
         time.sleep(0.005)
     _train(self, step, batches)
 
 
 if __name__ == "__main__":
-    Trainer._train = train  # type: ignore[method-assign]
+    Loop._train = train  # type: ignore[method-assign]
     leave(main(sys.argv[1:]))

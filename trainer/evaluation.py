@@ -21,7 +21,7 @@ from serried.trainer.checkpoint.state import load_weights
 from serried.trainer.loader import evaluation_batches
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.sampler import evaluation_samples
-from serried.trainer.task import Dataset, Task, to_device
+from serried.trainer.task import Dataset, Task, TextTask, to_device
 
 Batches = Iterable[Any]
 
@@ -34,20 +34,20 @@ def source_losses(
     dataset: Dataset,
     session: Session,
     *,
-    sequences: int,
+    samples: int,
     micro_batch: int,
     on_device: Callable[[Batches], Batches],
 ) -> Iterator[tuple[str, float, int]]:
-    """Loss sum and targets of the first ``sequences`` sequences (all, where there are fewer), by source of a mixture;
-    under the name "" where there is one. A collective: all ranks read their share.
+    """Yield loss sum and weight of the first ``samples`` samples (of all, if there are fewer), by source of a mixture,
+    or under the name "" if there is one source. A collective: each rank reads its share.
 
     ``on_device`` is handed the batches, and hands them on where the model is.
     """
-    for source, samples in evaluation_samples(dataset, sequences).items():
+    for source, numbers in evaluation_samples(dataset, samples).items():
         batches = evaluation_batches(
             dataset,
-            task.collate,
-            samples,
+            task.collate_numbered,
+            numbers,
             micro_batch=micro_batch,
             data_ranks=session.world_size,
             data_rank=session.rank,
@@ -163,7 +163,8 @@ def evaluate(
     """
     console.doing("preparing data")
     task.open_data(session.once_per_node(partial(task.prepare, console.progress)))
-    session.once(partial(task.check_tokenizer, checkpoint))
+    if isinstance(task, TextTask):
+        session.once(partial(task.check_tokenizer, checkpoint))
     console.doing(f"reading {checkpoint}")
     session.once(partial(check_weights, checkpoint))
     parallel = load_model(config, task, session, checkpoint)
@@ -171,6 +172,8 @@ def evaluate(
     found = []
     for name in names:
         dataset = task.dataset(name)
+        if dataset is None:
+            raise UserError(f"{type(task).__name__}.dataset({name!r}) returned None: there is nothing to evaluate on")
         wanted = len(dataset) if sequences is None else sequences
         found += _evaluate_on(config, task, session, parallel, name, dataset, wanted, console)
     return found
@@ -195,13 +198,13 @@ def _evaluate_on(
         nonlocal done, text_bytes
         for batch in batches:
             console.doing(f"evaluating {name}: {min(done, total):,} of {total:,} sequences", f"evaluating {name}")
-            text_bytes += task.target_bytes(batch)
+            text_bytes += task.target_bytes(batch) if isinstance(task, TextTask) else 0
             yield to_device(batch, session.device)
             done += micro_batch * session.world_size
 
     each: list[Evaluated] = []
     losses = source_losses(
-        parallel, task, dataset, session, sequences=wanted, micro_batch=micro_batch, on_device=on_device
+        parallel, task, dataset, session, samples=wanted, micro_batch=micro_batch, on_device=on_device
     )
     for source, loss_sum, tokens in losses:
         of_source = f"{name}/{source}" if source else name
@@ -211,37 +214,6 @@ def _evaluate_on(
         return each
     tokens, all_bytes = sum(part.tokens for part in each), sum(part.text_bytes for part in each)
     return [Evaluated(name, total, len(dataset), tokens, all_bytes, sum(part.loss_sum for part in each)), *each]
-
-
-def as_saved(
-    config: RunConfig, checkpoint: Path, *, world_size: int, is_cut_anew: bool, is_other_data: bool
-) -> RunConfig:
-    """``config`` of a run as the model in ``checkpoint`` is to be opened: with its vocabulary.
-
-    Where it ``is_cut_anew``, over the processes that there are. Where it ``is_other_data`` than the run's, all of it is
-    tokenised by the tokenizer that lies with the model, since the run's may be made of its data.
-
-    Raises:
-        UserError: the checkpoint lacks its config.
-    """
-    try:
-        rows = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{checkpoint / 'config.json'} cannot be read: {error}; use another checkpoint") from None
-    model, data, parallel = config.model.model_copy(update={"vocab_size": rows}), config.data, config.parallel
-    if is_cut_anew:
-        strategy = "single" if world_size == 1 else "ddp" if parallel.strategy in ("single", "ddp") else "fsdp"
-        degrees = {"replicate": -1 if strategy == "ddp" else 1, "shard": -1 if strategy == "fsdp" else 1}
-        parallel = parallel.model_copy(update={"strategy": strategy, **degrees, "sync_every_micro_batch": False})
-    if is_other_data:
-        update: dict[str, Any] = {"validation_fraction": 0.0, "validation": {}}
-        is_prepared = data.name == "tokens" and (Path(data.path or "") / "summary.json").exists()
-        if data.tokenizer != "bytes" and not is_prepared:
-            update["tokenizer"] = str(checkpoint.absolute())
-        if (checkpoint / "chat_template.jinja").exists():
-            update["chat_template"] = str(checkpoint / "chat_template.jinja")
-        data = data.model_copy(update=update)
-    return config.model_copy(update={"model": model, "data": data, "parallel": parallel})
 
 
 def load_model(config: RunConfig, task: Task, session: Session, checkpoint: Path) -> Single:

@@ -9,7 +9,7 @@ from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.runtime.session import Session
 from serried.trainer.evaluation import check_weights, load_model
-from serried.trainer.task import Task
+from serried.trainer.task import TextTask
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Sampling:
 
 def write_text(
     config: RunConfig,
-    task: Task,
+    task: TextTask,
     session: Session,
     checkpoint: Path,
     prompt: str,
@@ -43,7 +43,7 @@ def write_text(
         UserError: the prompt is too long for the model, or the checkpoint is damaged.
     """
     prompt_tokens = len(task.prompt_ids(prompt))
-    trained, longest = config.data.sequence_length, config.model.max_sequence_length
+    trained, longest = task.lengths()
     if prompt_tokens >= longest:
         raise UserError(
             f"the prompt has {prompt_tokens:,} tokens, and model.max_sequence_length={longest} is as far as the model "
@@ -56,7 +56,7 @@ def write_text(
     if prompt_tokens + tokens > trained:
         note(f"note       it was trained on {trained:,} tokens at a time; what comes after these may be worse")
     started, made = time.perf_counter(), 0
-    if config.data.format == "text":
+    if task.echoes_prompt():
         say(prompt)
     with model.autocast():
         for piece in task.write(

@@ -14,9 +14,10 @@ import torch
 
 from serried.configs.errors import UserError
 from serried.trainer.sampler import Order, Stream, micro_batch_indices
+from serried.trainer.task import map_tensors
 
 PADDING_ID = -1
-"""Stands for a sample in a row that only fills a micro-batch; ``collate`` leaves such a row without targets."""
+"""Stands for a sample that only fills a micro-batch; ``Task.collate_numbered`` makes it weigh nothing."""
 
 _LOOKAHEAD_STEPS = 2
 
@@ -27,7 +28,7 @@ _PLANNED_STEPS = 32
 """Steps whose sample numbers are computed at once: 0.3 ms, were it done for a single one."""
 
 Collate = Callable[[Sequence[Any], np.ndarray], Any]
-"""Samples and their numbers [batch], int64 -> a batch: a named tuple of tensors, or None for what is not there."""
+"""Samples and their numbers [batch], int64 -> a batch: tensors in dicts, lists, tuples and named tuples."""
 
 
 class MapDataset(Protocol):
@@ -148,7 +149,7 @@ class BatchLoader:
             yield from zip(block, self._order(indices.ravel()).reshape(indices.shape), strict=True)
 
     def _read(self, step: int, ids: np.ndarray) -> Any:
-        batch = _read_batch(self._dataset, self._collate, ids, f"of step {step + 1}")
+        batch = read_batch(self._dataset, self._collate, ids, f"of step {step + 1}")
         return _pinned(batch) if self._pin_memory else batch
 
     def take_waited_seconds(self) -> float:
@@ -198,11 +199,16 @@ def evaluation_batches(
 ) -> Iterator[Any]:
     """One rank's batches of an evaluation on ``samples``, numbers [samples]; see ``evaluation_ids``."""
     for ids in evaluation_ids(samples, micro_batch=micro_batch, data_ranks=data_ranks, data_rank=data_rank):
-        yield _read_batch(dataset, collate, ids, "of the evaluation")
+        yield read_batch(dataset, collate, ids, "of the evaluation")
 
 
-def _read_batch(dataset: MapDataset, collate: Collate, ids: np.ndarray, where: str) -> Any:
-    samples = []
+def read_batch(dataset: MapDataset, collate: Collate, ids: Sequence[int] | np.ndarray, where: str = "") -> Any:
+    """Read and collate samples ``ids`` [batch]; ``where`` says in errors what they are for.
+
+    Raises:
+        SampleError, UserError: a sample cannot be read.
+    """
+    samples, ids = [], np.asarray(ids, np.int64)
     for sample_id in ids.tolist():
         try:
             samples.append(dataset[0 if sample_id == PADDING_ID else sample_id])
@@ -214,4 +220,4 @@ def _read_batch(dataset: MapDataset, collate: Collate, ids: np.ndarray, where: s
 
 
 def _pinned(batch: Any) -> Any:
-    return type(batch)(*(None if tensor is None else tensor.pin_memory() for tensor in batch))
+    return map_tensors(torch.Tensor.pin_memory, batch)

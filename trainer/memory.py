@@ -27,7 +27,7 @@ class Memory(NamedTuple):
     gathered: int
     """Whole parameters of a sharded model, while they are used."""
     activations: int
-    """What forward and backward of a micro-batch need on top, by estimate."""
+    """What forward and backward of a micro-batch need on top, by estimate; 0: unknown."""
 
     @property
     def total(self) -> int:
@@ -52,10 +52,10 @@ def planned_memory(
         gathered=_gathered(config, model, plan) if is_sharded else 0,
         activations=task.activation_bytes(
             config.trainer.micro_batch,
-            config.data.sequence_length,
             low_dtype or torch.float32,
             autocast=low_dtype is not None and not is_sharded,
-        ),
+        )
+        or 0,
     )
 
 

@@ -292,7 +292,3 @@ def _that_change_them(planned: _Planned, stage: str) -> Iterator[tuple[str, int,
         return
     if config.precision.name == "fp32":
         yield "precision=bf16", planned.saved_by("precision", name="bf16"), "; other rounding"
-    if config.data.sequence_length > 1:
-        shorter = config.data.sequence_length // 2
-        saved = planned.saved_by("data", sequence_length=shorter)
-        yield f"data.sequence_length={shorter}", saved, "; other samples"

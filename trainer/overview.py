@@ -33,9 +33,9 @@ def overview(
 ) -> list[str]:
     """The plan. ``model`` may be on meta; ``place`` names the processes and where they compute; ``training`` is the
     data, where it is open."""
-    trainer, data, parallel = config.trainer, config.data, config.parallel
+    trainer, parallel = config.trainer, config.parallel
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    step_tokens = trainer.global_batch * data.sequence_length
+    step_weight = trainer.global_batch * task.weight_per_sample()
     mesh = layout.describe()
     if layout.shard > 1:
         mesh += ", ZeRO-3 (gathers for use)" if parallel.reshard_after_forward else ", ZeRO-2 (stays gathered)"
@@ -47,10 +47,9 @@ def overview(
         ("mesh", f"{mesh}; {place}"),
         (
             "batch",
-            f"{trainer.global_batch} sequences = {trainer.micro_batch} per pass x {layout.data_ranks} "
+            f"{trainer.global_batch} samples = {trainer.micro_batch} per pass x {layout.data_ranks} "
             f"rank{'s' if layout.data_ranks > 1 else ''} x {accumulation} accumulated; "
-            f"{step_tokens:,} tokens a step, {short(step_tokens * trainer.steps)} in {trainer.steps:,} steps"
-            + (" of conversations" if data.format == "chat" else ""),
+            f"{step_weight:,} {task.unit} a step, {short(step_weight * trainer.steps)} in {trainer.steps:,} steps",
         ),
         ("precision", _precision(config)),
         (
@@ -66,9 +65,8 @@ def overview(
     ]
     if training is not None:
         lines += [("WARNING", text) for text in _repetitions(config, training)]
-    if start is not None and start.source is None and data.format == "chat":
-        text = "the model begins with random weights, and conversations alone teach it little"
-        lines.append(("WARNING", f"{text}; to begin with a model's: checkpoint.resume=MODEL_FOLDER run.name=OTHER"))
+    if start is not None:
+        lines += [("WARNING", text) for text in task.notes(start.source is None)]
     return [f"{name:<10} {text}" for name, text in lines]
 
 
@@ -148,4 +146,5 @@ def _memory(
     ]
     if layout.shard > 1:
         parts.append(f"gathered {size(memory.gathered)}")
-    return f"per rank: {', '.join(parts)}, activations about {size(memory.activations)}"
+    activations = f"activations about {size(memory.activations)}" if memory.activations else "activations not estimated"
+    return f"per rank: {', '.join(parts)}, {activations}"

@@ -7,14 +7,13 @@ from typing import Any
 
 from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed
 from serried.configs.formats import duration, short, size
-from serried.configs.schema import DEFAULT_VALIDATION, RunConfig
+from serried.configs.schema import DEFAULT_VALIDATION
 from serried.parallel.mesh import Layout
-from serried.records.run_folder import PROFILES, RunFolder
-from serried.runtime.console import Console
-from serried.runtime.session import Session
+from serried.records.run_folder import PROFILES
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start
 from serried.trainer.checkpoint.retention import folder_name
 from serried.trainer.checkpoint.save import Saved
+from serried.trainer.context import Context
 from serried.trainer.peak_flops import device_name
 from serried.trainer.step import StepResult
 
@@ -46,10 +45,10 @@ class Progress:
 class Report:
     """The voice of one run. Every rank has one; rank 0's speaks and, with ``folder``, records."""
 
-    def __init__(
-        self, config: RunConfig, session: Session, folder: RunFolder | None, console: Console, start: Start
-    ) -> None:
-        self._config, self._session, self._folder, self._console = config, session, folder, console
+    def __init__(self, context: Context, start: Start) -> None:
+        config = context.config
+        self._config, self._session, self._folder = config, context.session, context.folder
+        self._console, self._task = context.console, context.task
         self._first_step = start.step
         self.progress = Progress(**start.state["progress"]) if start.checkpoint is not None else Progress()
         self.saved_step = start.step if start.continues(config.run.dir) else 0
@@ -63,7 +62,7 @@ class Report:
         parameters: int,
         start: Start,
         *,
-        flops_per_token: float,
+        flops_per_sample: float | None,
         peak_flops: float | None,
         hosts: Sequence[str],
         tracker_run_id: str,
@@ -78,7 +77,7 @@ class Report:
             device=device_name(self._session.device),
             hosts=list(hosts),
             peak_flops_per_device=peak_flops,
-            flops_per_token=flops_per_token,
+            flops_per_sample=flops_per_sample,
             tracker_run_id=tracker_run_id,
         )
 
@@ -209,7 +208,7 @@ class Report:
         validation = "" if progress.validation_loss is None else f", validation {progress.validation_loss:.4f}"
         validation += "" if is_validated or not validation else f" (step {progress.validated_step})"
         since = f" since step {self._first_step}" if self._first_step else ""
-        tokens = f"{short(progress.tokens)} {'learned ' if config.data.format == 'chat' else ''}tokens"
+        tokens = f"{short(progress.tokens)} {self._task.unit}"
         self._console.say(
             f"{'finished' if is_finished else 'stopped':<10} {step} steps, {tokens}, "
             f"{duration(seconds)}{since}; loss {_loss(progress.first_loss)} -> {_loss(progress.last_loss)}{validation}"
@@ -248,10 +247,7 @@ class Report:
                 "go on: the same command without trainer.stop_at, or with a higher one; up to step "
                 f"{config.trainer.steps}"
             )
-        if config.data.name == "stdlib":
-            command = f"{self._session.command()} recipe={config.recipe}"
-            return f"your own text: {command} data=text data.path=FILE_OR_FOLDER run.name=mine"
-        return f"a plain model folder: serried export run.dir={config.run.dir} out=FOLDER dtype=bf16"
+        return self._task.next_command(self._session.command())
 
     def _record(self, event: str, **values: Any) -> None:
         if self._folder is not None:

@@ -15,6 +15,8 @@ from serried.runtime.session import Session
 from serried.trainer.activity import Activity
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
 from serried.trainer.checkpoint.state import check_names
+from serried.trainer.context import Context
+from serried.trainer.data import Data
 from serried.trainer.out_of_memory import explained
 from serried.trainer.report import DONE
 from serried.trainer.task import Task
@@ -56,11 +58,10 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         for note in start.notes:
             console.say(note)
         if start.checkpoint is not None and start.step >= config.trainer.last_step:
-            task.open_data(session.once_per_node(partial(task.prepare, console.progress)))
-            check_data(start, task.dataset("train").fingerprint, config)
+            check_data(start, Data(task, session, console).fingerprint, config)
             check_names(start.checkpoint, task.build_model(), task.export_name)
             return _nothing_to_do(config, start, console, folder)
-        trainer = Trainer(config, task, session, folder, console, config_yaml, start, watchdog.pulse)
+        trainer = Trainer(Context(config, task, session, console, folder, watchdog.pulse), config_yaml, start)
         if folder is not None:
             session.signals.last_words = partial(_last_words, console, folder, trainer)
         code = trainer.run()
@@ -68,15 +69,15 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         return code
     except BaseException as error:
         session.shield()
-        told = explained(error, config, task, session, watchdog.pulse, trainer._optimizer if trainer else None)
-        watchdog.pulse.enter(END, trainer.step if trainer else start.step)
+        told = explained(error, config, task, session, watchdog.pulse, trainer.state.optimizer if trainer else None)
+        watchdog.pulse.enter(END, trainer.loop.step if trainer else start.step)
         failure = session.first_failure(told)
         console.log(traceback.format_exc())
         if trainer is not None and (folder is None or folder.is_ours):
-            trainer.end_save()
+            trainer.saver.end(trainer.loop.step)
         step = start.step
         if trainer is not None:  # a step in which a run stops, because a peer left before it, is not done
-            step = trainer.steps_done if failure.exit_code == EXIT_STOPPED else trainer.step
+            step = trainer.loop.steps_done if failure.exit_code == EXIT_STOPPED else trainer.loop.step
         if folder is None:
             if failure.rank == session.rank:
                 _tell_end(config, step, failure)
@@ -91,7 +92,7 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         raise
     finally:
         if trainer is not None:
-            trainer.checkpointer.close()
+            trainer.saver.checkpointer.close()
         watchdog.close()
         if trainer is not None:
             trainer.mirrors.finish()
@@ -126,7 +127,7 @@ def _tell_end(config: RunConfig, step: int, failure: Failure) -> None:
 
 def _last_words(console: Console, folder: RunFolder, trainer: Trainer) -> None:
     console.quiet()
-    folder.fail(trainer.step, "interrupted twice", EXIT_FAILED)
+    folder.fail(trainer.loop.step, "interrupted twice", EXIT_FAILED)
 
 
 def _settled(console: Console, code: int | None) -> int | None:

@@ -1,118 +1,267 @@
-"""What the trainer asks of a task. Recipes fit by shape and import nothing from here."""
+"""What is trained: a model, data and a loss. Users subclass ``Task``; ``recipes`` has the built-in tasks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
+from serried.configs.errors import UserError
+from serried.configs.schema import RunConfig, Section
 from serried.parallel.plan import LossTerms, ParallelPlan
 
 
 class Dataset(Protocol):
-    """Samples by number, a pure function of it."""
-
-    fingerprint: str
+    """Samples by number. ``dataset[i]`` must depend on ``i`` alone, and may be called from several threads."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...
 
 
-class Piece(Protocol):
-    """A piece of text that was made."""
+def fingerprint(dataset: Dataset) -> str:
+    """Return a name for the content of ``dataset``: its ``fingerprint`` if it has one, else its class and length.
 
-    @property
-    def text(self) -> str:
-        """Empty where no more is settled: a character may take several tokens."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that were made since the piece before."""
+    A resumed run must see the same data; this is what is compared.
+    """
+    return str(getattr(dataset, "fingerprint", None) or f"{type(dataset).__name__}-{len(dataset)}")
 
 
-class Task(Protocol):
-    """What is trained: model, data, loss. Knows no rank and no device."""
+@dataclass(frozen=True)
+class Event:
+    """What a hook of a task is told."""
+
+    step: int
+    """Optimizer steps done."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """``on_step`` and ``on_evaluate``: loss and named metrics, means over the whole global batch or data set."""
+    split: str = ""
+    """``on_evaluate``: name of the data set."""
+    path: Path | None = None
+    """``on_save``: the checkpoint; ``on_start`` and ``on_end``: the run folder."""
+
+
+class Task:
+    """What is trained. It knows no rank, no device and no parallel layout.
+
+    ``build_model``, ``dataset`` and ``loss`` are required; everything else has a default. The methods are called on
+    every process, except the hooks (``on_...``), which are called on rank 0 alone and must not use collectives.
+    """
+
+    Config: ClassVar[type[Section]] = Section
+    """The task's own section of the configuration: its fields are the keys ``task.KEY``."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Values of configuration keys, such as ``{"trainer.steps": 300}``; the command line overrides them."""
+    sections: ClassVar[tuple[str, ...]] = ()
+    """Sections of the built-in language models that the task reads: ``model``, ``data``. A user's task needs none."""
+    unit: ClassVar[str] = "samples"
+    """What ``LossTerms.weight`` counts, for the console and the records."""
+
+    config: Any = None
+    """The values of ``Config`` in this run. Set before any method is called."""
+    run: RunConfig
+    """The configuration of the run."""
+
+    def configure(self, run: RunConfig) -> None:
+        """Take the configuration of the run. Called once, before any other method."""
+        self.run, self.config = run, run.task
+
+    # required --------------------------------------------------------------------------------------------------------
+
+    def build_model(self) -> nn.Module:
+        """Return the model, on the CPU with its own initial values, or on the meta device with ``initial_std``.
+
+        Random numbers drawn from torch's generator are the same on every process and for every parallel layout.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define build_model()")
+
+    def dataset(self, split: str) -> Dataset | None:
+        """Return the samples of ``train`` or ``validation``; None if there is no such split."""
+        raise NotImplementedError(f"{type(self).__name__} must define dataset(split)")
+
+    def loss(self, model: nn.Module, batch: Any) -> LossTerms:
+        """Run ``model`` on ``batch``. Returns sums over the batch, not means: they are divided once, over all ranks."""
+        raise NotImplementedError(f"{type(self).__name__} must define loss(model, batch)")
+
+    # data ------------------------------------------------------------------------------------------------------------
 
     def prepare(self, show: Callable[[str], None]) -> str:
-        """Make the data ready and say where it is. Called by one process per node.
+        """Download or convert the data; called by one process per node. Returns what ``open_data`` is to be given.
 
-        ``show`` takes lines that say how far it is, each in place of the one before; an empty one ends them.
+        ``show`` takes progress lines, each in place of the one before; an empty one ends them.
         """
+        del show
+        return ""
 
     def open_data(self, place: str) -> None:
         """Open what ``prepare`` made. Called by every process."""
 
-    def describe_data(self) -> str:
-        """One line for the plan, before or after ``open_data``."""
+    def further_validation(self) -> Sequence[str]:
+        """Return names of validation splits besides ``validation``."""
+        return ()
 
-    def describe_sample(self) -> Sequence[str]:
-        """Lines that show a sample and what is learned of it; none where that is all."""
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Return a batch: tensors in dicts, lists, tuples or named tuples, with the samples along dim 0."""
+        return default_collate(list(samples))
 
-    def build_model(self) -> nn.Module:
-        """The model, on the meta device. Deterministic: every rank gets the same."""
+    def collate_numbered(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
+        """Return a batch of ``samples`` whose numbers are ``ids`` [samples].
+
+        An id below 0 marks padding, which must weigh nothing. The default drops it, and keeps one sample where all is
+        padding; the evaluation ignores the loss of such a batch.
+        """
+        kept = [sample for sample, sample_id in zip(samples, ids.tolist(), strict=True) if sample_id >= 0]
+        return self.collate(kept or samples[:1])
+
+    def weight_per_sample(self) -> int:
+        """Return the expected ``LossTerms.weight`` of one sample. It keeps the loss in the range of fp16, no more."""
+        return 1
+
+    # model -----------------------------------------------------------------------------------------------------------
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
-        """How the model may be cut."""
+        """Return how ``model`` may be sharded. The default finds its repeated blocks."""
+        del model
+        return ParallelPlan()
 
     def initial_std(self, name: str) -> float | None:
-        """Standard deviation of a parameter at the start; None: ones."""
+        """Return the standard deviation of the initial values of parameter ``name`` of a model on meta; None: ones."""
+        raise UserError(
+            f"{type(self).__name__}.build_model() returns a model on the meta device, so its values must be chosen: "
+            f"define initial_std(name), or build it on the CPU (parameter {name})"
+        )
+
+    def flops_per_sample(self, parameters: int) -> float | None:
+        """Return FLOPs of forward and backward for one sample; None if unknown, which leaves MFU out."""
+        del parameters
+        return None
+
+    def activation_bytes(self, samples: int, dtype: torch.dtype, *, autocast: bool) -> int | None:
+        """Return an estimate of what forward and backward of ``samples`` samples hold beside parameters and gradients.
+
+        ``dtype`` is that of matrix products, for which ``autocast`` copies weights. None: unknown.
+        """
+        del samples, dtype, autocast
+        return None
+
+    # words -----------------------------------------------------------------------------------------------------------
 
     def describe_model(self) -> str:
-        """One line for the plan."""
+        """Return one line for the plan."""
+        return type(self).__name__
 
-    def dataset(self, split: str) -> Dataset:
-        """``train``, ``validation``, ``configs.schema.WHOLE``, or one of ``further_validation``."""
+    def describe_data(self) -> str:
+        """Return one line for the plan, before or after ``open_data``."""
+        return ""
 
-    def further_validation(self) -> Sequence[str]:
-        """Names of validation sets besides ``validation``."""
+    def describe_sample(self) -> Sequence[str]:
+        """Return lines that show a sample of the training data."""
+        return ()
 
-    def collate(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
-        """Samples -> a named tuple of tensors (or None). An id below 0 marks padding, which must weigh nothing."""
+    def next_command(self, start: str) -> str:
+        """Return what the user may want to type next after a finished run; ``start`` starts this program again."""
+        return f"{start} run.name=OTHER for another run"
 
-    def targets_per_sequence(self) -> int:
-        """Targets of one sequence where nothing is masked."""
+    def notes(self, starts_from_scratch: bool) -> Sequence[str]:
+        """Return warnings for the plan."""
+        del starts_from_scratch
+        return ()
 
-    def loss(self, model: nn.Module, batch: Any) -> LossTerms:
-        """Forward on ``model``; un-normalised sums."""
+    # checkpoints -----------------------------------------------------------------------------------------------------
 
-    def flops_per_token(self, parameters: int) -> float:
-        """Forward and backward FLOPs per token."""
+    def export_name(self, name: str) -> str:
+        """Return the name in a checkpoint of parameter ``name``."""
+        return name
 
-    def activation_bytes(self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool) -> int:
-        """Bytes that forward and backward of so many sequences need beside parameters and gradients, by estimate;
-        ``dtype`` is that of matrix products, for which ``autocast`` copies weights."""
+    def check_weights(self, folder: Path) -> None:
+        """Raise ``UserError`` if the model in ``folder`` computes something else than this one would."""
+
+    def export_files(self, folder: Path) -> None:
+        """Write files beside the weights of a checkpoint, such as a config that lets other software open it."""
+
+    # hooks, on rank 0 alone ------------------------------------------------------------------------------------------
+
+    def on_start(self, event: Event) -> None:
+        """Called before the first step."""
+
+    def on_step(self, event: Event) -> None:
+        """Called after each logged step."""
+
+    def on_evaluate(self, event: Event) -> None:
+        """Called after each evaluation of a data set."""
+
+    def on_save(self, event: Event) -> None:
+        """Called after each committed checkpoint."""
+
+    def on_end(self, event: Event) -> None:
+        """Called once, after the last step."""
+
+
+class Text(Protocol):
+    """A piece of generated text."""
+
+    @property
+    def text(self) -> str:
+        """Empty if no more characters are complete: one may take several tokens."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated since the piece before."""
+
+
+class TextTask(Task):
+    """A task whose model reads and writes text; what ``generate``, ``evaluate`` and chat need beyond a ``Task``."""
+
+    unit: ClassVar[str] = "tokens"
 
     def sample(self, model: nn.Module, tokens: int, seed: int, device: torch.device) -> str:
-        """Text generated by the model. Called on all ranks together; the same text on each."""
+        """Return text generated by ``model``. Called on all ranks together; returns the same text on each."""
+        raise NotImplementedError
 
     def target_bytes(self, batch: Any) -> int:
-        """Bytes of the text that ``batch`` has to predict; 0 where it is no text."""
+        """Return the bytes of text that ``batch`` has to predict; 0 if it is no text."""
+        raise NotImplementedError
 
     def check_tokenizer(self, folder: Path) -> None:
-        """Raise ``UserError`` where the data has other tokens than the model in ``folder``. After ``open_data``."""
+        """Raise ``UserError`` if the data has other tokens than the model in ``folder``. Called after ``open_data``."""
+
+    def lengths(self) -> tuple[int, int]:
+        """Return the tokens of a training sequence, and the most that the model can take."""
+        raise NotImplementedError
+
+    def echoes_prompt(self) -> bool:
+        """Return whether generated text continues the prompt, which is then printed first; a chat's reply does not."""
+        return True
 
     def prompt_ids(self, prompt: str) -> Sequence[int]:
-        """``prompt`` as the model is to see it."""
+        """Return the token ids of ``prompt`` as the model is to see it."""
+        raise NotImplementedError
 
     def write(
         self, model: nn.Module, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int,
         device: torch.device,
-    ) -> Iterator["Piece"]:  # fmt: skip
-        """What ``model`` writes after ``prompt`` until it ends, or ``tokens`` tokens are made."""
+    ) -> Iterator[Text]:  # fmt: skip
+        """Yield what ``model`` writes after ``prompt`` until it ends, or ``tokens`` tokens are generated."""
+        raise NotImplementedError
 
-    def export_name(self, name: str) -> str:
-        """Parameter name in the saved model."""
 
-    def check_weights(self, folder: Path) -> None:
-        """Raise ``UserError`` where the model in ``folder`` computes something else than this one would."""
-
-    def export_files(self, folder: Path) -> None:
-        """Write what opens the saved weights elsewhere (config, tokenizer)."""
+def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
+    """Return ``batch`` with ``function`` applied to every tensor in its dicts, lists, tuples and named tuples."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        kind: Any = type(batch)  # a dict, or one of its kin such as transformers' BatchEncoding
+        return kind({key: map_tensors(function, value) for key, value in batch.items()})
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(function, value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map_tensors(function, value) for value in batch)
+    return batch
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A named tuple of tensors (or None), moved without waiting where they are pinned."""
-    moved: list[Tensor | None] = [None if t is None else t.to(device, non_blocking=True) for t in batch]
-    return type(batch)(*moved)
+    """Return ``batch`` with its tensors on ``device``, without waiting for the copy if they are pinned."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)

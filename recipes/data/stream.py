@@ -76,7 +76,7 @@ def prepare_stream(section: DataSection, sequences: int, show: Show | None = Non
     return open_prepared(folder)
 
 
-def open_training(section: DataSection, prepared: Prepared, *, lanes: int, seed: int) -> StreamDataset:
+def open_training(section: DataSection, prepared: Prepared, *, lanes: int, seed: int, workers: int) -> StreamDataset:
     """The training documents, as ``lanes`` lanes; ``prepared`` is what ``prepare_stream`` made.
 
     Raises:
@@ -100,7 +100,7 @@ def open_training(section: DataSection, prepared: Prepared, *, lanes: int, seed:
         seed=seed,
         isolate_documents=section.isolate_documents,
         # The loader reads two steps ahead, or one for each of its threads.
-        remembered=_REMEMBERED_STEPS + section.workers,
+        remembered=_REMEMBERED_STEPS + workers,
         identity=json.dumps([_identity(section, tokenizer), hashlib.sha256(places).hexdigest()]),
     )
 

@@ -1,0 +1,39 @@
+"""The configuration of a run as its saved model is to be opened."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from serried.configs.errors import UserError
+from serried.configs.schema import TextRunConfig
+
+
+def as_saved(
+    config: TextRunConfig, checkpoint: Path, *, world_size: int, is_cut_anew: bool, is_other_data: bool
+) -> TextRunConfig:
+    """``config`` of a run as the model in ``checkpoint`` is to be opened: with its vocabulary.
+
+    Where it ``is_cut_anew``, over the processes that there are. Where it ``is_other_data`` than the run's, all of it is
+    tokenised by the tokenizer that lies with the model, since the run's may be made of its data.
+
+    Raises:
+        UserError: the checkpoint lacks its config.
+    """
+    try:
+        rows = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint / 'config.json'} cannot be read: {error}; use another checkpoint") from None
+    model, data, parallel = config.model.model_copy(update={"vocab_size": rows}), config.data, config.parallel
+    if is_cut_anew:
+        strategy = "single" if world_size == 1 else "ddp" if parallel.strategy in ("single", "ddp") else "fsdp"
+        degrees = {"replicate": -1 if strategy == "ddp" else 1, "shard": -1 if strategy == "fsdp" else 1}
+        parallel = parallel.model_copy(update={"strategy": strategy, **degrees, "sync_every_micro_batch": False})
+    if is_other_data:
+        update: dict[str, Any] = {"validation_fraction": 0.0, "validation": {}}
+        is_prepared = data.name == "tokens" and (Path(data.path or "") / "summary.json").exists()
+        if data.tokenizer != "bytes" and not is_prepared:
+            update["tokenizer"] = str(checkpoint.absolute())
+        if (checkpoint / "chat_template.jinja").exists():
+            update["chat_template"] = str(checkpoint / "chat_template.jinja")
+        data = data.model_copy(update=update)
+    return config.model_copy(update={"model": model, "data": data, "parallel": parallel})

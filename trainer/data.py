@@ -1,0 +1,91 @@
+"""The data of a run: its data sets, and which samples come next."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from serried.configs.errors import UserError
+from serried.configs.schema import DEFAULT_VALIDATION, TRAINING, RunConfig
+from serried.runtime.console import Console
+from serried.runtime.session import Session
+from serried.trainer.checkpoint.resume import Start
+from serried.trainer.loader import BatchLoader
+from serried.trainer.sampler import Mixture, Stream, sample_order
+from serried.trainer.task import Dataset, Task, fingerprint
+
+
+class Data:
+    """Data sets of a task, opened on every rank, and the place in the order of training samples."""
+
+    def __init__(self, task: Task, session: Session, console: Console) -> None:
+        """Prepare and open the data. A collective.
+
+        Raises:
+            UserError: there is no training data, or the ranks see different data.
+        """
+        console.doing("preparing data")
+        task.open_data(session.once_per_node(partial(task.prepare, console.progress)))
+        self.training = _training_data(task)
+        names = (DEFAULT_VALIDATION, *task.further_validation())
+        found = {name: task.dataset(name) for name in names}
+        self.validation: dict[str, Dataset] = {name: dataset for name, dataset in found.items() if dataset is not None}
+        self.fingerprint = fingerprint(self.training)
+        session.same_everywhere("the training data", self.fingerprint)
+        self.sources = list(self.training.parts) if isinstance(self.training, Mixture) else []
+        self._stream = self.training if isinstance(self.training, Stream) else None
+        self._session = session
+        self._step, self._sample, self._global_batch = 0, 0, 1
+
+    def start(self, start: Start, global_batch: int) -> None:
+        """Continue after the samples of a checkpoint, if there is one; each step takes ``global_batch`` samples."""
+        self._global_batch = global_batch
+        self._step, self._sample = start.step, int(start.state.get("samples", 0))
+        if self._stream is not None and start.checkpoint is not None:
+            self._stream.load(start.state.get("stream", {}), self._sample)
+
+    def skip(self, to_step: int, samples: int) -> None:
+        """Continue after ``to_step`` with sample number ``samples``, leaving out those of undone steps."""
+        if self._stream is not None:
+            self._stream.rewind(samples)
+        self._step, self._sample = to_step, samples
+
+    def samples(self, step: int) -> int:
+        """Return the number of samples trained on when ``step`` is done: the position in the order of samples."""
+        return self._sample + (step - self._step) * self._global_batch
+
+    def loader(
+        self, task: Task, config: RunConfig, data_ranks: int, data_rank: int, on_starved: Callable[[float], None]
+    ) -> BatchLoader:
+        """Return this rank's batches from the current position to the last step."""
+        trainer = config.trainer
+        return BatchLoader(
+            self.training,
+            task.collate_numbered,
+            sample_order(self.training, trainer.seed),
+            steps=range(self._step, trainer.last_step),
+            accumulation=trainer.global_batch // (trainer.micro_batch * data_ranks),
+            data_ranks=data_ranks,
+            data_rank=data_rank,
+            micro_batch=trainer.micro_batch,
+            workers=trainer.workers,
+            pin_memory=self._session.device.type == "cuda",
+            first_index=self._sample,
+            on_starved=on_starved,
+        )
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint of ``step`` keeps. A collective."""
+        state = {"samples": self.samples(step), "data_fingerprint": self.fingerprint}
+        if self._stream is None:
+            return state
+        parts = self._session.gather(self._stream.state(self.samples(step)))
+        return state | {"stream": {key: value for part in parts for key, value in part.items()}}
+
+
+def _training_data(task: Task) -> Dataset:
+    training = task.dataset(TRAINING)
+    if training is None:
+        raise UserError(f"{type(task).__name__}.dataset({TRAINING!r}) returned None: there is nothing to train on")
+    if not isinstance(training, Stream) and not len(training):
+        raise UserError(f"{type(task).__name__}.dataset({TRAINING!r}) has no samples")
+    return training

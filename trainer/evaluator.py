@@ -1,0 +1,65 @@
+"""Evaluations while a model is trained."""
+
+import time
+from typing import Any
+
+import torch
+
+from serried.trainer.context import Context
+from serried.trainer.evaluation import source_losses
+from serried.trainer.metrics import Meter
+from serried.trainer.report import Report
+from serried.trainer.shutdown import Shutdown
+from serried.trainer.task import Dataset, to_device
+from serried.trainer.training_state import TrainingState
+from serried.trainer.watchdog import EVALUATE
+
+
+class Evaluator:
+    """Mean loss over the validation sets, on all ranks together."""
+
+    def __init__(
+        self, context: Context, state: TrainingState, validation: dict[str, Dataset], report: Report,
+        meter: Meter, shutdown: Shutdown,
+    ) -> None:  # fmt: skip
+        self._context, self._state, self._validation = context, state, validation
+        self._report, self._meter, self._shutdown = report, meter, shutdown
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate each validation set on ``trainer.eval_batches`` batches. A request to stop ends it early."""
+        for name, dataset in self._validation.items():
+            if not self._shutdown.stops:
+                self._evaluate_on(name, dataset, step)
+
+    def _evaluate_on(self, name: str, dataset: Dataset, step: int) -> None:
+        trainer, session = self._context.config.trainer, self._context.session
+        if session.device.type == "cuda":
+            torch.cuda.synchronize(session.device)  # steps still under way are not the evaluation's time
+        started = time.perf_counter()
+
+        def on_device(batch: Any) -> Any:
+            self._context.pulse.enter(EVALUATE, step)
+            return to_device(batch, session.device)
+
+        losses, weights = {}, {}
+        found = source_losses(
+            self._state.parallel,
+            self._context.task,
+            dataset,
+            session,
+            samples=trainer.eval_batches * trainer.global_batch,
+            micro_batch=trainer.micro_batch,
+            on_device=lambda batches: self._shutdown.unless_stopped(map(on_device, batches)),
+        )
+        for source, loss_sum, weight in found:
+            if self._shutdown.stops:
+                return
+            losses[source], weights[source] = loss_sum, weight
+        seconds = time.perf_counter() - started
+        self._meter.pause(name, seconds)
+        total = sum(weights.values())
+        if not total:
+            self._report.not_evaluated(step, name)
+            return
+        by_source = {source: losses[source] / weights[source] for source in losses if source and weights[source]}
+        self._report.evaluated(step, name, sum(losses.values()) / total, total, seconds, by_source)

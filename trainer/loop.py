@@ -1,0 +1,158 @@
+"""The training loop: data, step, log, evaluation, checkpoint."""
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from serried.configs.errors import TrainingFailed
+from serried.trainer.context import Context
+from serried.trainer.data import Data
+from serried.trainer.evaluator import Evaluator
+from serried.trainer.health import GoBack
+from serried.trainer.loader import BatchLoader
+from serried.trainer.profile import StepProfiler
+from serried.trainer.rollback import Rollback
+from serried.trainer.saver import Saver
+from serried.trainer.shutdown import Action, Shutdown
+from serried.trainer.step import StepResult
+from serried.trainer.step_log import StepLog
+from serried.trainer.task import to_device
+from serried.trainer.training_state import TrainingState
+from serried.trainer.watchdog import DATA, LOG, SAVE, TRAIN
+
+_COLLECT_GARBAGE_EVERY = 50
+_STEPS_BETWEEN_TIMED = 10
+"""At most one of this many steps has its phases timed: too few for the cost to show."""
+
+
+class Loop:
+    """Trains step by step, on every rank alike."""
+
+    def __init__(
+        self, context: Context, data: Data, state: TrainingState, *, log: StepLog, evaluator: Evaluator, saver: Saver,
+        shutdown: Shutdown, profiler: StepProfiler,
+    ) -> None:  # fmt: skip
+        self._context, self._data, self._state = context, data, state
+        self._log_results, self._evaluator, self._saver = log, evaluator, saver
+        self._shutdown, self._profiler = shutdown, profiler
+        self.step = 0
+        """The step under way, or the last one done."""
+        self.steps_done = 0
+        self._timed_step = 0
+        self._is_first = True
+
+    def start_at(self, step: int) -> None:
+        """Continue after ``step``."""
+        self.step = self.steps_done = self._timed_step = step
+
+    def steps(self, rollback: Rollback, checkpoint_state: Callable[[], dict[str, Any]]) -> Generator[int, None, None]:
+        """Train to the last step or a request to stop; yields the number of each step as it is done.
+
+        ``checkpoint_state`` gives the plain data of a checkpoint.
+        """
+        with self._shutdown, _scheduled_garbage_collection() as collect_garbage:
+            while True:
+                try:
+                    for step in self._steps_from_here(checkpoint_state):
+                        collect_garbage(step)
+                        yield step
+                    return
+                except GoBack as back:
+                    self.start_at(rollback(back))
+
+    def _steps_from_here(self, checkpoint_state: Callable[[], dict[str, Any]]) -> Generator[int, None, None]:
+        config, started = self._context.config, time.perf_counter()
+        layout = self._state.parallel.layout
+        loader = self._data.loader(
+            self._context.task, config, layout.data_ranks, self._context.session.rank, self._starved
+        )
+        with loader, self._profiler:
+            self._begin_step()
+            for step, batches in enumerate(loader, start=self.step + 1):
+                self._train(step, batches)
+                if self._is_first:
+                    self._is_first = False
+                    self._context.session.first_step_done(time.perf_counter() - started)
+                self._log(loader)
+                if self._is_due(config.health.replica_check_every):
+                    self._saver.compare_replicas(step)
+                if self._is_due(config.trainer.eval_every):
+                    self._evaluator.evaluate(step)
+                self._save(checkpoint_state)
+                yield step
+                if self._shutdown.stops:
+                    return
+                self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Enter the phase in which the next step waits for its data; time its phases if its log line will show them."""
+        step, every = self.step + 1, self._context.config.trainer.log_every
+        self._profiler.begin(step)
+        self._context.pulse.enter(DATA, step)
+        if every and step % every == 0 and step >= self._timed_step + _STEPS_BETWEEN_TIMED:
+            self._timed_step = step
+            self._context.pulse.phases.begin(self._context.session.device)
+
+    def _train(self, step: int, batches: list[Any]) -> None:
+        self.step = step
+        self._context.pulse.enter(TRAIN, step)
+        on_device = [to_device(batch, self._context.session.device) for batch in batches]
+        result = self._state.step(on_device, self._log_results.learning_rate(step), self._shutdown.vote)
+        self.steps_done = step
+        self._context.pulse.phases.end()
+        self._log_results.meter.add(step, result)
+        self._shutdown.count(result[StepResult._fields.index("votes")])
+
+    def _log(self, loader: BatchLoader) -> None:
+        """Read results if it is time to, log them, and stop the run if they call for it."""
+        self._context.pulse.enter(LOG, self.step)
+        every, is_an_end = self._context.config.trainer.log_every, self.step == 1 or self._shutdown.stops
+        is_logged = self._is_due(every) or (is_an_end and every > 0)
+        try:
+            self._log_results.read(self.step, loader, log=is_logged)
+        except (GoBack, TrainingFailed):
+            self._saver.compare_replicas(self.step)  # a replica that holds a wrong number looks the same
+            raise
+
+    def _save(self, checkpoint_state: Callable[[], dict[str, Any]]) -> None:
+        """Begin a checkpoint if one is due, and report one that has ended."""
+        self._saver.poll()
+        config, is_asked_for = self._context.config, self._shutdown.action is not Action.GO_ON
+        is_last = self.step == config.trainer.last_step or self._shutdown.stops
+        every = config.checkpoint.every
+        if not (is_last or is_asked_for or (every and self.step % every == 0)):
+            return
+        self._shutdown.check_folder()
+        self._context.pulse.enter(SAVE, self.step)
+        waited = self._saver.wait()
+        self._log_results.read_all(self.step)
+        self._saver.save(self.step, checkpoint_state, waited_seconds=waited, is_last=is_last)
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and (self.step % every == 0 or self.step == self._context.config.trainer.last_step)
+
+    def _starved(self, seconds: float) -> None:
+        rank = self._context.session.rank
+        text = f"WARNING    rank {rank} has waited {seconds:.0f} s for data, after step {self.step}: a slow source?"
+        self._context.console.say(text)
+        if not self._context.session.is_main:  # whose console prints nothing
+            print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _scheduled_garbage_collection() -> Iterator[Callable[[int], None]]:
+    """Collect between steps and never inside one: if ranks collect at different times, all wait for each in turn."""
+
+    def collect(step: int) -> None:
+        if step % _COLLECT_GARBAGE_EVERY == 0:
+            gc.collect(1)
+
+    gc.collect()
+    gc.disable()
+    try:
+        yield collect
+    finally:
+        gc.enable()

@@ -1,0 +1,74 @@
+"""What becomes of the results of steps: read from the device, logged, judged."""
+
+from collections.abc import Callable
+
+from serried.records.trackers.processes import Mirrors
+from serried.trainer.context import Context
+from serried.trainer.health import respond
+from serried.trainer.loader import BatchLoader
+from serried.trainer.metrics import RATES, Meter, eta_seconds
+from serried.trainer.optim import learning_rate
+from serried.trainer.report import Report
+from serried.trainer.step import StepResult
+from serried.trainer.training_state import TrainingState
+
+_READ_AT_LEAST_EVERY = 50
+
+
+class StepLog:
+    """Reads results of steps once per log interval, so that the host does not wait for the device in between."""
+
+    def __init__(
+        self, context: Context, state: TrainingState, report: Report, meter: Meter, mirrors: Mirrors,
+        samples: Callable[[int], int], sources: list[str],
+    ) -> None:  # fmt: skip
+        """``samples`` gives the samples trained on after a step; ``sources`` names those of a mixture."""
+        self._context, self._state, self._report, self.meter = context, state, report, meter
+        self._mirrors, self._samples, self._sources = mirrors, samples, sources
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of ``step``."""
+        config = self._context.config
+        return learning_rate(step, config.trainer.steps, config.optim.lr, config.schedule)
+
+    def read(self, step: int, loader: BatchLoader, *, log: bool) -> None:
+        """Read the results up to ``step`` if it is time to, and log the newest if ``log``.
+
+        Raises:
+            GoBack, TrainingStopped, TrainingFailed: a result calls for it; see ``trainer.health``.
+        """
+        is_cpu = self._context.session.device.type == "cpu"  # which has nothing to wait for
+        if log or is_cpu or step % _READ_AT_LEAST_EVERY == 0:
+            self.read_all(step, loader if log else None)
+
+    def read_all(self, newest: int, loader: BatchLoader | None = None) -> None:
+        """Read all results that were not read yet; with ``loader``, log that of step ``newest``."""
+        for step, result in self.meter.read():
+            self._report.progress.add(result, self._sources)
+            is_logged = loader is not None and step == newest
+            if is_logged or result.skipped:
+                rates = self._rates(step, loader) if is_logged and loader is not None else dict.fromkeys(RATES)
+                lr = self._state.learning_rates(self.learning_rate(step))
+                self._report.step(step, result, lr, self._samples(step), rates)
+            self._respond(step, result)
+
+    def _rates(self, step: int, loader: BatchLoader) -> dict[str, object]:
+        config, session = self._context.config, self._context.session
+        split = self._context.pulse.phases.take()
+        rates = self.meter.rates(step, self._report.progress.tokens, loader.take_waited_seconds(), split)
+        rates["eta_seconds"] = eta_seconds(config, step, rates["step_seconds"], self.meter.pauses)
+        self._report.running(step)
+        self._mirrors.look()
+        if (slow := self.meter.slow.named()) is not None:
+            rank, share = slow
+            self._report.slow(rank, session.gather(session.host())[rank], share)
+        return rates
+
+    def _respond(self, step: int, result: StepResult) -> None:
+        config = self._context.config
+        advice = (
+            f"Lower optim.lr={config.optim.lr:g}, raise schedule.warmup_steps={config.schedule.warmup_steps}, or look "
+            "at the data of those steps"
+        )
+        if note := respond(config.health, step, result, advice):
+            self._report.spiked(step, result, note)

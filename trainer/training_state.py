@@ -1,0 +1,82 @@
+"""Model, optimizer and step of a run: everything that training changes and a checkpoint restores."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from serried.parallel.apply import parallelize
+from serried.parallel.mesh import Layout
+from serried.parallel.plan import ParallelPlan
+from serried.trainer.checkpoint.plan import Part
+from serried.trainer.checkpoint.resume import Start
+from serried.trainer.checkpoint.state import load_state, load_weights, state_parts
+from serried.trainer.context import Context
+from serried.trainer.loader import PADDING_ID, read_batch
+from serried.trainer.optim import build_optimizer
+from serried.trainer.precision import LOW_DTYPES, GradScaler
+from serried.trainer.step import TrainStep
+from serried.trainer.task import Dataset, to_device
+
+
+class TrainingState:
+    """The sharded model with its optimizer, initialised or read from where the run starts."""
+
+    def __init__(self, context: Context, model: nn.Module, plan: ParallelPlan, layout: Layout, start: Start) -> None:
+        config, task, device = context.config, context.task, context.session.device
+        context.console.doing(f"reading {start.source}" if start.source else "initialising the model")
+        self._task = task
+        self.parallel = parallelize(
+            model,
+            plan,
+            None if start.source else task.initial_std,
+            seed=config.trainer.seed,
+            layout=layout,
+            section=config.parallel,
+            low_dtype=LOW_DTYPES[config.precision.name],
+            device=device,
+            phases=context.pulse.phases,
+        )
+        self.module = self.parallel.module
+        self.optimizer = build_optimizer(self.module.parameters(), config.optim)
+        self.step = TrainStep(
+            self.parallel,
+            self.optimizer,
+            task.loss,
+            GradScaler(config.precision, device),
+            max_grad_norm=config.trainer.max_grad_norm,
+            nominal_weight=config.trainer.global_batch * task.weight_per_sample(),
+            health=config.health,
+        )
+        if start.checkpoint is not None:
+            self.restore(start)
+        elif start.weights is not None:
+            load_weights(start.weights, self.module, task.export_name)
+
+    def restore(self, start: Start) -> None:
+        """Set weights, optimizer and step to those of a checkpoint."""
+        assert start.checkpoint is not None
+        load_state(start.checkpoint, self.module, self.optimizer, self._task.export_name)
+        self.step.load(start.state["step_state"])
+
+    def rehearse(self, context: Context, dataset: Dataset) -> None:
+        """Run one backward pass that changes nothing, on a micro-batch of ``dataset``; see ``TrainStep.rehearse``."""
+        batch = read_batch(dataset, self._task.collate_numbered, [PADDING_ID] * context.config.trainer.micro_batch)
+        buffers = [buffer.clone() for buffer in self.module.buffers()]
+        self.step.rehearse(to_device(batch, context.session.device))
+        with torch.no_grad():
+            for buffer, before in zip(self.module.buffers(), buffers, strict=True):
+                buffer.copy_(before)  # BatchNorm's statistics, for one
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """Yield every tensor that a checkpoint holds; see ``state_parts``."""
+        return state_parts(self.module, self.optimizer, self._task.export_name)
+
+    def learning_rates(self, lr: float) -> dict[str, float]:
+        """Return the learning rate of each parameter group by name."""
+        return {group["name"]: lr for group in self.optimizer.param_groups}
+
+    def step_state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps beside tensors. Waits for the device."""
+        return self.step.state()

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import nn
 
 from serried.configs.compose import compose, config_yaml
-from serried.configs.schema import RunConfig
+from serried.configs.schema import TextRunConfig
 from serried.parallel.initialize import initialize
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.phases import Phases
@@ -141,7 +141,7 @@ def share_of_numbers(argv: list[str], steps_profiled: int) -> tuple[float, float
 
 
 @contextmanager
-def _trainer(config: RunConfig, recipe: CausalLM) -> Iterator[tuple[Trainer, Session]]:
+def _trainer(config: TextRunConfig, recipe: CausalLM) -> Iterator[tuple[Trainer, Session]]:
     """A trainer that is built, and the session it is built in."""
     with open_session(config.launch) as session:
         folder = RunFolder(config.run.dir) if session.is_main else None

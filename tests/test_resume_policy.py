@@ -456,7 +456,7 @@ def test_a_key_that_an_older_version_did_not_know_is_no_change(stopped: Path) ->
     earlier = json.loads((next((stopped / "checkpoints").glob("step-*")) / "state.json").read_text())["config"]
     now = json.loads(json.dumps(earlier))
     del earlier["optim"]["lr"], earlier["optim"]["eps"], earlier["optim"]["betas"], earlier["checkpoint"]["keep"]
-    assert list(differences(earlier, now)) == ["optim.lr"], "it has no default, so nobody knows"
+    assert list(differences(earlier, now, TextRunConfig)) == ["optim.lr"], "it has no default, so nobody knows"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from serried.configs.compose import FOLDER, compose
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of
 from serried.configs.keys import all_keys
-from serried.configs.schema import RunConfig, Section
+from serried.configs.schema import Section, TextRunConfig
 from serried.configs.suggest import coming_from, meant, names_of, unknown_choice, unknown_key
 
 GROUPS = choices_of()
@@ -131,7 +131,7 @@ def test_a_section_of_a_user_brings_its_own_names() -> None:
         margin: float = 0.5
         aliases: ClassVar[Mapping[str, str]] = {"margin": "hf:gap", "margin=1": "wide"}
 
-    class Config(RunConfig):
+    class Config(TextRunConfig):
         mine: Mine
 
     names = names_of(Config)

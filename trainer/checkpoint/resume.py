@@ -246,10 +246,10 @@ _ONLY_FOR = {
 """Keys that mean something under some values of another only."""
 
 
-def differences(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """``key: old -> new`` of all settings that differ between two resolved configs."""
+def differences(earlier: dict[str, Any], now: dict[str, Any], schema: type[RunConfig]) -> dict[str, str]:
+    """Return ``key: old -> new`` for all settings that differ between two resolved configs of ``schema``."""
     before, after = flatten(earlier), flatten(now)
-    before = {key: _default(key) for key in after} | before  # an older version did not know all keys
+    before = {key: _default(key, schema) for key in after} | before  # an older version did not know all keys
     named_before, named_now = _named(earlier), _named(now)
     whole = {name: f"{name} is {'new' if name in named_now else 'gone'}" for name in named_before ^ named_now}
     return whole | {
@@ -265,10 +265,10 @@ def _named(config: dict[str, Any]) -> set[str]:
     return {f"data.{kind}.{name}" for kind in ("sources", "validation") for name in data.get(kind, {})}
 
 
-def _default(key: str) -> Any:
+def _default(key: str, schema: type[RunConfig]) -> Any:
     """What a version that did not know ``key`` did, as JSON data; None where there is no such thing."""
     *sections, last = key.split(".")
-    model: Any = RunConfig
+    model: Any = schema
     for name in sections:
         model = model.model_fields[name].annotation if name in getattr(model, "model_fields", {}) else None
     knob = getattr(model, "model_fields", {}).get(last)
@@ -281,7 +281,7 @@ def plain(config: RunConfig) -> dict[str, Any]:
 
 
 def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> None:
-    changed = differences(earlier, plain(config))
+    changed = differences(earlier, plain(config), type(config))
     before, after = flatten(earlier), flatten(plain(config))
     for key, (other, values) in _ONLY_FOR.items():
         if before.get(other) not in values and after[other] not in values:
@@ -315,7 +315,7 @@ def _shapes_numbers(key: str) -> bool:
 
 
 def _changed(state: dict[str, Any], config: RunConfig, world_size: int) -> list[str]:
-    changed = differences(state["config"], plain(config))
+    changed = differences(state["config"], plain(config), type(config))
     silent = ("run.", "checkpoint.", "dry_run", "trainer.stop_at", "trainer.max_minutes")
     told = [text for key, text in changed.items() if not key.startswith(silent)]
     for name, now in (("torch", torch.__version__), ("world_size", world_size)):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from serried.configs.schema import TextRunConfig
 from serried.trainer.checkpoint.resume import differences
 from tests.runs import Ended, checkpoint, metrics, run_here, steps_saved, tiny_overrides
 

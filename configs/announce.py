@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from serried.configs.formats import printable
+
 SILENCE_SECONDS = (10.0, 20.0, 30.0, 60.0, 180.0, 300.0)
 """Before the first line, and between each line and the next; the last for ever."""
 
@@ -23,8 +25,8 @@ def announced(what: str, *, speaks: bool) -> Iterator[None]:
 
 def tell(label: str, text: str) -> None:
     """Print one line now."""
-    with suppress(OSError):  # whoever listened is gone
-        print(f"{label:<10} {text}", flush=True)
+    with suppress(OSError, ValueError):  # nobody is left to read it
+        print(printable(f"{label:<10} {text}"), flush=True)
 
 
 def _tell(what: str, done: threading.Event) -> None:

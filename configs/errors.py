@@ -1,28 +1,31 @@
-"""How a run can end short of finishing, and the exit codes that say so."""
+"""How a run can end before it is finished, and the exit codes for that."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from serried.configs.formats import printable
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_STOPPED, EXIT_MISTAKE = 0, 70, 75, 78
 
 
 class UserError(Exception):
-    """A mistake in the command, the config or the surroundings that the user can mend.
+    """A mistake in the command, the config or the environment that the user can fix.
 
-    It reaches the user as one ``error:`` line and exit code 78, never as a traceback, so the message carries
-    what was wrong, where, every number involved, and an override to paste. Several mistakes, an argument each, have a
-    line each.
+    It is printed as one ``error:`` line with exit code 78, never as a traceback, so the message has what was wrong,
+    where, every number involved, and an override to paste. Several mistakes, an argument each, have a line each.
+    Values of the user's cannot add lines, or control the terminal.
     """
 
     def __str__(self) -> str:
-        if len(self.args) < 2:
-            return super().__str__()
-        return f"{len(self.args)} mistakes:\n  " + "\n  ".join(map(str, self.args))
+        mistakes = [" ".join(printable(str(mistake)).split("\n")) for mistake in self.args]
+        if len(mistakes) < 2:
+            return "".join(mistakes)
+        return f"{len(mistakes)} mistakes:\n  " + "\n  ".join(mistakes)
 
 
 @contextmanager
 def noted(mistakes: list[str]) -> Iterator[None]:
-    """Put a mistake that ends what is done here among the others, to be told with them."""
+    """Add a mistake that ends this block to ``mistakes``, to be reported with the others."""
     try:
         yield
     except UserError as error:
@@ -30,15 +33,15 @@ def noted(mistakes: list[str]) -> Iterator[None]:
 
 
 class TrainingFailed(Exception):
-    """Training cannot go on, for a reason that a traceback would not explain. One line, exit code 70."""
+    """Training cannot continue, for a reason that a traceback would not explain. One line, exit code 70."""
 
 
 class TrainingStopped(TrainingFailed):
-    """Training cannot go on here, and can from its newest checkpoint. One line, exit code 75."""
+    """Training cannot continue, but can be resumed from its newest checkpoint. One line, exit code 75."""
 
 
 class StopRequested(BaseException):
-    """A signal asked to stop before there was anything to save. Its name; exit code 75.
+    """A signal asked to stop before there was anything to save. Holds its name; exit code 75.
 
-    Like KeyboardInterrupt no ``Exception``: nothing that mends errors may take it for one.
+    Like KeyboardInterrupt it is no ``Exception``: code that handles errors must not catch it.
     """

@@ -801,6 +801,8 @@ class LaunchSection(Section):
     """Nodes. With ``launch=torchrun`` torchrun decides; one when null."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` (the GPU when there is one), ``cpu`` or ``cuda``."""
+    threads: Annotated[Count, Field(ge=1, le=10**4)] | None = None
+    """Threads of each process. When null ``OMP_NUM_THREADS`` if set, else the cores divided among the processes."""
     start_timeout_seconds: Seconds = 1800.0
     """How long a process waits for another until the first step is done (data preparation, model set-up)."""
     step_timeout_seconds: Seconds = 300.0

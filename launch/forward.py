@@ -8,7 +8,7 @@ PASSED_ON = {  # what arrives, and what the processes get
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGINT: signal.SIGINT,
     signal.SIGUSR1: signal.SIGUSR1,
-    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGHUP,
     signal.SIGQUIT: signal.SIGTERM,
 }
 

@@ -19,7 +19,7 @@ from serried.launch.forward import PASSED_ON, NotedSignals, send
 from serried.records.status import Status, read_status, record_kill
 from serried.runtime.early import LAUNCHER
 from serried.runtime.program import training_command
-from serried.runtime.ranks import processes_per_node
+from serried.runtime.ranks import processes_per_node, usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -118,7 +118,7 @@ def _agent(processes: int, argv: Sequence[str], output: Path) -> "LocalElasticAg
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what went wrong is told by the ranks
     os.environ[LAUNCHER] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; ranks divide the cores themselves
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     listener = socket.create_server(("127.0.0.1", 0))
     host, port = listener.getsockname()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from serried.configs.errors import UserError
+from serried.configs.formats import printable
 from serried.configs.schema import (
     DEFAULT_VALIDATION,
     WHOLE,
@@ -33,7 +34,7 @@ from serried.recipes.data.mixture import (
 )
 from serried.recipes.data.overlap import kept_apart, left_out
 from serried.recipes.data.prepare import Prepared, cache_folder, named_tokenizer, open_prepared, prepare
-from serried.recipes.data.show import for_terminal, marked_lines
+from serried.recipes.data.show import marked_lines
 from serried.recipes.data.stream import open_training, prepare_stream
 from serried.recipes.data.summary import summary_of
 from serried.recipes.data.text_bytes import TextBytes
@@ -275,7 +276,7 @@ class CausalLM(TextTask):
         ids = continued(
             model, prompt, layers=self._model.layers, tokens=fitting, choose=never_the_end, device=device
         )  # fmt: skip
-        return for_terminal(tokenizer.decode(ids))
+        return printable(tokenizer.decode(ids))
 
     def lengths(self) -> tuple[int, int]:
         return self._data.sequence_length, self._model.max_sequence_length

@@ -7,11 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from serried.configs.formats import printable
 from serried.runtime.live import Doing, Live, is_terminal
 
 
 class Console:
-    """Lines for the user from rank 0; every rank keeps its own in ``log/rank-N.log``, once that is opened."""
+    """Prints for the user on rank 0; every rank logs to ``log/rank-N.log``, once that is open."""
 
     def __init__(self, speaks: bool, rank: int) -> None:
         self._speaks, self._rank = speaks, rank
@@ -19,45 +20,46 @@ class Console:
         self._doing: Doing | None = None
         self._describe: Callable[[], Doing | None] = lambda: None
         self.last_step: dict[str, Any] | None = None
-        """What was told of a step last; for the line that shows how the run stands."""
+        """Values of the step logged last, for the status line."""
         self._log: IO[str] | None = None
         self._pending: list[str] | None = []
 
     def open(self, run_folder: Path) -> None:
-        """Write the log to ``run_folder`` from here on, and what was said before: an earlier run's is aside by now."""
-        with suppress(OSError):  # a node that cannot write there still trains; what matters is printed by rank 0
+        """Write the log to ``run_folder`` from now on, beginning with what was said before this."""
+        with suppress(OSError):  # a node that cannot write there still trains; rank 0 prints what matters
             path = run_folder / "log" / f"rank-{self._rank}.log"
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._log = path.open("a", buffering=1)
+            self._log = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
             self._log.writelines(self._pending or [])
         self._pending = None
 
     def say(self, text: str) -> None:
         """Print ``text``, if this rank speaks, and log it."""
+        text = printable(text)
         if self._speaks:
-            # It may lead into a file on a full disk; Python keeps what is left for later.
-            with suppress(OSError), self._live.aside():
+            # Standard output may be a file on a full disk: Python keeps the rest for later.
+            with suppress(OSError, ValueError), self._live.aside():
                 print(text, file=sys.stdout, flush=True)
         self.log(text)
 
     def progress(self, text: str) -> None:
-        """Say how far something is: on a terminal over what was said before, which an empty ``text`` takes away."""
+        """Show how far something is: on a terminal in the status line, which an empty ``text`` clears."""
         if not self._speaks:
             return
         if is_terminal():
             self._live.show(text)
         elif text:
-            with suppress(OSError), self._live.aside():
-                print(text, flush=True)
+            with suppress(OSError, ValueError), self._live.aside():
+                print(printable(text), flush=True)
 
     def doing(self, what: str, kind: str = "") -> None:
-        """Say what is done from here on: shown on a terminal, told elsewhere where it takes long. Another ``what`` of
-        the same ``kind`` is one thing going on."""
+        """Set what the run is doing: shown in the status line of a terminal; elsewhere printed if it takes long.
+        Another ``what`` of the same ``kind`` counts as the same activity."""
         self._doing = Doing(what, kind or what)
         self._live.start()
 
     def follow(self, describe: Callable[[], Doing | None]) -> None:
-        """As ``doing``, of whatever ``describe`` says, asked from another thread; None: what ``doing`` said."""
+        """As ``doing``, with what ``describe`` returns, called in another thread; None: what ``doing`` set."""
         self._describe = describe
         self._live.start()
 
@@ -65,23 +67,23 @@ class Console:
         return self._describe() or self._doing
 
     def quiet(self) -> None:
-        """From here on say and log, and show nothing besides."""
+        """From now on only print and log; show no status line."""
         self._live.close()
 
     def log(self, text: str) -> None:
-        """Write ``text`` to this rank's log alone."""
+        """Write ``text`` to this rank's log only."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
         lines = "".join(f"{stamp}{line}\n" for line in text.splitlines())
         if self._pending is not None:
             self._pending.append(lines)
         elif self._log is not None:
-            with suppress(OSError):  # the disk is full: the log is not what the run is for
+            with suppress(OSError):  # a full disk ends no run
                 self._log.write(lines)
 
     def close(self) -> None:
-        """Leave a clean terminal behind, and let go of the log."""
+        """Clear the status line and close the log."""
         self._live.close()
         if self._log is not None:
-            with suppress(OSError):  # what a full disk did not take is tried again here
+            with suppress(OSError):  # tries again what a full disk did not take
                 self._log.close()
             self._log = None

@@ -1,9 +1,11 @@
-"""Signals that come while ``train.py`` is imported and its config composed: seconds, where the disk is cold.
+"""Signals that arrive while ``train.py`` is imported and its config composed, which takes seconds on a cold disk; and
+output that a terminal cannot encode.
 
-Imported first, for what it does. It imports next to nothing itself. Whoever trains, or starts others, has handlers of
-its own from then on.
+Imported first, for its side effects, and imports next to nothing itself. What trains or starts processes later installs
+handlers of its own.
 """
 
+import io
 import os
 import signal
 import sys
@@ -13,24 +15,24 @@ from types import FrameType
 from serried.configs.errors import EXIT_STOPPED
 
 LAUNCHER = "SERRIED_LAUNCHER"
-"""Environment variable: the process that started this one, where that is ``launch=local``."""
+"""Environment variable: the process that started this one, if that is ``launch=local``."""
 
 _UNHANDLED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}  # nohup may ignore them
 
 
 def _end(number: int, _: FrameType | None) -> None:
-    """In one line instead of a traceback, with the exit code of whatever is stopped on request."""
-    # The launcher says so itself; torchrun ends ranks by SIGTERM where another one has failed.
+    """End in one line instead of a traceback, with the exit code of a stop on request."""
+    # The launcher prints it; torchrun sends SIGTERM to the other ranks when one has failed.
     is_told = LAUNCHER in os.environ or (number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ)
     if os.environ.get("RANK", "0") == "0" and not is_told:
         name = signal.Signals(number).name
-        with suppress(OSError):  # whoever listened is gone
+        with suppress(OSError):  # nobody is left to read it
             os.write(2, f"stopped: {name} before training began; the same command starts it\n".encode())
     os._exit(EXIT_STOPPED)
 
 
 def _is_program() -> bool:
-    """Whether this process was started to train, and not as a test or a command that imports this."""
+    """Return whether this process was started to train, and is not a test or command that imports this."""
     main = sys.modules["__main__"]
     if (spec := getattr(main, "__spec__", None)) is not None:
         return bool(spec.name == "serried.program")
@@ -44,5 +46,13 @@ def end_in_one_line() -> None:
             signal.signal(number, _end)
 
 
+def print_any_text() -> None:
+    """Make printing never fail for an encoding that lacks a character, as under PYTHONIOENCODING=latin-1: escape it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not what a notebook or a test puts there
+            stream.reconfigure(errors="backslashreplace")
+
+
 if _is_program():
     end_in_one_line()
+    print_any_text()

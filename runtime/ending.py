@@ -18,6 +18,7 @@ from serried.configs.errors import (
     TrainingStopped,
     UserError,
 )
+from serried.configs.formats import printable
 from serried.configs.words import repeated
 from serried.runtime.ranks import speaks
 
@@ -78,8 +79,8 @@ def report_alone(error: UserError | TrainingFailed | StopRequested, *, is_heard:
 
 def say_why(line: str) -> None:
     """Print ``line`` where mistakes and failures go."""
-    with suppress(OSError):  # whoever listened is gone
-        print(line, file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # nobody is left to read it
+        print(printable(line), file=sys.stderr, flush=True)
 
 
 def let_another_end_first() -> None:

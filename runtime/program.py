@@ -1,9 +1,26 @@
 """The script that this process runs, to start it again as ranks, as the runs of a sweep or in a Slurm job."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from serried.configs.errors import UserError
+
 _training_command: tuple[str, ...] = ("-m", "serried.program")
+
+
+def check_surroundings(words: Sequence[str]) -> None:
+    """Raise ``UserError`` if no path can be resolved, as the current folder was removed, or if one of the ``words`` of
+    the command line is not text."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError("the current folder was removed; cd to another one") from None
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{word} is not UTF-8 text; rename the file, or type it in UTF-8") from None
 
 
 def remember_script() -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from serried.configs.errors import EXIT_FINISHED, UserError
+from serried.configs.formats import printable
 from serried.configs.schema import LaunchSection
+from serried.runtime.early import LAUNCHER
 
 if TYPE_CHECKING:
     import torch
@@ -17,28 +19,44 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 def speaks() -> bool:
-    """Whether this process is the one that talks to the user."""
-    return os.environ.get("RANK", "0") == "0"
+    """Return whether this process prints for the user: rank 0, or the only one, whatever ``RANK`` is left over."""
+    return os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def say(text: str) -> int:
-    """Print ``text`` from rank 0 alone, for a command that was only asked for words. Returns the exit code."""
+    """Print ``text`` from rank 0, for a command that only prints. Returns the exit code."""
     if speaks():
-        with suppress(BrokenPipeError):  # into a pager or head that has read enough
-            print(text.rstrip("\n"), flush=True)
+        with suppress(BrokenPipeError):  # a pager or head that has read enough
+            print(printable(text.rstrip("\n")), flush=True)
     return EXIT_FINISHED
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads_per_process(section: LaunchSection, local_world: int) -> int:
+    """Return the number of threads for one process: ``launch.threads``, the user's ``OMP_NUM_THREADS``, or its share
+    of the cores.
+
+    torchrun sets ``OMP_NUM_THREADS=1`` if it is not set, so under torchrun 1 may not be the user's choice.
+    """
+    if section.threads is not None:
+        return section.threads
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    is_torchruns = given == "1" and "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER not in os.environ
+    if given.isdecimal() and 0 < int(given) < 10**5 and not is_torchruns:
+        return int(given)
+    return max(1, usable_cores() // local_world)
+
+
 def torchrun_says() -> tuple[int, int, int, int]:
-    """rank, local rank, world size and local world size, as torchrun says; of one process without torchrun.
+    """Return rank, local rank, world size and local world size from torchrun's variables; those of a single process
+    without them.
 
     Raises:
-        UserError: some of the variables are there and others are not.
+        UserError: some of the variables are missing, or they contradict each other.
     """
     env, wanted = os.environ, _TORCHRUN[:4]
     if env.get("WORLD_SIZE", "1") != "1":
@@ -49,20 +67,31 @@ def torchrun_says() -> tuple[int, int, int, int]:
                 "which sets them all, or unset WORLD_SIZE for one process"
             )
     values = [env.get(name) or default for name, default in zip(wanted, "0011", strict=True)]
-    wrong = [f"{name}={value}" for name, value in zip(wanted, values, strict=True) if not value.isdecimal()]
+    given = [f"{name}={value}" for name, value in zip(wanted, values, strict=True)]
+    wrong = [text for text, value in zip(given, values, strict=True) if not _is_number(value)]
+    if env.get("WORLD_SIZE", "1") != "1" and not _is_number(port := env["MASTER_PORT"]):
+        wrong.append(f"MASTER_PORT={port}")
     if wrong:
         raise UserError(f"{', '.join(wrong)}: not a whole number; start with torchrun, which sets it")
     rank, local_rank, world, local_world = map(int, values)
+    if not (local_rank <= rank < world and local_rank < local_world <= world):
+        raise UserError(
+            f"{', '.join(given)} contradict each other; start with torchrun, which sets them, or unset them"
+        )
     return rank, local_rank, world, local_world
 
 
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10
+
+
 def is_started() -> bool:
-    """Whether torchrun, or a launcher of ours, made this process one of several: then it trains, and starts nobody."""
+    """Return whether torchrun or our launcher started this process: then it trains, and starts no other."""
     return bool(os.environ.get("TORCHELASTIC_RUN_ID")) or "RANK" in os.environ
 
 
 def processes_per_node(section: LaunchSection) -> int:
-    """How many processes ``launch=local`` and ``launch=slurm`` start on a node. Needs no torch."""
+    """Return how many processes ``launch=local`` and ``launch=slurm`` start on a node. Needs no torch."""
     if section.processes is not None:
         return section.processes
     return max(1, _gpus_of_the_system()) if section.name == "local" and section.device != "cpu" else 1
@@ -78,7 +107,7 @@ def _gpus_of_the_system() -> int:
 
 
 def planned_processes(section: LaunchSection, dry_run: bool) -> int:
-    """Number of processes the run has, will have once they are started, or would have in a dry run.
+    """Return the number of processes that the run has, will have once they are started, or would have in a dry run.
 
     Raises:
         UserError: ``launch.processes`` or ``launch.nodes`` contradicts what torchrun started, or torchrun's variables
@@ -121,7 +150,7 @@ def choose_device(section: LaunchSection, local_rank: int, local_world: int) -> 
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next step: given back, it is faulted in anew, 10,000 pages a step."""
+    """Let glibc keep what a step frees for the next step: returned, it is paged in again, 10,000 pages a step."""
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         for option, value in ((_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**26), (_M_MMAP_THRESHOLD, 2**30)):

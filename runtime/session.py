@@ -17,7 +17,7 @@ from serried.configs.announce import announced
 from serried.configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
 from serried.configs.schema import LaunchSection
 from serried.runtime.ending import Failure, exit_code_of, in_one_line, let_another_end_first, report_alone, say_why
-from serried.runtime.ranks import choose_device, keep_freed_memory, torchrun_says, usable_cores
+from serried.runtime.ranks import choose_device, keep_freed_memory, threads_per_process, torchrun_says
 from serried.runtime.rendezvous import connect, meet
 from serried.runtime.signals import Signals, end_with_torchrun
 
@@ -348,8 +348,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)  # for the watchdog to name who is missing
-    # torchrun sets OMP_NUM_THREADS=1; ranks that share this machine's cores should use all of them between them.
-    torch.set_num_threads(max(1, usable_cores() // local_world))
+    torch.set_num_threads(threads_per_process(section, local_world))
     if device.type == "cpu":
         keep_freed_memory()
     session = Session(rank, local_rank, world, local_world, device, section, signals, began)

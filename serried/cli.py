@@ -10,7 +10,9 @@ from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, Use
 from serried.configs.schema import RunConfig, TextRunConfig
 from serried.configs.suggest import nearest
 from serried.configs.words import byte_count, no_key, number_between, pairs, run_key, step_number, whole_number
+from serried.runtime.early import print_any_text
 from serried.runtime.ending import leave, report_mistake
+from serried.runtime.program import check_surroundings
 from serried.runtime.ranks import is_started, say
 
 _OVERRIDES = "[recipe=RECIPE] [key=value ...]"
@@ -135,7 +137,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Do what the command line says and return the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     command, *rest = words or ["--help"]
+    print_any_text()
     try:
+        check_surroundings(words)
         is_help = command in (*_HELP, "help")
         asked = next((word for word in rest if word not in _HELP), None) if is_help else command
         if asked is not None and asked not in _COMMANDS:
@@ -318,8 +322,8 @@ def generate(words: list[str]) -> None:
     Raises:
         UserError: a key or value is wrong, or there is no such checkpoint.
     """
+    from serried.configs.formats import printable
     from serried.recipes.causal_lm import CausalLM
-    from serried.recipes.data.show import for_terminal
     from serried.recipes.saved import as_saved
     from serried.runtime.ranks import choose_device, torchrun_says
     from serried.runtime.session import Session
@@ -341,7 +345,7 @@ def generate(words: list[str]) -> None:
     config, checkpoint = _opened(given, [*overrides, *device], _GENERATE_READS, "generate", mistakes)
     config = as_saved(config, checkpoint, world_size=1, is_cut_anew=True, is_other_data=True)
     session = Session(0, 0, 1, 1, choose_device(config.launch, 0, 1), config.launch)
-    shown = for_terminal if sys.stdout.isatty() else str
+    shown = printable if sys.stdout.isatty() else str
     with suppress(BrokenPipeError):  # whoever listened has heard enough
         write_text(
             config, CausalLM(config), session, checkpoint, given.get("prompt", ""), sampling,

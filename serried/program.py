@@ -12,7 +12,7 @@ from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, 
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.records.page import write_report
 from serried.runtime.ending import leave, note_repeated, report_mistake
-from serried.runtime.program import remember_script
+from serried.runtime.program import check_surroundings, remember_script
 from serried.runtime.ranks import planned_processes, say
 from serried.runtime.session import Session, run_in_session
 
@@ -20,6 +20,7 @@ from serried.runtime.session import Session, run_in_session
 def main(arguments: list[str]) -> int:
     """Do what the command line says and return the exit code. Mistakes and failures are printed here, not raised."""
     try:
+        check_surroundings(arguments)
         action, overrides = parse_arguments(arguments)
         note_repeated(overrides)
         if action == "help":

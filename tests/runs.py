@@ -213,7 +213,7 @@ def run_here(argv: list[str], after_step: Callable[[Trainer, int], None] | None 
     with (
         patch.object(serried.recipes.causal_lm, "CausalLM", make),
         patch.object(Trainer, "steps", watched),
-        patch("serried.runtime.session.usable_cores", lambda: 1),
+        patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}),
         redirect_stdout(printed),
         redirect_stderr(printed),
     ):

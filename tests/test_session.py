@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from serried.configs.errors import UserError
 from serried.configs.schema import LaunchSection
-from serried.runtime.ranks import planned_processes, usable_cores
+from serried.launch.forward import PASSED_ON
+from serried.runtime.program import check_surroundings
+from serried.runtime.ranks import planned_processes, speaks, threads_per_process, torchrun_says, usable_cores
 from serried.runtime.session import open_session
 from tests.cluster import ROOT, Cluster
 
@@ -235,3 +237,109 @@ def fail_in_turn() -> list[object]:
 
 def test_all_ranks_know_who_failed_first_and_why(cluster: Cluster) -> None:
     assert [answer.value for answer in cluster.run(3, "tests.test_session:fail_in_turn")] == [[1, "mine", 78]] * 3
+
+
+# surroundings ---------------------------------------------------------------------------------------------------------
+
+_ONE_OF_TWO = {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "1"}, r"RANK=1, .* contradict each other"),
+        ({"LOCAL_WORLD_SIZE": "0"}, r"LOCAL_WORLD_SIZE=0 contradict"),
+        ({"WORLD_SIZE": "0"}, "contradict|is set but not"),
+        ({**_ONE_OF_TWO, "RANK": "2"}, "RANK=2, .* contradict"),
+        ({**_ONE_OF_TWO, "MASTER_PORT": "x"}, "MASTER_PORT=x: not a whole number"),
+        ({**_ONE_OF_TWO, "RANK": "9" * 5000}, "not a whole number"),
+        ({"WORLD_SIZE": "2"}, "is set but not RANK"),
+    ],
+)
+def test_variables_of_torchrun_that_cannot_be_are_refused(
+    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in _ONE_OF_TWO:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message):
+        torchrun_says()
+
+
+def test_a_single_process_speaks_whatever_rank_is_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "1")
+    assert speaks()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not speaks()
+
+
+@pytest.mark.parametrize(
+    ("threads", "environment", "expected"),
+    [
+        (3, {"OMP_NUM_THREADS": "5"}, 3),
+        (None, {"OMP_NUM_THREADS": "5"}, 5),
+        (None, {"OMP_NUM_THREADS": "1"}, 1),
+        (None, {"OMP_NUM_THREADS": "4,2"}, 4),
+        (None, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a"}, None),
+        (None, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "a", "SERRIED_LAUNCHER": "7"}, 1),
+        (None, {"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "a"}, 2),
+        (None, {"OMP_NUM_THREADS": "many"}, None),
+        (None, {}, None),
+    ],
+)
+def test_threads_are_the_users_choice_or_a_share_of_the_cores(
+    threads: int | None, environment: dict[str, str], expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID", "SERRIED_LAUNCHER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    share = max(1, usable_cores() // 2)
+    assert threads_per_process(LaunchSection(threads=threads), 2) == (expected or share)
+
+
+def test_a_removed_current_folder_and_words_that_are_no_text_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    check_surroundings(["run.name=größe"])
+    with pytest.raises(UserError, match="not UTF-8"):
+        check_surroundings(["prompt=\udcff"])
+    folder.rmdir()
+    with pytest.raises(UserError, match="current folder was removed"):
+        check_surroundings([])
+
+
+def test_a_mistake_is_one_line_that_controls_no_terminal() -> None:
+    assert str(UserError("data.path=a\x1b[31mb\nc is no file")) == "data.path=a\ufffd[31mb c is no file"
+    assert str(UserError("a\r\nb", "c")) == "2 mistakes:\n  a\ufffd b\n  c"
+
+
+def test_output_that_the_terminal_cannot_encode_ends_nothing(tmp_path: Path) -> None:
+    """Under latin-1, and into a closed stream."""
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from serried.runtime.early import print_any_text\n"
+        "from serried.runtime.console import Console\n"
+        "c = Console(True, 0)\n"
+        f"c.open(Path({str(tmp_path)!r}))\n"
+        "c.say('lost \u4f60')\n"
+        "print_any_text()\n"
+        "c.say('loss 1.0 \u4f60 \\udcff \x1b[2J'); sys.stdout.close(); c.say('closed'); c.close()"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == b"loss 1.0 \\u4f60 \\ufffd \\ufffd[2J\n"
+    assert "loss 1.0 \u4f60" in (tmp_path / "log" / "rank-0.log").read_text(encoding="utf-8")
+
+
+def test_a_hangup_is_passed_on_as_what_it_is() -> None:
+    assert PASSED_ON[signal.SIGHUP] == signal.SIGHUP

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from serried.configs.formats import printable
 from serried.recipes.data.tokenizer import Tokenizer
 
 _SHOWN_LINES = 24
@@ -17,15 +18,10 @@ def marked_lines(tokenizer: Tokenizer, tokens: np.ndarray, is_learned: np.ndarra
     begins = np.flatnonzero(np.diff(is_learned) | (tokens[:-1] == tokenizer.end_id)) + 1
     for run in np.split(np.arange(len(tokens)), begins):
         mark = "  > " if is_learned[run[0]] else "  | "
-        text = for_terminal(tokenizer.decode_marked(tokens[run].tolist()))
+        text = printable(tokenizer.decode_marked(tokens[run].tolist()))
         lines += [mark + _shortened(line) for line in text.split("\n") if line]
     more = len(lines) - _SHOWN_LINES
     return lines if more <= 1 else [*lines[:_SHOWN_LINES], f"  ... and {more} lines more"]
-
-
-def for_terminal(text: str) -> str:
-    """``text`` without what a terminal would obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def _shortened(line: str) -> str:

@@ -818,7 +818,7 @@ def _unquoted_off(value: Any) -> Any:
 
 
 class TrackSection(Section):
-    """Trackers that mirror ``metrics.jsonl``, each in a process of its own: none can stop training or slow it down."""
+    """Trackers: each has a process that follows ``metrics.jsonl``. None can stop training or change its numbers."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "wandb=online": "titan:metrics.enable_wandb nanogpt:wandb_log wandb use_wandb enable_wandb log_to_wandb true "

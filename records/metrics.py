@@ -1,5 +1,6 @@
 """``metrics.jsonl``: one JSON object a line, read in whatever state a crash or a full disk left it."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from serried.configs.plain_data import NotPlainData, is_count, is_number, open_r
 METRICS = "metrics.jsonl"
 _MOST_LINE_BYTES = 16 * 2**20
 _TAIL_BYTES = 2**20
+_EVENTS_AT_A_TIME = 1000
 
 
 def parse_event(line: bytes | str) -> dict[str, Any] | None:
@@ -50,3 +52,30 @@ def last_event(path: Path, kind: str) -> dict[str, Any] | None:
         if (event := parse_event(line)) is not None and event["event"] == kind:
             return event
     return next((event for event in reversed(list(read_events(path))) if event["event"] == kind), None)
+
+
+class GrowingFile:
+    """A ``metrics.jsonl``, read while a run writes it. A rollback replaces it by another file.
+
+    Raises:
+        OSError: it cannot be opened.
+        NotPlainData: it is not a regular file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._torn = path, open_regular(path), b""
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the next events, up to a thousand."""
+        events: list[dict[str, Any]] = []
+        while len(events) < _EVENTS_AT_A_TIME and (line := self._torn + self._file.readline(_MOST_LINE_BYTES)):
+            self._torn = b"" if line.endswith(b"\n") else line
+            if self._torn:
+                break
+            if (event := parse_event(line)) is not None:
+                events.append(event)
+        return events
+
+    def is_replaced(self) -> bool:
+        """Return whether the path leads to another file by now."""
+        return not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))

@@ -513,7 +513,7 @@ def report(words: list[str]) -> str:
 
 
 def send(words: list[str]) -> int:
-    """Have the trackers of a run that has ended take its records, all that they have not. Returns the exit code.
+    """Send the records of a run that has ended to its trackers. Return the exit code.
 
     Raises:
         UserError: there is no such run, it has no trackers, or one of them is not installed.
@@ -521,7 +521,7 @@ def send(words: list[str]) -> int:
     from serried.configs.compose import compose_saved
     from serried.configs.trackers import asked_for, missing_trackers
     from serried.records.run_folder import RunFolder
-    from serried.records.trackers.processes import Mirrors
+    from serried.records.trackers.processes import Trackers
     from serried.runtime.console import Console
 
     mistakes: list[str] = []
@@ -539,11 +539,11 @@ def send(words: list[str]) -> int:
     began_in: Path | None = None
     with suppress(OSError, ValueError, KeyError):
         began_in = Path(json.loads((run / "environment.json").read_text())["working_directory"])
-    claimed = RunFolder(run)  # a run that is being trained has mirrors of its own
+    claimed = RunFolder(run)  # a run that is being trained has tracker processes already
     try:
-        mirrors = Mirrors(run, track, Console(speaks=True, rank=0))
-        mirrors.start(niceness=0, working_directory=began_in if began_in and began_in.is_dir() else None)
-        return EXIT_FINISHED if mirrors.complete() else EXIT_FAILED
+        trackers = Trackers(run, track, Console(speaks=True, rank=0).say)
+        has_sent = trackers.send(began_in if began_in and began_in.is_dir() else None)
+        return EXIT_FINISHED if has_sent else EXIT_FAILED
     finally:
         claimed.close()
 

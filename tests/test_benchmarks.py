@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.step_overhead import MODELS
-from benchmarks.trackers import beside_one_without_rest
 from tests.cluster import Cluster
 from tests.runs import overrides
 
@@ -42,10 +41,3 @@ def test_a_part_of_a_step_is_for_its_numbers(text: Path, tmp_path: Path, cluster
     for answer in answers:
         whole, numbers = answer.value
         assert 0 < numbers < whole
-
-
-@pytest.mark.slow
-def test_steps_are_timed_beside_a_mirror_without_rest() -> None:
-    ratios, _ = beside_one_without_rest(pairs=2)
-    assert len(ratios) == 2
-    assert min(ratios) > 0

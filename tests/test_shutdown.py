@@ -22,7 +22,7 @@ from benchmarks.disturb import family, is_alive, torchrun
 from serried.configs.errors import StopRequested
 from serried.configs.schema import LaunchSection
 from serried.program import main
-from serried.records.trackers.processes import Mirrors
+from serried.records.trackers.processes import Trackers
 from serried.runtime.session import open_session
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.loop import Loop
@@ -544,13 +544,13 @@ def test_ctrl_c_twice_ends_at_once(text: Path, tmp_path: Path) -> None:
 
 
 def end_and_be_interrupted_twice(argv: list[str]) -> None:
-    def wait(_: Mirrors) -> None:
+    def wait(_: Trackers) -> None:
         os.kill(os.getpid(), INT)
         time.sleep(1.1)  # what is sooner is one Ctrl-C that came twice
         os.kill(os.getpid(), INT)
         time.sleep(60)
 
-    with patch.object(Mirrors, "end", wait):
+    with patch.object(Trackers, "end", wait):
         main(argv)
 
 

@@ -95,14 +95,14 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
             trainer.saver.checkpointer.close()
         watchdog.close()
         if trainer is not None:
-            trainer.mirrors.finish()
+            trainer.trackers.finish()
         if folder is not None:
             has_records = folder.has_begun and folder.is_ours
             folder.close()
             if has_records:
                 _write_page(config, console)
         if trainer is not None:
-            trainer.mirrors.end()
+            trainer.trackers.end()
         console.close()
 
 

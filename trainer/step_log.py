@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from serried.records.trackers.processes import Mirrors
 from serried.trainer.context import Context
 from serried.trainer.health import respond
 from serried.trainer.loader import BatchLoader
@@ -19,12 +18,12 @@ class StepLog:
     """Reads results of steps once per log interval, so that the host does not wait for the device in between."""
 
     def __init__(
-        self, context: Context, state: TrainingState, report: Report, meter: Meter, mirrors: Mirrors,
+        self, context: Context, state: TrainingState, report: Report, meter: Meter,
         samples: Callable[[int], int], sources: list[str],
     ) -> None:  # fmt: skip
         """``samples`` gives the samples trained on after a step; ``sources`` names those of a mixture."""
         self._context, self._state, self._report, self.meter = context, state, report, meter
-        self._mirrors, self._samples, self._sources = mirrors, samples, sources
+        self._samples, self._sources = samples, sources
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of ``step``."""
@@ -58,7 +57,6 @@ class StepLog:
         rates = self.meter.rates(step, self._report.progress.tokens, loader.take_waited_seconds(), split)
         rates["eta_seconds"] = eta_seconds(config, step, rates["step_seconds"], self.meter.pauses)
         self._report.running(step)
-        self._mirrors.look()
         if (slow := self.meter.slow.named()) is not None:
             rank, share = slow
             self._report.slow(rank, session.gather(session.host())[rank], share)

@@ -14,7 +14,7 @@ from serried.configs.errors import UserError
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
-from serried.records.trackers.processes import Mirrors, choose_run_id
+from serried.records.trackers.processes import Trackers, choose_run_id
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, make_room, plain
 from serried.trainer.checkpoint.retention import sweep
 from serried.trainer.checkpoint.save import lack_of_space
@@ -71,7 +71,7 @@ class Trainer:
             layout, parameters, start, flops_per_sample=flops_per_sample, peak_flops=peak,
             hosts=session.gather(session.host()), tracker_run_id=self._tracker_run_id,
         )  # fmt: skip
-        self.mirrors = Mirrors(config.run.dir, config.track, console)
+        self.trackers = Trackers(config.run.dir, config.track, console.say)
         self._shutdown = Shutdown(config, session, console, context.folder, lambda: report.last_save_seconds)
         self.state = state = TrainingState(context, model, plan, layout, start)
         if config.trainer.deterministic and layout.strategy == "ddp":
@@ -83,7 +83,7 @@ class Trainer:
         )
         self.loop = Loop(
             context, data, state,
-            log=StepLog(context, state, report, meter, self.mirrors, data.samples, data.sources),
+            log=StepLog(context, state, report, meter, data.samples, data.sources),
             evaluator=Evaluator(context, state, data.validation, report, meter, self._shutdown),
             saver=saver,
             shutdown=self._shutdown,
@@ -99,7 +99,7 @@ class Trainer:
         """Train to the last step, evaluating and saving on the way, and report the end. Returns the exit code."""
         context, started = self.context, time.perf_counter()
         if context.session.is_main:
-            self.mirrors.start()
+            self.trackers.start()
         for _ in self.steps():
             pass
         context.pulse.enter(END, self.loop.step)

@@ -1,85 +1,98 @@
-"""From the events of ``metrics.jsonl`` to one row of numbers a step, and a summary of the run."""
+"""What trackers are given: the run, and the events of ``metrics.jsonl`` as one row of numbers per step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from serried.configs.schema import DEFAULT_VALIDATION
-from serried.records.trackers.tracker import Row
-
-_ABOUT_THE_LINE = ("event", "time", "step", "set")
+_SECTIONS = {"step": "train", "eval": "validation", "spike": "spike"}
+_NOT_NUMBERS = ("event", "time", "step", "set")
 _SPEED = (
     "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "data_seconds", "memory_bytes",
     "memory_reserved_bytes", "eta_seconds", "time_split", "slowest_rank", "slowest_share",
 )  # fmt: skip
+"""Numbers of a step that are shown in a section of their own. All others are shown too, under ``train/``."""
+
+
+class Run(NamedTuple):
+    """The run whose records are sent, as its newest start recorded it."""
+
+    folder: Path
+    identity: str  # tracker_run_id: the same for all starts of a run
+    config: Mapping[str, Any]
+    facts: Mapping[str, Any]  # the start event, and environment.json
+    rollbacks: Sequence[int]  # the steps that they went back to
+
+    @property
+    def name(self) -> str:
+        """``run.name``."""
+        return str(self.config["run"]["name"])
+
+
+class Row(NamedTuple):
+    """All numbers of one step."""
+
+    step: int
+    time: float  # unix seconds of the first of them
+    values: dict[str, float]
+
+
+class Tracker(Protocol):
+    """One tracker, made from a ``Run``. An exception costs records, never the run."""
+
+    last_step: int
+    """The last step that the tracker already has of the run; -1 if none."""
+    note: str
+    """Where the user finds the run."""
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Take ``rows``, in increasing order of steps."""
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Take the summary of the run and end."""
 
 
 class Rows:
-    """Gathers what the events of one step tell into one row, so that a tracker is given each step once."""
+    """Gathers the numbers of one step from its events, so that a tracker gets each step once."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.start: dict[str, Any] = {}
-        """The newest ``start`` event."""
-        self.rollbacks = 0
-        self.summary: dict[str, Any] = {"run_dir": str(run_dir), "report": str(run_dir / "report.html"), "starts": 0}
-        self._gathering: Row | None = None
+        self.summary: dict[str, Any] = {"run_dir": str(run_dir), "report": str(run_dir / "report.html")}
+        self._row: Row | None = None
 
     def feed(self, event: Mapping[str, Any]) -> Iterator[Row]:
-        """Take an event; yields the row of the step before, once the event is of a later one."""
+        """Take an event; yield the row of the previous step once the event is of a later one."""
         self._sum_up(event)
-        values = dict(_numbers(event))
-        if not values:
+        if not (values := dict(_numbers(event))):
             return
-        if self._gathering is not None and event["step"] > self._gathering.step:
+        if self._row is not None and event["step"] > self._row.step:
             yield from self.rest()
-        if self._gathering is None:
-            self._gathering = Row(event["step"], event["time"], {})
-        self._gathering.values.update(values)
+        self._row = self._row or Row(event["step"], event["time"], {})
+        self._row.values.update(values)
 
     def rest(self) -> Iterator[Row]:
-        """The row that was being gathered."""
-        row, self._gathering = self._gathering, None
+        """Yield the row that is not complete yet."""
+        row, self._row = self._row, None
         if row is not None:
             yield row
 
     def _sum_up(self, event: Mapping[str, Any]) -> None:
         kind, summary = event["event"], self.summary
+        if kind in ("start", "rollback", "spike"):
+            summary[f"{kind}s"] = summary.get(f"{kind}s", 0) + 1
         if kind == "start":
-            self.start = dict(event)
-            summary.update(state="running", starts=summary["starts"] + 1)
-            summary.pop("reason", None)
-        elif kind == "step":
-            summary["last_step"] = event["step"]
-            if event["loss"] is not None:
-                summary["final_loss"] = event["loss"]
-            if event["skipped"]:
-                summary["skipped_steps"] = summary.get("skipped_steps", 0) + 1
-        elif kind == "eval" and event["set"] == DEFAULT_VALIDATION and event["loss"] is not None:
-            summary["final_validation_loss"] = event["loss"]
-            if event["loss"] <= summary.get("best_validation_loss", event["loss"]):
-                summary.update(best_validation_loss=event["loss"], best_validation_step=event["step"])
-        elif kind == "checkpoint":
-            summary.update(checkpoint=event["path"], checkpoint_step=event["step"])
-        elif kind == "spike":
-            summary["spikes"] = summary.get("spikes", 0) + 1
-        elif kind == "rollback":
-            self.rollbacks += 1
-            summary["rollbacks"] = self.rollbacks
+            summary.update(state="running", reason=None)
         elif kind == "stop":
             summary.update(state=event["state"], reason=event["reason"])
+        elif kind == "checkpoint":
+            summary["checkpoint"] = event["path"]
 
 
 def _numbers(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of an event that belongs to a step, named so that a tracker puts them into sections."""
-    kind = event["event"]
-    for key, value in event.items():
-        if kind == "step" and key not in _ABOUT_THE_LINE:
-            yield from _named(f"{'speed' if key in _SPEED else 'train'}/{key}", value)
-        elif kind == "eval" and key not in (*_ABOUT_THE_LINE, "nonfinite"):
-            name = "validation" if event["set"] == DEFAULT_VALIDATION else f"validation/{event['set']}"
-            yield from _named(f"{name}/{'source_loss' if key == 'source_losses' else key}", value)
-        elif kind == "spike" and key not in (*_ABOUT_THE_LINE, "skipped"):
-            yield from _named(f"spike/{key}", value)
+    """Yield every number of an event that belongs to a step, named by the section that trackers show it in."""
+    section = _SECTIONS.get(event["event"])
+    further = "" if event.get("set", "validation") == "validation" else f"/{event['set']}"
+    for key, value in event.items() if section else ():
+        if key not in _NOT_NUMBERS:
+            yield from _named(f"{'speed' if key in _SPEED else section}{further}/{key}", value)
 
 
 def _named(name: str, value: Any) -> Iterator[tuple[str, float]]:

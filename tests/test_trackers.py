@@ -232,13 +232,9 @@ def test_send_refuses_a_run_without_trackers(text: Path, tmp_path: Path, capsys:
     assert f"the run in {tmp_path / 'run'} has no trackers" in capsys.readouterr().err
 
 
-def test_tracker_process_imports_no_torch_and_training_no_tracker() -> None:
-    modules = ["__main__", "wandb_tracker", "tensorboard_tracker", "mlflow_tracker"]
-    process = f"{'; '.join(f'import serried.records.trackers.{module}' for module in modules)}; names = ['torch']"
-    training = "import serried.trainer.run; names = ['wandb', 'tensorboard', 'mlflow']"
-    for imports in (process, training):
-        code = f"{imports}; import sys; sys.exit(any(name in sys.modules for name in names))"
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=400)
+def test_tracker_process_needs_no_torch() -> None:
+    code = "import serried.records.trackers.__main__, serried.records.trackers.tensorboard_tracker, sys"
+    subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], cwd=ROOT, check=True)
 
 
 def test_row_gathers_every_number_of_a_step(tmp_path: Path) -> None:

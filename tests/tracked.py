@@ -64,7 +64,7 @@ def trackers(run_dir: Path, name: str = "") -> list[int]:
     found = []
     for path in Path("/proc").iterdir():
         try:
-            words = (path / "cmdline").read_text().split("\0") if path.name.isdigit() else []
+            words = (path / "cmdline").read_text(errors="replace").split("\0") if path.name.isdigit() else []
         except OSError:
             continue
         if "serried.records.trackers" in words and str(run_dir) in words and (name in words or not name):

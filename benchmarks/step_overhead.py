@@ -66,7 +66,7 @@ STEPS_IN_A_TURN = {"real": 2, "almost no compute": 20}
 STEPS_IN_A_TURN_OF_NUMBERS = 10
 """The trainer marks one of so many, and logs as often."""
 PROFILED_STEPS = {"real": 30, "almost no compute": 300}
-NUMBERS = ("parallel/phases.py", "parallel/unit_waits.py", "trainer/metrics.py", "records/trackers/processes.py")
+NUMBERS = ("parallel/phases.py", "parallel/unit_waits.py", "trainer/metrics.py")
 """Where numbers come from."""
 
 

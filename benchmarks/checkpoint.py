@@ -43,7 +43,7 @@ from serried.runtime.session import Session, open_session
 from serried.trainer.checkpoint.resume import CHECKPOINTS
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.state import load_state, state_parts
-from serried.trainer.optim import build_optimizer
+from serried.trainer.optimizer import build_optimizer
 from tests.cluster import Cluster
 from tests.runs import write_text
 

@@ -46,7 +46,7 @@ from serried.trainer.checkpoint.resume import Start
 from serried.trainer.context import Context
 from serried.trainer.loader import BatchLoader
 from serried.trainer.metrics import RATES, Meter
-from serried.trainer.optim import learning_rate
+from serried.trainer.optimizer import learning_rate
 from serried.trainer.sampler import SampleOrder
 from serried.trainer.trainer import Trainer
 from serried.trainer.watchdog import Pulse

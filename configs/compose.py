@@ -31,9 +31,10 @@ from pydantic import ValidationError
 
 from serried.configs.errors import UserError
 from serried.configs.explain import Layer, Origins, explain, shown, unfit, value_at
-from serried.configs.help import choices_of, help_text
+from serried.configs.help import choices_of, files_of, help_text
 from serried.configs.keys import Key, all_keys, is_section
 from serried.configs.plain_data import read_yaml
+from serried.configs.run_config import CHOSEN, check
 from serried.configs.schema import RunConfig, SourceSection, TextRunConfig
 from serried.configs.suggest import (
     advice,
@@ -93,7 +94,7 @@ def compose(argv: Sequence[str], folder: Path = FOLDER, told: Sequence[str] = ()
     try:
         plain = _composed(folder, command)
         mistakes += command.told(plain)
-        checked = TextRunConfig.model_validate(plain)
+        checked = check(plain)
     except UserError as error:
         mistakes += [*command.told(plain), str(error)]
     except ValidationError as error:
@@ -135,7 +136,7 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...], fold
             composed = _composed(folder, _Command(groups, dict(command.typed), [*known, *command.overrides]))
             for key in command.typed:
                 _take_over(key, composed, plain)
-        return TextRunConfig.model_validate(plain)
+        return check(plain)
     except ValidationError as error:
         _refuse(explain(error, plain, origins, groups, alone=False))
         raise
@@ -202,9 +203,13 @@ def _composed(folder: Path, command: "_Command") -> dict[str, Any]:
     """
     try:
         with initialize_config_dir(str(folder), version_base=None):
-            config = hydra_compose("train", command.overrides, return_hydra_config=True)
+            config = hydra_compose("train", _for_hydra(command.overrides, folder), return_hydra_config=True)
         with open_dict(config):
-            config.recipe = config.pop("hydra").runtime.choices.recipe
+            choices = config.pop("hydra").runtime.choices
+            config.recipe = choices.recipe
+            for group, registry in CHOSEN.items():  # a choice without a YAML file, or whose file leaves the name out
+                name = command.typed.get(group, choices.get(group))
+                config[group] = {registry.key: name, **(config.get(group) or {})}
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{_relative(mark.name, folder)}:{mark.line + 1}" if mark else f"a file in {folder.name}"
@@ -220,11 +225,19 @@ def _composed(folder: Path, command: "_Command") -> dict[str, Any]:
         raise UserError(f"{given} cannot be filled in: {reason}") from None
 
 
+def _for_hydra(overrides: Sequence[str], folder: Path) -> list[str]:
+    """``overrides`` without choices that have no YAML file: the defaults of their section apply."""
+    files = files_of(folder)
+    pairs = [override.partition("=") for override in overrides]
+    return [f"{key}={value if key not in CHOSEN or value in files.get(key, ()) else '[]'}" for key, _, value in pairs]
+
+
 def _origins(folder: Path, command: "_Command") -> Origins:
     """Where the values of a config came from that has composed."""
     with initialize_config_dir(str(folder), version_base=None):
         loader = GlobalHydra.instance().config_loader()
-        defaults = loader.compute_defaults_list("train", command.overrides, RunMode.RUN).defaults
+        overrides = _for_hydra(command.overrides, folder)
+        defaults = loader.compute_defaults_list("train", overrides, RunMode.RUN).defaults
     files = [(folder / f"{default.config_path}.yaml", default.package or "") for default in defaults]
     # Hydra's own settings are in the list too; their files are elsewhere.
     return Origins(command.typed, [Layer(file, section) for file, section in files if file.exists()], folder.parent)

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from serried.configs.keys import Key, all_keys, is_section, keys_of
+from serried.configs.keys import Key, all_keys, is_section, keys_of, readers
 from serried.configs.suggest import listing, nearest_choice, unknown_key, unknown_section
 
 _LONGEST_VALUE = 80
@@ -128,6 +128,12 @@ def _sentence(
         return str(mistake["ctx"]["error"])
     source = origins.of(path) or "configs"
     if kind == "extra_forbidden":
+        if names := readers(path):  # a key of another optimizer, schedule, ...
+            group, chosen = path.partition(".")[0], value_at(path.partition(".")[0], config)["name"]
+            return (
+                f"{path}={shown(mistake['input'])} ({source}) is read by {group}={', '.join(names)}, and this is "
+                f"{group}={chosen}; leave it out, or add {group}={names[0]}"
+            )
         if isinstance(mistake["input"], dict):
             return unknown_section(path, source)
         return unknown_key(path, shown(mistake["input"]), source, groups, config)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from serried.configs.keys import all_keys
+from serried.configs.run_config import CHOSEN
 
 _FOLDER = Path(__file__).resolve().parent
 _WIDTH = 108
@@ -50,11 +51,19 @@ _EXAMPLES = (
 
 
 def choices_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
-    """The groups in ``folder`` and their choices; ``recipe`` first, choices in natural order (8b before 70b)."""
+    """The groups in ``folder`` and their choices, registered names among them; ``recipe`` first, choices in natural
+    order (8b before 70b)."""
+    named = {group: registry.names() for group, registry in CHOSEN.items() if registry.key == "name"}
+    files = files_of(folder)
+    return {group: sorted({*choices, *named.get(group, [])}, key=_natural) for group, choices in files.items()}
+
+
+def files_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
+    """The groups in ``folder`` and the choices that have a YAML file there."""
     groups = sorted(
         (path for path in folder.iterdir() if path.is_dir()), key=lambda path: (path.name != "recipe", path)
     )
-    choices = {group.name: sorted((file.stem for file in group.glob("*.yaml")), key=_natural) for group in groups}
+    choices = {group.name: [file.stem for file in group.glob("*.yaml")] for group in groups}
     return {group: names for group, names in choices.items() if names}
 
 

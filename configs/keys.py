@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from serried.configs.plain_data import flatten
-from serried.configs.schema import NAME_PATTERN, TextRunConfig
+from serried.configs.run_config import CHOSEN, registered_sections
+from serried.configs.schema import NAME_PATTERN, RunConfig, Section, TextRunConfig
 
 _EXAMPLES = {  # keys for which a value made up from the type alone would mislead
     "trainer.steps": "1000, 10k, 2M",
@@ -155,10 +156,48 @@ def is_name(text: str) -> bool:
     return re.fullmatch(NAME_PATTERN, text) is not None
 
 
+def all_keys(schema: type[RunConfig] | None = None) -> Keys:
+    """Every key of ``schema`` by its full dotted name, in its order; without one every key that any run may have: those
+    of all optimizers, schedules, ... that are registered."""
+    if schema is not None:
+        return _keys_of_class(schema)
+    return _keys_of_any(registered_sections())
+
+
+def readers(path: str) -> list[str]:
+    """Names of the optimizers (schedules, ...) whose section has the key ``path``; empty if it is not one of theirs."""
+    group = path.partition(".")[0]
+    entries = CHOSEN[group].entries() if group in CHOSEN else []
+    return [entry.name for entry in entries if path in _keys_of_section(group, entry.section)]
+
+
 @functools.cache
-def all_keys() -> Keys:
-    """Every key of ``TextRunConfig`` by its full dotted name, in the order of the schema."""
-    description = TextRunConfig.model_json_schema()
+def _keys_of_any(sections: tuple[tuple[str, type[Section]], ...]) -> Keys:
+    keys = Keys()
+    for path, key in _keys_of_class(TextRunConfig).items():
+        group = path.partition(".")[0]
+        for own, section in sections:
+            if own == group:
+                keys |= {path: key for path, key in _keys_of_section(group, section).items() if path not in keys}
+        keys.setdefault(path, key)
+    keys.named = _keys_of_class(TextRunConfig).named
+    for group, section in sections:
+        keys.named = _keys_of_section(group, section).named | keys.named
+    return keys
+
+
+@functools.cache
+def _keys_of_class(schema: type[RunConfig]) -> Keys:
+    return _keys_of(schema, "")
+
+
+@functools.cache
+def _keys_of_section(group: str, section: type[Section]) -> Keys:
+    return _keys_of(section, f"{group}.")
+
+
+def _keys_of(model: type[Section], above: str) -> Keys:
+    description = model.model_json_schema()
     keys = Keys()
 
     def walk(properties: dict[str, Any], required: list[str], prefix: str, found: dict[str, Key]) -> None:
@@ -190,7 +229,7 @@ def all_keys() -> Keys:
             if section is not None:
                 walk(section["properties"], section.get("required", []), f"{path}.", found)
 
-    walk(description["properties"], description.get("required", []), "", keys)
+    walk(description["properties"], description.get("required", []), above, keys)
     return keys
 
 
@@ -243,9 +282,12 @@ def key_tables() -> str:
 
     recipes = {name: _texts(compose([f"recipe={name}"]).model_dump(mode="json")) for name in choices_of()["recipe"]}
     values = recipes["tiny"]
+    for group, registry in CHOSEN.items():
+        for name in registry.names():
+            values = _texts(compose([f"{group}={name}"]).model_dump(mode="json")) | values
     named = [key for keys in all_keys().named.values() for key in keys.values()]
     keys = [
-        (f"`{key.path}`", _type(key), _code(values.get(key.path, "")), key.purpose.replace("``", "`"))
+        (f"`{key.path}`", _type(key), _code(values.get(key.path, "")), _purpose(key))
         for key in [*all_keys().values(), *named]
     ]
     chosen = {path: [each.get(path, "") for each in recipes.values()] for path in all_keys()}
@@ -261,6 +303,12 @@ def key_tables() -> str:
             *_table(("Key", *(f"`{name}`" for name in recipes)), differing),
         ]
     )
+
+
+def _purpose(key: Key) -> str:
+    group, names = key.path.partition(".")[0], readers(key.path)
+    is_own = bool(names) and len(names) < len(CHOSEN[group].names())
+    return (f"`{group}={'|'.join(names)}`: " if is_own else "") + key.purpose.replace("``", "`")
 
 
 def _texts(tree: Any) -> dict[str, str]:

@@ -506,8 +506,21 @@ class PrecisionSection(Section):
     """fp16: steps without overflow after which the loss scale doubles."""
 
 
+class ParameterGroup(Section):
+    """Parameters of the model that are trained differently from the rest."""
+
+    parameters: str = Field(min_length=1)
+    """Pattern of parameter names, as in ``decoder.*`` or ``*.bias``. The first group that matches a name has it."""
+    lr: Annotated[Number, Field(ge=0)] | None = None
+    """Peak learning rate; ``optim.lr`` when null."""
+    weight_decay: Annotated[Number, Field(ge=0)] | None = None
+    """Weight decay, vectors included; when null ``optim.weight_decay`` for matrices and 0 for vectors."""
+    frozen: bool = False
+    """Not trained: no gradient, no optimizer state."""
+
+
 class OptimSection(Section):
-    """AdamW. Weight decay applies to matrices only, not to norms."""
+    """What all optimizers have in common; each has a section of its own with its other keys."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "lr": "hf:learning_rate titan:optimizer.lr lightning:learning_rate nanogpt:learning_rate peak_lr max_lr "
@@ -527,26 +540,27 @@ class OptimSection(Section):
         ),
     )
 
+    name: str = "adamw"
+    """Name of the optimizer; ``optim=NAME`` sets it."""
     lr: Number = Field(ge=0)
     """Peak learning rate."""
-    betas: tuple[Number, Number] = (0.9, 0.95)
-    """Decay of the running mean and the running square of the gradient."""
-    eps: Number = Field(default=1e-8, gt=0)
-    """Added to the root of the running square."""
     weight_decay: Number = Field(default=0.1, ge=0)
-    """Decoupled decay per step, times the learning rate."""
+    """Weight decay of matrices, times the learning rate; vectors such as norms and biases have none."""
+    groups: dict[str, ParameterGroup] = Field(default_factory=dict)
+    """Parameters with a learning rate or weight decay of their own, or frozen ones, by names of yours."""
 
-    @model_validator(mode="after")
-    def _betas_in_range(self) -> "OptimSection":
-        if not all(0 <= beta < 1 for beta in self.betas):
+    @field_validator("betas", check_fields=False)
+    @classmethod
+    def _betas_in_range(cls, betas: tuple[float, ...]) -> tuple[float, ...]:
+        if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
-                f"optim.betas={list(self.betas)}: both must be at least 0 and below 1; e.g. optim.betas=[0.9,0.95]"
+                f"optim.betas={list(betas)}: both must be at least 0 and below 1; e.g. optim.betas=[0.9,0.95]"
             )
-        return self
+        return betas
 
 
 class ScheduleSection(Section):
-    """Learning rate as a pure function of the step: linear warm-up, then the named decay to ``min_lr_ratio``."""
+    """What all schedules have in common: learning rate as a pure function of the step, after a linear warm-up."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "warmup_steps": "hf:warmup_steps titan:lr_scheduler.warmup_steps nanogpt:warmup_iters warmup num_warmup_steps "
@@ -565,14 +579,10 @@ class ScheduleSection(Section):
         ),
     )
 
-    name: Literal["cosine", "wsd", "linear", "constant"]
-    """``wsd``: warm-up, stable, linear decay over the last ``decay_fraction``. ``constant`` ignores the decay keys."""
+    name: str
+    """Name of the schedule; ``schedule=NAME`` sets it."""
     warmup_steps: CountOrZero = 0
     """Steps over which the learning rate rises from near 0 to ``optim.lr``."""
-    min_lr_ratio: Number = Field(default=0.1, ge=0, le=1)
-    """Learning rate at the last step, as a share of ``optim.lr``."""
-    decay_fraction: Number = Field(default=0.1, gt=0, le=1)
-    """``wsd`` only: share of all steps spent decaying."""
 
 
 class TrainerSection(Section):
@@ -970,7 +980,7 @@ class RunConfig(Section):
         "precision=fp16": "hf:fp16 lightning:16-mixed float16 16 half",
         "precision=fp32": "hf:tf32 lightning:32-true fp32 float32 float full 32 no",
         "optim": "hf:optim titan:optimizer.name optimizer optimizer_name opt",
-        "optim=adamw": "hf:adamw_torch adam adamw_torch_fused",
+        "optim=adamw": "hf:adamw_torch adamw_torch_fused",
         "schedule": "hf:lr_scheduler_type titan:lr_scheduler.decay_type nanogpt:decay_lr scheduler lr_scheduler "
         "lr_schedule lr_decay_style",
         "schedule=cosine": "cosine_with_warmup",

@@ -17,6 +17,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from serried.configs.keys import all_keys, all_sections, is_name, is_section, keys_of
+from serried.configs.near import nearest
+from serried.configs.run_config import registered_sections
 from serried.configs.schema import Section, TextRunConfig, parse_count
 
 FRAMEWORKS = {"hf": "HF Trainer", "titan": "torchtitan", "lightning": "Lightning", "nanogpt": "nanoGPT"}
@@ -43,20 +45,26 @@ def squeezed(name: str) -> str:
     return re.sub(r"[-_]", "", name).lower()
 
 
-@functools.cache
 def names_of(schema: type[BaseModel] = TextRunConfig) -> Names:
     """What the sections of ``schema``, and their base classes, say of other frameworks' names."""
+    return _names_of(schema, registered_sections())
+
+
+@functools.cache
+def _names_of(schema: type[BaseModel], registered: tuple[tuple[str, type[Section]], ...]) -> Names:
     names = Names()
-    _collect(schema, "", names)
+    _collect([schema], "", names, registered)
     return names
 
 
-def _collect(section: type[BaseModel], prefix: str, names: Names) -> None:
-    for base in section.__mro__:
-        if not issubclass(base, Section):
-            continue
+def _collect(
+    sections: Sequence[type[BaseModel]], prefix: str, names: Names, registered: Sequence[tuple[str, type[Section]]]
+) -> None:
+    """Add what ``sections``, of which a run has one at ``prefix``, say."""
+    fields = {name: info for section in reversed(sections) for name, info in section.model_fields.items()}
+    for base in dict.fromkeys(base for section in sections for base in section.__mro__ if issubclass(base, Section)):
         for target, known in vars(base).get("aliases", {}).items():
-            if target.partition("=")[0] in section.model_fields:
+            if target.partition("=")[0] in fields:
                 table = names.choices if "=" in target else names.keys
                 for name in _tagged(f"{prefix}{target}", known, names):
                     found = table.setdefault(squeezed(name), [])
@@ -64,9 +72,10 @@ def _collect(section: type[BaseModel], prefix: str, names: Names) -> None:
         for known, sentence in vars(base).get("advice", ()):
             for name in _tagged(sentence, known, names):
                 names.advice.setdefault(squeezed(name), sentence)
-    for name, info in section.model_fields.items():
+    for name, info in fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            _collect(info.annotation, f"{prefix}{name}.", names)
+            own = [section for group, section in registered if not prefix and group == name]
+            _collect(own or [info.annotation], f"{prefix}{name}.", names, registered)
 
 
 def _tagged(target: str, known: str, names: Names) -> list[str]:
@@ -82,12 +91,6 @@ def _tagged(target: str, known: str, names: Names) -> list[str]:
 def pasteable(key: str, value: str) -> str:
     """``key=value`` as it has to be typed into a shell."""
     return shlex.quote(f"{key}={value}")
-
-
-def nearest(typed: str, names: Sequence[str]) -> list[str]:
-    """Up to three of ``names`` that ``typed`` may be a slip of, best first."""
-    by_lower = {name.lower(): name for name in names}
-    return [by_lower[name] for name in get_close_matches(typed.lower(), list(by_lower), n=3, cutoff=0.6)]
 
 
 def nearest_choice(key: str, typed: str, choices: Sequence[str]) -> list[str]:
@@ -106,12 +109,13 @@ def nearest_keys(typed: str, names: Iterable[str]) -> list[str]:
     typed = typed.lower().replace("/", ".").replace("-", "_")
     leaf = typed.rpartition(".")[2]
 
-    def likeness(name: str) -> float:
+    def likeness(name: str) -> tuple[float, float]:
         whole, last = _ratio(typed, name), _ratio(leaf, name.rpartition(".")[2])
-        return max(whole if whole >= 0.8 else 0.0, 0.9 * last if last >= 0.75 else 0.0)
+        whole = whole if whole >= 0.8 else 0.0
+        return max(whole, 0.9 * last if last >= 0.75 else 0.0), whole
 
-    ranked = sorted(((likeness(name), name) for name in names), key=lambda pair: -pair[0])[:3]
-    return [name for score, name in ranked if score and score >= ranked[0][0] - 0.06]
+    ranked = sorted(((likeness(name), name) for name in names), key=lambda pair: pair[0], reverse=True)[:3]
+    return [name for (score, _), name in ranked if score and score >= ranked[0][0][0] - 0.06]
 
 
 def _ratio(one: str, other: str) -> float:

@@ -20,6 +20,7 @@ from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXI
 from serried.configs.formats import duration
 from serried.configs.plain_data import read_yaml
 from serried.configs.points import Point, Sweep, labels
+from serried.configs.run_config import check
 from serried.configs.schema import RunConfig
 from serried.launch.forward import NotedSignals, send
 from serried.launch.queue import jobs_of, queued_before_another
@@ -320,8 +321,8 @@ def _is_done(point: Point, outcome: Outcome) -> bool:
     if not outcome.is_finished or outcome.step < config.trainer.steps or config.checkpoint.resume == "never":
         return False
     try:
-        earlier = RunConfig.model_validate(read_yaml(config.run.dir / "config.yaml"))
-    except (OSError, ValueError):
+        earlier = check(read_yaml(config.run.dir / "config.yaml"))
+    except (OSError, ValueError, UserError):
         return False
     return _shape(earlier) == _shape(config)
 

@@ -278,7 +278,7 @@ def preflight(words: list[str]) -> int:
 def _preflight_here(config: RunConfig) -> int:
     from serried.launch.preflight import preflight as examine
     from serried.recipes.causal_lm import CausalLM
-    from serried.trainer.optim import state_bytes
+    from serried.trainer.optimizer import state_bytes
     from serried.trainer.peak_flops import PEAK_FLOPS
 
     parameters = sum(parameter.numel() for parameter in CausalLM(config).build_model().parameters())

@@ -18,7 +18,8 @@ from serried.configs.divisors import divisors
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of
 from serried.configs.keys import all_keys, key_tables
-from serried.configs.schema import ModelSection, TextRunConfig
+from serried.configs.run_config import check
+from serried.configs.schema import ModelSection
 from serried.configs.suggest import unknown_key
 from serried.configs.trackers import asked_for
 from serried.configs.words import repeated
@@ -193,7 +194,7 @@ def test_published_models_have_their_published_size(name: str, count: int, rope_
 def test_yaml_gives_the_same_config_back(recipe: str, folder: Path):
     config = compose([f"recipe={recipe}", "run.name='2024'", "optim.lr=1e-7", "data=text", "data.path=a: #é"])
     text = config_yaml(config)
-    assert TextRunConfig.model_validate(yaml.safe_load(text)) == config
+    assert check(yaml.safe_load(text)) == config
     write_recipe(folder, text)
     assert compose(["recipe=mine"], folder) == config.model_copy(update={"recipe": "mine"})
 
@@ -296,7 +297,7 @@ def test_sources_and_validation_sets_have_names_of_the_users():
         "code": (None, 1.0),
     }
     assert list(config.data.validation) == ["held"]
-    assert TextRunConfig.model_validate(yaml.safe_load(config_yaml(config))) == config
+    assert check(yaml.safe_load(config_yaml(config))) == config
 
 
 @pytest.mark.parametrize(

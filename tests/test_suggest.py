@@ -27,7 +27,8 @@ NEEDED = {  # what else a suggestion needs to be a whole run; the message it the
     "data.vocab_size": ["data.tokenizer=train"],
     "data.token_dtype": ["data=tokens", "data.path=x.bin", "data.tokenizer=bytes"],
     "data.chat_template": ["data=text", "data.path=x", "data.format=chat"],
-    "data.packing": ["data=text", "data.path=x"], "trainer.steps": ["profile.steps=null"],
+    "data.packing": ["data=text", "data.path=x"], "schedule.decay_fraction": ["schedule=wsd"],
+    "trainer.steps": ["profile.steps=null"],
 }  # fmt: skip
 
 
@@ -118,7 +119,7 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
         ("learningRate=1e-3", "optim.lr=1e-3"),
         ("optimizer.learning-rate=1e-3", "optim.lr=1e-3"),
         ("model_name_or_path=meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir FOLDER"),
-        ("optim=adam", "optim=adamw"),
+        ("optim=adamw_torch", "optim=adamw"),
         ("precision=fp8", "float8 arithmetic is not in this version yet"),
     ],
 )

@@ -22,7 +22,7 @@ from serried.parallel.phases import BACKWARD, FORWARD
 from serried.records.run_folder import PROFILES
 from serried.runtime.session import Session
 from serried.trainer.memory import Memory, planned_memory
-from serried.trainer.optim import state_bytes
+from serried.trainer.optimizer import state_bytes
 from serried.trainer.snapshot import write_snapshot
 from serried.trainer.task import Task
 from serried.trainer.watchdog import EVALUATE, SET_UP, Pulse

@@ -8,7 +8,7 @@ from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.memory import planned_memory
-from serried.trainer.optim import state_bytes
+from serried.trainer.optimizer import learning_rate, state_bytes
 from serried.trainer.sampler import passes
 from serried.trainer.task import Dataset, Task
 
@@ -40,7 +40,8 @@ def overview(
     if layout.shard > 1:
         mesh += ", ZeRO-3 (gathers for use)" if parallel.reshard_after_forward else ", ZeRO-2 (stays gathered)"
     schedule = config.schedule
-    decay = f" to {schedule.min_lr_ratio:g}x" if schedule.name != "constant" else ""
+    ratio = learning_rate(trainer.steps, trainer.steps, 1.0, schedule)
+    decay = f" to {ratio:g}x" if ratio != 1 and schedule.warmup_steps < trainer.steps else ""
     short_run = " (the run ends inside it)" if schedule.warmup_steps >= trainer.steps else ""
     lines = [
         ("model", f"{task.describe_model()}; {parameters:,} parameters"),
@@ -54,7 +55,7 @@ def overview(
         ("precision", _precision(config)),
         (
             "optimizer",
-            f"AdamW, peak lr {config.optim.lr:g}, {schedule.name}{decay}, "
+            f"{config.optim.name}, peak lr {config.optim.lr:g}, {schedule.name}{decay}, "
             f"warm-up {schedule.warmup_steps} steps{short_run}, "
             + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping"),
         ),

@@ -11,6 +11,7 @@ from serried.configs.schema import HealthSection
 from serried.parallel.data import LossFunction, Single
 from serried.parallel.gradient import sum_of_squares
 from serried.parallel.phases import OPTIMIZER
+from serried.trainer.optimizer import take_step
 from serried.trainer.precision import GradScaler
 from serried.trainer.spikes import SpikeWindow
 
@@ -97,8 +98,6 @@ class TrainStep:
             # What .grad has to be divided by to be the gradient of the mean loss.
             divisor = scale * (weight / (self._nominal_weight * self._parallel.gradient_divisor))
             norm = squares.sqrt() / divisor
-            # A gradient of NaN times zero is NaN: a rejected step must not be computed at all. The fused optimizer
-            # leaves parameters, moments and its step count alone where found_inf is 1, and divides by grad_scale.
             halted = self._failed_in_row >= FAILURES_THAT_STOP
             mean_loss, limits = loss_sum / weight, self._window.limits()
             failed = ~(loss_sum.isfinite() & norm.isfinite()) | halted
@@ -109,12 +108,10 @@ class TrainStep:
             self._failed_in_row = (self._failed_in_row + ~overflow) * rejected
             self._window.add(mean_loss, norm, ~rejected)
             clip = (norm / self._max_grad_norm).clamp(min=1.0)
-            self._optimizer.grad_scale = (divisor * clip).float()  # type: ignore[attr-defined]
-            self._optimizer.found_inf = rejected.float()  # type: ignore[attr-defined]
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            # A gradient of NaN times zero is NaN: a rejected step must not be computed at all.
+            take_step(self._optimizer, divisor * clip, rejected)
             self.scaler.update(failed)
             result = torch.stack(
                 (mean_loss, weight, norm, rejected.double(), scale.double(), *limits, self._failed_in_row, votes)

@@ -6,7 +6,7 @@ from serried.trainer.context import Context
 from serried.trainer.health import respond
 from serried.trainer.loader import BatchLoader
 from serried.trainer.metrics import RATES, Meter, eta_seconds
-from serried.trainer.optim import learning_rate
+from serried.trainer.optimizer import learning_rate
 from serried.trainer.report import Report
 from serried.trainer.step import StepResult
 from serried.trainer.training_state import TrainingState

@@ -24,7 +24,7 @@ from serried.trainer.data import Data
 from serried.trainer.evaluator import Evaluator
 from serried.trainer.loop import Loop
 from serried.trainer.metrics import PROFILING, Meter
-from serried.trainer.optim import state_bytes
+from serried.trainer.optimizer import state_bytes
 from serried.trainer.overview import overview
 from serried.trainer.peak_flops import device_name, peak_flops
 from serried.trainer.profile import StepProfiler, remember_allocations

@@ -14,7 +14,7 @@ from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.state import load_state, load_weights, state_parts
 from serried.trainer.context import Context
 from serried.trainer.loader import PADDING_ID, read_batch
-from serried.trainer.optim import build_optimizer
+from serried.trainer.optimizer import build_optimizer
 from serried.trainer.precision import LOW_DTYPES, GradScaler
 from serried.trainer.step import TrainStep
 from serried.trainer.task import Dataset, to_device

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from serried.configs.errors import UserError
+from serried.configs.explain import value_at
 from serried.configs.plain_data import flatten
+from serried.configs.run_config import CHOSEN
 from serried.configs.schema import RunConfig
 from serried.configs.suggest import nearest
 from serried.records.run_folder import RECORDS, RunFolder
@@ -236,20 +238,20 @@ _NOT_PART_OF_THE_NUMBERS = (
 """Beginnings of keys that shape where, how fast and how visibly a run goes, not its numbers. What ``data.path`` leads
 to is compared by its content, and sizes of the model by the shapes of its tensors."""
 
-_ONLY_FOR = {
-    "trainer.steps": ("schedule.name", ("cosine", "linear", "wsd")),
-    "schedule.min_lr_ratio": ("schedule.name", ("cosine", "linear", "wsd")),
-    "schedule.decay_fraction": ("schedule.name", ("wsd",)),
-    "precision.initial_scale": ("precision.name", ("fp16",)),
-    "precision.growth_interval": ("precision.name", ("fp16",)),
+_MEANS_NOTHING = {
+    "trainer.steps": ("schedule.name", ("constant",)),
+    "precision.initial_scale": ("precision.name", ("fp32", "bf16")),
+    "precision.growth_interval": ("precision.name", ("fp32", "bf16")),
 }
-"""Keys that mean something under some values of another only."""
+"""Keys that change no number under some values of another key."""
 
 
 def differences(earlier: dict[str, Any], now: dict[str, Any], schema: type[RunConfig]) -> dict[str, str]:
     """Return ``key: old -> new`` for all settings that differ between two resolved configs of ``schema``."""
     before, after = flatten(earlier), flatten(now)
     before = {key: _default(key, schema) for key in after} | before  # an older version did not know all keys
+    # Keys of the optimizer or schedule that was chosen then: the names say that there is another one now.
+    before = {key: value for key, value in before.items() if key in after or key.partition(".")[0] not in CHOSEN}
     named_before, named_now = _named(earlier), _named(now)
     whole = {name: f"{name} is {'new' if name in named_now else 'gone'}" for name in named_before ^ named_now}
     return whole | {
@@ -260,9 +262,9 @@ def differences(earlier: dict[str, Any], now: dict[str, Any], schema: type[RunCo
 
 
 def _named(config: dict[str, Any]) -> set[str]:
-    """Sources and validation sets, which have names of the user's."""
-    data = config.get("data", {})
-    return {f"data.{kind}.{name}" for kind in ("sources", "validation") for name in data.get(kind, {})}
+    """Sources, validation sets and parameter groups, which have names of the user's."""
+    sections = ("data.sources", "data.validation", "optim.groups")
+    return {f"{path}.{name}" for path in sections for name in value_at(path, config) or {}}
 
 
 def _default(key: str, schema: type[RunConfig]) -> Any:
@@ -283,8 +285,8 @@ def plain(config: RunConfig) -> dict[str, Any]:
 def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> None:
     changed = differences(earlier, plain(config), type(config))
     before, after = flatten(earlier), flatten(plain(config))
-    for key, (other, values) in _ONLY_FOR.items():
-        if before.get(other) not in values and after[other] not in values:
+    for key, (other, values) in _MEANS_NOTHING.items():
+        if before.get(other) in values and after[other] in values:
             changed.pop(key, None)
     if not any(map(_shapes_numbers, changed)):
         return

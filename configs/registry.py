@@ -1,0 +1,153 @@
+"""What a config can choose by name: optimizers, schedules, model families, tasks, data sources.
+
+An entry has a name, a config section of its own, and a function that loads what it stands for: composing a config needs
+the section only and never imports torch. Built-in entries are the modules of one package, each of which registers
+itself when it is imported. Installed packages add entries through entry points, a user's script through
+``serried.register_optimizer`` and ``serried.register_model``.
+"""
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from pydantic import create_model
+
+from serried.configs.errors import UserError
+from serried.configs.near import nearest
+from serried.configs.schema import OptimSection, ScheduleSection, Section
+
+_Built = TypeVar("_Built", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name of a registry."""
+
+    name: str
+    section: type[Section]
+    """Section of ``RunConfig`` that holds its keys."""
+    load: Callable[[], Any]
+    """Import and return what the name stands for."""
+
+
+@dataclass
+class Registry:
+    """Entries of one kind by name."""
+
+    kind: str
+    """In words, for messages."""
+    group: str
+    """The config group, which is also the section of ``RunConfig``."""
+    entry_point_group: str
+    base: type[Section] = Section
+    """Keys that the sections of all entries have."""
+    key: str = "name"
+    """Key of the section that holds the name."""
+    built_in_package: str | None = None
+    """Its modules register the built-in entries. Named here, and not imported, as an entry point would be."""
+    _entries: dict[str, Entry] = field(default_factory=dict)
+
+    def register(self, name: str, section: type[Section], load: Callable[[], Any]) -> None:
+        """Add an entry.
+
+        Raises:
+            UserError: there is another entry of this name.
+        """
+        self._load_built_in()
+        if name in self._entries:
+            raise UserError(f"{self.kind} {name} is registered twice; give one of the two another name")
+        if not issubclass(section, self.base):  # the section has its own keys only: add those that all have
+            section = create_model(section.__name__, __base__=(section, self.base), __doc__=section.__doc__)
+        self._entries[name] = Entry(name, section, load)
+
+    def registering(self, name: str, section: type[Section]) -> Callable[[_Built], _Built]:
+        """Return a decorator that registers what it decorates."""
+
+        def add(built: _Built) -> _Built:
+            self.register(name, section, lambda: built)
+            return built
+
+        return add
+
+    def names(self) -> list[str]:
+        """Names of all entries, of installed packages too."""
+        self._load_built_in()
+        return list(dict.fromkeys([*self._entries, *self._installed]))
+
+    def entries(self, *, installed: bool = False) -> list[Entry]:
+        """Entries that are registered; with ``installed`` import those of installed packages first."""
+        return [self.get(name) for name in (self.names() if installed else self._known())]
+
+    def get(self, name: str) -> Entry:
+        """Entry ``name``; the package that provides it is imported if need be.
+
+        Raises:
+            UserError: there is none.
+        """
+        self._load_built_in()
+        if name not in self._entries and name in self._installed:
+            self._import(self._installed[name])
+        if name not in self._entries:
+            near = nearest(name, self.names())
+            hint = f"did you mean {self.group}={near[0]}? " if near else ""
+            raise UserError(f"no {self.kind} {name!r} is registered; {hint}there are {', '.join(self.names())}")
+        return self._entries[name]
+
+    def _known(self) -> list[str]:
+        self._load_built_in()
+        return list(self._entries)
+
+    @cached_property
+    def _installed(self) -> dict[str, EntryPoint]:
+        return {point.name: point for point in entry_points(group=self.entry_point_group)}
+
+    def _import(self, point: EntryPoint) -> None:
+        try:
+            point.load()
+        except Exception as error:
+            raise UserError(
+                f"{self.kind} {point.name}: {point.value} of package {point.dist.name if point.dist else '?'} "
+                f"cannot be imported: {error}"
+            ) from error
+
+    def _load_built_in(self) -> None:
+        if self.built_in_package is not None:
+            package, self.built_in_package = import_module(self.built_in_package), None
+            for module in pkgutil.iter_modules(package.__path__):
+                import_module(f"{package.__name__}.{module.name}")
+
+
+optimizers = Registry(
+    "optimizer", "optim", "serried.optimizers", OptimSection, built_in_package="serried.trainer.optim"
+)
+schedules = Registry(
+    "schedule", "schedule", "serried.schedules", ScheduleSection, built_in_package="serried.trainer.schedules"
+)
+models = Registry("model family", "model", "serried.models")
+tasks = Registry("task", "task", "serried.tasks")
+data_sources = Registry("data source", "data", "serried.data")
+
+
+def register_optimizer(name: str, *, section: type[Section] = OptimSection) -> Callable[[_Built], _Built]:
+    """Register ``build(param_groups, section) -> torch.optim.Optimizer`` as ``optim=NAME``; a decorator.
+
+    ``section`` declares its keys beside those that all optimizers have (``lr``, ``weight_decay``, ``groups``).
+    """
+    return optimizers.registering(name, section)
+
+
+def register_schedule(name: str, *, section: type[Section] = ScheduleSection) -> Callable[[_Built], _Built]:
+    """Register ``rate(step, steps, peak, section) -> float`` as ``schedule=NAME``; a decorator.
+
+    It is asked for steps after the warm-up only, up to and including ``steps``, the last one.
+    """
+    return schedules.registering(name, section)
+
+
+def register_model(name: str, *, section: type[Section] = Section) -> Callable[[_Built], _Built]:
+    """Register a model family; a decorator."""
+    return models.registering(name, section)

@@ -1,0 +1,57 @@
+"""The ``RunConfig`` of one run: its sections are those of the optimizer, the schedule, ... that it chooses."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import create_model
+
+from serried.configs.registry import Registry, optimizers, schedules
+from serried.configs.schema import RunConfig, Section, TextRunConfig
+
+Config = TypeVar("Config", bound=RunConfig)
+
+CHOSEN: dict[str, Registry] = {registry.group: registry for registry in (optimizers, schedules)}
+"""Sections of ``RunConfig`` whose class depends on a name, by section."""
+
+
+def run_config_class(plain: Mapping[str, Any], schema: type[Config]) -> type[Config]:
+    """Return ``schema`` with the sections of what the config ``plain``, as nested dicts, chooses.
+
+    Raises:
+        UserError: it names something that is not registered.
+    """
+    names = {group: _name(plain, registry, schema) for group, registry in CHOSEN.items()}
+    return _with_sections(
+        schema, tuple((group, CHOSEN[group].get(name).section) for group, name in names.items() if name)
+    )
+
+
+def check(plain: Mapping[str, Any]) -> TextRunConfig:
+    """Turn a resolved config, as nested dicts, into a ``RunConfig``.
+
+    Raises:
+        UserError: it names something that is not registered.
+        ValidationError: it does not fit.
+    """
+    return run_config_class(plain, TextRunConfig).model_validate(plain)
+
+
+def registered_sections() -> tuple[tuple[str, type[Section]], ...]:
+    """Return the section of each name that is registered, after the section of ``RunConfig`` that it takes the place
+    of."""
+    return tuple((group, entry.section) for group, registry in CHOSEN.items() for entry in registry.entries())
+
+
+def _name(plain: Mapping[str, Any], registry: Registry, schema: type[RunConfig]) -> str | None:
+    section = plain.get(registry.group)
+    known: Any = schema.model_fields[registry.group].annotation
+    default = known.model_fields[registry.key].get_default()
+    name = section.get(registry.key, default) if isinstance(section, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+@functools.cache
+def _with_sections(schema: type[Config], sections: tuple[tuple[str, type[Section]], ...]) -> type[Config]:
+    fields: dict[str, Any] = {group: (section, schema.model_fields[group]) for group, section in sections}
+    return create_model(schema.__name__, __base__=schema, __module__=schema.__module__, **fields)

@@ -1,4 +1,4 @@
-"""The words of a command of ``serried``: ``key=value``, and what is said of those that are not."""
+"""Reading the words of a command of ``serried``: ``key=value`` pairs, run folders, numbers."""
 
 from collections.abc import Sequence
 from math import nan
@@ -39,34 +39,34 @@ def _key(word: str) -> str:
 def pairs(
     words: Sequence[str], command: str, keys: Sequence[str], mistakes: list[str], *, reads_overrides: bool = False
 ) -> tuple[dict[str, str], list[str]]:
-    """``words`` by key, where they are the command's own ``keys``, and, where it reads them, overrides of train.py.
-    What is wrong with them goes to ``mistakes``."""
+    """Sort ``words`` into the command's own ``keys`` and, if it reads them, overrides of train.py. A bare folder is
+    that of the run. What is wrong goes to ``mistakes``."""
     given: dict[str, str] = {}
     overrides: list[str] = []
     left = last_of_each(words)
     while left:
         word = left.pop(0)
         key, equals, value = word.partition("=")
-        if word.startswith("-") and (name := key.lstrip("-").replace("-", "_")) in keys:
+        name = key.lstrip("-").replace("-", "_") if word.startswith("-") else key
+        name = _ELSEWHERE.get(name, name)
+        run = "" if equals else run_key(word)
+        if run and "run.dir" in keys and not {"run.dir", "run.name"} & {*given}:
+            given[run] = word
+        elif word.startswith("-") and name in keys:
             if not equals and left and "=" not in left[0] and not left[0].startswith("--"):
                 value = left.pop(0)
                 word = f"{word} {value}"
             mistakes.append(f"{word}: keys have no dashes; write {pasteable(name, value or name.upper())}")
             given.setdefault(name, value)
-            continue
-        meant = "" if equals else run_key(word)
-        if key not in keys and reads_overrides and not meant and not _is_slip(key, keys):
+        elif key not in keys and name in keys:
+            mistakes.append(f"{command} has no key {key!r}; did you mean {pasteable(name, value)}?")
+        elif key not in keys and reads_overrides and not _is_slip(key, keys):
             overrides.append(word)
-            continue
-        if meant:
-            mistakes.append(no_key(word, meant))
-            if not {"run.dir", "run.name"} & {*given}:  # a run is named, so none is missing
-                given[meant] = word
         elif not equals or not (value or key == "prompt"):
-            mistakes.append(f"{word!r} is not key=value; see serried {command} --help")
+            mistakes.append(f"{word!r} is not key=value, and there is no such folder; see serried {command} --help")
         elif key not in keys:
             close = nearest(key, keys)
-            hint = f"did you mean {pasteable(close[0], value)}?" if close else f"there are {', '.join(keys)}"
+            hint = f"did you mean {pasteable(close[0], value)}?" if close else f"its keys are {', '.join(keys)}"
             mistakes.append(f"{command} has no key {key!r}; {hint}")
             if close[:1] in (["run.dir"], ["run.name"]):  # a run is named, so none is missing
                 given.setdefault(close[0], value)
@@ -75,13 +75,12 @@ def pairs(
     return given, overrides
 
 
-def no_key(word: str, key: str) -> str:
-    """The sentence for a ``word`` that names a run, and whose ``key`` is missing."""
-    return f"{word!r} is not key=value; did you mean {pasteable(key, word)}?"
+_ELSEWHERE = {"max_new_tokens": "tokens", "max_tokens": "tokens", "max_length": "tokens", "text": "prompt"}
+"""Names that other programs give to keys of ``serried generate``."""
 
 
 def run_key(word: str) -> str:
-    """The key with which ``word`` would name a run folder; empty: it looks like none."""
+    """The key with which ``word`` would name a run folder; empty if it looks like none."""
     if Path(word).is_dir() or ("/" in word and not word.startswith("-")):
         return "run.dir"
     return "run.name" if (Path("runs") / word).is_dir() else ""
@@ -93,10 +92,10 @@ def _is_slip(key: str, keys: Sequence[str]) -> bool:
 
 
 def whole_number(given: dict[str, str], key: str, default: int, mistakes: list[str], *, lowest: int) -> int:
-    """The whole number that ``given`` has for ``key``; what is wrong with it goes to ``mistakes``."""
+    """The whole number given for ``key``; a mistake goes to ``mistakes``."""
     value = parse_count(given.get(key, str(default)))
     if not isinstance(value, int) or not lowest <= value < 2**63:
-        mistakes.append(f"{key}={given[key]} is not a whole number from {lowest} on; e.g. {key}={default}")
+        mistakes.append(f"{key}={given[key]} is not a whole number of at least {lowest}; e.g. {key}={default}")
         return default
     return value
 
@@ -104,7 +103,7 @@ def whole_number(given: dict[str, str], key: str, default: int, mistakes: list[s
 def number_between(
     given: dict[str, str], key: str, default: float, lowest: float, highest: float, mistakes: list[str]
 ) -> float:
-    """The number that ``given`` has for ``key``; what is wrong with it goes to ``mistakes``."""
+    """The number given for ``key``; a mistake goes to ``mistakes``."""
     try:
         value = float(given.get(key, default))
     except ValueError:
@@ -116,10 +115,10 @@ def number_between(
 
 
 def step_number(text: str) -> int:
-    """The step of a checkpoint, as one types it.
+    """The step of a checkpoint from its text.
 
     Raises:
-        UserError: ``text`` is none.
+        UserError: ``text`` is not a step.
     """
     step = parse_count(text)
     if not isinstance(step, int):
@@ -128,10 +127,10 @@ def step_number(text: str) -> int:
 
 
 def byte_count(text: str) -> int:
-    """A size as one types it, in bytes.
+    """The number of bytes in a size such as ``5GB``.
 
     Raises:
-        UserError: ``text`` is none.
+        UserError: ``text`` is not a size.
     """
     count = parse_count(text.strip().removesuffix("B").removesuffix("b"))
     if not isinstance(count, int) or count < 1:

@@ -168,7 +168,7 @@ def test_under_torchrun_as_a_user_types_it(run_dir: Path) -> None:
     ("words", "expected"),
     [
         (["json=yes"], "json=yes is not true or false"),
-        (["checkpoint=3"], "there are 2, 4"),
+        (["checkpoint=3"], "use checkpoint=2 or checkpoint=4"),
         (["model.layers=9"], "the run has model.layers=3"),
         (["recipe=llama1b"], "the run has recipe=tiny"),
         (["data.tokenizer=chars"], "the run has data.tokenizer=bytes"),
@@ -176,7 +176,7 @@ def test_under_torchrun_as_a_user_types_it(run_dir: Path) -> None:
         (["trainer.eval_batchs=9"], "did you mean trainer.eval_batches=9"),
         (["launch=local"], "launch=local changes nothing here"),
         (["data=text", "data.path=nowhere.txt"], "nowhere.txt"),
-        (["data=mixture", "data.sources.a.name=stdlib"], "one by one"),
+        (["data=mixture", "data.sources.a.name=stdlib"], "one at a time"),
         (["trainer.eval_batches=0"], "trainer.eval_batches=0 (command line) is out of range"),
         (["chekpoint=3"], "did you mean checkpoint=3"),
         (["parallel=fsdp", "parallel.shard=2"], "the mesh needs 2 processes"),
@@ -284,3 +284,16 @@ def test_a_tokenizer_of_characters_comes_back_from_its_files(tmp_path: Path) -> 
     for name, content in hugging_face_files(BytesTokenizer()).items():
         (tmp_path / name).write_text(content, "utf-8")
     assert isinstance(find_tokenizer(str(tmp_path)), HuggingFaceTokenizer)
+
+
+def test_exported_model_by_its_bare_path_has_the_same_loss_as_its_run(
+    cluster: Cluster, run_dir: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run_dir), f"out={tmp_path / 'model'}"]) == 0
+    data = ["data=text", f"data.path={text}", f"data.cache_dir={tmp_path}"]
+    (of_run,) = evaluated(cluster, 1, str(run_dir), *data)
+    (of_model,) = evaluated(cluster, 1, str(tmp_path / "model"), *data, "data.sequence_length=32")
+    assert of_model["loss"] == pytest.approx(of_run["loss"], rel=1e-6)
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "model")]) == 78
+    assert "is a model without a run, so name the data: data=text data.path=FILES" in capsys.readouterr().err

@@ -258,12 +258,12 @@ def test_a_tokenizer_that_was_made_of_the_text_lies_with_the_model(
     [
         (["temperature=warm"], "temperature=warm is not a number from 0 to 1000"),
         (["temperature=-1"], "temperature=-1 is not"),
-        (["top_p=0"], "use temperature=0 for the likeliest"),
+        (["top_p=0"], "use temperature=0 for the most likely"),
         (["top_p=1.5"], "top_p=1.5 is not"),
         (["tokens=2.5"], "tokens=2.5 is not a whole number"),
         (["tokens=0"], "tokens=0 is not"),
         (["temprature=1"], "did you mean temperature=1"),
-        (["checkpoint=7"], "there are 6, 12"),
+        (["checkpoint=7"], "use checkpoint=6 or checkpoint=12"),
         (["model.dim=64"], "the run has model.dim=32"),
         (["optim.lr=1"], "optim.lr=1 changes nothing here"),
         (["precisoin=bf16"], "did you mean precision=bf16"),
@@ -283,6 +283,18 @@ def test_mistakes_are_one_line(
     assert printed.startswith("error: ")
     assert len(printed.splitlines()) == 1
     assert expected in printed
+
+
+def test_bare_path_of_run_checkpoint_and_exported_model_gives_the_same_text(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run_dir), f"out={tmp_path / 'model'}"]) == 0
+    capsys.readouterr()
+    texts = []
+    for place in (run_dir, run_dir / "checkpoints" / "step-00000012", tmp_path / "model"):
+        assert main(["generate", str(place), "prompt=lorem", "tokens=20", "seed=3"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] == texts[2] != ""
 
 
 def test_a_damaged_checkpoint_writes_nothing(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,28 +73,29 @@ def test_an_earlier_step_can_be_exported(run_dir: Path, tmp_path: Path, capsys: 
         (["recipes", "recipe=tiny"], "serried plan recipe=tiny"),
         (["plan", "trainer.stps=3"], "trainer.steps=3"),
         (["export", "run.dir={run}"], "out=FOLDER is missing"),
-        (["export", "out=x", "run.dir=nowhere"], "there is no folder nowhere; in runs there are: runs/run"),
-        (["status", "run.dir=nowhere"], "there is no run in nowhere; in runs there are: runs/run"),
-        (["status", "{run}"], "'{run}' is not key=value; did you mean run.dir={run}?"),
-        (["evaluate", "run.dir=runs/rum"], "there is no folder runs/rum; did you mean run.dir=runs/run?"),
-        (["status", "run.name=rum"], "there is no run in runs/rum; did you mean run.dir=runs/run?"),
+        (["export", "out=x", "run.dir=nowhere"], "there is no folder nowhere; runs holds: runs/run"),
+        (["status", "run.dir=nowhere"], "there is no run in nowhere; runs holds: runs/run"),
+        (["evaluate", "run.dir=runs/rum"], "there is no folder runs/rum; did you mean runs/run?"),
+        (["status", "run.name=rum"], "there is no run in runs/rum; did you mean runs/run?"),
         (["export", "out=x", "run.dri={run}"], "did you mean run.dir="),
         (["export", "out=x", "run.dir={run}", "dtype=int8"], "fp32, bf16, fp16"),
         (["export", "run.dir={run}", "out=x", "out"], "'out' is not key=value"),
-        (["export", "out=x", "run.dir={run}", "checkpoint=3"], "there are 2, 4"),
+        (["export", "out=x", "run.dir={run}", "checkpoint=3"], "checkpoints has no step 3; use checkpoint=2 or checkpoint=4"),
         (["export", "out=x", "run.dir={run}", "checkpoint=last"], "checkpoint=last is not a step"),
         (["export", "out=x", "run.dir={run}", "shard_size=0"], "shard_size=0"),
         (["export", "out={run}", "run.dir={run}"], "not empty"),
-        (["export", "out=x", "{run}"], "is not key=value; did you mean run.dir={run}?"),
-        (["export", "out=x", "run"], "is not key=value; did you mean run.name=run?"),
-        (["generate", "{run}", "tokens=1"], "is not key=value; did you mean run.dir={run}?"),
+        (["export", "out=x", "{run}", "checkpoint=3"], "use checkpoint=2 or checkpoint=4"),
+        (["export", "out=x", "run", "checkpoint=3"], "use checkpoint=2 or checkpoint=4"),
+        (["export", "out=x", "{run}/checkpoints/step-00000002", "checkpoint=2"], "is a saved model, so checkpoint=2"),
+        (["generate", "{run}", "max_new_tokens=20"], "did you mean tokens=20?"),
+        (["generate", "{run}", "--max-new-tokens=20"], "write tokens=20"),
         (["generate", "run.dir={run}", "--prompt", "two words"], "have no dashes; write 'prompt=two words'"),
-        (["generate", "run.dir=unsaved"], "the run in unsaved has saved nothing"),
-        (["evaluate", "run.dir=unsaved"], "the run in unsaved has saved nothing"),
-        (["export", "run.dir=unsaved", "out=x"], "the run in unsaved has saved nothing"),
-        (["evaluate", "run.dir=empty"], "the run in empty has saved nothing"),
+        (["generate", "run.dir=unsaved"], "the run in unsaved has no checkpoint yet"),
+        (["evaluate", "run.dir=unsaved"], "the run in unsaved has no checkpoint yet"),
+        (["export", "run.dir=unsaved", "out=x"], "the run in unsaved has no checkpoint yet"),
+        (["evaluate", "run.dir=empty"], "the run in empty has no checkpoint yet"),
         (["evaluate", "run.dir=a-sweep"], "a-sweep is the folder of a sweep; its runs are {run}\n"),
-        (["evaluate", "run.dir=here"], "there is none in here with a checkpoint\n"),
+        (["evaluate", "run.dir=here"], "here holds none with a checkpoint\n"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -118,7 +119,7 @@ def test_mistakes_are_one_line(
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    assert "serried export" in printed
+    assert "  export " in printed
     assert "serried COMMAND --help" in printed
     assert "plan, prepare, preflight, submit and status take the overrides of train.py" in printed
     assert len(printed.splitlines()) <= 60
@@ -128,9 +129,9 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_on_a_command_is_its_part_alone(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("usage: serried export [run.dir=RUN] out=FOLDER")
-    assert "shard_size  largest file" in printed
-    assert "tokenise" not in printed
+    assert printed.startswith("usage: serried export RUN out=FOLDER")
+    assert "shard_size   largest file" in printed
+    assert "tokenize the data" not in printed
 
 
 def test_help_loads_neither_torch_nor_numpy() -> None:
@@ -163,7 +164,7 @@ def test_without_a_run_those_that_there_are_are_named(
         Path("runs/failed/status.json").touch()
     assert main([command, *named]) == 78
     printed = capsys.readouterr().err
-    assert "in runs there are: runs/books runs/poems runs/a-search/trial-0\n" in printed
+    assert "runs holds: runs/books runs/poems runs/a-search/trial-0\n" in printed
     assert "there is no folder runs/tny" in printed if named else f"serried {command} needs a run" in printed
 
 
@@ -180,7 +181,7 @@ def test_without_a_run_those_that_there_are_are_named(
         ),
         (
             ["evaluate", "runs/none", "model.dim=3"],
-            ["did you mean run.dir=runs/none?", "model.dim=3", "no folder runs/none"],
+            ["model.dim=3", "no folder runs/none"],
         ),
         (
             ["evaluate", "run.dir={run}", "json=1", "trainer.stps=3", "model.dim=3", "checkpoint=9"],

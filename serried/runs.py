@@ -1,0 +1,166 @@
+"""Finding the runs, checkpoints and model folders that the words of a command name."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from serried.configs.errors import UserError
+from serried.configs.suggest import nearest
+from serried.configs.words import step_number
+
+IsTaken = Callable[[Path], bool]
+"""Whether a command can use the run in a folder."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved model."""
+
+    folder: Path
+    """A checkpoint, or a folder that transformers opens."""
+    run: Path | None
+    """Folder of the run it belongs to."""
+
+
+def find_saved(given: Mapping[str, str], command: str) -> Saved:
+    """The checkpoint or model folder that ``given`` names: a run with or without ``checkpoint=STEP``, a checkpoint, an
+    exported model or another Hugging Face folder.
+
+    Raises:
+        UserError: there is none.
+    """
+    from serried.trainer.checkpoint.manifest import MANIFEST
+
+    folder = Path(given.get("run.dir", ""))
+    if "run.dir" in given and (folder / "config.json").is_file() and not (folder / "config.yaml").is_file():
+        if "checkpoint" in given:
+            raise UserError(
+                f"{folder} is a saved model, so checkpoint={given['checkpoint']} has no meaning; leave it out"
+            )
+        run = folder.absolute().parent.parent
+        is_checkpoint = (folder / MANIFEST).is_file() and (run / "config.yaml").is_file()
+        return Saved(folder, run if is_checkpoint else None)
+    run = find_run(given, command)
+    return Saved(choose_checkpoint(checkpoints_of(run), given), run)
+
+
+def find_run(given: Mapping[str, str], command: str, is_taken: IsTaken | None = None) -> Path:
+    """The folder of the run that ``given`` names; without a name, the run of recipe tiny if it exists. ``is_taken``:
+    which runs ``command`` can use; by default those with a checkpoint.
+
+    Raises:
+        UserError: there is no such run; names those that ``command`` can use.
+    """
+    if "run.dir" in given and "run.name" in given:
+        raise UserError(f"run.dir={given['run.dir']} and run.name={given['run.name']} are both given; keep one")
+    run = Path(given.get("run.dir", Path("runs") / given.get("run.name", "tiny")))
+    if (run / "checkpoints").is_dir() or (is_taken is not None and is_taken(run)):
+        return run
+    is_taken = is_taken or has_saved
+    if not {"run.dir", "run.name"} & {*given}:
+        raise UserError(
+            f"serried {command} needs a run: serried {command} RUN; {existing_runs(Path('runs'), is_taken)}"
+        )
+    return run_folder(str(run), is_taken)
+
+
+def run_folder(word: str, is_taken: IsTaken) -> Path:
+    """The run folder that ``word`` names.
+
+    Raises:
+        UserError: it holds no run; names similar ones that the command can use.
+    """
+    folder = Path(word)
+    if is_run(folder):
+        return folder
+    if not folder.is_dir():
+        named = Path("runs") / word
+        hint = f"did you mean {named}?" if named.is_dir() else similar_runs(folder, is_taken)
+        raise UserError(f"there is no folder {word}; {hint}")
+    if runs := [run for run in runs_of_a_sweep(folder) if is_taken(run)]:
+        raise UserError(f"{word} is the folder of a sweep; its runs are {_listed(runs)}")
+    hint = existing_runs(folder, is_taken)
+    raise UserError(f"{word} holds no run: no metrics.jsonl, status.json or config.yaml; {hint}")
+
+
+def checkpoints_of(run: Path) -> dict[int, Path]:
+    """The checkpoints of ``run`` by step, the newest last.
+
+    Raises:
+        UserError: there is none.
+    """
+    from serried.trainer.checkpoint.resume import CHECKPOINTS
+    from serried.trainer.checkpoint.retention import committed, step_of
+
+    try:
+        found = {step: path for path in committed(run / CHECKPOINTS) if (step := step_of(path)) is not None}
+    except OSError as error:
+        raise UserError(f"cannot read {run / CHECKPOINTS}: {error.strerror}; use run.dir=FOLDER") from None
+    if not found:
+        raise UserError(f"the run in {run} has no checkpoint yet: {run / CHECKPOINTS} is empty; use run.dir=OTHER")
+    return found
+
+
+def choose_checkpoint(found: Mapping[int, Path], given: Mapping[str, str]) -> Path:
+    """The checkpoint among ``found`` that ``given`` names, or the newest.
+
+    Raises:
+        UserError: it is not among them.
+    """
+    wanted = step_number(given["checkpoint"]) if "checkpoint" in given else max(found)
+    if wanted not in found:
+        steps = " or ".join(f"checkpoint={step}" for step in [*found][-4:])
+        folder = next(iter(found.values())).parent
+        raise UserError(f"checkpoint={given['checkpoint']}: {folder} has no step {wanted}; use {steps}")
+    return found[wanted]
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has left records in ``folder``."""
+    return any((folder / name).is_file() for name in ("metrics.jsonl", "status.json", "config.yaml"))
+
+
+def has_saved(folder: Path) -> bool:
+    """Whether a checkpoint of the run in ``folder`` can be opened."""
+    with suppress(UserError):
+        return (folder / "config.yaml").is_file() and bool(checkpoints_of(folder))
+    return False
+
+
+def runs_of_a_sweep(folder: Path) -> list[Path]:
+    """The run folders of the sweep in ``folder``; empty if it is none."""
+    from serried.launch.summary import read_summary
+
+    return [outcome.run_dir for outcome in read_summary(folder)[1]]
+
+
+def similar_runs(missing: Path, is_taken: IsTaken) -> str:
+    """What to type in place of a folder that is ``missing``: a run with a similar name, or all runs there are."""
+    folder = missing.parent if missing.parent.is_dir() and missing.parent != Path() else Path("runs")
+    with suppress(OSError):
+        names = [path.name for path in folder.iterdir() if is_taken(path)]
+        if close := nearest(missing.name, names):
+            return f"did you mean {folder / close[0]}?"
+        if names:
+            return existing_runs(folder, is_taken)
+    return existing_runs(Path("runs"), is_taken)
+
+
+def existing_runs(folder: Path, is_taken: IsTaken) -> str:
+    """What to type: the runs in ``folder`` that the command can use, and those of sweeps in it, which lie deeper."""
+    try:
+        inside = sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError:
+        inside = []
+    deeper = [run for path in inside for run in runs_of_a_sweep(path)]
+    runs = [run for run in dict.fromkeys([*inside, *deeper]) if is_taken(run)]
+    if runs:
+        return f"{folder} holds: {_listed(runs)}"
+    hint = "; python train.py makes runs/tiny" if folder == Path("runs") else ""
+    return f"{folder} holds none{' with a checkpoint' if is_taken is has_saved else ''}{hint}"
+
+
+def _listed(runs: list[Path]) -> str:
+    more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
+    return f"{' '.join(str(run) for run in runs[:8])}{more}"

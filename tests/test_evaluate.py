@@ -293,7 +293,7 @@ def test_exported_model_by_its_bare_path_has_the_same_loss_as_its_run(
     data = ["data=text", f"data.path={text}", f"data.cache_dir={tmp_path}"]
     (of_run,) = evaluated(cluster, 1, str(run_dir), *data)
     (of_model,) = evaluated(cluster, 1, str(tmp_path / "model"), *data, "data.sequence_length=32")
-    assert of_model["loss"] == pytest.approx(of_run["loss"], rel=1e-6)
+    assert of_model["loss"] == pytest.approx(of_run["loss"], rel=1e-4)
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "model")]) == 78
     assert "is a model without a run, so name the data: data=text data.path=FILES" in capsys.readouterr().err

@@ -80,7 +80,10 @@ def test_an_earlier_step_can_be_exported(run_dir: Path, tmp_path: Path, capsys: 
         (["export", "out=x", "run.dri={run}"], "did you mean run.dir="),
         (["export", "out=x", "run.dir={run}", "dtype=int8"], "fp32, bf16, fp16"),
         (["export", "run.dir={run}", "out=x", "out"], "'out' is not key=value"),
-        (["export", "out=x", "run.dir={run}", "checkpoint=3"], "checkpoints has no step 3; use checkpoint=2 or checkpoint=4"),
+        (
+            ["export", "out=x", "run.dir={run}", "checkpoint=3"],
+            "has no step 3; use checkpoint=2 or checkpoint=4",
+        ),
         (["export", "out=x", "run.dir={run}", "checkpoint=last"], "checkpoint=last is not a step"),
         (["export", "out=x", "run.dir={run}", "shard_size=0"], "shard_size=0"),
         (["export", "out={run}", "run.dir={run}"], "not empty"),

@@ -1,13 +1,20 @@
 """``metrics.jsonl``: one JSON object a line, read in whatever state a crash or a full disk left it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from serried.configs.plain_data import NotPlainData, is_count, is_number, open_regular, parse_json
 
 METRICS = "metrics.jsonl"
+_OURS = frozenset((
+    "event", "time", "step", "set", "nonfinite", "loss", "grad_norm", "lr", "lr_by_group", "samples", "tokens",
+    "source_tokens", "source_losses", "seconds", "step_seconds", "tokens_per_second", "tokens_per_second_per_device",
+    "samples_per_second", "samples_per_second_per_device", "mfu", "memory_bytes", "memory_reserved_bytes",
+    "data_seconds", "slowest_rank", "slowest_share", "time_split", "eta_seconds", "skipped", "scale",
+))  # fmt: skip
+"""Keys of ``step`` and ``eval`` that every run has. Other numbers are metrics of the task."""
 _MOST_LINE_BYTES = 16 * 2**20
 _TAIL_BYTES = 2**20
 _EVENTS_AT_A_TIME = 1000
@@ -26,6 +33,11 @@ def parse_event(line: bytes | str) -> dict[str, Any] | None:
         return None
     has_step, has_time = is_count(event.get("step", 0)), is_number(event.get("time", 0))
     return event if has_step and has_time else None
+
+
+def named_metrics(event: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that the task named in an event ``step`` or ``eval``."""
+    return {name: value for name, value in event.items() if name not in _OURS and is_number(value)}
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -60,7 +60,8 @@ def write_run(folder: Path, steps: int, *, seed: int = 0, config: dict[str, Any]
         is_bad = step == steps // 5
         rate, whole = 1 + noise[step], 0.4 * (1 + noise[step])
         line = {
-            "event": "step", "step": step, "loss": None if is_bad else loss, "grad_norm": None if is_bad else loss / 7,
+            "event": "step", "step": step, "accuracy": step / (9 + step), "loss": None if is_bad else loss,
+            "grad_norm": None if is_bad else loss / 7,
             "lr": 3e-4, "lr_by_group": {"matrices": 3e-4, "norms": 1e-4 * min(1, step / 100)},
             "samples": 64 * step, "tokens": 131_072 * step,
             "source_tokens": {"web": 90_000 * step, "code": 41_072 * step},
@@ -78,7 +79,9 @@ def write_run(folder: Path, steps: int, *, seed: int = 0, config: dict[str, Any]
             common = {"step": step, "time": time}
             sources = {"web": loss + 0.1, "code": loss - 0.2}
             evaluation = {"event": "eval", **common, "tokens": 65_536}
-            lines.append({**evaluation, "set": "validation", "loss": loss + 0.1, "source_losses": sources})
+            lines.append(
+                {**evaluation, "set": "validation", "loss": loss + 0.1, "source_losses": sources, "accuracy": 0.8721}
+            )
             lines.append({**evaluation, "set": "books", "loss": loss + 0.3})
             lines.append({"event": "checkpoint", **common, "path": f"x/step-{step}", "seconds": 1.0, "bytes": 1})
         if step == steps // 2:
@@ -160,8 +163,8 @@ def test_every_curve_is_drawn(chromium: Browser, page_file: Path, run_dir: Path)
     with chromium.page(page_file) as page:
         charts = page.js("charts.map((chart) => chart.spec.id)")
         assert charts == [
-            "loss", "validation", "source_loss", "grad_norm", "lr", "throughput", "mfu", "memory", "time_split",
-            "data_share", "source_tokens", "slowest",
+            "loss", "validation", "source_loss", "metric-0", "grad_norm", "lr", "throughput", "mfu", "memory",
+            "time_split", "data_share", "source_tokens", "slowest",
         ]  # fmt: skip
         for chart in charts:
             assert colours_drawn(page, chart) > 100, chart
@@ -170,7 +173,7 @@ def test_every_curve_is_drawn(chromium: Browser, page_file: Path, run_dir: Path)
     for told in (
         "finished", f"{last:.4f}", "31.5M", "1 restart", "1 rollback", "1 skipped step", "1 spike", "20 checkpoints",
         "books", "node-b", "4 copies of the model", "NVIDIA H200", "serried export run.dir=", "1.24B",
-        "1 logged step undone",
+        "1 logged step undone", "accuracy", "0.8721",
     ):  # fmt: skip
         assert told in text, told
 
@@ -308,7 +311,7 @@ def test_long_runs_are_thinned_and_keep_their_spikes(chromium: Browser, long_pag
 @pytest.mark.parametrize(
     ("count", "charts", "drawn", "told"),
     [
-        (40, 12, 40, ""),
+        (40, 13, 40, ""),
         (400, 2, 400, "So many runs"),
         (1000, 2, 100, "Of so many runs the best 100 "),
     ],

@@ -14,7 +14,7 @@ from serried.cli import main as serried
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, flatten, parse_json, parse_yaml, read_json
 from serried.records.files import write_atomically
-from serried.records.metrics import last_event, parse_event, read_events
+from serried.records.metrics import last_event, named_metrics, parse_event, read_events
 from serried.records.page.page import write_report
 from serried.records.run_folder import RunFolder
 from serried.records.status import Status, read_status, record_end, record_kill, write_status
@@ -285,3 +285,8 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_temporary_file(tmp_pat
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_text() == "old \\udcff"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_numbers_that_no_run_writes_itself_are_metrics_of_the_task() -> None:
+    event = {"event": "eval", "step": 3, "set": "books", "loss": 1.0, "accuracy": 0.9, "f1": 1, "note": "x", "ok": True}
+    assert named_metrics(event) == {"accuracy": 0.9, "f1": 1}

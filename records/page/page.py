@@ -178,6 +178,7 @@ def _summary(run: Records) -> dict[str, Any]:
         "parameters": _known(run.starts[-1].get("parameters")) if run.starts else None,
         "counts": {**run.counts, "undone": run.undone_lines},
         "sources": _sources(run),
+        "metrics": _metrics(run),
         "logged": len(run.steps),
     }
 
@@ -200,6 +201,18 @@ def _next(run: Records, state: str) -> dict[str, str]:
     if state in ("stopped", "failed"):
         return {"text": "It has saved no checkpoint: the same command begins again"}
     return {"text": "The same command begins it"} if state == "not begun" else {"text": "The same command goes on"}
+
+
+def _metrics(run: Records) -> list[dict[str, Any]]:
+    """The last value of each metric of the task: on the validation set if it was measured there, else in training."""
+    names = sorted({chart for chart, _ in run.curves if chart.startswith("metric:")})
+    found = []
+    for chart in names:
+        for part in (DEFAULT_VALIDATION, "training"):
+            if (last := _at(_of(run, chart, part), -1)) is not None:
+                found.append({"name": chart.removeprefix("metric:"), "set": part, **last})
+                break
+    return found
 
 
 def _sources(run: Records) -> list[dict[str, Any]]:

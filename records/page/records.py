@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from serried.configs.plain_data import NotPlainData, flatten, is_count, is_number, read_json, read_yaml
-from serried.records.metrics import METRICS, read_events
+from serried.records.metrics import METRICS, named_metrics, read_events
 from serried.records.status import Status, read_status
 
 _WHERE_KNOWN = {
@@ -54,7 +54,7 @@ class Records:
     """Events ``start``, with ``first_step``, ``last_step``, ``seconds`` (how long it was up) and ``end``: its event
     ``stop``, or None."""
     curves: dict[tuple[str, str], Curve] = field(default_factory=dict)
-    """By chart and name within the chart."""
+    """By chart and name within the chart; the charts of a task's metrics are called ``metric:NAME``."""
     marks: list[Mark] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     """Of the marks, by kind."""
@@ -156,6 +156,8 @@ def _add_step(records: Records, step: int, event: dict[str, Any]) -> None:
     for key, chart in _BY_NAME.items():
         for name, value in _items(event.get(key)):
             _add_point(records, step, chart, name, value)
+    for name, value in named_metrics(event).items():
+        _add_point(records, step, f"metric:{name}", "training", value)
     waited, whole = event.get("data_seconds"), event.get("step_seconds")
     if is_number(waited) and is_number(whole) and whole > 0:
         _add_point(records, step, "data_share", "", waited / whole)
@@ -172,6 +174,8 @@ def _add_evaluation(records: Records, step: int, event: dict[str, Any]) -> None:
         return
     records.evaluated[name] = event
     _add_point(records, step, "validation", name, _number(event.get("loss")))
+    for metric, value in named_metrics(event).items():
+        _add_point(records, step, f"metric:{metric}", name, value)
     for source, value in _items(event.get("source_losses")):
         _add_point(records, step, "source_loss", f"{name}: {source}", value)
 

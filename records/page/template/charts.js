@@ -89,7 +89,7 @@ class Chart {
       for (const curve of run.curves.filter(this.has, this)) {
         if (this.off.has(curve.name)) continue;
         const part = parts.indexOf(curve.name);
-        const isEvaluation = curve.chart === "validation" || curve.chart === "source_loss";
+        const isEvaluation = isEvaluated(curve);
         const line = {
           run,
           curve,

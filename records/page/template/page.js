@@ -182,6 +182,8 @@ function begin() {
   const specs = SPECS.filter((spec) =>
     runs.some((run) => run.curves.some(spec.needs ?? spec.has ?? ((curve) => curve.chart === spec.id))),
   );
+  const place = specs.findIndex((spec) => spec.id === "grad_norm");
+  specs.splice(place < 0 ? specs.length : place, 0, ...metricSpecs());
   charts = specs.map((spec) => new Chart(spec));
   document.getElementById("charts").append(...charts.map((chart) => chart.card));
   document.getElementById("toolbar").hidden = charts.length === 0;

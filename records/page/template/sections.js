@@ -56,6 +56,7 @@ function tiles(run) {
         ? `the last, at step ${best.step.toLocaleString("en")}`
         : `at step ${best.step.toLocaleString("en")}, last ${loss(run.validation.value)}`,
     ],
+    ...run.metrics.slice(0, 4).map((metric) => [metric.name, compact(metric.value), metric.set]),
     [
       "step",
       run.step.toLocaleString("en"),

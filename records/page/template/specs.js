@@ -18,6 +18,9 @@ const SECOND_TICKS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30]
   .concat([1, 2, 5, 10, 15, 30].map((minutes) => 60 * minutes))
   .concat([1, 2, 3, 6, 12, 24, 48, 96, 240, 480, 960].map((hours) => 3600 * hours));
 
+const isMetric = (curve) => curve.chart.startsWith("metric:");
+const isEvaluated = (curve) =>
+  curve.chart === "validation" || curve.chart === "source_loss" || (isMetric(curve) && curve.name !== "training");
 const isMain = (curve) => curve.chart === "validation" && curve.name === "validation";
 
 /** `has`: the curves it shows. `log`: may be drawn so, `startsLog`: is at first. `zero`: its scale begins at 0. `clips`: it
@@ -64,6 +67,17 @@ const SPECS = [
     format: (ratio) => `${trimmed(ratio, 4)}x`,
   },
 ];
+
+/** A chart for each metric that a task named, in training and on the validation sets. */
+function metricSpecs() {
+  const charts = runs.flatMap((run) => run.curves.map((curve) => curve.chart)).filter((chart) => isMetric({ chart }));
+  return [...new Set(charts)].sort().map((chart, index) => ({
+    id: `metric-${index}`,
+    title: chart.slice("metric:".length),
+    has: (curve) => curve.chart === chart,
+    format: compact,
+  }));
+}
 
 const color = (index) => PALETTES[state.theme][index % PALETTES[state.theme].length];
 

@@ -1,0 +1,66 @@
+"""The tables of docs/configuration.md: ``python -m serried.configs.key_tables``."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from serried.configs.compose import compose
+from serried.configs.help import choices_of
+from serried.configs.keys import Key, all_keys, readers
+from serried.configs.plain_data import flatten
+from serried.configs.run_config import CHOSEN
+
+
+def key_tables() -> str:
+    """Return every key as a row of a Markdown table, and a second table of what the recipes choose differently."""
+    recipes = {name: _texts(compose([f"recipe={name}"]).model_dump(mode="json")) for name in choices_of()["recipe"]}
+    values = recipes["tiny"]
+    for group, registry in CHOSEN.items():
+        for name in registry.names():
+            values = _texts(compose([f"{group}={name}"]).model_dump(mode="json")) | values
+    named = [key for keys in all_keys().named.values() for key in keys.values()]
+    keys = [
+        (f"`{key.path}`", _type(key), _code(values.get(key.path, "")), _purpose(key))
+        for key in [*all_keys().values(), *named]
+    ]
+    chosen = {path: [each.get(path, "") for each in recipes.values()] for path in all_keys()}
+    differing = [
+        (f"`{path}`", *map(_code, row))
+        for path, row in chosen.items()
+        if len(set(row)) > 1 and path not in ("recipe", "run.name", "run.dir")
+    ]
+    return "\n".join(
+        [
+            *_table(("Key", "Type", "Value", "Purpose"), keys),
+            "",
+            *_table(("Key", *(f"`{name}`" for name in recipes)), differing),
+        ]
+    )
+
+
+def _purpose(key: Key) -> str:
+    group, names = key.path.partition(".")[0], readers(key.path)
+    is_own = bool(names) and len(names) < len(CHOSEN[group].names())
+    return (f"`{group}={'|'.join(names)}`: " if is_own else "") + key.purpose.replace("``", "`")
+
+
+def _texts(tree: Any) -> dict[str, str]:
+    return {key: leaf if isinstance(leaf, str) else json.dumps(leaf) for key, leaf in flatten(tree).items()}
+
+
+def _type(key: Key) -> str:
+    words = key.expected.removeprefix("a ")
+    return f"{words}, {key.bounds}" if key.bounds else words
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
+
+
+if __name__ == "__main__":
+    print(key_tables())

@@ -1,4 +1,4 @@
-"""Signals that a process which started others passes on to them."""
+"""Signals that a launcher passes on to the processes it started."""
 
 import os
 import signal
@@ -14,11 +14,11 @@ PASSED_ON = {  # what arrives, and what the processes get
 
 
 class NotedSignals:
-    """While this is open, signals that would end the process are noted instead, for others to act on."""
+    """While open, records signals that would end this process, for the caller to act on."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
-        """As they are to be passed on, in the order they came."""
+        """The signals to pass on, in the order they arrived."""
 
     def __enter__(self) -> "NotedSignals":
         # Ignored signals (nohup; SIGUSR1 of a batch script) stay ignored, here as in the processes.
@@ -38,6 +38,12 @@ class NotedSignals:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """Send ``number`` to the process ``pid``, if it is still there."""
+    """Send ``number`` to the process ``pid``, if it still exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def killed_by(number: int) -> str:
+    """Return the reason of a process that signal ``number`` ended."""
+    hint = " (by a user, or by the system when memory ran out: see dmesg)" if number == signal.SIGKILL else ""
+    return f"killed by {signal.Signals(number).name}{hint}"

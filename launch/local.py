@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
 from serried.configs.schema import RunConfig
-from serried.launch.forward import PASSED_ON, NotedSignals, send
+from serried.launch.forward import PASSED_ON, NotedSignals, killed_by, send
 from serried.records.status import Status, read_status, record_kill
 from serried.runtime.early import LAUNCHER
 from serried.runtime.program import training_command
@@ -188,13 +188,10 @@ def _first_killed(ranks: _Ranks, stop_timeout_seconds: float, *, was_asked_to_st
     if not by_others:
         return None
     _, rank, number = min(by_others)
-    name = signal.Signals(number).name
-    hint = ""
     if number == signal.SIGKILL and was_asked_to_stop:
-        hint = f" (stopping took longer than launch.stop_timeout_seconds={stop_timeout_seconds:g})"
-    elif number == signal.SIGKILL:
-        hint = " (by somebody, or by the system for want of memory: see dmesg)"
-    return f"rank {rank} was killed by {name}{hint}"
+        limit = f"launch.stop_timeout_seconds={stop_timeout_seconds:g}"
+        return f"rank {rank} was killed by SIGKILL (stopping took longer than {limit})"
+    return f"rank {rank} was {killed_by(number)}"
 
 
 def _report_of_another_rank(output: Path) -> str:

@@ -1,12 +1,13 @@
-"""From ``python train.py`` to processes: does this one train, start others here, or submit a job?"""
+"""What ``python train.py`` does: train in this process, start others here, or submit a job."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from serried.configs.errors import UserError
 from serried.configs.libraries import check_data_libraries
-from serried.configs.points import Sweep
 from serried.configs.schema import RunConfig, TextRunConfig
 from serried.configs.trackers import check_trackers
+from serried.launch.grid import read_sweep
+from serried.launch.points import Sweep
 from serried.launch.slurm import refuse_unequal
 from serried.launch.sweep import WriteReport, run_sweep, submit_sweep, values_shown
 from serried.runtime.ranks import is_started, torchrun_says
@@ -16,10 +17,10 @@ _RUNS_DESCRIBED = 20
 
 
 def start_elsewhere(argv: Sequence[str], config: RunConfig) -> int | None:
-    """Start what ``launch`` says and return the exit code; None where this process is itself to train.
+    """Start what ``launch`` says and return the exit code; None if this process is to train.
 
     Raises:
-        UserError: the launcher cannot do that, or not here; or a library that the run needs is not installed.
+        UserError: the launcher cannot do that here, or a library that the run needs is not installed.
     """
     _check_libraries(config)
     if is_started():
@@ -46,30 +47,30 @@ def _refuse_idle_dry_run(config: RunConfig) -> None:
 
 
 def _check_libraries(config: RunConfig) -> None:
-    """Before anything is started: each process would take as long as torch to be imported to find the same."""
+    # Checked before anything starts: each process would first import torch to find the same.
     check_trackers(config.track)
     has_others_there = config.launch.name == "slurm" and (config.slurm.python or config.slurm.container)
     if (is_started() or not has_others_there) and isinstance(config, TextRunConfig):
         check_data_libraries(config.data)
 
 
-def planned_sweep(argv: Sequence[str], read_sweep: Callable[[Sequence[str]], Sweep]) -> Sweep:
-    """What ``read_sweep`` makes of ``argv``, where that can be started from here.
+def planned_sweep(argv: Sequence[str]) -> Sweep:
+    """Return the sweep that ``argv`` asks for, checked.
 
     Raises:
-        UserError: the launcher cannot do that, or not here; or there is no such sweep.
+        UserError: there is no such sweep, or the launcher cannot run it from here.
     """
     if is_started():
         raise UserError(
-            "-m under torchrun would start every run in every process; type it without torchrun: python train.py -m "
+            "-m under torchrun would start every run in every process; use it without torchrun: python train.py -m "
             f"launch=local launch.processes={torchrun_says()[3]} ..."
         )
     sweep = read_sweep(argv)
     is_submitted = sweep.points[0].config.launch.name == "slurm"
     if is_submitted and sweep.search is not None:
         raise UserError(
-            "hydra/sweeper=optuna with launch=slurm: each run is chosen when the ones before it have ended; have one "
-            "job train them all: sbatch ... --wrap 'python train.py -m launch=local hydra/sweeper=optuna ...'"
+            "search.trials with launch=slurm: a search chooses each run when the ones before it have ended; submit one "
+            "job that trains them all: sbatch ... --wrap 'python train.py -m launch=local search.trials=20 ...'"
         )
     if is_submitted:
         refuse_unequal([point.config for point in sweep.points])
@@ -77,13 +78,13 @@ def planned_sweep(argv: Sequence[str], read_sweep: Callable[[Sequence[str]], Swe
 
 
 def start_sweep(sweep: Sweep, write_report: WriteReport) -> int:
-    """Train the runs of ``sweep``, a planned one, here, or submit those that are not finished; return the exit code.
+    """Train the runs of ``sweep`` here, or submit those that are not finished; return the exit code.
 
-    ``write_report`` compares the runs in the end: it is given their folders, the best first, and the file to write.
+    Args:
+        write_report: writes the page that compares the runs, from their folders, best first.
 
     Raises:
-        UserError: a library that the runs need is not installed, the launcher cannot do what is asked, the folders
-            cannot be used, or Slurm refuses the job.
+        UserError: a library is not installed, the folders cannot be used, or Slurm refuses the job.
     """
     config = sweep.points[0].config
     for point in sweep.points:
@@ -93,16 +94,15 @@ def start_sweep(sweep: Sweep, write_report: WriteReport) -> int:
 
 
 def describe_runs(sweep: Sweep | None) -> str:
-    """Lines to stand below the plan of the first of the points of ``sweep``, of which nothing is started: its runs, or
-    what is known of a search. Empty where there is none."""
+    """Return the lines below the plan in a dry run of ``sweep``; empty if that is None."""
     if sweep is None:
         return ""
     runs, keys = f"{sweep.runs} runs", " x ".join(sweep.keys)
     if sweep.search is not None:
-        end = values_shown(sweep.keys, sweep.points[0])
+        corner = values_shown(sweep.keys, sweep.points[0])
         return (
-            f"\n{'sweep':<10} {runs}: {keys}; each is chosen as it begins; the ends of the space are checked, and this "
-            f"is the plan of one of them, {end}"
+            f"\n{'sweep':<10} {runs}: {keys}; each is chosen when it starts; the ends of the space are checked, and "
+            f"this is the plan of one of them, {corner}"
         )
     lines = [("sweep", f"{runs}: {keys}; all are checked, and this is the plan of the first")]
     lines += [

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 
 from serried.configs.plain_data import is_number, read_json
-from serried.configs.points import labels
 from serried.configs.schema import DEFAULT_VALIDATION
+from serried.launch.points import labels
 from serried.records.files import write_atomically
 from serried.records.metrics import METRICS, read_events
 from serried.records.status import read_status
@@ -29,8 +29,8 @@ class Outcome:
     run_dir: Path
     values: Mapping[str, str]
     """What it has for each swept key."""
-    state: str = "not begun"
-    """not begun, queued, running, finished, stopped or failed."""
+    state: str = "not started"
+    """not started, queued, running, finished, stopped or failed."""
     step: int = 0
     reason: str | None = None
     exit_code: int | None = None
@@ -109,7 +109,7 @@ def read_summary(folder: Path) -> tuple[list[str], list[Outcome]]:
 def newer(noted: Outcome) -> Outcome:
     """What the run folder says, unless ``noted`` is of later: a run that fails as it starts writes no status."""
     found = read_outcome(noted.run_dir, noted.values)
-    return found if found.state != "not begun" and found.time >= noted.time else noted
+    return found if found.state != "not started" and found.time >= noted.time else noted
 
 
 def table(keys: Sequence[str], outcomes: Sequence[Outcome]) -> str:
@@ -134,9 +134,8 @@ def shown(value: str) -> str:
 
 
 def _state(outcome: Outcome) -> str:
-    return (
-        outcome.state if outcome.state in ("finished", "not begun", "queued") else f"{outcome.state} at {outcome.step}"
-    )
+    has_step = outcome.state not in ("finished", "not started", "queued")
+    return f"{outcome.state} at {outcome.step}" if has_step else outcome.state
 
 
 def _number(value: float | None, form: str = ",.0f") -> str:

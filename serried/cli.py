@@ -130,7 +130,7 @@ def status(words: list[str]) -> int:
     """
     from serried.configs.compose import compose
     from serried.launch.progress import describe_run, runs_in
-    from serried.launch.sweep import write_anew
+    from serried.launch.sweep import update_summary
     from serried.records.page import write_report
 
     words = [f"{run_key(word)}={word}" if "=" not in word and run_key(word) else word for word in words]
@@ -139,7 +139,7 @@ def status(words: list[str]) -> int:
         if not run_dir.is_dir():
             raise UserError(f"there is no run in {run_dir}; {similar_runs(run_dir, is_run)}")
         print(describe_run(run_dir), flush=True)
-        write_anew(run_dir, write_report)
+        update_summary(run_dir, write_report)
         return EXIT_FINISHED
     folders = runs_in(Path("runs"))
     if not folders:

@@ -6,8 +6,6 @@ import serried.runtime.early  # noqa: F401 -- first: from here on a signal ends 
 from serried.configs.compose import compose, config_yaml, help_text, parse_arguments
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
-from serried.configs.sweep import read_sweep
-from serried.configs.words import last_of_each
 from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.records.page import write_report
@@ -25,7 +23,7 @@ def main(arguments: list[str]) -> int:
         note_repeated(overrides)
         if action == "help":
             return say(help_text())
-        sweep = planned_sweep(last_of_each(overrides), read_sweep) if action == "sweep" else None
+        sweep = planned_sweep(overrides) if action == "sweep" else None
         configs = [point.config for point in sweep.points] if sweep else [compose(overrides)]
         config, (plan, *_) = configs[0], [_plan(config) for config in configs]
         if action == "config" or config.dry_run:

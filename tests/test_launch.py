@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from serried import cli
-from serried.configs.sweep import read_sweep
+from serried.launch.grid import read_sweep
 from serried.launch.queue import Job, jobs_of, note_job
 from serried.launch.requeue import verdict
 from serried.launch.slurm import script

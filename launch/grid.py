@@ -1,0 +1,76 @@
+"""``-m``: every combination of the values that keys are given, or with ``search.trials`` a search."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from serried.configs.announce import tell
+from serried.configs.compose import FOLDER, compose
+from serried.configs.errors import UserError
+from serried.launch.points import Point, Sweep, labels
+from serried.launch.sweep_words import GRID_EXAMPLE, PointBuilder, Words, in_a_name, read_words
+
+_MOST_RUNS = 1000
+_MANY_RUNS = 20
+"""Checking this many takes more than a second."""
+
+
+def read_sweep(argv: Sequence[str], folder: Path = FOLDER) -> Sweep:
+    """Return the sweep that the words of ``argv`` ask for.
+
+    Every run of a grid is composed and checked; for a search, the corners of its space.
+
+    Raises:
+        UserError: no key has several values, or a run would have a mistake. Names every mistake found.
+    """
+    words = read_words(argv, folder)
+    if words.options:
+        try:
+            from serried.launch.search import read_search
+        except ImportError:
+            raise UserError("search.trials needs Optuna 4 or newer: pip install -e '.[sweep]'") from None
+        return read_search(words, folder)
+    return _grid(words, folder)
+
+
+def _grid(words: Words, folder: Path) -> Sweep:
+    values = dict(_values_of(words, folder))
+    runs = math.prod(map(len, values.values()))
+    if runs > _MOST_RUNS:
+        words.mistakes.append(f"a grid of {runs} runs, more than {_MOST_RUNS}; give fewer values, or search.trials=20")
+    if words.mistakes or not values:
+        compose(words.fixed, folder, words.mistakes)  # raises with all mistakes
+        raise UserError(f"-m sweeps over keys with several values, and no key has them; e.g. {GRID_EXAMPLE}")
+    keys = tuple(values)
+    combinations = [dict(zip(keys, each, strict=True)) for each in itertools.product(*values.values())]
+    label = labels(keys)
+    name = f"sweep-{in_a_name('-'.join(label.values()))}"
+    builder = PointBuilder.of(words.fixed, combinations[0], folder, name, inside=False)
+    if runs >= _MANY_RUNS:
+        tell("sweep", f"{runs} runs: {' x '.join(keys)}; checking the settings of each")
+    points: dict[Path, Point] = {}
+    for chosen in combinations:
+        point = builder.point("-".join(f"{label[key]}-{in_a_name(value)}" for key, value in chosen.items()), chosen)
+        if point.config.run.dir in points:
+            raise UserError(f"two runs of the sweep would share {point.config.run.dir}; give every value once")
+        points[point.config.run.dir] = point
+    return Sweep(builder.sweep_folder, keys, tuple(points.values()), runs)
+
+
+def _values_of(words: Words, folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield each swept key with its values; a key with one value joins the fixed words."""
+    for key, (word, override) in words.swept.items():
+        try:
+            values = words.values(key, folder)
+        except UserError as error:
+            words.mistakes += error.args
+            continue
+        if len(values) > 1:
+            yield key, values
+        elif values:
+            words.fixed.append(f"{key}={values[0]}")
+        elif override.is_interval_sweep():
+            words.mistakes.append(f"{word}: an interval is no list of values; give some, or add search.trials=20")
+        else:
+            words.mistakes.append(f"{word} has no values; e.g. {GRID_EXAMPLE}")

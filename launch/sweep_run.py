@@ -1,0 +1,123 @@
+"""Train one run of a sweep in processes of its own, its output in a file."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from serried.configs.announce import tell
+from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED
+from serried.launch.forward import NotedSignals, killed_by, send
+from serried.launch.lock import is_locked
+from serried.launch.points import Point
+from serried.launch.summary import Outcome, read_outcome
+from serried.records.status import record_kill
+from serried.runtime.program import training_command
+from serried.runtime.signals import SWEEP
+
+CONSOLE = "console.log"
+"""In the run folder: the output of the run."""
+
+_LOOK_SECONDS = 0.1
+_LIVE_SECONDS = 0.5
+_OTHERS_END_SECONDS = 60.0
+_LAST_WORDS_SECONDS = 30.0
+_ERRORS = ("error: ", "failed: ")
+
+
+def train(point: Point, signals: NotedSignals) -> Outcome:
+    """Start the run ``point``, pass signals on to it, and return how it ended."""
+    run_dir, started = point.config.run.dir, time.time()
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        console = (run_dir / CONSOLE).open("ab")
+    except OSError as error:
+        reason = f"cannot write {run_dir}: {error.strerror}; use run.dir=FOLDER"
+        return Outcome(run_dir, point.values, "failed", reason=reason, exit_code=EXIT_MISTAKE)
+    with console:
+        start = console.tell()
+        if not _wait_for_another_process(run_dir, signals):
+            return _stopped_before_start(Outcome(run_dir, point.values))
+        process = subprocess.Popen(
+            [sys.executable, *training_command(), *point.argv],
+            stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT,
+            process_group=0,  # a terminal's Ctrl-C reaches only this process, which passes it on once
+            env=os.environ | {SWEEP: str(os.getpid())},
+        )  # fmt: skip
+        code = _wait(process, run_dir / CONSOLE, signals, point.config.launch.stop_timeout_seconds)
+    if code < 0 and not signals.received:
+        with suppress(OSError):
+            record_kill(run_dir, killed_by(-code), since=started)
+    outcome = read_outcome(run_dir, point.values)
+    ended_here = outcome.time >= started and outcome.state in ("stopped", "failed")
+    if code == EXIT_FINISHED or ended_here:
+        return outcome
+    if signals.received:
+        return _stopped_before_start(outcome)
+    reason = killed_by(-code) if code < 0 else _error_in(run_dir / CONSOLE, start) or f"exit code {code}"
+    state, code = "stopped" if code == EXIT_STOPPED else "failed", EXIT_FAILED if code < 0 else code
+    return replace(outcome, state=state, reason=reason, exit_code=code, time=time.time())
+
+
+def _stopped_before_start(outcome: Outcome) -> Outcome:
+    return replace(outcome, state="stopped", reason="before it started", exit_code=EXIT_STOPPED, time=time.time())
+
+
+def _wait_for_another_process(run_dir: Path, signals: NotedSignals) -> bool:
+    """Wait for a process that still trains there: a killed sweep leaves a run that saves. Return whether to start."""
+    deadline, is_told = time.monotonic() + _OTHERS_END_SECONDS, False
+    while is_locked(run_dir) and time.monotonic() < deadline and not signals.received:
+        if not is_told:
+            tell("waiting", f"for another process, which is training in {run_dir}")
+        is_told = True
+        time.sleep(_LOOK_SECONDS)
+    return not signals.received
+
+
+def _wait(process: "subprocess.Popen[bytes]", console: Path, signals: NotedSignals, stop_timeout_seconds: float) -> int:
+    """Wait until the process has ended, and pass signals on to it. Return its exit code."""
+    passed_on, deadline, next_look = 0, float("inf"), 0.0
+    is_terminal = sys.stdout.isatty()
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(_LOOK_SECONDS)
+            if is_terminal:
+                _show("")
+            return code
+        for number in signals.received[passed_on:]:
+            deadline = min(deadline, time.monotonic() + stop_timeout_seconds + _LAST_WORDS_SECONDS)
+            send(process.pid, number)
+            passed_on += 1
+        if time.monotonic() > deadline:
+            send(process.pid, signal.SIGKILL)
+        if is_terminal and time.monotonic() > next_look:
+            next_look = time.monotonic() + _LIVE_SECONDS
+            _show(_newest_line(console))
+
+
+def _newest_line(console: Path) -> str:
+    with suppress(OSError), console.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+        lines = file.read().decode(errors="replace").splitlines()
+        return lines[-1] if lines else ""
+    return ""
+
+
+def _show(line: str) -> None:
+    """Replace the last line of the terminal."""
+    with suppress(OSError):
+        print(f"\r\033[K{line[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+
+
+def _error_in(console: Path, start: int) -> str:
+    """Return why the run failed, from its output after byte ``start`` of ``console``."""
+    with console.open("rb") as file:
+        file.seek(start)
+        lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = [line.partition(": ")[2] for line in lines if line.startswith(_ERRORS)]
+    return errors[0] if errors else lines[-1] if lines else ""

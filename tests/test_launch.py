@@ -111,7 +111,7 @@ def test_the_script_of_a_run_that_slurm_does_not_start_is_a_mistake(
 
 def lose(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have ``library`` not be installed."""
-    for module in ("configs.libraries", "configs.trackers"):
+    for module in ("serried.configs.libraries", "serried.configs.trackers"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name: None if name == library else find_spec(name))
 
 
@@ -136,7 +136,7 @@ def test_a_library_that_is_missing_is_told_before_any_process_starts(
     from serried.program import main
 
     lose(library, monkeypatch)
-    for starts in ("launch.local.run_local", "launch.start.run_sweep"):
+    for starts in ("serried.launch.local.run_local", "serried.launch.start.run_sweep"):
         monkeypatch.setattr(starts, lambda *_: pytest.fail("it was started"))
     assert main([*start, "launch.processes=2", "launch.device=cpu", *words]) == 78
     stderr = capsys.readouterr().err

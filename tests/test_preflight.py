@@ -135,7 +135,7 @@ def examine(run_dir: str, bad: int, how: str) -> int:
         patch.object(probes, "all_reduce", wrong),
         patch.object(probes, "versions", older),
         patch.object(Session, "host", lambda self: f"node{self.rank}"),
-        patch.dict("launch.preflight._SLOW_SHARE", cpu=0.05),  # the machine may be busy with other tests
+        patch.dict("serried.launch.preflight._SLOW_SHARE", cpu=0.05),  # the machine may be busy with other tests
         patch("serried.launch.preflight._SLOW_WIRE_SHARE", 0.0),
     ):
         return preflight(LaunchSection(), Path(run_dir), None, {})

@@ -468,7 +468,8 @@ def test_inside_torchrun_it_says_what_to_type(
 ) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "4")
     assert main(["-m", "trainer.seed=range(30)"]) == 78
     printed = capsys.readouterr()
     assert "python train.py -m launch=local launch.processes=4 ..." in printed.err

@@ -466,10 +466,15 @@ def test_search_as_an_array_job_is_refused(more: list[str], capsys: pytest.Captu
 def test_inside_torchrun_it_says_what_to_type(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "4")
+    environment = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "localhost",
+    }
+    for name, value in {**environment, "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     assert main(["-m", "trainer.seed=range(30)"]) == 78
     printed = capsys.readouterr()
     assert "python train.py -m launch=local launch.processes=4 ..." in printed.err

@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from serried.configs.compose import compose
 from serried.parallel.apply import parallelize
+from serried.parallel.held import local
 from serried.parallel.mesh import resolve_layout
-from serried.parallel.shards import local_rows
 from serried.recipes.causal_lm import CausalLM
 from serried.runtime.session import Session, open_session
 from serried.trainer.checkpoint.resume import CHECKPOINTS
@@ -77,7 +77,7 @@ class Subject:
         self.optimizer = build_optimizer(self.module.parameters(), config.optim)
         for state in self.optimizer.state.values():
             for key in ("exp_avg", "exp_avg_sq"):
-                local_rows(state[key])[0].normal_().square_()  # memory that was never written is not there yet
+                local(state[key]).normal_().square_()  # memory that was never written is not there yet
         self._recipe, self._folder = recipe, config.run.dir / CHECKPOINTS
         if session.is_main:
             self._folder.mkdir(parents=True)
@@ -87,7 +87,7 @@ class Subject:
         return sum(part.spec.nbytes for _, part in self._parts())
 
     def _parts(self) -> Any:
-        return state_parts(self.module, self.optimizer, self._recipe.export_name)
+        return state_parts(self._parallel, self.optimizer, self._recipe.export_name)
 
     def saver(self, kind: str) -> Save:
         """One of ``KINDS``. A collective."""
@@ -182,7 +182,7 @@ def load(argv: list[str], whose: str, path: str) -> dict[str, Any]:
         with _Highest() as loading:
             started = time.perf_counter()
             if whose == "ours":
-                load_state(Path(path), subject.module, subject.optimizer, subject._recipe.export_name)
+                load_state(Path(path), subject._parallel, subject.optimizer, subject._recipe.export_name)
             else:
                 dcp.load(subject.tensors(), checkpoint_id=path)
             _meet()

@@ -34,6 +34,7 @@ from torch import nn
 
 from serried.configs.compose import compose, config_yaml
 from serried.configs.schema import TextRunConfig
+from serried.parallel.held import held_parameters
 from serried.parallel.initialize import initialize
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.phases import Phases
@@ -66,7 +67,7 @@ STEPS_IN_A_TURN = {"real": 2, "almost no compute": 20}
 STEPS_IN_A_TURN_OF_NUMBERS = 10
 """The trainer marks one of so many, and logs as often."""
 PROFILED_STEPS = {"real": 30, "almost no compute": 300}
-NUMBERS = ("parallel/phases.py", "parallel/unit_waits.py", "trainer/metrics.py")
+NUMBERS = ("parallel/phases.py", "trainer/metrics.py")
 """Where numbers come from."""
 
 
@@ -162,7 +163,9 @@ def by_hand(config: Any, recipe: CausalLM, device: torch.device) -> Iterator[Non
             fully_shard(block)
         fully_shard(model)
     model.to_empty(device=device)
-    initialize(model, recipe.initial_std, config.trainer.seed)
+    layout = resolve_layout(config.parallel, world)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    initialize(held_parameters(model, layout, rank), recipe.initial_std, config.trainer.seed)
     if world > 1 and strategy == "ddp":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(

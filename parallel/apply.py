@@ -1,16 +1,20 @@
-"""The one place that knows the order in which a model is cut, put on its device and given its first weights."""
+"""The order in which a model is sharded, put on its device and given its first weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
+from serried.configs.errors import UserError
 from serried.configs.schema import ParallelSection
-from serried.parallel.data import Replicated, Sharded, Single
+from serried.parallel.data import GradientSync, NoSync, Replicated, Sharded
+from serried.parallel.held import persistent_buffers, tie, tied_names, to_fp32, unshardable
 from serried.parallel.initialize import initialize
 from serried.parallel.mesh import Layout
+from serried.parallel.model import DistributedModel
 from serried.parallel.phases import Phases
 from serried.parallel.plan import ParallelPlan
+from serried.parallel.units import units_of
 
 
 def parallelize(
@@ -24,27 +28,62 @@ def parallelize(
     low_dtype: torch.dtype | None,
     device: torch.device,
     phases: Phases | None = None,
-) -> Single:
-    """Cut ``model`` (on meta) by ``plan``, allocate this rank's part on ``device`` and initialise it.
+) -> DistributedModel:
+    """Shard ``model`` by ``plan``, allocate this rank's part on ``device`` and initialise it.
 
-    Without ``std_of`` the memory is left as it is, for weights that are read from a checkpoint. ``low_dtype`` is the
-    type of matrix products, None for fp32. ``phases`` are told what is computed. Build the optimizer after this:
-    cutting replaces parameters.
+    A model on meta is filled by ``std_of`` (see ``initialize``), or left as it is for weights that are read from a
+    checkpoint. A model that was built with values keeps them: every rank must have built the same. ``low_dtype`` is the
+    type of matrix products, None for fp32. Build the optimizer after this: sharding replaces parameters.
     """
-    phases = phases or Phases()
-    if layout.strategy in ("fsdp", "hsdp"):
-        sharded = Sharded(model, layout, device, phases, plan, low_dtype, section)
-        _materialize(model, std_of, seed, device)
-        return sharded
-    _materialize(model, std_of, seed, device)
-    if layout.strategy == "ddp":
-        return Replicated(model, layout, device, phases, low_dtype)
-    return Single(model, layout, device, phases, low_dtype)
+    to_fp32(model)
+    tied, buffers = tied_names(model), persistent_buffers(model)
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    autocast_dtype = low_dtype
+    sync: GradientSync
+    if layout.is_sharded:
+        _refuse_tied_units(model, plan, tied)
+        # A module that declares no plan may compute in several types: there autocast decides, as on one process.
+        gathered_dtype, autocast_dtype = (low_dtype, None) if plan.units else (None, low_dtype)
+        units = plan if plan.units else ParallelPlan(units_of(model))
+        whole = list(unshardable(model).values())
+        sync = Sharded(model, layout, device.type, units, gathered_dtype, section, whole)
+        _allocate(sync.root, model, tied, device, is_meta=is_meta)
+    else:
+        _allocate(model, model, tied, device, is_meta=is_meta)
+        is_replicated = layout.strategy == "ddp"
+        sync = Replicated(model, layout, device, uses_all=bool(plan.units)) if is_replicated else NoSync(model)
+    parallel = DistributedModel(
+        model, sync, layout, device, phases or Phases(), autocast_dtype=autocast_dtype, buffers=buffers
+    )
+    if is_meta and std_of is not None:
+        initialize(parallel.parameters, std_of, seed)
+    return parallel
 
 
-def _materialize(
-    model: nn.Module, std_of: Callable[[str], float | None] | None, seed: int, device: torch.device
+def _allocate(
+    root: nn.Module, model: nn.Module, tied: Mapping[str, str], device: torch.device, *, is_meta: bool
 ) -> None:
-    model.to_empty(device=device)
-    if std_of is not None:
-        initialize(model, std_of, seed)
+    if not is_meta:
+        root.to(device)
+        return
+    buffers = {name: each for name, each in model.named_buffers() if not each.is_meta}
+    root.to_empty(device=device)
+    tie(model, tied)  # to_empty gives each name memory of its own
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
+
+
+def _refuse_tied_units(model: nn.Module, plan: ParallelPlan, tied: Mapping[str, str]) -> None:
+    """Raise ``UserError`` where modules that share a parameter are in different units: FSDP2 would separate them."""
+    unit_of = {
+        f"{name}.{parameter}": number
+        for number, unit in enumerate(plan.units)
+        for name in unit
+        for parameter, _ in model.get_submodule(name).named_parameters(remove_duplicate=False)
+    }
+    for name, first in tied.items():
+        if unit_of.get(name) != unit_of.get(first):
+            raise UserError(
+                f"{name} and {first} are one parameter but in different units of the parallel plan; put their modules "
+                "into the same unit, or into none"
+            )

@@ -1,17 +1,16 @@
 """Numbers of the gradient that every rank must agree on."""
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from serried.parallel.held import HeldTensor, local
+from serried.parallel.mesh import Layout
 
 _LONGEST_FP32_ROW = 2**15
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part that this rank holds, as a plain tensor over the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
@@ -19,11 +18,38 @@ def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
     """Sum of squares of this rank's part of the gradients, fp64 scalar.
 
     Norms of rows (the last dim) are taken in fp32 and combined in fp64: as fast as one fp32 norm per tensor, whose
-    rounding (1e-5 to 1e-3 on a CPU) depends on how the tensor was cut, but exact to about 1e-8.
+    rounding (1e-5 to 1e-3 on a CPU) depends on how the tensor is sharded, but exact to about 1e-8.
     """
     return torch.cat([_row_norms(local(gradient)) for gradient in gradients]).double().square().sum()
 
 
+@torch.no_grad()
+def global_sum_of_squares(parameters: Sequence[HeldTensor], layout: Layout) -> Tensor:
+    """Sum of squares of the whole reduced gradient, fp64 scalar, equal bits on all ranks."""
+    device = parameters[0].tensor.device
+    by_copies: dict[int, list[Tensor]] = defaultdict(list)
+    for each in parameters:
+        if each.tensor.requires_grad:
+            gradients = by_copies[each.spec.copies(layout)]
+            if each.tensor.grad is not None:
+                gradients.append(each.tensor.grad)
+    squares = {
+        copies: sum_of_squares(gradients) if gradients else torch.zeros((), dtype=torch.float64, device=device)
+        for copies, gradients in sorted(by_copies.items())
+    }
+    # A gradient that every rank holds whole came out of an all-reduce, so all ranks have the same sum already.
+    whole = squares.pop(layout.world, None)
+    if not squares:
+        assert whole is not None, "a model has a parameter to train"
+        return whole
+    # All holders of a copy contribute, so that a bad number on any rank reaches all.
+    table = torch.stack(list(squares.values()))
+    dist.all_reduce(table)
+    total = (table / torch.tensor(list(squares), dtype=torch.float64, device=device)).sum()
+    return total if whole is None else total + whole
+
+
 def _row_norms(gradient: Tensor) -> Tensor:
-    dtype = torch.float64 if gradient.shape[-1] > _LONGEST_FP32_ROW else None
-    return torch.linalg.vector_norm(gradient, dim=-1, dtype=dtype).flatten()
+    rows = gradient if gradient.ndim else gradient.view(1)
+    dtype = torch.float64 if rows.shape[-1] > _LONGEST_FP32_ROW else None
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).flatten()

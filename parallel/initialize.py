@@ -8,30 +8,31 @@ tests/test_model.py would tell. Numbers beyond 3.65 take a logarithm of the C li
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from serried.parallel.shards import local_rows
+from serried.parallel.held import HeldTensor
 
 _BLOCK_NUMBERS = 2**20
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, std_of: Callable[[str], float | None], seed: int) -> None:
-    """Fill every parameter of ``model`` (whole, or sharded on dim 0) in place.
+def initialize(held: Iterable[HeldTensor], std_of: Callable[[str], float | None], seed: int) -> None:
+    """Fill what this rank holds of every parameter, in place.
 
     ``std_of(name)`` is the standard deviation of a normal around zero, or None for ones.
     """
-    for name, parameter in model.named_parameters():
-        local, first_row = local_rows(parameter)
-        std = std_of(name)
+    for each in held:
+        std, box = std_of(each.name), each.box
         if std is None:
-            local.fill_(1.0)
-        elif local.numel():
-            local.copy_(normal_rows(seed, name, tuple(parameter.shape), first_row, local.shape[0]).mul_(std))
+            each.local.fill_(1.0)
+        elif box.numel:
+            first_row, count = (box.starts[0], box.sizes[0]) if box.sizes else (0, 1)
+            rows = normal_rows(seed, each.name, each.spec.shape or (1,), first_row, count)
+            each.local.copy_(rows[(slice(None), *box.columns())].mul_(std).view(box.sizes))
 
 
 def normal_rows(seed: int, name: str, shape: tuple[int, ...], first_row: int, rows: int) -> Tensor:

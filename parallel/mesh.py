@@ -1,5 +1,7 @@
 """Degrees -> layout -> DeviceMesh. Every refusal states the equation with its numbers and a value that works."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,24 +13,78 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How many ways the work is cut, all degrees resolved: ``replicate x shard == world_size``."""
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Mesh axes, outermost first: ranks are numbered row-major over them."""
 
-    strategy: str
+
+@dataclass(frozen=True)
+class Coordinates:
+    """The position of one rank on each mesh axis."""
+
+    pipeline: int
     replicate: int
     shard: int
+    context: int
+    tensor: int
+    data_rank: int
+    """Ranks that differ in it see different samples; all others see the same."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The degree of every mesh axis, all resolved: their product is the number of processes."""
+
+    strategy: str
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    """Not a factor of the number of processes: experts divide the ranks of a block anew."""
+
+    @property
+    def world(self) -> int:
+        """Number of processes."""
+        return self.size(AXES)
 
     @property
     def data_ranks(self) -> int:
         """Ranks that see different samples."""
         return self.replicate * self.shard
 
+    @property
+    def block(self) -> int:
+        """Ranks that together hold one stage of one copy of the model. Their numbers are contiguous."""
+        return self.shard * self.context * self.tensor
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 divides the parameters, over however many ranks."""
+        return self.strategy in ("fsdp", "hsdp")
+
+    def size(self, axes: Iterable[str]) -> int:
+        """Product of the degrees of ``axes``."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def index(self, place: Coordinates, axes: Iterable[str]) -> int:
+        """Number of ``place`` within the product of ``axes``, row-major."""
+        index = 0
+        for axis in axes:
+            index = index * getattr(self, axis) + getattr(place, axis)
+        return index
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where ``rank`` is."""
+        place, rest = {}, rank
+        for axis in reversed(AXES):
+            rest, place[axis] = divmod(rest, getattr(self, axis))
+        assert rest == 0, f"rank {rank} of a layout of {self.world}"
+        return Coordinates(**place, data_rank=place["replicate"] * self.shard + place["shard"])
+
     def describe(self) -> str:
         """For the plan: ``fsdp, shard 8``."""
-        degrees = [
-            f"{axis} {size}" for axis, size in (("replicate", self.replicate), ("shard", self.shard)) if size > 1
-        ]
+        degrees = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         return ", ".join([self.strategy, *degrees])
 
 
@@ -84,8 +140,8 @@ def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
             f"parallel.{'replicate' if strategy == 'ddp' else 'shard'}=-1 for whatever is left"
         )
     if world_size == 1:
-        return Layout("single", 1, 1)
-    return Layout(strategy, known["replicate"], known["shard"])
+        return Layout("single")
+    return Layout(strategy, **known)
 
 
 def gradient_accumulation(trainer: TrainerSection, layout: Layout) -> int:

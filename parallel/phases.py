@@ -5,16 +5,12 @@ until the step is read. On a CPU it is the clock. Each moment of a marked step b
 """
 
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
-DATA, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, HOST = PHASES = (
-    "data", "forward", "backward", "communication", "optimizer", "host"
-)  # fmt: skip
+DATA, FORWARD, BACKWARD, OPTIMIZER, HOST = PHASES = ("data", "forward", "backward", "optimizer", "host")
 """What a step's time is split into. Anything else that is entered within a step is ``host``."""
 
 _Mark = float | torch.cuda.Event
@@ -25,22 +21,16 @@ class Phases:
 
     def __init__(self) -> None:
         self.now = ""
-        """What was entered last; waits are part of what they interrupt."""
+        """What was entered last; waiting for other ranks is part of it."""
         self.listener: Callable[[str], None] | None = None
         """Told of what is entered."""
         self._device = torch.device("cpu")
         self._marks: list[tuple[str, _Mark]] | None = None
         self._marked: list[tuple[str, _Mark]] = []
-        self._before_waits: list[str] = []
-
-    @property
-    def are_marked(self) -> bool:
-        """Whether this step is marked."""
-        return self._marks is not None
 
     def begin(self, device: torch.device) -> None:
         """Mark the step that begins now, with waiting for its data; it is computed on ``device``."""
-        self._device, self._marks, self._before_waits = device, [], []
+        self._device, self._marks = device, []
         self._mark(DATA)
 
     def enter(self, name: str) -> None:
@@ -50,26 +40,6 @@ class Phases:
             self.listener(name)
         if self._marks is not None:
             self._mark(name if name in PHASES else HOST)
-
-    def wait(self) -> None:
-        """What comes until the next phase is communication."""
-        if self._marks is not None:
-            self._mark(COMMUNICATION)
-
-    def begin_wait(self) -> None:
-        """Until ``end_wait``, what comes is communication, within whatever phase this is."""
-        if self._marks is not None:
-            self._before_waits.append(self._marks[-1][0])
-            self._mark(COMMUNICATION)
-
-    def end_wait(self) -> None:
-        """Go on with the phase that was interrupted."""
-        if self._marks is not None and self._before_waits:
-            self._mark(self._before_waits.pop())
-
-    def wait_after(self, tensors: Sequence[Tensor]) -> "GradientWait":
-        """Once backward has computed the gradients of all ``tensors``, what comes is communication."""
-        return GradientWait(tensors, self.wait)
 
     def end(self) -> None:
         """The step is done; if it was marked, it can be read."""
@@ -100,33 +70,6 @@ class Phases:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-class GradientWait:
-    """Waits for the gradients of one backward. Remove it after that.
-
-    (``register_multi_grad_hook`` allows for tensors that get no gradient, at ten times the cost. Where one gets none
-    here, the end is not noticed.)
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], at_the_end: Callable[[], None]) -> None:
-        self.last: Tensor | None = None
-        """Whose gradient came last; None: some have not come."""
-        self._missing, self._at_the_end = len(tensors), at_the_end
-        self._hooks = [tensor.register_hook(partial(self._arrived, tensor)) for tensor in tensors]
-
-    def _arrived(self, tensor: Tensor, gradient: Tensor) -> None:
-        del gradient
-        self._missing -= 1
-        if not self._missing:
-            self.last = tensor
-            self._at_the_end()
-
-    def remove(self) -> None:
-        """Take the hooks away."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
 
 def _seconds_between(start: _Mark, end: _Mark) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import serried.recipes.causal_lm
 import serried.trainer.training_state
 from serried.configs.compose import compose, config_yaml
-from serried.parallel.gradient import local
+from serried.parallel.held import local
 from serried.parallel.plan import LossTerms
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM

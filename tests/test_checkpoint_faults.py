@@ -472,7 +472,7 @@ def test_a_validation_loss_that_is_not_finite_costs_no_checkpoint(text: Path, tm
     def spoilt(*_: Any) -> LossTerms:
         return LossTerms(torch.tensor(float("nan")), torch.tensor(64))
 
-    with patch("serried.parallel.data.Single.evaluate", spoilt):
+    with patch("serried.parallel.model.DistributedModel.evaluate", spoilt):
         printed = train(text, tmp_path / "run", "trainer.eval_every=2").printed
     assert "WARNING" not in printed
     assert steps_saved(tmp_path / "run") == [4, 6]

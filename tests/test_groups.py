@@ -17,7 +17,7 @@ SILENT_SECONDS = 12.0
 def wait_on_each_axis_for_a_silent_peer() -> float:
     """On a mesh of 2x2 rank 3 falls silent: rank 1 waits for it along ``replicate``, rank 2 along ``shard``."""
     with open_session(LaunchSection(start_timeout_seconds=100, step_timeout_seconds=2)) as session:
-        mesh = build_mesh(Layout("hsdp", 2, 2), "cpu")
+        mesh = build_mesh(Layout("hsdp", replicate=2, shard=2), "cpu")
         for axis in ("replicate", "shard"):
             assert mesh.get_group(axis) is not dist.group.WORLD
             dist.all_reduce(torch.ones(1), group=mesh.get_group(axis))

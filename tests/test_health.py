@@ -13,8 +13,9 @@ import torch
 
 from serried.configs.errors import TrainingFailed
 from serried.configs.schema import HealthSection
+from serried.parallel.mesh import Layout
 from serried.program import main
-from serried.trainer.health import differing, digest, respond
+from serried.trainer.health import differing, digest, holders_of_the_same, respond
 from serried.trainer.loader import BatchLoader
 from serried.trainer.loop import Loop
 from serried.trainer.spikes import SpikeWindow
@@ -202,10 +203,13 @@ def flip(tensor: torch.Tensor, place: int, bit: int) -> None:
 
 
 def test_most_are_right_and_of_two_neither_is_known_to_be() -> None:
-    assert differing([5, 5, 5], 1) == ([], True)
-    assert differing([5, 6, 5], 1) == ([1], True)
-    assert differing([5, 6], 1) == ([0, 1], False)
-    assert differing([1, 2, 1, 3], 2) == ([1, 3], False), "ranks 0 and 2 hold one shard, 1 and 3 the other"
+    assert differing([5, 5, 5], [[0, 1, 2]]) == ([], True)
+    assert differing([5, 6, 5], [[0, 1, 2]]) == ([1], True)
+    assert differing([5, 6], [[0, 1]]) == ([0, 1], False)
+    assert differing([1, 2, 1, 3], holders_of_the_same(Layout("hsdp", replicate=2, shard=2), ("shard",))) == (
+        [1, 3],
+        False,
+    ), "ranks 0 and 2 hold one shard, 1 and 3 the other"
 
 
 def train_flipping(argv: list[str], rank: int, after_step: int, what: str) -> int:

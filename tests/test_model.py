@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from serried.configs.schema import ModelSection, RopeScaling
+from serried.parallel.held import held_parameters
 from serried.parallel.initialize import initialize, normal_rows
+from serried.parallel.mesh import Layout
 from serried.recipes.models import head
 from serried.recipes.models.head import IGNORE, linear_cross_entropy_sum
 from serried.recipes.models.transformer import (
@@ -33,7 +35,11 @@ def build(config: ModelSection, seed: int = 0) -> Transformer:
         model = Transformer(config, config.vocab_size or 0)
     model.to_empty(device="cpu")
     # Four times the usual spread, so that a wrong rotation or scale shows far above rounding.
-    initialize(model, lambda name: None if (std := initial_std(config, name)) is None else 4 * std, seed)
+    initialize(
+        held_parameters(model, Layout("single")),
+        lambda name: None if (std := initial_std(config, name)) is None else 4 * std,
+        seed,
+    )
     return model
 
 

@@ -91,14 +91,14 @@ def parallel(strategy: str, **values: object) -> ParallelSection:
 @pytest.mark.parametrize(
     ("section", "world", "layout"),
     [
-        (parallel("single"), 1, Layout("single", 1, 1)),
-        (parallel("ddp", replicate=-1), 8, Layout("ddp", 8, 1)),
-        (parallel("fsdp", shard=-1), 6, Layout("fsdp", 1, 6)),
-        (parallel("hsdp", replicate=2, shard=-1), 8, Layout("hsdp", 2, 4)),
-        (parallel("hsdp", replicate=-1, shard=4), 8, Layout("hsdp", 2, 4)),
-        (parallel("hsdp", replicate=2, shard=4), 8, Layout("hsdp", 2, 4)),
-        (parallel("ddp", replicate=-1), 1, Layout("single", 1, 1)),
-        (parallel("fsdp", shard=-1), 1, Layout("single", 1, 1)),
+        (parallel("single"), 1, Layout("single")),
+        (parallel("ddp", replicate=-1), 8, Layout("ddp", replicate=8)),
+        (parallel("fsdp", shard=-1), 6, Layout("fsdp", shard=6)),
+        (parallel("hsdp", replicate=2, shard=-1), 8, Layout("hsdp", replicate=2, shard=4)),
+        (parallel("hsdp", replicate=-1, shard=4), 8, Layout("hsdp", replicate=2, shard=4)),
+        (parallel("hsdp", replicate=2, shard=4), 8, Layout("hsdp", replicate=2, shard=4)),
+        (parallel("ddp", replicate=-1), 1, Layout("single")),
+        (parallel("fsdp", shard=-1), 1, Layout("single")),
     ],
 )
 def test_layouts_resolve(section: ParallelSection, world: int, layout: Layout) -> None:
@@ -137,7 +137,7 @@ def test_layouts_that_cannot_be_say_why_and_what_would(section: ParallelSection,
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 16))
 def test_batches_divide_or_the_fix_does(global_batch: int, micro_batch: int, ranks: int) -> None:
-    layout = Layout("ddp", ranks, 1)
+    layout = Layout("ddp", replicate=ranks)
     trainer = TrainerSection(steps=1, global_batch=global_batch, micro_batch=micro_batch)
     try:
         assert gradient_accumulation(trainer, layout) * micro_batch * ranks == global_batch
@@ -147,7 +147,7 @@ def test_batches_divide_or_the_fix_does(global_batch: int, micro_batch: int, ran
         for fix in fixes:
             if fix.startswith("as many data ranks as divide it: "):
                 for other in fix.split(": ")[1].split(", "):
-                    gradient_accumulation(trainer, Layout("ddp", int(other), 1))
+                    gradient_accumulation(trainer, Layout("ddp", replicate=int(other)))
                 continue
             key, value = fix.removeprefix("trainer.").split("=")
             gradient_accumulation(trainer.model_copy(update={key: int(value)}), layout)

@@ -11,8 +11,8 @@ from typing import Any
 from serried.configs.errors import EXIT_FINISHED, UserError
 from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig
 from serried.parallel.apply import parallelize
-from serried.parallel.data import Single
 from serried.parallel.mesh import resolve_layout
+from serried.parallel.model import DistributedModel
 from serried.runtime.console import Console
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, read_manifest
@@ -29,10 +29,9 @@ _LARGEST_EXPONENT = 709.0
 
 
 def source_losses(
-    parallel: Single,
+    parallel: DistributedModel,
     task: Task,
     dataset: Dataset,
-    session: Session,
     *,
     samples: int,
     micro_batch: int,
@@ -49,8 +48,8 @@ def source_losses(
             task.collate_numbered,
             numbers,
             micro_batch=micro_batch,
-            data_ranks=session.world_size,
-            data_rank=session.rank,
+            data_ranks=parallel.layout.data_ranks,
+            data_rank=parallel.place.data_rank,
         )
         terms = parallel.evaluate(on_device(batches), task.loss)
         yield source, terms.loss_sum.item(), int(terms.weight.item())
@@ -183,7 +182,7 @@ def _evaluate_on(
     config: RunConfig,
     task: Task,
     session: Session,
-    parallel: Single,
+    parallel: DistributedModel,
     name: str,
     dataset: Dataset,
     wanted: int,
@@ -200,15 +199,13 @@ def _evaluate_on(
             console.doing(f"evaluating {name}: {min(done, total):,} of {total:,} sequences", f"evaluating {name}")
             text_bytes += task.target_bytes(batch) if isinstance(task, TextTask) else 0
             yield to_device(batch, session.device)
-            done += micro_batch * session.world_size
+            done += micro_batch * parallel.layout.data_ranks
 
     each: list[Evaluated] = []
-    losses = source_losses(
-        parallel, task, dataset, session, samples=wanted, micro_batch=micro_batch, on_device=on_device
-    )
+    losses = source_losses(parallel, task, dataset, samples=wanted, micro_batch=micro_batch, on_device=on_device)
     for source, loss_sum, tokens in losses:
         of_source = f"{name}/{source}" if source else name
-        all_bytes, text_bytes = sum(session.gather(text_bytes)), 0
+        all_bytes, text_bytes = sum(dict(session.gather((parallel.place.data_rank, text_bytes))).values()), 0
         each.append(Evaluated(of_source, sizes[source], len(dataset), tokens, all_bytes, loss_sum))
     if len(each) == 1:
         return each
@@ -216,7 +213,7 @@ def _evaluate_on(
     return [Evaluated(name, total, len(dataset), tokens, all_bytes, sum(part.loss_sum for part in each)), *each]
 
 
-def load_model(config: RunConfig, task: Task, session: Session, checkpoint: Path) -> Single:
+def load_model(config: RunConfig, task: Task, session: Session, checkpoint: Path) -> DistributedModel:
     """The model with the weights of ``checkpoint``, cut over all ranks. A collective."""
     model = task.build_model()
     parallel = parallelize(
@@ -229,8 +226,8 @@ def load_model(config: RunConfig, task: Task, session: Session, checkpoint: Path
         low_dtype=LOW_DTYPES[config.precision.name],
         device=session.device,
     )
-    load_weights(checkpoint, parallel.module, task.export_name)
-    parallel.model.eval()
+    load_weights(checkpoint, parallel, task.export_name)
+    parallel.module.eval()
     return parallel
 
 

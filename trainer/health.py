@@ -1,8 +1,8 @@
 """Is the run still sound: what is done about steps that went wrong, and replicas that no longer hold the same bits."""
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from serried.configs.errors import TrainingFailed, TrainingStopped
 from serried.configs.schema import HealthSection
-from serried.parallel.gradient import local
 from serried.parallel.mesh import Layout
 from serried.runtime.session import Session
+from serried.trainer.checkpoint.plan import Part
 from serried.trainer.step import FAILURES_THAT_STOP, StepResult
 
 _CHUNK_WORDS = 2**20
@@ -66,26 +66,36 @@ class ReplicaCheck:
 
     def __init__(self, layout: Layout, session: Session) -> None:
         self._shard, self._session = layout.shard, session
+    def __init__(self, layout: Layout, session: Session) -> None:
+        self._layout, self._session = layout, session
         self.is_possible = layout.replicate > 1
         """Whether there is anything to compare."""
 
-    def __call__(self, step: int, tensors: Iterable[Tensor]) -> None:
-        """Compare ``tensors``, this rank's part of the state after ``step``. A collective; waits for the device.
+    def __call__(self, step: int, parts: Iterable[Part]) -> None:
+        """Compare ``parts``, this rank's share of the state after ``step``. A collective; waits for the device.
 
         Raises:
             TrainingStopped: replicas differ; names the ranks that hold other bits than most.
         """
         if not self.is_possible:
             return
-        mine = digest(local(tensor.detach()) for tensor in tensors)
+        by_axes: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
+        for part in parts:
+            if part.shards.copies(self._layout) > 1:
+                by_axes[part.shards.sliced_axes].append(part.local.detach())
+        groups = dict(sorted(by_axes.items()))
+        mine = torch.stack([digest(tensors) for tensors in groups.values()])
         # Through Gloo: what NCCL may have broken is not asked for the verdict.
-        digests = [torch.zeros(1, dtype=torch.int64) for _ in range(self._session.world_size)]
-        dist.all_gather(digests, mine.cpu().view(1))
-        odd, is_majority = differing([int(value) for value in digests], self._shard)
+        digests = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(self._session.world_size)]
+        dist.all_gather(digests, mine.cpu())
+        odd, is_majority = set[int](), True
+        for axes, column in zip(groups, torch.stack(digests).T.tolist(), strict=True):
+            found, is_clear = differing(column, holders_of_the_same(self._layout, axes))
+            odd, is_majority = odd | set(found), is_majority and is_clear
         if not odd:
             return
         hosts = self._session.gather(self._session.host())
-        named = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in odd)
+        named = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in sorted(odd))
         which = "holds" if len(odd) == 1 else "hold"
         doubt = "other bits than its replicas" if is_majority else "different bits where they should hold the same"
         raise TrainingStopped(
@@ -94,20 +104,27 @@ class ReplicaCheck:
         )
 
 
-def differing(digests: list[int], shard: int) -> tuple[list[int], bool]:
-    """Ranks whose digest is not that of most of those that hold the same shard, and whether there is such a most; where
-    there is none, all that differ."""
+def holders_of_the_same(layout: Layout, axes: Sequence[str]) -> list[list[int]]:
+    """Groups of ranks that hold equal bits of tensors that are divided along ``axes``."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for rank in range(layout.world):
+        groups[layout.index(layout.coordinates(rank), ("pipeline", *axes))].append(rank)
+    return list(groups.values())
+
+
+def differing(digests: Sequence[int], groups: Iterable[Sequence[int]]) -> tuple[list[int], bool]:
+    """Ranks whose digest is not that of most of their group, and whether there is such a most; where there is none, all
+    that differ."""
     odd: list[int] = []
     is_majority = True
-    for first in range(shard):
-        ranks = list(range(first, len(digests), shard))
+    for ranks in groups:
         (usual, count), *others = Counter(digests[rank] for rank in ranks).most_common()
         if not others:
             continue
         if 2 * count > len(ranks):
             odd += [rank for rank in ranks if digests[rank] != usual]
         else:
-            odd, is_majority = odd + ranks, False
+            odd, is_majority = odd + list(ranks), False
     return sorted(odd), is_majority
 
 

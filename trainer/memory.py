@@ -1,7 +1,5 @@
 """What the memory of a rank is needed for, computed from sizes: nothing is allocated."""
 
-import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -10,6 +8,8 @@ from torch import nn
 from serried.configs.schema import RunConfig
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
+from serried.parallel.shard_specs import shard_specs
+from serried.parallel.units import units_of
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task
 
@@ -39,8 +39,10 @@ def planned_memory(
     config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
 ) -> Memory:
     """What a run of ``config`` holds. ``model`` may be on meta."""
-    parameters = list(model.parameters())
-    whole, share = sum(parameter.numel() for parameter in parameters), _held(parameters, layout.shard)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    specs = shard_specs({name: parameter.shape for name, parameter in model.named_parameters()}, layout)
+    first = layout.coordinates(0)  # no rank holds more
+    share = sum(spec.box(layout, first).numel for spec in specs.values())
     is_sharded = layout.shard > 1
     holds_whole_gradients = is_sharded and accumulation > 1 and not config.parallel.sync_every_micro_batch
     low_dtype = LOW_DTYPES[config.precision.name]
@@ -59,17 +61,12 @@ def planned_memory(
     )
 
 
-def _held(parameters: Iterable[nn.Parameter], shard: int) -> int:
-    """Numbers that rank 0, which holds the most, holds of ``parameters`` cut on their first dim."""
-    return sum(
-        math.ceil(parameter.shape[0] / shard) * (parameter.numel() // parameter.shape[0]) for parameter in parameters
-    )
-
-
 def _gathered(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> int:
     """Bytes of whole parameters a sharded rank holds at once: those in no unit, and two units (one ahead)."""
-    width = _FP32_BYTES if config.precision.name == "fp32" else 2
-    units = [sum(p.numel() for name in unit for p in model.get_submodule(name).parameters()) for unit in plan.units]
+    # Without a plan of its own a module is gathered in fp32.
+    width = _FP32_BYTES if config.precision.name == "fp32" or not plan.units else 2
+    names = plan.units or units_of(model)
+    units = [sum(p.numel() for name in unit for p in model.get_submodule(name).parameters()) for unit in names]
     whole = sum(parameter.numel() for parameter in model.parameters())
     if not config.parallel.reshard_after_forward:
         return whole * width

@@ -16,7 +16,7 @@ from serried.configs.divisors import divisors
 from serried.configs.errors import TrainingFailed, UserError
 from serried.configs.formats import size
 from serried.configs.schema import RunConfig
-from serried.parallel.gradient import local
+from serried.parallel.held import local
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.phases import BACKWARD, FORWARD
 from serried.records.run_folder import PROFILES

@@ -74,11 +74,11 @@ def overview(
 def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) -> str:
     """The plan of a run that is not started."""
     model = task.build_model()
-    place = f"planned for {layout.data_ranks} process{'es' if layout.data_ranks > 1 else ''}"
+    place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
     plan = task.parallel_plan(model)
     lines = overview(config, task, layout, accumulation, model, plan, place)
     needed = planned_memory(config, task, layout, accumulation, model, plan).total
-    nobody_said = config.launch.processes is None and layout.data_ranks == 1
+    nobody_said = config.launch.processes is None and layout.world == 1
     is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
     if nobody_said and is_for_gpus and needed > _LARGE_GPU_BYTES:
         lines.append(
@@ -115,7 +115,7 @@ def _saving(config: RunConfig, layout: Layout, parameters: int) -> str:
     rest += ["the best stays"] if checkpoint.keep_best else []
     when = f"every {checkpoint.every} steps and at the end" if checkpoint.every else "at the end"
     whole = state_bytes(parameters)
-    copy = f" (a copy of {size(whole / layout.data_ranks)} a rank in host memory)" if checkpoint.mode == "async" else ""
+    copy = f" (a copy of {size(whole / layout.world)} a rank in host memory)" if checkpoint.mode == "async" else ""
     return f"{when}, {checkpoint.mode}{copy}, {size(whole)} each; {', '.join(rest)}"
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from serried.configs.schema import HealthSection
-from serried.parallel.data import LossFunction, Single
-from serried.parallel.gradient import sum_of_squares
+from serried.parallel.model import DistributedModel, LossFunction
 from serried.parallel.phases import OPTIMIZER
 from serried.trainer.optimizer import take_step
 from serried.trainer.precision import GradScaler
@@ -65,7 +64,7 @@ class TrainStep:
 
     def __init__(
         self,
-        parallel: Single,
+        parallel: DistributedModel,
         optimizer: torch.optim.Optimizer,
         loss: LossFunction,
         scaler: GradScaler,
@@ -94,7 +93,7 @@ class TrainStep:
         )
         self._parallel.phases.enter(OPTIMIZER)
         with torch.no_grad():
-            squares = self._parallel.sum_squares(sum_of_squares(self._gradients()))
+            squares = self._parallel.sum_squares()
             # What .grad has to be divided by to be the gradient of the mean loss.
             divisor = scale * (weight / (self._nominal_weight * self._parallel.gradient_divisor))
             norm = squares.sqrt() / divisor
@@ -140,7 +139,3 @@ class TrainStep:
         """
         self._parallel.forward_backward([batch], self._loss, 0.0, lambda: 0.0)
         self._optimizer.zero_grad()
-
-    def _gradients(self) -> list[Tensor]:
-        groups = self._optimizer.param_groups
-        return [p.grad for group in groups for p in group["params"] if p.grad is not None]

@@ -11,21 +11,22 @@ from serried.trainer.checkpoint.plan import Piece, Plan, aligned
 
 
 class Exchange:
-    """The rounds of a plan: each brings one bucket from the ranks of this copy. One is under way at a time."""
+    """The rounds of a plan: each brings one bucket from the ranks of this block. One is under way at a time."""
 
     def __init__(
-        self, plan: Plan, staged: dict[str, Tensor], shard: int, shards: int, group: "dist.ProcessGroup | None"
+        self, plan: Plan, staged: dict[str, Tensor], rank: int, ranks: int, group: "dist.ProcessGroup | None"
     ) -> None:
+        """``rank`` of the ``ranks`` of the block, whose ``group`` it is."""
         self._group = group
         self._staged = {name: tensor.view(-1).view(torch.uint8) for name, tensor in staged.items()}
         self._under_way: dist.Work | None = None
-        # [round][rank of the copy]: what goes there, and what comes from there.
-        self._sends = [[[] if to == shard else send for to, send in enumerate(sends)] for sends in plan.sends]
-        self._writes, self._is_alone = plan.writes, shards == 1
-        self._receives: list[list[list[Piece]]] = [[[] for _ in range(shards)] for _ in plan.writes]
+        # [round][rank of the block]: what goes there, and what comes from there.
+        self._sends = [[[] if to == rank else send for to, send in enumerate(sends)] for sends in plan.sends]
+        self._writes, self._is_alone = plan.writes, ranks == 1
+        self._receives: list[list[list[Piece]]] = [[[] for _ in range(ranks)] for _ in plan.writes]
         for pieces, receives in zip(plan.writes, self._receives, strict=True):
             for piece in pieces:
-                if piece.source != shard and not self._is_alone:
+                if piece.source != rank and not self._is_alone:
                     receives[piece.source].append(piece)
         self._outgoing = _buffer(self._sends)
         # Two: what has come is written while the next bucket comes.

@@ -1,18 +1,18 @@
 """Which rank writes which file of a checkpoint, and where the bytes of each come from.
 
 Every tensor is stored whole, by one owner, so that each file is written from front to back by one process: what all
-file systems do best, and what any reader opens as it lies. A copy of the model that is spread over ranks sends its rows
-to the owners, in rounds of one bucket per owner.
+file systems do best, and what any reader opens as it lies. The ranks of a block, which together hold one copy of the
+model, send their rows to the owners, in rounds of one bucket per owner.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
 from serried.parallel.mesh import Layout
-from serried.parallel.shards import shard_rows
+from serried.parallel.shard_specs import ShardSpec
 from serried.trainer.checkpoint.tensors import TensorSpec
 
 BUCKET_BYTES = 16 * 2**20
@@ -27,8 +27,8 @@ class Part(NamedTuple):
 
     spec: TensorSpec
     local: Tensor
-    is_sharded: bool
-    """Rows are dealt to the ranks of a copy; else every rank holds all of it."""
+    shards: ShardSpec
+    """Which part of it every rank holds."""
 
 
 class PlannedFile(NamedTuple):
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     """Index of the file they belong to."""
     name: str
     source: int
-    """Rank within the copy."""
+    """Rank within the block."""
     start: int
     """First byte, within what that rank holds of the tensor."""
     nbytes: int
@@ -58,7 +58,7 @@ class Plan:
 
     files: list[PlannedFile]
     sends: list[list[list[Piece]]]
-    """[round][owner's rank within the copy]: pieces, in the owner's order."""
+    """[round][owner's rank within the block]: pieces, in the owner's order."""
     writes: list[list[Piece]]
     """[round]: pieces of this rank's own files, in file order."""
 
@@ -90,17 +90,19 @@ def deal_files(specs: Sequence[TensorSpec], stem: str, ranks: int) -> list[Plann
     ]
 
 
-def make_plan(files: list[PlannedFile], sharded: set[str], layout: Layout, rank: int, bucket_bytes: int) -> Plan:
-    """What ``rank`` sends and writes. ``sharded`` names the tensors whose rows are dealt over the ranks of a copy."""
-    copy, me = divmod(rank, layout.shard)
+def make_plan(
+    files: list[PlannedFile], shards: Mapping[str, ShardSpec], layout: Layout, rank: int, bucket_bytes: int
+) -> Plan:
+    """What ``rank`` sends and writes. ``shards`` says for each tensor who holds what."""
+    block, me = divmod(rank, layout.block)
     sends: list[list[list[Piece]]] = []
     writes: list[list[Piece]] = []
-    for owner in range(layout.shard):
-        owned = [(index, file) for index, file in enumerate(files) if file.owner == copy * layout.shard + owner]
-        stream = (piece for index, file in owned for piece in _pieces(index, file, sharded, layout.shard, owner))
+    for owner in range(layout.block):
+        owned = [(index, file) for index, file in enumerate(files) if file.owner == block * layout.block + owner]
+        stream = (piece for index, file in owned for piece in _pieces(index, file, shards, layout, owner))
         for number, bucket in enumerate(_buckets(stream, bucket_bytes)):
             if number == len(sends):
-                sends.append([[] for _ in range(layout.shard)])
+                sends.append([[] for _ in range(layout.block)])
                 writes.append([])
             sends[number][owner] = [piece for piece in bucket if piece.source == me]
             if owner == me:
@@ -108,16 +110,18 @@ def make_plan(files: list[PlannedFile], sharded: set[str], layout: Layout, rank:
     return Plan(files, sends, writes)
 
 
-def _pieces(index: int, file: PlannedFile, sharded: set[str], shards: int, owner: int) -> Iterator[Piece]:
+def _pieces(
+    index: int, file: PlannedFile, shards: Mapping[str, ShardSpec], layout: Layout, owner: int
+) -> Iterator[Piece]:
     for spec in file.specs:
-        if spec.name not in sharded:
-            yield Piece(index, spec.name, owner, 0, spec.nbytes)
+        held = shards[spec.name]
+        if layout.size(held.sliced_axes) == 1:
+            yield Piece(index, spec.name, owner, 0, spec.nbytes)  # the owner holds all of it
             continue
-        row_bytes = spec.nbytes // max(1, spec.shape[0])
-        for source in range(shards):
-            _, rows = shard_rows(spec.shape[0], shards, source)
-            if rows:
-                yield Piece(index, spec.name, source, 0, rows * row_bytes)
+        for box, source in held.sources(layout):
+            # Whole rows lie in the file as they lie in memory, one box after the other.
+            assert box.sizes[1:] == spec.shape[1:], f"{spec.name} is divided along another dim than its first"
+            yield Piece(index, spec.name, source, 0, box.numel * spec.dtype.itemsize)
 
 
 def aligned(nbytes: int) -> int:

@@ -70,14 +70,14 @@ class Checkpointer:
         self._folder, self._section, self._layout = folder, section, layout
         self._session, self._rank = session, session.rank
         self._parts, self._write_extras = parts, write_extras
-        copies = [range(first, first + layout.shard) for first in range(0, session.world_size, layout.shard)]
+        blocks = [range(first, first + layout.block) for first in range(0, session.world_size, layout.block)]
         self._world = session.background_group([range(session.world_size)])
-        # Copies of one rank have nothing to exchange.
-        self._copy = session.background_group(copies) if 1 < layout.shard < session.world_size else self._world
+        # Blocks of one rank have nothing to exchange.
+        self._block = session.background_group(blocks) if 1 < layout.block < session.world_size else self._world
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         held = list(parts())
         self._plan = self._make_plan(held)
-        mine = {piece.name for bucket in self._plan.writes for piece in bucket if piece.source == self._shard}
+        mine = {piece.name for bucket in self._plan.writes for piece in bucket if piece.source == self._rank_of_block}
         self._kept = mine | {piece.name for sends in self._plan.sends for send in sends for piece in send}
         self._staged = self._allocate([part for _, part in held if part.spec.name in self._kept])
         self._running: Future[Saved] | None = None
@@ -186,19 +186,17 @@ class Checkpointer:
         return staged
 
     @property
-    def _shard(self) -> int:
-        return self._rank % self._layout.shard
+    def _rank_of_block(self) -> int:
+        return self._rank % self._layout.block
 
     def _make_plan(self, parts: list[tuple[str, Part]]) -> Plan:
         files = [
             file
             for stem in (MODEL, OPTIMIZER)
-            for file in deal_files(
-                [part.spec for of, part in parts if of == stem], stem, self._layout.replicate * self._layout.shard
-            )
+            for file in deal_files([part.spec for of, part in parts if of == stem], stem, self._layout.world)
         ]
-        sharded = {part.spec.name for _, part in parts if part.is_sharded} if self._layout.shard > 1 else set()
-        return make_plan(files, sharded, self._layout, self._rank, BUCKET_BYTES)
+        shards = {part.spec.name: part.shards for _, part in parts}
+        return make_plan(files, shards, self._layout, self._rank, BUCKET_BYTES)
 
     # in the background ----------------------------------------------------------------------------------------------
 
@@ -235,9 +233,9 @@ class Checkpointer:
             return f"cannot write {partial}: {error.strerror}"
 
     def _write(self, partial: Path, staged: dict[str, Tensor]) -> tuple[dict[str, FileRecord], str | None]:
-        """Send this rank's pieces to their owners, and write what it owns. A collective of the ranks of one copy, to
+        """Send this rank's pieces to their owners, and write what it owns. A collective of the ranks of one block, to
         the end even where this rank cannot write any more."""
-        plan, exchange = self._plan, Exchange(self._plan, staged, self._shard, self._layout.shard, self._copy)
+        plan, exchange = self._plan, Exchange(self._plan, staged, self._rank_of_block, self._layout.block, self._block)
         writer = Writer(partial, plan)
         exchange.begin(0)
         for number, writes in enumerate(plan.writes):

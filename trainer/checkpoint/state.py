@@ -1,14 +1,14 @@
 """The tensors that a checkpoint holds, by name: weights as they are exported, the optimizer's as <weight>.<state>."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from serried.configs.errors import UserError
-from serried.parallel.shards import local_rows
+from serried.parallel.held import HeldTensor, persistent_buffers, tied_names
+from serried.parallel.model import DistributedModel
 from serried.trainer.checkpoint.plan import Part
 from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER
 from serried.trainer.checkpoint.tensors import TensorFolder, TensorSpec
@@ -21,46 +21,58 @@ _UNUSED = ("lm_head.weight", ".rotary_emb.inv_freq")
 
 
 def state_parts(
-    module: nn.Module, optimizer: torch.optim.Optimizer, export_name: Callable[[str], str]
+    parallel: DistributedModel, optimizer: torch.optim.Optimizer, export_name: Callable[[str], str]
 ) -> Iterator[tuple[str, Part]]:
     """Everything that training changes, each with the stem of its files; in the same order always."""
-    named = [(export_name(name), parameter) for name, parameter in module.named_parameters()]
-    for name, parameter in named:
-        yield MODEL, _part(name, parameter)
-    for name, parameter in named:
-        for key, value in optimizer.state[parameter].items():
-            yield OPTIMIZER, _part(f"{name}.{key}", value)
+    for held in (*parallel.parameters, *parallel.buffers):
+        yield MODEL, _part(export_name(held.name), held)
+    for name, held in _optimizer_state(parallel, optimizer, export_name).items():
+        yield OPTIMIZER, _part(name, held)
 
 
-def _part(name: str, tensor: Tensor) -> Part:
-    local, _ = local_rows(tensor)
-    return Part(TensorSpec(name, tensor.dtype, tuple(tensor.shape)), local, isinstance(tensor, DTensor))
+def _part(name: str, held: HeldTensor) -> Part:
+    return Part(TensorSpec(name, held.tensor.dtype, held.spec.shape), held.local, held.spec)
+
+
+def _weights(parallel: DistributedModel, export_name: Callable[[str], str]) -> dict[str, HeldTensor]:
+    return {export_name(held.name): held for held in (*parallel.parameters, *parallel.buffers)}
+
+
+def _optimizer_state(
+    parallel: DistributedModel, optimizer: torch.optim.Optimizer, export_name: Callable[[str], str]
+) -> dict[str, HeldTensor]:
+    """By name in the checkpoint."""
+    return {
+        f"{export_name(held.name)}.{key}": parallel.held_like(held, value)
+        for held in parallel.parameters
+        for key, value in optimizer.state.get(held.tensor, {}).items()
+    }
 
 
 @torch.no_grad()
 def load_state(
-    checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optimizer, export_name: Callable[[str], str]
+    checkpoint: Path,
+    parallel: DistributedModel,
+    optimizer: torch.optim.Optimizer,
+    export_name: Callable[[str], str],
 ) -> None:
     """Fill weights and optimizer state from a checkpoint; each rank reads its rows alone.
 
     Raises:
         UserError: the checkpoint is of another model.
     """
-    named = {export_name(name): parameter for name, parameter in module.named_parameters()}
-    _fill(TensorFolder(checkpoint, MODEL), named)
-    states = {f"{name}.{key}": value for name, p in named.items() for key, value in optimizer.state[p].items()}
-    _fill(TensorFolder(checkpoint, OPTIMIZER), states)
+    load_weights(checkpoint, parallel, export_name)
+    _fill(TensorFolder(checkpoint, OPTIMIZER), _optimizer_state(parallel, optimizer, export_name))
 
 
 @torch.no_grad()
-def load_weights(folder: Path, module: nn.Module, export_name: Callable[[str], str]) -> None:
+def load_weights(folder: Path, parallel: DistributedModel, export_name: Callable[[str], str]) -> None:
     """Fill weights from a model folder in any float dtype; each rank reads its rows alone.
 
     Raises:
         UserError: the folder holds another model.
     """
-    named = {export_name(name): parameter for name, parameter in module.named_parameters()}
-    _fill(TensorFolder(folder, MODEL), named)
+    _fill(TensorFolder(folder, MODEL), _weights(parallel, export_name), _aliases(parallel.module, export_name))
 
 
 def check_names(folder: Path, module: nn.Module, export_name: Callable[[str], str]) -> None:
@@ -69,13 +81,19 @@ def check_names(folder: Path, module: nn.Module, export_name: Callable[[str], st
     Raises:
         UserError: the folder holds another model.
     """
-    named = {export_name(name): parameter for name, parameter in module.named_parameters()}
-    _check(TensorFolder(folder, MODEL), named)
+    named: dict[str, Tensor] = {export_name(name): parameter for name, parameter in module.named_parameters()}
+    named |= {export_name(name): module.get_buffer(name) for name in persistent_buffers(module)}
+    _check(TensorFolder(folder, MODEL), named, _aliases(module, export_name))
 
 
-def _check(folder: TensorFolder, named: Mapping[str, Tensor]) -> None:
+def _aliases(module: nn.Module, export_name: Callable[[str], str]) -> set[str]:
+    """Further names of shared parameters, under which a folder may hold them once more."""
+    return {export_name(name) for name in tied_names(module)}
+
+
+def _check(folder: TensorFolder, named: Mapping[str, Tensor], aliases: Collection[str] = ()) -> None:
     missing = [name for name in named if name not in folder.specs]
-    extra = [name for name in folder.specs if name not in named and not name.endswith(_UNUSED)]
+    extra = [name for name in folder.specs if name not in named and name not in aliases and not name.endswith(_UNUSED)]
     shaped = [
         f"{name} is {list(folder.specs[name].shape)} there and {list(tensor.shape)} here"
         for name, tensor in named.items()
@@ -91,22 +109,22 @@ def _check(folder: TensorFolder, named: Mapping[str, Tensor]) -> None:
             f"{folder.folder} holds another model than this command describes: {'; '.join(problems)}; "
             "use the model.* keys it was trained with (see its config.json), or run.name=OTHER for a new run"
         )
-    for name in named:
-        if not folder.specs[name].dtype.is_floating_point:
+    for name, tensor in named.items():
+        if tensor.is_floating_point() and not folder.specs[name].dtype.is_floating_point:
             raise UserError(f"{folder.folder}: {name} is {folder.specs[name].dtype}; only float weights can be trained")
 
 
-def _fill(folder: TensorFolder, named: Mapping[str, Tensor]) -> None:
-    _check(folder, named)
-    for name, tensor in named.items():
-        local, first = local_rows(tensor)
+def _fill(folder: TensorFolder, named: Mapping[str, HeldTensor], aliases: Collection[str] = ()) -> None:
+    _check(folder, {name: held.tensor for name, held in named.items()}, aliases)
+    for name, held in named.items():
+        local, box = held.local, held.box
         if local.ndim == 0:
             local.copy_(folder.read(name))
             continue
-        rows = max(1, _PIECE_BYTES // max(1, folder.specs[name].nbytes // max(1, tensor.shape[0])))
+        rows = max(1, _PIECE_BYTES // max(1, folder.specs[name].nbytes // max(1, held.spec.shape[0])))
         for begin in range(0, local.shape[0], rows):
             part = local[begin : begin + rows]
-            part.copy_(folder.read(name, first + begin, part.shape[0]))
+            part.copy_(folder.read(name, box.starts[0] + begin, part.shape[0])[(slice(None), *box.columns())])
 
 
 def _some(names: list[str]) -> str:

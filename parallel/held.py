@@ -1,0 +1,81 @@
+"""The tensors of a model as one rank holds them."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from serried.parallel.mesh import Layout
+from serried.parallel.shard_specs import Box, ShardSpec, shard_specs
+
+
+class HeldTensor(NamedTuple):
+    """A parameter or buffer, and which part of it this rank holds."""
+
+    name: str
+    tensor: Tensor
+    """As the module has it while nothing is gathered; what an optimizer takes."""
+    spec: ShardSpec
+    box: Box
+
+    @property
+    def local(self) -> Tensor:
+        """The part that this rank holds, as a plain tensor over the same memory."""
+        return local(self.tensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part that this rank holds, as a plain tensor over the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held_parameters(module: nn.Module, layout: Layout, rank: int = 0) -> list[HeldTensor]:
+    """Every parameter of ``module``, sharded by ``layout``, each once, under the first of its names."""
+    named = dict(module.named_parameters())
+    specs = shard_specs({name: each.shape for name, each in named.items()}, layout, unshardable(module))
+    place = layout.coordinates(rank)
+    found = [HeldTensor(name, each, specs[name], specs[name].box(layout, place)) for name, each in named.items()]
+    for each in found:  # so that the specs cannot drift from what torch did
+        shape = tuple(each.local.shape)
+        assert shape == each.box.sizes, f"{each.name} is {list(shape)} here, expected {list(each.box.sizes)}"
+    return found
+
+
+def unshardable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that FSDP2 refuses, which stay whole on every rank: without dims, or integers."""
+    named = module.named_parameters()
+    return {name: each for name, each in named if not each.ndim or not each.is_floating_point()}
+
+
+def persistent_buffers(module: nn.Module) -> list[str]:
+    """Names of the buffers that belong to the module's state. Ask before the module is sharded."""
+    names = [name for name, _ in module.named_buffers()]
+    state = module.state_dict() if names else {}
+    return [name for name in names if name in state]
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Further names of parameters that several modules share -> the first name of each."""
+    first: dict[nn.Parameter, str] = {}
+    return {
+        name: first[parameter]
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if first.setdefault(parameter, name) != name
+    }
+
+
+def tie(module: nn.Module, names: Mapping[str, str]) -> None:
+    """Let parameters share memory again, as ``tied_names`` found them."""
+    for name, first in names.items():
+        owner, _, last = name.rpartition(".")
+        setattr(module.get_submodule(owner), last, module.get_parameter(first))
+
+
+@torch.no_grad()
+def to_fp32(module: nn.Module) -> None:
+    """Make every floating-point parameter of fewer bits fp32: training adds small updates to them."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and parameter.element_size() < 4:
+            parameter.data = parameter.data.float()

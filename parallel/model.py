@@ -1,0 +1,182 @@
+"""The model as the trainer sees it, whatever its layout: forward, backward, totals over all ranks."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from serried.parallel.data import GradientSync
+from serried.parallel.gradient import global_sum_of_squares
+from serried.parallel.held import HeldTensor, held_parameters
+from serried.parallel.mesh import Layout
+from serried.parallel.phases import BACKWARD, FORWARD, Phases
+from serried.parallel.plan import LossTerms
+from serried.parallel.shard_specs import Box, ShardSpec
+
+LossFunction = Callable[[nn.Module, Any], LossTerms]
+
+
+class Totals(NamedTuple):
+    """Sums over the global batch and all ranks, fp64 scalars on the device."""
+
+    loss_sum: Tensor
+    weight: Tensor
+    votes: Tensor
+    by_source: Tensor
+    """Valid targets of each source of a mixture, [sources]; empty: there is one source."""
+
+
+class Direct:
+    """A runner: the whole model on this rank, each micro-batch forward and then backward."""
+
+    def __init__(self, sync: GradientSync, phases: Phases, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._sync, self._phases, self._autocast = sync, phases, autocast
+
+    def train(self, batches: Sequence[Any], loss: LossFunction, ended: Callable[[int, LossTerms], Tensor]) -> None:
+        """``ended(index, terms)`` turns what the loss returned for a micro-batch into what its backward starts from."""
+        for index, batch in enumerate(batches):
+            with self._sync.during(index == len(batches) - 1):
+                self._phases.enter(FORWARD)
+                with self._autocast():
+                    terms = self._sync.root(loss, batch)
+                self._phases.enter(BACKWARD)
+                ended(index, terms).backward()
+
+    def predict(self, batches: Iterable[Any], loss: LossFunction) -> Iterator[LossTerms]:
+        """Forward only."""
+        for batch in batches:
+            with self._autocast():
+                yield self._sync.root(loss, batch)
+
+
+class DistributedModel:
+    """A model on this rank: a runner, a gradient synchronization, and who holds what.
+
+    Parameters are those of ``module``; ``module`` itself may be called only within ``run``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sync: GradientSync,
+        layout: Layout,
+        device: torch.device,
+        phases: Phases,
+        *,
+        autocast_dtype: torch.dtype | None,
+        buffers: Sequence[str] = (),
+    ) -> None:
+        """``buffers`` names those that belong to the model's state."""
+        self.module, self.layout, self.device, self.phases = module, layout, device, phases
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.place = layout.coordinates(rank)
+        self.parameters: list[HeldTensor] = held_parameters(module, layout, rank)
+        self.gradient_divisor = sync.divisor
+        """``.grad`` times this is the sum over ranks."""
+        self._sync, self._buffer_names, self._autocast_dtype = sync, buffers, autocast_dtype
+        self._runner = Direct(sync, phases, self.autocast)
+
+    @property
+    def buffers(self) -> list[HeldTensor]:
+        """Buffers of the model's state, which every rank holds whole."""
+        return [_whole(name, self.module.get_buffer(name)) for name in self._buffer_names]
+
+    def held_like(self, parameter: HeldTensor, value: Tensor) -> HeldTensor:
+        """A tensor of the optimizer that belongs to ``parameter``: divided as that is, or whole if of another shape."""
+        if tuple(value.shape) == parameter.spec.shape:
+            return parameter._replace(tensor=value)
+        return _whole(parameter.name, value)
+
+    @property
+    def model(self) -> Any:
+        """What to call in place of the module, for its forward. Several ranks must call it together."""
+        return partial(self._sync.root, nn.Module.__call__)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``function(module, ...)``, which may call whatever the module has. A collective."""
+        return self._sync.root(function, *args, **kwargs)
+
+    def forward_backward(
+        self, batches: Sequence[Any], loss: LossFunction, scale: float | Tensor, vote: Callable[[], float]
+    ) -> Totals:
+        """Backward through ``scale`` x the summed loss of all ``batches`` of all ranks.
+
+        ``.grad`` is that sum's gradient over ``gradient_divisor``. Ranks exchange gradients once, after the last
+        micro-batch, unless asked to do so after each; the totals travel while the last backward runs. This rank's
+        ``vote`` travels with them: asked for at the last moment, it costs no exchange of its own.
+        """
+        assert batches, "a step has a micro-batch at least"
+        totals = torch.empty(0)
+        travelling: dist.Work | None = None
+
+        def ended(index: int, terms: LossTerms) -> Tensor:
+            nonlocal totals, travelling
+            mine, is_last = terms.totals(), index == len(batches) - 1
+            if index == 0:  # the vote comes last
+                totals = mine.new_zeros(len(mine) + 1)
+            totals[:-1] += mine
+            if is_last and (my_vote := vote()):
+                totals[-1] = my_vote
+            if is_last and dist.is_initialized():
+                travelling = dist.all_reduce(totals, async_op=True)
+            return terms.loss_sum * scale
+
+        self._runner.train(batches, loss, ended)
+        self._share_buffers()
+        if travelling is not None:
+            travelling.wait()
+        return Totals(totals[0], totals[1], totals[-1], totals[2:-1])
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Any], loss: LossFunction) -> LossTerms:
+        """Totals of ``batches`` over all ranks, no gradients. Every rank must bring the same number of batches."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with _evaluating(self.module):
+            for terms in self._runner.predict(batches, loss):
+                totals += torch.stack((terms.loss_sum.double(), terms.weight.double()))
+        if dist.is_initialized():
+            dist.all_reduce(totals)
+        self.reshard()
+        return LossTerms(totals[0], totals[1])
+
+    def sum_squares(self) -> Tensor:
+        """Sum of squares of the whole reduced gradient (``.grad``), fp64 scalar, equal bits on all ranks."""
+        return global_sum_of_squares(self.parameters, self.layout)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context forwards run in."""
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self._autocast_dtype)
+
+    def reshard(self) -> None:
+        """Free what a forward without backward left gathered."""
+        self._sync.reshard()
+
+    @torch.no_grad()
+    def _share_buffers(self) -> None:
+        """Give every rank rank 0's buffers (statistics of its samples, as of BatchNorm): those a checkpoint holds."""
+        if self._buffer_names and dist.is_initialized():
+            for each in self.buffers:
+                dist.broadcast(each.tensor, 0)
+
+
+def _whole(name: str, tensor: Tensor) -> HeldTensor:
+    shape = tuple(tensor.shape)
+    return HeldTensor(name, tensor, ShardSpec(name, shape), Box((0,) * len(shape), shape))
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Modules in evaluation mode; afterwards each is in the mode it was in."""
+    training = [each for each in module.modules() if each.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True

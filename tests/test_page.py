@@ -69,8 +69,7 @@ def write_run(folder: Path, steps: int, *, seed: int = 0, config: dict[str, Any]
             "memory_reserved_bytes": 75 << 30, "data_seconds": 0.002, "slowest_rank": 3, "slowest_share": 1.01,
             "eta_seconds": (steps - step) * 0.5, "skipped": is_bad, "scale": None,
             "time_split": {
-                "data": 0.002, "forward": whole * 0.3, "backward": whole * 0.6, "communication": 0.04,
-                "optimizer": 0.02, "host": 0.01,
+                "data": 0.002, "forward": whole * 0.3, "backward": whole * 0.6, "optimizer": 0.02, "host": 0.01,
             } if step % 10 == 0 else None,
             "time": time,
         }  # fmt: skip

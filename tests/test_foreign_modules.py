@@ -1,0 +1,192 @@
+"""Any nn.Module trains alike on every layout: eager, tied, frozen, with unused parameters, buffers, odd shapes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from serried.configs.compose import compose
+from serried.configs.errors import UserError
+from serried.configs.schema import LaunchSection
+from serried.parallel.apply import parallelize
+from serried.parallel.mesh import resolve_layout
+from serried.parallel.model import DistributedModel
+from serried.parallel.plan import LossTerms, ParallelPlan
+from serried.parallel.units import units_of
+from serried.runtime.session import open_session
+from serried.trainer.checkpoint.manifest import read_manifest
+from serried.trainer.checkpoint.save import Checkpointer
+from serried.trainer.checkpoint.state import load_state, state_parts
+from tests.cluster import Cluster
+
+BATCH, STEPS = 12, 5
+
+
+def gpt2() -> nn.Module:
+    """Tied: lm_head.weight is transformer.wte.weight."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 97, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4}
+    dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
+
+
+def gpt2_loss(model: Any, rows: Tensor) -> LossTerms:
+    tokens = (rows[:, None] * 7 + torch.arange(17) * (rows[:, None] % 5 + 1)) % 97
+    logits = model(**{"input_ids": tokens[:, :-1]}).logits
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    return LossTerms(loss, torch.tensor(tokens[:, 1:].numel()))
+
+
+class Odd(nn.Module):
+    """All that user code does and a sharding library trips over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.norm = nn.BatchNorm1d(6)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.offset = nn.Parameter(torch.zeros(1))
+        self.never_used = nn.Linear(5, 3)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.low = nn.Parameter(torch.full((6,), 0.5, dtype=torch.bfloat16))
+        self.codes = nn.Parameter(torch.arange(6), requires_grad=False)
+        self.register_buffer("shift", torch.linspace(0, 1, 6))
+        self.register_buffer("derived", torch.linspace(1, 2, 6), persistent=False)
+
+    def encode(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Called by the loss in place of forward."""
+        x = self.embed(tokens) + self.shift
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return {"x": self.frozen(x) * self.scale + self.offset + self.codes * self.low + self.derived}
+
+
+def odd_loss(model: Any, rows: Tensor) -> LossTerms:
+    x = model.encode(rows % 11)["x"]
+    if model.training:
+        model.norm(x.detach())  # statistics of this rank's samples
+    return LossTerms((x.sin() ** 2).sum(), torch.tensor(x.numel()))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {"gpt2": (gpt2, gpt2_loss), "odd": (Odd, odd_loss)}
+
+
+def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
+    """Losses of some steps, the number of parameters, and a checkpoint in ``run_dir`` that is read back."""
+    config = compose([f"run.dir={run_dir}", "checkpoint.mode=sync", *argv])
+    build, loss = MODELS[name]
+    with open_session(LaunchSection()) as session:
+        torch.manual_seed(config.trainer.seed)
+        layout = resolve_layout(config.parallel, session.world_size)
+
+        def parallel() -> DistributedModel:
+            return parallelize(
+                build(), ParallelPlan(()), None, seed=1, layout=layout, section=config.parallel, low_dtype=None,
+                device=session.device,
+            )  # fmt: skip
+
+        model = parallel()
+        optimizer = torch.optim.AdamW([held.tensor for held in model.parameters if held.tensor.requires_grad], lr=1e-2)
+        losses, norms = [], []
+        rows = torch.arange(BATCH).chunk(layout.data_ranks)[model.place.data_rank]
+        for step in range(STEPS):
+            batches = list((rows + BATCH * step).chunk(2))
+            totals = model.forward_backward(batches, loss, 1 / BATCH, lambda: 0.0)
+            losses.append((totals.loss_sum / totals.weight).item())
+            norms.append(model.sum_squares().sqrt().item() * model.gradient_divisor)
+            for held in model.parameters:
+                if held.tensor.grad is not None:
+                    held.tensor.grad.mul_(model.gradient_divisor)
+            optimizer.step()
+            optimizer.zero_grad()
+        evaluated = model.evaluate([rows], loss)
+        losses.append((evaluated.loss_sum / evaluated.weight).item())
+        saver = Checkpointer(
+            Path(run_dir), config.checkpoint, layout, session, lambda: state_parts(model, optimizer, str), lambda _: None
+        )
+        if session.is_main:
+            Path(run_dir).mkdir(parents=True, exist_ok=True)
+        session.gather(None)
+        saver.save(STEPS, {})
+        saved = saver.wait()
+        assert saved is not None
+        assert saved.problem is None
+        again = parallel()
+        other = torch.optim.AdamW([held.tensor for held in again.parameters if held.tensor.requires_grad])
+        for mine, theirs in zip(again.parameters, model.parameters, strict=True):
+            if theirs.tensor in optimizer.state:
+                state = optimizer.state[theirs.tensor].items()
+                other.state[mine.tensor] = {key: torch.zeros_like(value) for key, value in state}
+        load_state(saved.path, again, other, str)
+        for mine, theirs in zip((*again.parameters, *again.buffers), (*model.parameters, *model.buffers), strict=True):
+            assert torch.equal(mine.local, theirs.local), mine.name
+        saver.close()
+        return {
+            "losses": losses,
+            "norms": norms,
+            "parameters": sum(held.tensor.numel() for held in model.parameters),
+        }
+
+
+LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "fsdp")]
+
+
+def on_every_layout(cluster: Cluster, folder: Path, name: str) -> list[dict[str, Any]]:
+    found = []
+    for ranks, strategy in LAYOUTS:
+        argv, run_dir = [f"parallel={strategy}"], str(folder / f"{strategy}{ranks}")
+        answers = cluster.run(ranks, "tests.test_foreign_modules:train", name=name, argv=argv, run_dir=run_dir)
+        found.append(answers[0].value)
+    return found
+
+
+def test_a_tied_gpt2_of_transformers_has_one_curve_on_every_layout(cluster: Cluster, tmp_path: Path) -> None:
+    alone, *others = on_every_layout(cluster, tmp_path, "gpt2")
+    for other in others:
+        assert other["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert other["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+    assert {each["parameters"] for each in (alone, *others)} == {sum(p.numel() for p in gpt2().parameters())}
+    for ranks, strategy in LAYOUTS:
+        folder = tmp_path / f"{strategy}{ranks}" / f"step-{STEPS:08d}"
+        weights: dict[str, Tensor] = {}
+        for path in sorted(folder.glob("model*.safetensors")):
+            weights |= load_file(path)
+        assert "lm_head.weight" not in weights, "saved once, as transformers does"
+        missing = gpt2().load_state_dict(weights, strict=False)
+        assert missing.missing_keys == ["lm_head.weight"]
+        assert not missing.unexpected_keys
+        assert read_manifest(folder)
+
+
+def test_whatever_a_module_holds_it_trains_alike_on_every_layout(cluster: Cluster, tmp_path: Path) -> None:
+    alone, *others = on_every_layout(cluster, tmp_path, "odd")
+    for other in others:
+        assert other["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert other["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+        assert other["parameters"] == alone["parameters"]
+
+
+def test_units_are_repeated_blocks_and_large_ends_that_share_nothing() -> None:
+    assert units_of(gpt2()) == (("transformer.h.0",), ("transformer.h.1",), ("transformer.h.2",))
+    assert units_of(Odd()) == (("embed",), ("blocks.0",), ("blocks.1",), ("blocks.2",), ("frozen",))
+    assert units_of(nn.Linear(3, 3)) == ()
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    encoder = nn.TransformerEncoder(layer, 2)
+    assert units_of(encoder) == (("layers.0",), ("layers.1",))
+    shared = nn.Linear(4, 4)
+    assert units_of(nn.Sequential(nn.Sequential(shared, nn.Linear(4, 4)), shared)) != ()
+
+
+def test_a_plan_that_separates_a_tied_parameter_is_refused() -> None:
+    config = compose(["parallel=fsdp", "parallel.shard=1"])
+    layout = resolve_layout(config.parallel.model_copy(update={"strategy": "fsdp", "shard": 2}), 2)
+    with pytest.raises(UserError, match="lm_head.weight and transformer.wte.weight are one parameter"):
+        parallelize(
+            gpt2(), ParallelPlan((("transformer.wte",), ("lm_head",))), None, seed=1, layout=layout,
+            section=config.parallel, low_dtype=None, device=torch.device("cpu"),
+        )  # fmt: skip

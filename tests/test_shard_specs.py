@@ -1,0 +1,103 @@
+"""Shard specs: every element is held by exactly as many ranks as they say, and local shapes are those torch makes."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from serried.configs.compose import compose
+from serried.parallel.apply import parallelize
+from serried.parallel.mesh import AXES, Layout
+from serried.parallel.plan import ParallelPlan
+from serried.parallel.shard_specs import ShardSpec, Slice, chunk, shard_specs
+
+DEGREES = st.sampled_from([1, 1, 2, 3])
+LAYOUTS = st.builds(Layout, st.just("hsdp"), **dict.fromkeys(AXES, DEGREES))
+
+
+@st.composite
+def divided(draw: st.DrawFn) -> tuple[Layout, ShardSpec]:
+    """Any layout, and a tensor divided over its tensor, shard and context axes, held by one stage or two."""
+    layout = draw(LAYOUTS)
+    shape = tuple(draw(st.lists(st.integers(1, 11), min_size=1, max_size=3)))
+    dims = st.integers(0, len(shape) - 1)
+    slices = [Slice(draw(dims), ("tensor",))] if draw(st.booleans()) else []
+    slices.append(Slice(draw(dims), ("shard", "context")))
+    stages = tuple(sorted({0, layout.pipeline - 1})) if draw(st.booleans()) else (0,)
+    return layout, ShardSpec("weight", shape, tuple(slices), stages)
+
+
+@settings(max_examples=150, deadline=None)
+@given(divided())
+def test_every_element_is_held_by_as_many_ranks_as_the_spec_says(case: tuple[Layout, ShardSpec]) -> None:
+    layout, spec = case
+    holders, squares = np.zeros(spec.shape, int), 0.0
+    for rank in range(layout.world):
+        place = layout.coordinates(rank)
+        if place.pipeline in spec.stages:
+            box = spec.box(layout, place)
+            rows = slice(box.starts[0], box.starts[0] + box.sizes[0])
+            holders[(rows, *box.columns())] += 1
+            squares += box.numel / spec.copies(layout)
+    assert (holders == spec.copies(layout)).all()
+    assert math.isclose(squares, math.prod(spec.shape)), "a norm counts each element once"
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_chunks_are_those_of_torch(size: int, chunks: int) -> None:
+    theirs = [len(part) for part in torch.arange(size).chunk(chunks)]
+    ours = [chunk(size, chunks, index) for index in range(chunks)]
+    assert [width for _, width in ours] == theirs + [0] * (chunks - len(theirs))
+    assert [start for start, width in ours if width] == [sum(theirs[:index]) for index in range(len(theirs))]
+
+
+@given(LAYOUTS)
+def test_ranks_are_numbered_row_major_and_blocks_are_contiguous(layout: Layout) -> None:
+    places = [layout.coordinates(rank) for rank in range(layout.world)]
+    assert [layout.index(place, AXES) for place in places] == list(range(layout.world))
+    blocks = [layout.index(place, ("pipeline", "replicate")) for place in places]
+    assert blocks == sorted(blocks)
+    assert len(blocks) == layout.block * len(set(blocks))
+    assert {place.data_rank for place in places} == set(range(layout.data_ranks))
+
+
+@given(st.integers(1, 9), st.integers(1, 30))
+def test_sources_of_a_block_are_its_rows_in_order(shard: int, rows: int) -> None:
+    layout = Layout("hsdp", replicate=2, shard=shard)
+    spec = shard_specs({"weight": (rows, 3)}, layout)["weight"]
+    sources = spec.sources(layout)
+    assert [rank for _, rank in sources] == list(range(len(sources)))
+    assert sum(box.sizes[0] for box, _ in sources) == rows
+    assert all(box.sizes[1:] == (3,) for box, _ in sources)
+
+
+def test_tensors_that_cannot_be_sharded_are_whole_on_every_rank() -> None:
+    layout = Layout("fsdp", shard=4)
+    specs = shard_specs({"scale": (), "codes": (8, 2), "weight": (1,)}, layout, whole=["codes"])
+    assert [specs[name].copies(layout) for name in ("scale", "codes", "weight")] == [4, 4, 1]
+    assert [specs["weight"].box(layout, layout.coordinates(rank)).numel for rank in range(4)] == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("rank", [3, 500])
+def test_on_512_ranks_local_shapes_are_those_of_the_specs(rank: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=512)
+    try:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Embedding(32000, 24), *(nn.Linear(24, 24) for _ in range(3)), nn.LayerNorm(24))
+        config = compose(["parallel=hsdp", "parallel.replicate=8", "parallel.shard=64"])
+        layout = Layout("hsdp", replicate=8, shard=64)
+        parallel = parallelize(
+            model, ParallelPlan((("0",), ("1",))), None, seed=1, layout=layout, section=config.parallel,
+            low_dtype=None, device=torch.device("cpu"),
+        )  # fmt: skip
+        shapes = {held.name: tuple(held.local.shape) for held in parallel.parameters}
+        assert shapes["0.weight"] == (500, 24)
+        assert shapes["1.weight"] == ((1, 24) if rank % 64 < 24 else (0, 24))
+    finally:
+        dist.destroy_process_group()

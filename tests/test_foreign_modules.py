@@ -107,7 +107,12 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
         evaluated = model.evaluate([rows], loss)
         losses.append((evaluated.loss_sum / evaluated.weight).item())
         saver = Checkpointer(
-            Path(run_dir), config.checkpoint, layout, session, lambda: state_parts(model, optimizer, str), lambda _: None
+            Path(run_dir),
+            config.checkpoint,
+            layout,
+            session,
+            lambda: state_parts(model, optimizer, str),
+            lambda _: None,
         )
         if session.is_main:
             Path(run_dir).mkdir(parents=True, exist_ok=True)
@@ -185,7 +190,7 @@ def test_units_are_repeated_blocks_and_large_ends_that_share_nothing() -> None:
 def test_a_plan_that_separates_a_tied_parameter_is_refused() -> None:
     config = compose(["parallel=fsdp", "parallel.shard=1"])
     layout = resolve_layout(config.parallel.model_copy(update={"strategy": "fsdp", "shard": 2}), 2)
-    with pytest.raises(UserError, match="lm_head.weight and transformer.wte.weight are one parameter"):
+    with pytest.raises(UserError, match=r"lm_head.weight and transformer\.wte\.weight are one parameter"):
         parallelize(
             gpt2(), ParallelPlan((("transformer.wte",), ("lm_head",))), None, seed=1, layout=layout,
             section=config.parallel, low_dtype=None, device=torch.device("cpu"),

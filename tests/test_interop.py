@@ -28,7 +28,7 @@ def train_and_look(argv: list[str], out: str) -> int:
 
     def answer(trainer: Trainer) -> Tensor:
         with torch.no_grad():
-            logits: Tensor = trainer.state.parallel.module(TOKENS)
+            logits: Tensor = trainer.state.parallel.model(TOKENS)
         trainer.state.parallel.reshard()
         return logits.contiguous()
 

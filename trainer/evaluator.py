@@ -46,7 +46,6 @@ class Evaluator:
             self._state.parallel,
             self._context.task,
             dataset,
-            session,
             samples=trainer.eval_batches * trainer.global_batch,
             micro_batch=trainer.micro_batch,
             on_device=lambda batches: self._shutdown.unless_stopped(map(on_device, batches)),

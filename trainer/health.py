@@ -64,7 +64,6 @@ class ReplicaCheck:
     """Compares the bits of all replicas of the model and of the optimizer's state, which never differ unless memory, a
     device or a wire has failed."""
 
-
     def __init__(self, layout: Layout, session: Session) -> None:
         self._layout, self._session = layout, session
         self.is_possible = layout.replicate > 1

@@ -36,7 +36,7 @@ class Saver:
         """Compare the bits that replicas hold, unless that was done in this step. A collective."""
         if self._compares and self._compared_step != step:
             self._compared_step = step
-            self._replicas(step, (part.local for _, part in self._state.parts()))
+            self._replicas(step, (part for _, part in self._state.parts()))
 
     def poll(self) -> None:
         """Report a save that has ended."""

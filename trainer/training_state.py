@@ -52,12 +52,12 @@ class TrainingState:
         if start.checkpoint is not None:
             self.restore(start)
         elif start.weights is not None:
-            load_weights(start.weights, self.module, task.export_name)
+            load_weights(start.weights, self.parallel, task.export_name)
 
     def restore(self, start: Start) -> None:
         """Set weights, optimizer and step to those of a checkpoint."""
         assert start.checkpoint is not None
-        load_state(start.checkpoint, self.module, self.optimizer, self._task.export_name)
+        load_state(start.checkpoint, self.parallel, self.optimizer, self._task.export_name)
         self.step.load(start.state["step_state"])
 
     def rehearse(self, context: Context, dataset: Dataset) -> None:
@@ -71,7 +71,7 @@ class TrainingState:
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         """Yield every tensor that a checkpoint holds; see ``state_parts``."""
-        return state_parts(self.module, self.optimizer, self._task.export_name)
+        return state_parts(self.parallel, self.optimizer, self._task.export_name)
 
     def learning_rates(self, lr: float) -> dict[str, float]:
         """Return the learning rate of each parameter group by name."""

@@ -65,9 +65,9 @@ class Loop:
 
     def _steps_from_here(self, checkpoint_state: Callable[[], dict[str, Any]]) -> Generator[int, None, None]:
         config, started = self._context.config, time.perf_counter()
-        layout = self._state.parallel.layout
+        parallel = self._state.parallel
         loader = self._data.loader(
-            self._context.task, config, layout.data_ranks, self._context.session.rank, self._starved
+            self._context.task, config, parallel.layout.data_ranks, parallel.place.data_rank, self._starved
         )
         with loader, self._profiler:
             self._begin_step()

@@ -151,7 +151,7 @@ class CausalLM(TextTask):
         sample = self.dataset("train")[0]
         is_learned = np.concatenate(([False], sample.targets[:-1] != IGNORE))
         lines = marked_lines(self._prepared.tokenizer, sample.tokens, is_learned)
-        return ["sample     the first sequence; what is learned of it stands behind >", *lines]
+        return ["sample     the first sequence; trained on: lines with >", *lines]
 
     def dataset(self, split: str) -> TokenDataset | PackedDataset | MixtureDataset | StreamDataset:
         assert self._prepared is not None, "open_data comes first"

@@ -3,9 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from serried import cli
+from serried.configs.errors import UserError
+from serried.recipes.data.rows import Column
+from serried.recipes.data.show import marked_lines
+from serried.recipes.data.tokenizer import BytesTokenizer
 from tests import runs
 
 CHAT = [
@@ -51,7 +56,7 @@ def test_a_model_is_tuned_on_what_the_assistant_says(model: Path, tmp_path: Path
     assert "random weights" not in ended.printed
     assert "conversations, of which the assistant's words are learned" in ended.printed
     assert "% filled, isolated" in ended.printed
-    first = lines.index("sample     the first sequence; what is learned of it stands behind >")
+    first = lines.index("sample     the first sequence; trained on: lines with >")
     assert lines[first + 1 : first + 7] == [
         "  | <|im_start|>system",
         "  | You count.<|im_end|>",
@@ -122,3 +127,18 @@ def test_a_template_that_was_changed_is_other_data(model: Path, tmp_path: Path) 
     ended = runs.run_here([word for word in argv if not word.startswith("checkpoint.resume")])
     assert ended.code == 78
     assert "was trained on other data" in ended.printed
+
+
+def test_alpaca_columns_are_answered_with_the_row_to_write(tmp_path: Path) -> None:
+    column = Column("messages", "chat")
+    with pytest.raises(UserError) as caught:
+        column.check(["instruction", "input", "output"], "alpaca.json")
+    row = '{"messages": [{"role": "user", "content": instruction}, {"role": "assistant", "content": output}]}'
+    assert row in str(caught.value)
+
+
+def test_equal_lines_of_the_sample_become_one() -> None:
+    tokens = np.array([104, 105, 256, *[256] * 30], np.int64)
+    lines = marked_lines(BytesTokenizer(), tokens, np.zeros(len(tokens), bool))
+    assert len(lines) == 2
+    assert lines[1].endswith("(30 times)")

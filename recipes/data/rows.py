@@ -35,6 +35,11 @@ _BATCH_ROWS = 256
 _SHOWN_CHARACTERS = 60
 
 
+_ROLES = ("user", "assistant")
+_PAIRS = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"), ("prompt", "response"))
+"""Columns of common data sets of questions and answers, such as Alpaca."""
+
+
 @dataclass(frozen=True)
 class Column:
     """Where in a row the document is, and what it has to be."""
@@ -49,10 +54,19 @@ class Column:
 
     def check(self, names: Sequence[str], where: str) -> None:
         """Raise ``UserError`` where there is no such column among ``names``."""
-        if self.name not in names:
-            there = f"its columns are {', '.join(names)}" if names else "it has no columns at all"
-            instead = names[0] if names else "NAME"
-            raise UserError(f"{where} has no column {self.name!r}; {there}; use {self.key}={instead}, say")
+        if self.name in names:
+            return
+        there = f"its columns are {', '.join(names)}" if names else "it has no columns"
+        pair = next((pair for pair in _PAIRS if {*pair} <= {*names}), None) if self.format == "chat" else None
+        if pair:
+            messages = ", ".join(
+                f'{{"role": "{role}", "content": {of}}}' for role, of in zip(_ROLES, pair, strict=True)
+            )
+            raise UserError(
+                f'{where} has no column {self.name!r}; {there}; write each row as {{"messages": [{messages}]}}, as the '
+                "script in docs/data.md does"
+            )
+        raise UserError(f"{where} has no column {self.name!r}; {there}; use {self.key}={names[0] if names else 'NAME'}")
 
     def content(self, value: Any, where: Callable[[], str]) -> str | bytes | list[dict[str, Any]]:
         """``value`` as the content of a row; nothing is an empty document.

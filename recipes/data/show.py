@@ -1,4 +1,6 @@
-"""Tokens as people read them."""
+"""Tokens as readable text."""
+
+from itertools import groupby
 
 import numpy as np
 
@@ -10,9 +12,9 @@ _SHOWN_CHARACTERS = 110
 
 
 def marked_lines(tokenizer: Tokenizer, tokens: np.ndarray, is_learned: np.ndarray) -> list[str]:
-    """The text of ``tokens`` [tokens] in lines, what ``is_learned`` [tokens] behind ``>``, the rest behind ``|``.
+    """The text of ``tokens`` [tokens] in lines: trained on (``is_learned`` [tokens]) after ``>``, the rest after ``|``.
 
-    So much of it as is needed to see how it goes on: long lines and long texts are cut off.
+    Long lines and long texts are shortened; equal lines in a row, such as padding, become one.
     """
     lines: list[str] = []
     begins = np.flatnonzero(np.diff(is_learned) | (tokens[:-1] == tokenizer.end_id)) + 1
@@ -20,8 +22,10 @@ def marked_lines(tokenizer: Tokenizer, tokens: np.ndarray, is_learned: np.ndarra
         mark = "  > " if is_learned[run[0]] else "  | "
         text = printable(tokenizer.decode_marked(tokens[run].tolist()))
         lines += [mark + _shortened(line) for line in text.split("\n") if line]
+    counted = [(line, len(list(same))) for line, same in groupby(lines)]
+    lines = [line if count == 1 else f"{line}  ({count} times)" for line, count in counted]
     more = len(lines) - _SHOWN_LINES
-    return lines if more <= 1 else [*lines[:_SHOWN_LINES], f"  ... and {more} lines more"]
+    return lines if more <= 1 else [*lines[:_SHOWN_LINES], f"  ... and {more} more lines"]
 
 
 def _shortened(line: str) -> str:

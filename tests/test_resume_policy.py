@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from serried.configs.schema import TextRunConfig
+from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
 from serried.trainer.checkpoint.resume import differences
 from tests.runs import Ended, checkpoint, metrics, run_here, steps_saved, tiny_overrides
 
@@ -464,3 +465,33 @@ def test_a_key_that_an_older_version_did_not_know_is_no_change(stopped: Path) ->
 def test_what_cannot_change_a_number_is_no_change(change: str, text: Path, stopped: Path, tmp_path: Path) -> None:
     shutil.copytree(stopped, tmp_path / "run")
     assert "would change" not in train(text, tmp_path / "run", change).printed
+
+
+# a checkpoint from a stranger -----------------------------------------------------------------------------------------
+
+ODD_VALUES: list[tuple[str, Any]] = [
+    ("step", "6"), ("step", -1), ("samples", 1e300), ("samples", None), ("config", []), ("config.data", 3),
+    ("config.data", {"sources": 7}), ("progress.tokens", None), ("progress.first_loss", "low"),
+    ("progress.surprise", 1), ("step_state", {}), ("step_state.window", {"values": [1]}),
+    ("step_state.failed_in_row", "x"), ("data_fingerprint", None), ("origin", 3), ("tracker_run_id", {}),
+    ("torch", None), ("world_size", "two"), ("version", 2),
+]  # fmt: skip
+
+
+def changed_state(state: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """A copy of ``state`` with ``value`` at the dotted ``key``."""
+    first, _, rest = key.partition(".")
+    return {**state, first: changed_state(state[first], rest, value) if rest else value}
+
+
+def test_odd_values_in_state_json_are_one_line_even_with_a_fitting_manifest(text: Path, tmp_path: Path) -> None:
+    train(text, tmp_path / "run", "trainer.stop_at=2", code=75)
+    folder = checkpoint(tmp_path / "run")
+    state = json.loads((folder / "state.json").read_text())
+    records = read_manifest(folder)
+    texts = [json.dumps(changed_state(state, key, value)) for key, value in ODD_VALUES]
+    texts += ["[]", "3", "[" * 5000, '{"version": 1}', '"\udcff"', ""]
+    for odd in texts:
+        (folder / "state.json").write_bytes(odd.encode("utf-8", "surrogateescape"))
+        write_manifest(folder, {**records, "state.json": record_of(folder / "state.json")})
+        assert "step-00000002" in refusal(text, tmp_path / "run")

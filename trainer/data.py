@@ -9,6 +9,7 @@ from serried.configs.schema import DEFAULT_VALIDATION, TRAINING, RunConfig
 from serried.runtime.console import Console
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.resume import Start
+from serried.trainer.checkpoint.saved_state import taking_from
 from serried.trainer.loader import BatchLoader
 from serried.trainer.sampler import Mixture, Stream, sample_order
 from serried.trainer.task import Dataset, Task, fingerprint
@@ -41,7 +42,8 @@ class Data:
         self._global_batch = global_batch
         self._step, self._sample = start.step, int(start.state.get("samples", 0))
         if self._stream is not None and start.checkpoint is not None:
-            self._stream.load(start.state.get("stream", {}), self._sample)
+            with taking_from(start.checkpoint):
+                self._stream.load(start.state.get("stream", {}), self._sample)
 
     def skip(self, to_step: int, samples: int) -> None:
         """Continue after ``to_step`` with sample number ``samples``, leaving out those of undone steps."""

@@ -16,7 +16,8 @@ from serried.parallel.model import DistributedModel
 from serried.runtime.console import Console
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, read_manifest
-from serried.trainer.checkpoint.retention import MODEL, STATE
+from serried.trainer.checkpoint.retention import MODEL
+from serried.trainer.checkpoint.saved_state import STATE
 from serried.trainer.checkpoint.state import load_weights
 from serried.trainer.loader import evaluation_batches
 from serried.trainer.precision import LOW_DTYPES

@@ -7,12 +7,14 @@ from typing import Any
 
 from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed
 from serried.configs.formats import duration, short, size
+from serried.configs.plain_data import is_count, is_number
 from serried.configs.schema import DEFAULT_VALIDATION
 from serried.parallel.mesh import Layout
 from serried.records.run_folder import PROFILES
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start
 from serried.trainer.checkpoint.retention import folder_name
 from serried.trainer.checkpoint.save import Saved
+from serried.trainer.checkpoint.saved_state import taking_from
 from serried.trainer.context import Context
 from serried.trainer.peak_flops import device_name
 from serried.trainer.step import StepResult
@@ -42,6 +44,23 @@ class Progress:
             self.first_loss = result.loss if self.first_loss is None else self.first_loss
 
 
+def saved_progress(start: Start) -> Progress:
+    """Return the progress that a checkpoint holds; that of a new run if there is none.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    if start.checkpoint is None:
+        return Progress()
+    with taking_from(start.checkpoint):
+        progress = Progress(**start.state["progress"])
+        counts = progress.tokens, progress.validated_step, *progress.source_tokens.values()
+        losses = progress.first_loss, progress.last_loss, progress.validation_loss
+        if not all(map(is_count, counts)) or not all(loss is None or is_number(loss) for loss in losses):
+            raise ValueError("progress")
+        return progress
+
+
 class Report:
     """The voice of one run. Every rank has one; rank 0's speaks and, with ``folder``, records."""
 
@@ -50,7 +69,7 @@ class Report:
         self._config, self._session, self._folder = config, context.session, context.folder
         self._console, self._task = context.console, context.task
         self._first_step = start.step
-        self.progress = Progress(**start.state["progress"]) if start.checkpoint is not None else Progress()
+        self.progress = saved_progress(start)
         self.saved_step = start.step if start.continues(config.run.dir) else 0
         """Step of the newest checkpoint of this run; 0: none."""
         self.last_save_seconds = 0.0
@@ -117,7 +136,7 @@ class Report:
 
     def went_back(self, start: Start, from_step: int, samples: int, reason: str) -> None:
         """Tell that the run goes on from the checkpoint ``start``, at the sample ``samples`` of the order."""
-        self.progress = Progress(**start.state["progress"])
+        self.progress = saved_progress(start)
         if self._folder is not None:
             self._folder.go_back(start.step)
         left_out = samples - int(start.state["samples"])

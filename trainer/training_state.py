@@ -11,6 +11,7 @@ from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.trainer.checkpoint.plan import Part
 from serried.trainer.checkpoint.resume import Start
+from serried.trainer.checkpoint.saved_state import taking_from
 from serried.trainer.checkpoint.state import load_state, load_weights, state_parts
 from serried.trainer.context import Context
 from serried.trainer.loader import PADDING_ID, read_batch
@@ -58,7 +59,8 @@ class TrainingState:
         """Set weights, optimizer and step to those of a checkpoint."""
         assert start.checkpoint is not None
         load_state(start.checkpoint, self.parallel, self.optimizer, self._task.export_name)
-        self.step.load(start.state["step_state"])
+        with taking_from(start.checkpoint):
+            self.step.load(start.state["step_state"])
 
     def rehearse(self, context: Context, dataset: Dataset) -> None:
         """Run one backward pass that changes nothing, on a micro-batch of ``dataset``; see ``TrainStep.rehearse``."""

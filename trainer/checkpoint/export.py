@@ -15,7 +15,7 @@ from torch import Tensor
 from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_file, fsync_folder, read_manifest
-from serried.trainer.checkpoint.retention import STATE
+from serried.trainer.checkpoint.saved_state import STATE
 from serried.trainer.checkpoint.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
 
 _INDEX = "model.safetensors.index.json"

@@ -19,7 +19,8 @@ from serried.configs.suggest import nearest
 from serried.records.run_folder import RECORDS, RunFolder
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest
-from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER, STATE, named, step_of
+from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER, named, step_of
+from serried.trainer.checkpoint.saved_state import STATE, read_state, taking_from
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run's checkpoints, in its run folder."""
@@ -72,9 +73,10 @@ def find_start(config: RunConfig, session: Session) -> Start:
         state = session.once(partial(_state, path))
         if damage:
             notes.append(f"damaged: {'; '.join(damage)}; going on from the newest that is whole, {path}")
-        if not config.checkpoint.allow_changes:
-            _refuse_changes(path, state["config"], config)
-        notes += _changed(state, config, session.world_size)
+        with taking_from(path):
+            if not config.checkpoint.allow_changes:
+                _refuse_changes(path, state["config"], config)
+            notes += _changed(state, config, session.world_size)
         return Start(path, origin=chosen["origin"], state=state, notes=notes)
     if damage:
         raise UserError(
@@ -180,14 +182,7 @@ def _state(path: Path) -> dict[str, Any]:
         for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
             if (path / name).exists() and name not in records:
                 raise UserError(f"{path / name} is no part of the checkpoint ({MANIFEST} does not list it); remove it")
-    try:
-        state = json.loads((path / STATE).read_text())
-        if state["version"] != 1:
-            raise UserError(f"{path / STATE} is of version {state['version']}; this serried reads version 1")
-        state["step"], state["samples"], state["config"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path / STATE} cannot be read: {error}") from None
-    return dict(state)
+    return read_state(path)
 
 
 def make_room(folder: RunFolder, start: Start) -> list[str]:

@@ -5,15 +5,14 @@ by renaming it to ``.step-00000100.deleting`` first. So whatever moment a proces
 whole checkpoint.
 """
 
-import json
-import math
 import re
 import shutil
 from pathlib import Path
 
+from serried.configs.plain_data import NotPlainData, is_number, read_json
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, check_size, fsync_folder, read_manifest
+from serried.trainer.checkpoint.saved_state import STATE
 
-STATE = "state.json"
 MODEL, OPTIMIZER = "model", "optimizer"
 """Stems of the files of weights and of the optimizer's state."""
 
@@ -165,10 +164,10 @@ def _has_its_sizes(path: Path) -> bool:
 def _validation_loss(path: Path) -> float | None:
     try:
         check_file(path, STATE, read_manifest(path)[STATE])
-        loss = json.loads((path / STATE).read_bytes(), parse_int=float)["validation_loss"]
-    except (OSError, Damaged, ValueError, RecursionError, KeyError, TypeError):
+        loss = read_json(path / STATE).get("validation_loss")
+    except (OSError, Damaged, NotPlainData, KeyError):
         return None
-    return loss if isinstance(loss, float) and math.isfinite(loss) else None
+    return float(loss) if is_number(loss) else None
 
 
 def _step(path: Path) -> int:

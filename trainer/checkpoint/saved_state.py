@@ -1,0 +1,55 @@
+"""``state.json`` of a checkpoint, which a stranger may have written: read, and checked before it is used."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from serried.configs.errors import UserError
+from serried.configs.plain_data import NotPlainData, is_count, read_json
+
+STATE = "state.json"
+VERSION = 1
+_REQUIRED = ("step", "samples", "config", "progress", "step_state", "data_fingerprint")
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("step", "samples", "rollbacks", "world_size"), is_count),
+    **dict.fromkeys(("config", "progress", "step_state", "stream"), lambda value: isinstance(value, dict)),
+    **dict.fromkeys(("data_fingerprint", "torch", "tracker_run_id"), lambda value: isinstance(value, str)),
+    "origin": lambda value: value is None or isinstance(value, str),
+}
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return what ``state.json`` of ``checkpoint`` holds.
+
+    Raises:
+        UserError: it cannot be read, or is not as a run writes it.
+    """
+    path = checkpoint / STATE
+    try:
+        state = read_json(path)
+    except (OSError, NotPlainData) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if (version := state.get("version")) != VERSION:
+        raise UserError(f"{path} is of version {version}; this serried reads version {VERSION}")
+    wrong = [key for key in _REQUIRED if key not in state]
+    wrong += [key for key, fits in _KINDS.items() if key in state and not fits(state[key])]
+    if wrong:
+        raise UserError(f"{path} is not as a run writes it: {', '.join(wrong)}; use another checkpoint")
+    return state
+
+
+@contextmanager
+def taking_from(checkpoint: Path | None) -> Iterator[None]:
+    """Turn errors over odd values of ``state.json`` into a mistake of one line.
+
+    Raises:
+        UserError: a value has another type, length or name than a run writes.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        what = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"{checkpoint}/{STATE} is not as a run writes it ({type(error).__name__}: {what}); use another checkpoint"
+        ) from error

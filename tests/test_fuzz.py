@@ -10,13 +10,16 @@ from serried.program import main
 
 GROUPS = choices_of()
 VALUES = [
-    "", "null", "true", "false", "0", "1", "-1", "2", "7", "1e3", "0.5", "1e18", "9e18", "1e300", "1e-300", "-1e300", "nan", "inf",
-    "9223372036854775808", "[]", "[1]", "[1,2]", "[0.9,0.95]", "{}", "{a:1}", "a", "x" * 300, "../..", "/", "~", "${recipe}", "${nope}",
-    "${oc.env:HOME}", "${", "'", '"', "a=b", "a,b", "1,2", "\n", "\x00", "é", "\udc80", "日本", "%s", "{value}", "***", "!!python/object:os.system", "&a *a",
-    "1k", "1M", "bytes", "chars", "train", "never", "must", "auto", "cuda", "[[[[]]]]", "range(1,3)", "interval(0,1)", "tag(a,b)", "???",
+    "", "null", "true", "false", "0", "1", "-1", "2", "7", "1e3", "0.5", "1e18", "9e18", "1e300", "1e-300", "-1e300",
+    "nan", "inf", "9223372036854775808", "[]", "[1]", "[1,2]", "[0.9,0.95]", "{}", "{a:1}", "a", "x" * 300, "../..",
+    "/", "~", "${recipe}", "${nope}", "${oc.env:HOME}", "${", "'", '"', "a=b", "a,b", "1,2", "\n", "\x00", "é",
+    "\udc80", "日本", "%s", "{value}", "***", "!!python/object:os.system", "&a *a", "1k", "1M", "bytes", "chars",
+    "train", "never", "must", "auto", "cuda", "[[[[]]]]", "range(1,3)", "interval(0,1)", "tag(a,b)", "???",
 ]  # fmt: skip
-SYNTAX = ["{key}={value}", "+{key}={value}", "++{key}={value}", "~{key}", "~{key}={value}", "{key}", "{key}=", "={value}",
-          "--{key}={value}", "--{key}", "{key}:{value}", "{key}.x={value}", "{key}x={value}", "{value}", "{key}[0]={value}"]  # fmt: skip
+SYNTAX = [
+    "{key}={value}", "+{key}={value}", "++{key}={value}", "~{key}", "~{key}={value}", "{key}", "{key}=", "={value}",
+    "--{key}={value}", "--{key}", "{key}:{value}", "{key}.x={value}", "{key}x={value}", "{value}", "{key}[0]={value}",
+]  # fmt: skip
 
 
 def command_line(random_: random.Random) -> list[str]:

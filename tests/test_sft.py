@@ -83,7 +83,7 @@ def test_to_tune_no_model_at_all_is_told(model: Path, tmp_path: Path) -> None:
     ended = runs.run_here(argv)
     assert ended.code == 0, ended.printed
     (warning,) = [line for line in ended.printed.splitlines() if "random weights" in line]
-    assert warning.startswith("WARNING    the model begins with random weights")
+    assert warning.startswith("WARNING    the model starts with random weights")
     assert "checkpoint.resume=MODEL_FOLDER" in warning
 
 
@@ -129,7 +129,7 @@ def test_a_template_that_was_changed_is_other_data(model: Path, tmp_path: Path) 
     assert "was trained on other data" in ended.printed
 
 
-def test_alpaca_columns_are_answered_with_the_row_to_write(tmp_path: Path) -> None:
+def test_alpaca_columns_are_answered_with_the_row_to_write() -> None:
     column = Column("messages", "chat")
     with pytest.raises(UserError) as caught:
         column.check(["instruction", "input", "output"], "alpaca.json")

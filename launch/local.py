@@ -197,7 +197,7 @@ def _first_killed(ranks: _Ranks, stop_timeout_seconds: float, *, was_asked_to_st
 def _report_of_another_rank(output: Path) -> str:
     """What the first rank to fail printed, if that was not rank 0, which has printed it already."""
     for path in sorted(output.glob("*/attempt_*/*/stderr.log"), key=lambda path: path.stat().st_mtime):
-        lines = path.read_text(errors="replace").splitlines()
+        lines = path.read_text("utf-8", "replace").splitlines()
         first = next((number for number, line in enumerate(lines) if line.startswith(_OURS)), None)
         if first is not None:
             return "\n".join(lines[first:][-_LONGEST_REPORT_LINES:])

@@ -40,7 +40,7 @@ def versions() -> dict[str, str | None]:
 
 def _driver() -> str | None:
     try:
-        found = re.search(r"Module\s+([0-9.]+)", _DRIVER.read_text())
+        found = re.search(r"Module\s+([0-9.]+)", _DRIVER.read_text(encoding="utf-8"))
     except OSError:
         return None
     return found[1] if found else None

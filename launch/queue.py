@@ -40,7 +40,7 @@ class Job:
 
 def note_job(run_dir: Path, job: str, task: int | None) -> None:
     """Remember in the run folder that ``job`` (its task ``task``, of an array) trains there."""
-    with (run_dir / "slurm" / _JOBS).open("a") as file:
+    with (run_dir / "slurm" / _JOBS).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"job": job, "task": task}) + "\n")
 
 
@@ -85,7 +85,7 @@ def queued_jobs() -> list[Job] | None:
     try:
         done = subprocess.run(
             ["squeue", "--me", "--noheader", f"--format={_FORMAT}"],
-            capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=True,
+            capture_output=True, encoding="utf-8", errors="replace", timeout=_PATIENCE_SECONDS, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None

@@ -39,7 +39,7 @@ def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
             return status.exit_code or 0, f"{state} {where}: {reason}"
     elif _was_stopped(start):
         state, step, where = "stopped", -1, "before training began"
-        reason = start.with_suffix(".stopped").read_text().strip() or "a signal"
+        reason = start.with_suffix(".stopped").read_text("utf-8", "replace").strip() or "a signal"
     else:
         return EXIT_FAILED, f"failed before training began: see the logs of the nodes beside {start}"
     is_same, fruitless = _note(run_dir, start, state, step, reason)
@@ -74,7 +74,7 @@ def _note(run_dir: Path, start: Path, state: str, step: int, reason: str) -> tup
         fruitless = 0
     elif not reason.startswith(_ASKED_FOR):
         fruitless += 1
-    with (run_dir / "slurm" / ENDS).open("a") as file:
+    with (run_dir / "slurm" / ENDS).open("a", encoding="utf-8") as file:
         file.write(json.dumps({**now, "newest_checkpoint": newest, "fruitless": fruitless}) + "\n")
     return is_same, fruitless
 

@@ -153,8 +153,8 @@ def _result(job: str, folder: Path) -> int:
     found: list[str] = []
     for _ in range(_LOOKS):  # a network disk may show it late
         try:
-            found = (folder / f"{job}-node-0.log").read_text(errors="replace").splitlines()
-            code = int((folder / f"{job}.code").read_text())
+            found = (folder / f"{job}-node-0.log").read_text("utf-8", "replace").splitlines()
+            code = int((folder / f"{job}.code").read_text("utf-8"))
             break
         except (OSError, ValueError):
             time.sleep(1)
@@ -171,7 +171,7 @@ def _result(job: str, folder: Path) -> int:
 def _submit(text: str, run_dir: Path) -> tuple[str, Path]:
     """Hand over the script ``text``. Returns the job's number, and the path of the script in ``run_dir``."""
     path = run_dir / "slurm" / "submitted.sbatch"
-    path.write_text(text)
+    path.write_text(text, "utf-8")
     try:
         job = _sbatch(path)
     except _NoSlurm:
@@ -230,7 +230,7 @@ def _without_dry_run(argv: Sequence[str]) -> list[str]:
 
 
 def _script(options: Sequence[str], config: RunConfig, program: Sequence[str], runs: Sequence[str]) -> str:
-    template = (_PACKAGE / "slurm" / "train.sbatch").read_text()
+    template = (_PACKAGE / "slurm" / "train.sbatch").read_text("utf-8")
     slurm = config.slurm
     lines = ["#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in options), ""]
     settings = {
@@ -305,7 +305,7 @@ def _sbatch(path: Path) -> str:
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(path)],
-            capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False, env=clean,
+            capture_output=True, encoding="utf-8", errors="replace", timeout=_PATIENCE_SECONDS, check=False, env=clean,
             start_new_session=True,  # Ctrl-C would reach it too, and is for this process to answer
         )  # fmt: skip
     except FileNotFoundError:
@@ -328,7 +328,7 @@ def _sbatch(path: Path) -> str:
 
 def _what_to_watch(job: str, path: Path, configs: Sequence[RunConfig], folders: Sequence[Path]) -> str:
     config = configs[0]
-    size = _size(config, path.read_text())
+    size = _size(config, path.read_text(encoding="utf-8"))
     if len(configs) == 1:
         watch = f"tail -F {shlex.quote(str(folders[0] / 'slurm' / f'{job}-node-0.log'))}"
         lines = [("submitted", f"job {job}: {size}"), ("script", str(path)), ("watch", watch)]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 from serried.configs.announce import tell
 from serried.configs.compose import config_yaml
@@ -15,12 +16,12 @@ from serried.configs.formats import duration
 from serried.configs.plain_data import parse_yaml, read_yaml
 from serried.configs.schema import RunConfig
 from serried.launch.forward import NotedSignals
-from serried.launch.lock import claim_sweep, is_locked
 from serried.launch.points import Point, Sweep, labels
 from serried.launch.queue import jobs_of, queued_before_another
 from serried.launch.slurm import submit
 from serried.launch.summary import Outcome, read_outcome, read_summary, shown, table, write_summary
 from serried.launch.sweep_run import CONSOLE, train
+from serried.records.lock import is_locked, lock_folder
 from serried.runtime.ending import in_one_line, say_why
 
 WriteReport = Callable[[Sequence[Path], Path], object]
@@ -46,7 +47,7 @@ def run_sweep(sweep: Sweep, write_report: WriteReport, train: Train = train) -> 
     Raises:
         UserError: another process runs this sweep, or its folder cannot be written.
     """
-    with claim_sweep(sweep.folder), NotedSignals() as signals:
+    with _claimed(sweep.folder), NotedSignals() as signals:
         runs = _Runs(sweep, signals, train)
         problem: Exception | None = None
         try:
@@ -64,6 +65,18 @@ def run_sweep(sweep: Sweep, write_report: WriteReport, train: Train = train) -> 
         outcomes = list(runs.outcomes.values())
         summarize(sweep, outcomes, write_report)
         return _report_end(sweep, outcomes, signals, problem)
+
+
+def _claimed(folder: Path) -> IO[bytes]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return lock_folder(folder)
+    except BlockingIOError:
+        raise UserError(
+            f"another process is running this sweep, {folder}; wait for it, or use run.name=OTHER"
+        ) from None
+    except OSError as error:
+        raise UserError(f"cannot write the sweep's folder {folder}: {error.strerror}; use run.dir=FOLDER") from None
 
 
 def _report_end(sweep: Sweep, outcomes: Sequence[Outcome], signals: NotedSignals, problem: Exception | None) -> int:

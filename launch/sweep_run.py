@@ -13,9 +13,9 @@ from pathlib import Path
 from serried.configs.announce import tell
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED
 from serried.launch.forward import NotedSignals, killed_by, send
-from serried.launch.lock import is_locked
 from serried.launch.points import Point
 from serried.launch.summary import Outcome, read_outcome
+from serried.records.lock import is_locked
 from serried.records.status import record_kill
 from serried.runtime.program import training_command
 from serried.runtime.signals import SWEEP

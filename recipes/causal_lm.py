@@ -10,6 +10,7 @@ from torch import nn
 
 from serried.configs.errors import UserError
 from serried.configs.formats import printable
+from serried.configs.plain_data import read_json
 from serried.configs.schema import (
     DEFAULT_VALIDATION,
     WHOLE,
@@ -365,7 +366,7 @@ class CausalLM(TextTask):
     def check_weights(self, folder: Path) -> None:
         path = folder / "config.json"
         try:
-            found = json.loads(path.read_text())
+            found = read_json(path)
             changes = transformer.hugging_face_differences(self._model, self.vocab_size(), found)
         except OSError as error:
             raise UserError(

@@ -1,10 +1,10 @@
 """The configuration of a run as its saved model is to be opened."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from serried.configs.errors import UserError
+from serried.configs.plain_data import read_json
 from serried.configs.schema import TextRunConfig
 
 
@@ -20,8 +20,8 @@ def as_saved(
         UserError: the checkpoint lacks its config.
     """
     try:
-        rows = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        rows = read_json(checkpoint / "config.json")["vocab_size"]
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{checkpoint / 'config.json'} cannot be read: {error}; use another checkpoint") from None
     model, data, parallel = config.model.model_copy(update={"vocab_size": rows}), config.data, config.parallel
     if is_cut_anew:

@@ -1,10 +1,7 @@
 """The run folder: which process owns it, and the records that it writes there."""
 
-import errno
-import fcntl
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -14,6 +11,7 @@ from typing import IO, Any
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, open_regular
 from serried.records.files import write_atomically
+from serried.records.lock import LOCK, is_same_file, lock_folder
 from serried.records.metrics import METRICS, parse_event
 from serried.records.status import NO_STATUS, STATUS, read_status, write_status
 
@@ -23,9 +21,6 @@ RECORDS = (
     "tensorboard", PROFILES,
 )  # fmt: skip
 """What a run leaves in its folder, and what is set aside when another starts there."""
-
-_LOCK = ".lock"
-_CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
 
 
 class RunFolder:
@@ -42,10 +37,10 @@ class RunFolder:
         self._unwritten = b""
         self._failing: set[str] = set()
         self._earlier = read_status(path) or NO_STATUS
-        self._made_folder, self._made_lock = not path.exists(), not (path / _LOCK).exists()
+        self._made_folder, self._made_lock = not path.exists(), not (path / LOCK).exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = self._claim()
+            self._lock = lock_folder(path)
         except BlockingIOError:
             raise UserError(
                 f"another process is training in {path}; wait for it, or use run.name=OTHER or run.dir=FOLDER"
@@ -53,23 +48,10 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"cannot write the run folder {path}: {error.strerror}; use run.dir=FOLDER") from None
 
-    def _claim(self) -> IO[bytes]:
-        while True:
-            lock = (self.path / _LOCK).open("wb")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in _CANNOT_LOCK:  # a disk without locks: train without one
-                    lock.close()
-                    raise
-            if _is_same_file(self.path / _LOCK, lock):  # not removed meanwhile by a command that was refused
-                return lock
-            lock.close()
-
     @property
     def is_ours(self) -> bool:
         """Whether the folder is still the one that was claimed, and not removed, renamed or replaced since."""
-        return _is_same_file(self.path / _LOCK, self._lock)
+        return is_same_file(self.path / LOCK, self._lock)
 
     @property
     def has_begun(self) -> bool:
@@ -205,19 +187,10 @@ class RunFolder:
             self._metrics.close()
         elif self._made_lock and self.is_ours:
             with suppress(OSError):
-                (self.path / _LOCK).unlink()
+                (self.path / LOCK).unlink()
                 if self._made_folder:
                     self.path.rmdir()
         self._lock.close()
-
-
-def _is_same_file(path: Path, file: IO[bytes]) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:  # the disk does not answer: that is no sign of another run
-        return True
 
 
 def _is_of(line: bytes, step: int) -> bool:

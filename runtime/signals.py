@@ -214,7 +214,7 @@ def _asked_before() -> str | None:
     """Who had asked this start of a Slurm job to stop before this process could hear; None: nobody, as far as known."""
     try:
         # Opened, not looked for: a network disk may show a file of the start before, which is gone.
-        return Path(os.environ[STATUS_DECIDES]).read_text().strip() or "a request"
+        return Path(os.environ[STATUS_DECIDES]).read_text(encoding="utf-8").strip() or "a request"
     except (OSError, KeyError):
         return None
 

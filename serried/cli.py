@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError, noted
+from serried.configs.plain_data import read_json
 from serried.configs.schema import RunConfig, TextRunConfig
 from serried.configs.suggest import nearest
 from serried.configs.words import byte_count, number_between, pairs, run_key, whole_number
@@ -406,8 +407,8 @@ def send(words: list[str]) -> int:
     if not (run / "metrics.jsonl").is_file():
         raise UserError(f"the run in {run} has not started: it has no metrics.jsonl, so there is nothing to send")
     began_in: Path | None = None
-    with suppress(OSError, ValueError, KeyError):
-        began_in = Path(json.loads((run / "environment.json").read_text())["working_directory"])
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        began_in = Path(read_json(run / "environment.json")["working_directory"])
     claimed = RunFolder(run)  # a run that is being trained has tracker processes already
     try:
         trackers = Trackers(run, track, Console(speaks=True, rank=0).say)

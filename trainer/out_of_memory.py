@@ -123,7 +123,7 @@ def _measure(device: torch.device) -> _Usage:
     text, capacity = f"{size(available)} of the machine's {size(total)} are free", resident + available
     limits = {"this process may have (ulimit -v)": resource.getrlimit(resource.RLIMIT_AS)[0]}
     with suppress(OSError, ValueError):
-        limits["the control group may have"] = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        limits["the control group may have"] = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
     for whose, limit in limits.items():
         if 0 < limit < total:
             text, capacity = f"{text}, and {whose} {size(limit)}", min(capacity, limit)
@@ -132,7 +132,7 @@ def _measure(device: torch.device) -> _Usage:
 
 def _resident_bytes() -> int:
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -142,7 +142,7 @@ def _machine_bytes() -> tuple[int, int]:
     page = os.sysconf("SC_PAGE_SIZE")
     total, available = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
     with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         available = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     return total, available
 

@@ -179,7 +179,7 @@ class StepProfiler:
         events = ended.key_averages()
         sort_by = f"self_{'device' if on_device else 'cpu'}_time_total"
         table = events.table(sort_by=sort_by, row_limit=_WRITTEN_OPERATORS, max_name_column_width=_NAME_WIDTH)
-        (self._folder / f"{name}.txt").write_text(f"{table}\n")
+        (self._folder / f"{name}.txt").write_text(f"{table}\n", "utf-8")
         for line in operator_table(list(events), self._profiled, on_device=on_device):
             self._console.say(line)
         self._console.say(

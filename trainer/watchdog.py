@@ -418,7 +418,7 @@ class Watchdog:
         )
         with suppress(OSError):
             text = "\n".join([reason, *_told_at_length(beats)])
-            (self._run_dir / "log" / "hang.txt").write_text(f"{text}\n")
+            (self._run_dir / "log" / "hang.txt").write_text(f"{text}\n", "utf-8", "backslashreplace")
         status = read_status(self._run_dir)
         if status is not None and status.state == "failed" and not self._session.is_echo(status.reason or ""):
             pass  # a rank has told why it left; that the others waited for it is only what came of that
@@ -449,7 +449,9 @@ class Watchdog:
         self._session.end_with(end["rank"], end["reason"], EXIT_STOPPED)
         self._console.log("\n".join([end["reason"], *self._stack()]))
         with suppress(OSError):
-            (self._run_dir / "log" / f"collectives-{rank}.json").write_text(json.dumps(_flight_records()) + "\n")
+            (self._run_dir / "log" / f"collectives-{rank}.json").write_text(
+                json.dumps(_flight_records()) + "\n", "utf-8"
+            )
 
 
 def _told_at_length(beats: Iterable[Beat]) -> list[str]:

@@ -213,7 +213,7 @@ class _Memo:
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = self._path.with_suffix(f".{os.getpid()}.{os.urandom(4).hex()}")
-            unfinished.write_text(json.dumps({"state": self._state, "key": key}))
+            unfinished.write_text(json.dumps({"state": self._state, "key": key}), "utf-8")
             unfinished.replace(self._path)
 
 

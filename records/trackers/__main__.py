@@ -43,7 +43,7 @@ class Follower:
     def run(self) -> int:
         """Send everything. Return the exit code. After a failure, restart once."""
         try:
-            with (self._run_dir / f".tracker-{self._name}.lock").open("w") as lock:
+            with (self._run_dir / f".tracker-{self._name}.lock").open("wb") as lock:
                 with suppress(OSError):  # a file system without locks
                     fcntl.flock(lock, fcntl.LOCK_EX)  # the process of a killed start may not have ended yet
                 is_rollback = False
@@ -132,7 +132,7 @@ def read_run(run_dir: Path) -> Run:
 def _kill_children() -> None:
     """End the service that W&B starts. It ends with this process, except while it tries to reach its server."""
     with suppress(OSError):  # only Linux has this file
-        for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split():
             os.kill(int(pid), signal.SIGKILL)
 
 

@@ -61,7 +61,7 @@ def export(checkpoint: Path, out: Path, *, dtype: torch.dtype | None, shard_byte
         for name, part in files.items():
             _write_weights(temporary / name, weights, part)
         if len(files) > 1:
-            (temporary / _INDEX).write_text(index_json(files))
+            (temporary / _INDEX).write_text(index_json(files), "utf-8")
         for name in others:
             shutil.copyfile(checkpoint / name, temporary / name)
         _write_configs(temporary, specs)

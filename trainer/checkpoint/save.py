@@ -250,9 +250,9 @@ class Checkpointer:
             for stem in (MODEL, OPTIMIZER):
                 specs = {file.name: file.specs for file in self._plan.files if file.name.startswith(stem)}
                 if len(specs) > 1:
-                    (partial / f"{stem}.safetensors.index.json").write_text(index_json(specs))
+                    (partial / f"{stem}.safetensors.index.json").write_text(index_json(specs), "utf-8")
             self._write_extras(partial)
-            (partial / STATE).write_text(json.dumps(state, indent=2, allow_nan=False) + "\n")
+            (partial / STATE).write_text(json.dumps(state, indent=2, allow_nan=False) + "\n", "utf-8")
             for name in files:
                 if not self._session.appears(partial / name):
                     return f"{partial / name} was written by another node and is not here; " + NOT_SHARED

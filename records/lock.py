@@ -1,0 +1,52 @@
+"""``.lock`` in the folder of a run or a sweep: held by one process at a time, and released however that ends."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+LOCK = ".lock"
+_CANNOT_LOCK = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP)
+
+
+def lock_folder(folder: Path) -> IO[bytes]:
+    """Lock ``folder`` until the returned file is closed. On a disk without locks it is not locked.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        OSError: it cannot be written.
+    """
+    while True:
+        lock = (folder / LOCK).open("wb")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _CANNOT_LOCK:
+                lock.close()
+                raise
+        if is_same_file(folder / LOCK, lock):  # not removed meanwhile by a command that was refused
+            return lock
+        lock.close()
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of a run's or a sweep's folder."""
+    try:
+        with (folder / LOCK).open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def is_same_file(path: Path, file: IO[bytes]) -> bool:
+    """Return whether ``path`` still leads to the open ``file``; true if the disk does not answer."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True

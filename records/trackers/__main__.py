@@ -21,7 +21,8 @@ from serried.configs.plain_data import read_json, read_yaml
 from serried.records.metrics import METRICS, GrowingFile, read_events
 from serried.records.trackers.rows import Rows, Run, Tracker
 
-_LOOK_SECONDS, _RESTART_SECONDS, _LINGER_SECONDS = 1.0, 30.0, 120.0
+_LOOK_SECONDS, _RESTART_SECONDS = 1.0, 30.0
+_LINGER_SECONDS, _FINISH_SECONDS = 60.0, 40.0  # after the end of training, for each of two attempts
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm sends the signals of a job to all its processes. This process ends after the training process."""
 
@@ -51,7 +52,10 @@ class Follower:
                     is_rollback = True
         except Exception as error:
             traceback.print_exc()
-            self._restart_or_report((str(error).strip() or type(error).__name__).splitlines()[0])
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if not self._option:
+                self._restart(reason)
+            self._report("warning", reason)
             return 1
         return 0
 
@@ -81,7 +85,8 @@ class Follower:
             from serried.records.trackers.wandb_tracker import WandbTracker
 
             self._is_online = run.config["track"]["wandb"] == "online" and self._option != "again"
-            return WandbTracker(run, is_online=self._is_online)
+            seconds = 0.0 if self._option == "once" else _FINISH_SECONDS  # 0: as long as it takes
+            return WandbTracker(run, is_online=self._is_online, finish_seconds=seconds)
         if self._name == "tensorboard":
             from serried.records.trackers.tensorboard_tracker import TensorBoardTracker
 
@@ -94,17 +99,15 @@ class Follower:
         with suppress(OSError):  # nobody listens any more
             os.write(self._output, f"{kind} {text}\n".encode())
 
-    def _restart_or_report(self, reason: str) -> None:
+    def _restart(self, reason: str) -> NoReturn:
+        """Become a new program: a client that has failed may fail again in the same process."""
         if self._is_online:
-            reason = f"{reason}; its records are kept in {self._run_dir / 'wandb'}"
-        if self._option or self._is_online:
-            self._report("warning", reason)
+            self._report("warning", f"{reason}; its records are kept in {self._run_dir / 'wandb'}")
         else:
             self._has_ended.wait(_RESTART_SECONDS)
-        if not self._option:  # as a new program: a client that has failed may fail again in the same process
-            _kill_children()
-            os.dup2(self._output, 1)
-            os.execve(sys.executable, [*sys.orig_argv, "again"], self._environment)
+        _kill_children()
+        os.dup2(self._output, 1)
+        os.execve(sys.executable, [*sys.orig_argv, "again"], self._environment)
 
     def _wait_for_the_end(self) -> None:
         with suppress(OSError):

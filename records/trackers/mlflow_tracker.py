@@ -1,6 +1,7 @@
 """MLflow: a tracking server, a database or a folder. https://mlflow.org/docs/latest/ml/tracking"""
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from serried.records.trackers.rows import Row, Run
 
 _STEP = "step"  # a metric that every row has
 _METRICS_AT_A_TIME, _PARAMETERS_AT_A_TIME, _LONGEST_VALUE = 1000, 100, 5000
+_NOT_IN_KEYS = re.compile(r"[^\w\-. :/]")  # MLflow refuses these
 _STATUS = {"finished": "FINISHED", "failed": "FAILED"}
 
 
@@ -56,7 +58,7 @@ class MlflowTracker:
 
     def write(self, rows: Sequence[Row]) -> None:
         points = [
-            Metric(key, float(value), round(row.time * 1000), row.step)
+            Metric(_NOT_IN_KEYS.sub("_", key), float(value), round(row.time * 1000), row.step)
             for row in rows
             for key, value in (*row.values.items(), (_STEP, row.step))  # the step last: then the row is complete
         ]

@@ -1,13 +1,12 @@
 """Start one process per tracker on rank 0, print what it reports, and never wait for it while training."""
 
 import os
-import secrets
 import shlex
-import string
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,9 +17,7 @@ from serried.configs.schema import TrackSection
 from serried.configs.trackers import LABELS, asked_for
 
 COMMAND = (sys.executable, "-P", "-m", "serried.records.trackers")  # -P: ./wandb.py is not the library
-_ID_LETTERS, _ID_LENGTH = string.ascii_lowercase + string.digits, 8
-_END_SECONDS = 5.0
-_NICENESS = 10
+_END_SECONDS, _NICENESS = 5.0, 10
 
 
 def choose_run_id(state: Mapping[str, Any], is_continued: bool) -> str:
@@ -29,7 +26,7 @@ def choose_run_id(state: Mapping[str, Any], is_continued: bool) -> str:
     A run that resumes in its folder, from a checkpoint with ``state``, keeps its id; any other gets a new one.
     """
     kept = state.get("tracker_run_id") if is_continued else None
-    return str(kept or "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)))
+    return str(kept or uuid.uuid4().hex[:8])
 
 
 class Trackers:
@@ -70,10 +67,11 @@ class Trackers:
         ``working_directory``: the folder in which the run started, to which paths in its config are relative.
         """
         self.start("once", niceness=0, working_directory=working_directory)
-        taken = [each for each in self._processes if each.wait() == 0]
-        for each in taken:
-            self._say(f"{'tracking':<10} {LABELS[each.name]} has taken everything")
-        return len(taken) == len(self._names)
+        self._say(f"{'tracking':<10} sending to {' and '.join(LABELS[name] for name in self._names)}")
+        taken = [each.name for each in self._processes if each.wait() == 0]
+        for name in taken:
+            self._say(f"{'tracking':<10} {LABELS[name]} has taken everything")
+        return taken == self._names
 
 
 class _TrackerProcess:

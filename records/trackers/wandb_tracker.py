@@ -10,7 +10,7 @@ import wandb
 
 from serried.records.trackers.rows import Row, Run
 
-_INIT_SECONDS, _FINISH_SECONDS, _FLUSH_SECONDS = float(os.environ.get("WANDB_INIT_TIMEOUT", "30")), 100.0, 1
+_INIT_SECONDS, _FLUSH_SECONDS = float(os.environ.get("WANDB_INIT_TIMEOUT", "30")), 1
 _STEP = "step"
 
 
@@ -21,14 +21,14 @@ class WandbTracker:
     be resumed, each start writes the whole history into a new folder and deletes the previous one.
     """
 
-    def __init__(self, run: Run, *, is_online: bool) -> None:
+    def __init__(self, run: Run, *, is_online: bool, finish_seconds: float) -> None:
         track, folder = run.config["track"], run.folder / "wandb"
         folder.mkdir(exist_ok=True)  # W&B uses a folder for temporary files if this one is missing
         previous = [path for path in folder.glob(f"*run-*-{run.identity}") if not path.is_symlink()]
         settings = wandb.Settings(
             silent=True, console="off",
             init_timeout=_INIT_SECONDS,
-            finish_timeout=_FINISH_SECONDS,
+            finish_timeout=finish_seconds,
             finish_timeout_raises=True,
             x_transaction_log_flush_interval=_FLUSH_SECONDS,  # a killed process loses what is not flushed
             x_stats_pid=os.getppid(),  # the training process

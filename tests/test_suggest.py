@@ -2,9 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -130,7 +128,7 @@ def test_a_figure_in_a_suggestion_is_computed_from_the_rest_of_the_command(typed
 def test_a_section_of_a_user_brings_its_own_names() -> None:
     class Mine(Section):
         margin: float = 0.5
-        aliases: ClassVar[Mapping[str, str]] = {"margin": "hf:gap", "margin=1": "wide"}
+        aliases = {"margin": "hf:gap", "margin=1": "wide"}  # noqa: RUF012
 
     class Config(TextRunConfig):
         mine: Mine

@@ -29,7 +29,7 @@ _SAMPLERS = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.Random
 _OPTIONS = {"trials": "20", "sampler": "tpe", "seed": "0"}
 _TRIAL = "trial-"
 _ATTEMPTS = 20
-"""So often a suggestion that was tried before is replaced by another."""
+"""A suggestion that was tried before, or that does not fit, is replaced this often."""
 
 
 @dataclass(frozen=True)
@@ -57,24 +57,34 @@ class Search:
             )  # fmt: skip
         tried = [*self.earlier.values()]
         while len(tried) < self.trials:
-            trial = self._suggest(study, tried)
-            if trial is None:
+            suggestion = self._suggest(study, tried)
+            if suggestion is None:
                 tell("search", f"ends after {len(tried)} of {self.trials} trials: no values are left to try")
                 return
-            point = self._point(f"{_TRIAL}{len(tried)}", trial.params)
+            trial, point = suggestion
             tried.append(trial.params)
             loss = evaluate(point)
             study.tell(trial, loss, TrialState.FAIL if loss is None else None)
 
-    def _suggest(self, study: optuna.Study, tried: list[Mapping[str, Any]]) -> optuna.Trial | None:
-        """Return a trial with values that no earlier one has; None if the space has no more of them."""
+    def _suggest(self, study: optuna.Study, tried: list[Mapping[str, Any]]) -> tuple[optuna.Trial, Point] | None:
+        """Return a trial with values that no earlier one has; None if the space has no more of them.
+
+        Raises:
+            UserError: none of the values suggested fit the other settings.
+        """
+        problem: UserError | None = None
         for attempt in range(_ATTEMPTS):
             seed = random.Random(f"{self.seed}, trial {len(tried)}, attempt {attempt}").getrandbits(32)
             study.sampler = _SAMPLERS[self.sampler](seed=seed)
             trial = study.ask(dict(self.space))
             if trial.params not in tried:
-                return trial
+                try:
+                    return trial, self._point(f"{_TRIAL}{len(tried)}", trial.params)
+                except UserError as error:  # such as a number of heads that does not divide the model's width
+                    problem = error
             study.tell(trial, state=TrialState.FAIL)
+        if problem is not None:
+            raise problem
         return None
 
     def _point(self, name: str, parameters: Mapping[str, Any]) -> Point:

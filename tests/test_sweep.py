@@ -256,7 +256,7 @@ def tried(
         result = loss(point)
         return ended(point, "finished" if result is not None else "failed", validation_loss=result)
 
-    base = ["trainer.steps=6", f"run.dir={run_dir}", f"search.trials={trials}"]
+    base = ["trainer.steps=6", "trainer.eval_every=3", f"run.dir={run_dir}", f"search.trials={trials}"]
     sweep = read_sweep([*base, *words])
     run_sweep(sweep, lambda *_: None, lambda point, _: fate(point))
     names = sorted(summary(sweep.folder), key=lambda name: int(name.removeprefix("trial-")))
@@ -298,6 +298,11 @@ def test_search_ends_when_no_values_are_left(tmp_path: Path, capsys: pytest.Capt
     assert sorted(str(each) for each in values.values()) == sorted({str(each) for each in values.values()})
     assert len(values) == 4
     assert "ends after 4 of 9 trials" in capsys.readouterr().out
+
+
+def test_values_that_do_not_fit_are_replaced(tmp_path: Path) -> None:
+    heads = [values["model.heads"] for values in tried(tmp_path, by_rate, 3, "model.heads=interval(1,4)").values()]
+    assert sorted(heads) == ["1", "2", "4"], "3 does not divide the width"
 
 
 def test_trials_outside_the_space_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``launch=local``: start the ranks on this machine with torchrun's elastic agent, watch them, say how they ended."""
+"""``launch=local``: start the ranks on this machine with torchrun's elastic agent and report how they ended."""
 
 import logging
 import os
@@ -32,10 +32,10 @@ _OURS = ("Traceback (most recent call last)", "error: ", "failed: ")
 
 
 def run_local(config: RunConfig, argv: Sequence[str]) -> int:
-    """Train with ``launch.processes`` processes on this machine; ``argv`` is what each gets. Returns the exit code.
+    """Train with ``launch.processes`` processes on this machine, each started with ``argv``. Return the exit code.
 
-    Rank 0 has this console; what the others print goes to files in ``run.dir/output``, and what the first to fail
-    printed comes last. Signals are passed on; no process is left behind, however this one ends.
+    Rank 0 prints to this console, the others to files in ``run.dir/output``; the output of the first rank that failed
+    is printed last. Signals are passed on, and no process is left behind, however this one ends.
 
     Raises:
         UserError: the run folder cannot be written.
@@ -68,21 +68,21 @@ def run_local(config: RunConfig, argv: Sequence[str]) -> int:
             if time.monotonic() > deadline:
                 for pid in pids:
                     send(pid, signal.SIGKILL)
-        return _tell(ranks, config, output, since=started, was_asked_to_stop=bool(signals.received))
+        return _report_end(ranks, config, output, since=started, was_asked_to_stop=bool(signals.received))
 
 
 class _Ranks:
     """The processes, under one elastic agent.
 
-    The agent runs in a thread: in the main thread it would take SIGTERM for itself, ask the ranks once, and leave them
-    to themselves at the second.
+    The agent runs in a thread: in the main thread it would handle SIGTERM itself, pass it on once, and abandon the
+    ranks at the second one.
     """
 
     def __init__(self, processes: int, argv: Sequence[str], output: Path) -> None:
         self.failures: dict[int, tuple[int, float]] = {}
         """Exit code, negative for a signal, and time, by rank."""
         self.problem: BaseException | None = None
-        """Why the agent itself failed, if it did."""
+        """The error of the agent itself, if it failed."""
         self._agent = _agent(processes, argv, output)
         self._thread = threading.Thread(target=self._run, name="elastic agent")
 
@@ -101,12 +101,12 @@ class _Ranks:
         return self._thread.is_alive()
 
     def pids(self) -> list[int]:
-        """Of the ranks that have been started; some may have ended."""
+        """Return the process ids of the ranks that have been started; some may have ended."""
         return [int(worker.id) for worker in self._agent.get_worker_group().workers if worker.id]
 
 
 def _agent(processes: int, argv: Sequence[str], output: Path) -> "LocalElasticAgent":
-    """torchrun's agent for one node, whose store listens on loopback alone."""
+    """Return torchrun's agent for one node, whose store listens on loopback only."""
     import socket
 
     from torch.distributed import TCPStore
@@ -116,7 +116,7 @@ def _agent(processes: int, argv: Sequence[str], output: Path) -> "LocalElasticAg
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what went wrong is told by the ranks
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks report what went wrong
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -144,8 +144,8 @@ def _agent(processes: int, argv: Sequence[str], output: Path) -> "LocalElasticAg
     return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(output), redirects=files))
 
 
-def _tell(ranks: _Ranks, config: RunConfig, output: Path, *, since: float, was_asked_to_stop: bool) -> int:
-    """Say what the ranks could not say themselves, and return the exit code of the run."""
+def _report_end(ranks: _Ranks, config: RunConfig, output: Path, *, since: float, was_asked_to_stop: bool) -> int:
+    """Print what the ranks could not report themselves, and return the exit code of the run."""
     if ranks.problem is not None:
         print(f"failed: the elastic agent: {ranks.problem!r}", file=sys.stderr, flush=True)
         return EXIT_FAILED
@@ -170,18 +170,18 @@ def _tell(ranks: _Ranks, config: RunConfig, output: Path, *, since: float, was_a
 
 
 def _exit_code(codes: set[int], status: Status | None, *, was_asked_to_stop: bool) -> int:
-    """What ``status.json`` says, if this run wrote one; else the most telling of the ranks' ``codes``."""
+    """Return the exit code in ``status.json`` if this run wrote one, else the most specific of the ranks' ``codes``."""
     if status is not None and status.exit_code is not None:
         return status.exit_code
     if EXIT_MISTAKE in codes:
         return EXIT_MISTAKE
-    # 1 is no code of ours: a Python that is interrupted while it starts.
+    # 1 is not one of our codes: a Python that was interrupted while it started.
     asked = {1, *(-number for number in PASSED_ON.values())} if was_asked_to_stop else set()
     return EXIT_STOPPED if codes <= {EXIT_STOPPED, *asked} else EXIT_FAILED
 
 
 def _first_killed(ranks: _Ranks, stop_timeout_seconds: float, *, was_asked_to_stop: bool) -> str | None:
-    """The first rank that a signal ended which neither we nor the agent sent, in words."""
+    """Return, in words, the first rank that was killed by a signal which neither this process nor the agent sent."""
     killed = [(time, rank, -code) for rank, (code, time) in ranks.failures.items() if code < 0]
     asked = set(PASSED_ON.values()) if was_asked_to_stop else {signal.SIGTERM}
     by_others = [each for each in killed if each[2] not in asked]
@@ -195,7 +195,7 @@ def _first_killed(ranks: _Ranks, stop_timeout_seconds: float, *, was_asked_to_st
 
 
 def _report_of_another_rank(output: Path) -> str:
-    """What the first rank to fail printed, if that was not rank 0, which has printed it already."""
+    """Return the output of the first rank that failed, unless that is rank 0, which has printed it already."""
     for path in sorted(output.glob("*/attempt_*/*/stderr.log"), key=lambda path: path.stat().st_mtime):
         lines = path.read_text("utf-8", "replace").splitlines()
         first = next((number for number, line in enumerate(lines) if line.startswith(_OURS)), None)

@@ -1,4 +1,4 @@
-"""Are these nodes fit for a run: the same versions, sound and equally fast devices and wires, room on the disk."""
+"""Check whether nodes are fit for a run: equal versions, working and equally fast devices and network, disk space."""
 
 import os
 import statistics
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED
+from serried.configs.formats import size
 from serried.configs.schema import LaunchSection
 from serried.configs.suggest import pasteable
 from serried.launch import probes
@@ -17,7 +18,7 @@ from serried.runtime.session import Session, run_in_session
 
 _PATIENCE_SECONDS = 120.0
 _SLOW_SHARE = {"cuda": 0.8, "cpu": 0.5}
-"""Of the median: a CPU that others use too is no measure."""
+"""Share of the median. A CPU may be shared with other processes."""
 _SLOW_WIRE_SHARE = 0.5
 _FREE_SHARE = 0.9
 _CLOCK_SECONDS = 1.0
@@ -28,14 +29,14 @@ _WRITE_BYTES_PER_SECOND = 20e6
 
 @dataclass
 class Findings:
-    """What is wrong: with single hosts, and with what they have in common."""
+    """Problems of single hosts, and problems that all share."""
 
     by_host: dict[str, list[str]] = field(default_factory=dict)
     common: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def blame(self, host: str, what: str) -> None:
-        """Count ``what`` against ``host``, once."""
+        """Record the problem ``what`` of ``host``, once."""
         if what not in self.by_host.setdefault(host, []):
             self.by_host[host].append(what)
 
@@ -47,25 +48,27 @@ def preflight(
     peaks: dict[str, float],
     excluded: str | None = None,
 ) -> int:
-    """Examine all nodes of this start and print a table and a verdict. Returns the exit code: 0 fit, 70 not.
+    """Examine all nodes of this start, print a table and a verdict, and return the exit code: 0 fit, 70 not.
 
-    ``needed_bytes``: what the run's checkpoints take; ``peaks``: FLOP/s that devices are sold with, by name;
-    ``excluded``: nodes that are left out already, with commas between them.
+    Args:
+        needed_bytes: size of the run's checkpoints.
+        peaks: specified FLOP/s of devices, by name.
+        excluded: nodes that are excluded already, separated by commas.
     """
     patience = min(section.start_timeout_seconds, _PATIENCE_SECONDS)
     impatient = section.model_copy(update={"start_timeout_seconds": patience})
 
     def work(session: Session) -> int:
         facts = session.gather(examine(session, run_dir))
-        code = session.once(lambda: _tell(facts, session, run_dir, needed_bytes, peaks, excluded))
+        code = session.once(lambda: _report(facts, session, run_dir, needed_bytes, peaks, excluded))
         return int(code)
 
     return run_in_session(impatient, work)
 
 
 def examine(session: Session, run_dir: Path) -> dict[str, Any]:
-    """Everything this rank finds out. A collective: the ranks measure their wires together, and all else each alone,
-    at the same time."""
+    """Return everything this rank measures. A collective: all ranks measure the network together, and the rest each
+    by itself at the same time."""
     facts: dict[str, Any] = {"rank": session.rank, "host": session.host(), "problems": []}
 
     def alone(name: str, probe: Callable[[], Any]) -> None:
@@ -75,21 +78,21 @@ def examine(session: Session, run_dir: Path) -> dict[str, Any]:
             facts[name] = None
             if str(error) not in facts["problems"]:
                 facts["problems"].append(str(error))
-        except Exception as error:  # whatever it is, it is a finding, and the others go on
+        except Exception as error:  # recorded as a finding; the other probes continue
             facts[name] = None
             facts["problems"].append(f"{name.replace('_', ' ')}: {type(error).__name__}: {error}")
 
     hosts = session.gather(facts["host"])
     alone("versions", probes.versions)
     alone("device", lambda: probes.device(session))
-    session.gather("imported")  # all multiply at the same time, as they do when they train
+    session.gather("imported")  # all ranks compute at the same time, as in training
     alone("matmul", lambda: probes.matmul_flops(session))
     alone("unresolved", lambda: probes.unresolved([*hosts, os.environ.get("MASTER_ADDR", "localhost")]))
     alone("shared_memory", probes.shared_memory_bytes)
     alone("sees_run_dir", lambda: _writing(run_dir, lambda: _sees_what_rank_0_writes(session, run_dir)))
     is_first = hosts.index(facts["host"]) == session.rank
     alone("disk", lambda: _writing(run_dir, lambda: probes.disk(run_dir)) if is_first else None)
-    session.gather("measured")  # nobody measures wires while another still multiplies
+    session.gather("measured")  # no rank measures the network while another still computes
     if session.world_size > 1:
         facts["collectives"] = probes.collectives(session)
         firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
@@ -112,7 +115,7 @@ def _writing(run_dir: Path, probe: Callable[[], Any]) -> Any:
 
 
 def _sees_what_rank_0_writes(session: Session, run_dir: Path) -> bool | None:
-    """Whether the run folder is on a disk shared with rank 0; None where that cannot be known. A collective."""
+    """Return whether the run folder is on a disk shared with rank 0; None if unknown. A collective."""
     folder, name = session.gather([str(probes.existing(run_dir).absolute()), f".preflight-{uuid.uuid4().hex}"])[0]
     path = Path(folder) / name
     problem: OSError | None = None
@@ -131,7 +134,7 @@ def _sees_what_rank_0_writes(session: Session, run_dir: Path) -> bool | None:
     return seen if is_there else None
 
 
-def _tell(
+def _report(
     facts: list[dict[str, Any]],
     session: Session,
     run_dir: Path,
@@ -151,7 +154,7 @@ def _tell(
 def judge(
     facts: list[dict[str, Any]], device_type: str, ranks_per_node: int, run_dir: Path, needed_bytes: int | None
 ) -> Findings:
-    """What is wrong, from what all ranks found out."""
+    """Return the problems in the facts of all ranks."""
     findings = Findings()
     for fact in facts:
         for problem in fact["problems"]:
@@ -165,7 +168,7 @@ def judge(
 
 
 def _judge_sameness(facts: list[dict[str, Any]], findings: Findings) -> None:
-    """Versions and devices: who differs from most is to blame; where there is no such most, nobody is."""
+    """Versions and devices: hosts that differ from the majority are at fault; without a majority, none is."""
     values: dict[str, list[tuple[dict[str, Any], Any]]] = {}
     for fact in facts:
         for name, value in (fact["versions"] or {}).items():
@@ -201,7 +204,7 @@ def _judge_speeds(facts: list[dict[str, Any]], device_type: str, findings: Findi
 
 
 def _judge_collectives(facts: list[dict[str, Any]], findings: Findings) -> None:
-    """A rank whose part arrives wrong at most others sends it wrong; one that alone gets wrong results reads wrong."""
+    """A rank whose data is wrong at most others sends it wrong; a rank that alone has wrong results reads it wrong."""
     known = [fact for fact in facts if fact.get("collectives")]
     wrong = [fact for fact in known if fact["collectives"]["is_reduce_wrong"] or fact["collectives"]["gather_wrong"]]
     if not wrong:
@@ -210,15 +213,15 @@ def _judge_collectives(facts: list[dict[str, Any]], findings: Findings) -> None:
     senders = Counter(rank for fact in wrong for rank in fact["collectives"]["gather_wrong"] if rank != fact["rank"])
     guilty = [rank for rank, times in senders.items() if 2 * times > len(known) - 1 and len(known) > 2]
     for rank in guilty:
-        findings.blame(by_rank[rank]["host"], f"rank {rank}: what it sends in an all-gather arrives wrong")
+        findings.blame(by_rank[rank]["host"], f"rank {rank}: its data arrives wrong in an all-gather")
     if guilty:
         return
     if 2 * len(wrong) < len(known):
         for fact in wrong:
-            findings.blame(fact["host"], f"rank {fact['rank']}: gets wrong results of collectives, alone")
+            findings.blame(fact["host"], f"rank {fact['rank']} is the only one with wrong results of collectives")
         return
     ranks = ", ".join(str(fact["rank"]) for fact in wrong)
-    findings.common.append(f"collectives give wrong results, on rank {ranks}; run with fewer nodes to find the one")
+    findings.common.append(f"collectives give wrong results on rank {ranks}; find the faulty one with fewer nodes")
 
 
 def _judge_node(facts: list[dict[str, Any]], ranks_per_node: int, findings: Findings) -> None:
@@ -229,13 +232,13 @@ def _judge_node(facts: list[dict[str, Any]], ranks_per_node: int, findings: Find
             findings.blame(host, f"its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} the others'")
         if fact["device"] is not None and fact["device"]["free_share"] < _FREE_SHARE:
             free = fact["device"]["free_share"]
-            findings.blame(host, f"rank {fact['rank']}: {free:.0%} of the device's memory is free: who else uses it?")
+            findings.blame(host, f"rank {fact['rank']}: {free:.0%} of device memory is free; another process uses it")
         if fact["unresolved"]:
             text = f"{host}: no address for {', '.join(fact['unresolved'])}"
             if text not in findings.warnings:
                 findings.warnings.append(text)
         shared = fact["shared_memory"]
-        text = f"{host}: /dev/shm has {_size(shared or 0)}, below {ranks_per_node} x 128 MiB; containers: --shm-size=8g"
+        text = f"{host}: /dev/shm has {size(shared or 0)}, below {ranks_per_node} x 128 MiB; containers: --shm-size=8g"
         if (shared or 0) < ranks_per_node * _SHARED_MEMORY_BYTES_PER_RANK and text not in findings.warnings:
             findings.warnings.append(text)
 
@@ -250,15 +253,15 @@ def _judge_disk(facts: list[dict[str, Any]], run_dir: Path, needed_bytes: int | 
     free, inodes = min(found["free_bytes"] for found in known), [found["free_inodes"] for found in known]
     if needed_bytes is not None and free < needed_bytes:
         findings.common.append(
-            f"{run_dir} has {_size(free)} free, and checkpoints take {_size(needed_bytes)}, those that stay and one "
-            "being written; use run.dir=FOLDER on another disk, or lower checkpoint.keep"
+            f"{run_dir} has {size(free)} free, and the kept checkpoints and one being written take "
+            f"{size(needed_bytes)}; use run.dir=FOLDER on another disk, or lower checkpoint.keep"
         )
     if any(count is not None and count < _INODES for count in inodes):
         findings.common.append(f"{run_dir} has room for {min(count for count in inodes if count is not None)} files")
     for fact in facts:
         if fact["disk"] and fact["disk"]["write_bytes_per_second"] < _WRITE_BYTES_PER_SECOND:
-            speed = _size(fact["disk"]["write_bytes_per_second"])
-            findings.warnings.append(f"{fact['host']} writes {speed} a second to {run_dir}: saving will take its time")
+            speed = size(fact["disk"]["write_bytes_per_second"])
+            findings.warnings.append(f"{fact['host']} writes {speed}/s to {run_dir}: saving will be slow")
 
 
 # the table ------------------------------------------------------------------------------------------------------------
@@ -270,7 +273,7 @@ _COLUMNS = ("node", "ranks", "device", "matmul", "all-reduce", "all-gather", "pa
 def report(
     facts: list[dict[str, Any]], findings: Findings, peaks: dict[str, float], excluded: str | None = None
 ) -> list[str]:
-    """The table, what is wrong, what to leave out besides the nodes ``excluded``, and the verdict, as lines."""
+    """Return the lines of the table, the problems, the nodes to exclude besides ``excluded``, and the verdict."""
     hosts = list(dict.fromkeys(fact["host"] for fact in facts))
     rows: list[tuple[str, ...]] = [_COLUMNS]
     rows += [_row(host, [fact for fact in facts if fact["host"] == host], findings, peaks) for host in hosts]
@@ -286,13 +289,13 @@ def report(
         return [*lines, f"verdict    fit: {ranks}"]
     if findings.by_host and len(findings.by_host) < len(hosts):
         names = ",".join([*([excluded] if excluded else []), *findings.by_host])
-        value = f'"{names}"' if "," in names else names  # Hydra takes a comma for a list
+        value = f'"{names}"' if "," in names else names  # Hydra reads a comma as a list
         lines.append(f"exclude    {pasteable('slurm.exclude', value)}, or sbatch --exclude={names}")
     return [*lines, f"verdict    not fit: {ranks}"]
 
 
 def _row(host: str, facts: list[dict[str, Any]], findings: Findings, peaks: dict[str, float]) -> tuple[str, ...]:
-    """The worst of the node's ranks in each column."""
+    """Return a node's row: the worst of its ranks in each column."""
     ranks = [fact["rank"] for fact in facts]
     device = next((fact["device"] for fact in facts if fact["device"]), None)
     slowest = min((fact["matmul"] for fact in facts if fact["matmul"]), default=None)
@@ -303,7 +306,7 @@ def _row(host: str, facts: list[dict[str, Any]], findings: Findings, peaks: dict
     share = f" ({slowest / peak:.0%} of peak)" if slowest and peak else ""
 
     def rate(name: str) -> str:
-        return f"{_size(min(found[name] for found in collective))}/s" if collective else "-"
+        return f"{size(min(found[name] for found in collective))}/s" if collective else "-"
 
     return (
         host,
@@ -312,9 +315,9 @@ def _row(host: str, facts: list[dict[str, Any]], findings: Findings, peaks: dict
         f"{_flops(slowest)}{share}" if slowest else "-",
         rate("reduce_bytes_per_second"),
         rate("gather_bytes_per_second"),
-        f"{_size(pairs)}/s" if pairs else "-",
-        f"{_size(disk['write_bytes_per_second'])}/s" if disk else "-",
-        _size(disk["free_bytes"]) if disk else "-",
+        f"{size(pairs)}/s" if pairs else "-",
+        f"{size(disk['write_bytes_per_second'])}/s" if disk else "-",
+        size(disk["free_bytes"]) if disk else "-",
         f"{max((fact['clock'] for fact in facts), key=abs):+.3f} s",
         "NOT FIT" if host in findings.by_host else "fit",
     )
@@ -322,10 +325,3 @@ def _row(host: str, facts: list[dict[str, Any]], findings: Findings, peaks: dict
 
 def _flops(rate: float) -> str:
     return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
-
-
-def _size(nbytes: float) -> str:
-    for limit, unit in ((2**20, "KiB"), (2**30, "MiB"), (2**40, "GiB")):
-        if nbytes < limit:
-            return f"{nbytes / limit * 1024:.1f} {unit}"
-    return f"{nbytes / 2**40:.1f} TiB"

@@ -1,4 +1,4 @@
-"""What one process finds out about its node, its device and its wires. Nothing here judges; see ``preflight``."""
+"""Measurements of one process: its node, device and network. ``preflight`` judges them."""
 
 import os
 import platform
@@ -25,7 +25,7 @@ _CLOCK_ROUNDS = 5
 
 
 def versions() -> dict[str, str | None]:
-    """What has to be the same on all nodes."""
+    """Return the versions that must be equal on all nodes."""
     import torch
 
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and torch.version.cuda else None
@@ -47,7 +47,7 @@ def _driver() -> str | None:
 
 
 def device(session: Session) -> dict[str, Any]:
-    """Name and number of the node's devices, and the share of this rank's memory that is free."""
+    """Return name and number of the node's devices, and the free share of the memory of this rank's device."""
     import torch
 
     if session.device.type == "cpu":
@@ -58,7 +58,7 @@ def device(session: Session) -> dict[str, Any]:
 
 
 def matmul_flops(session: Session) -> float:
-    """Rate of a large matrix product (bf16 on a GPU, fp32 on a CPU), in FLOP/s: the best of a few."""
+    """Return the best FLOP/s of a few large matrix products (bf16 on a GPU, fp32 on a CPU)."""
     import torch
 
     size, dtype = (8192, torch.bfloat16) if session.device.type == "cuda" else (512, torch.float32)
@@ -68,10 +68,10 @@ def matmul_flops(session: Session) -> float:
 
 
 def collectives(session: Session) -> dict[str, Any]:
-    """All-reduce and all-gather between all ranks. A collective.
+    """Measure all-reduce and all-gather between all ranks. A collective.
 
-    ``reduce_bytes_per_second`` and ``gather_bytes_per_second``: what each rank sends and receives, as nccl-tests count
-    it. ``is_reduce_wrong``; ``gather_wrong``: ranks whose part came out wrong.
+    Return ``reduce_bytes_per_second`` and ``gather_bytes_per_second``, the bus bandwidth as nccl-tests define it,
+    ``is_reduce_wrong``, and ``gather_wrong``: the ranks whose data was wrong.
     """
     import torch
     import torch.distributed as dist
@@ -83,7 +83,7 @@ def collectives(session: Session) -> dict[str, Any]:
     parts = [torch.empty_like(mine) for _ in range(ranks)]
     reduced = all_reduce(mine.clone())
     dist.all_gather(parts, mine)
-    found = {  # small whole numbers, whose sums are exact in fp32
+    found = {  # small integers, whose sums are exact in fp32
         "is_reduce_wrong": not torch.equal(reduced, ranks * of_rank_0 + sum(range(ranks))),
         "gather_wrong": [rank for rank, part in enumerate(parts) if not torch.equal(part, of_rank_0 + rank)],
     }
@@ -105,15 +105,15 @@ def all_reduce(tensor: "torch.Tensor") -> "torch.Tensor":
 
 
 def _pattern(rank: int, count: int, device: "torch.device") -> "torch.Tensor":
-    """Whole numbers; those of rank r are r more than those of rank 0."""
+    """Return integers; those of rank r are larger by r than those of rank 0."""
     import torch
 
     return (torch.arange(count, device=device) % 1009 + rank).float()
 
 
 def pairs_bytes_per_second(session: Session, members: list[int]) -> float | None:
-    """Mean rate at which this rank exchanges data with each other of ``members`` in turn, each in a pair of its own; a
-    slow wire shows up in all pairs of one rank. None for a rank that is no member, or alone. A collective."""
+    """Return the mean rate at which this rank exchanges data with each of the other ``members`` in turn; a slow link
+    affects all pairs of one rank. None for a rank that is not a member, or is the only one. A collective."""
     import torch
     import torch.distributed as dist
 
@@ -130,14 +130,14 @@ def pairs_bytes_per_second(session: Session, members: list[int]) -> float | None
                     if work is not None:
                         work.wait()
 
-            exchange()  # the first one connects
+            exchange()  # the first exchange connects
             rates.append(2 * out.nbytes / min(_timed(session, exchange) for _ in range(_TIMED)))
         dist.barrier()
     return sum(rates) / len(rates) if rates else None
 
 
 def tournament(members: list[int]) -> Iterator[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs in which each of ``members`` meets each other once (the circle method)."""
+    """Yield rounds of disjoint pairs in which each of ``members`` is paired with each other once (circle method)."""
     circle: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
@@ -161,12 +161,12 @@ def _timed(session: Session, work: Callable[[], Any]) -> float:
 
 
 def clock() -> float:
-    """This machine's time, in Unix seconds."""
+    """Return this machine's time, in Unix seconds."""
     return time.time()
 
 
 def clock_ahead_seconds(session: Session) -> float:
-    """How far this machine's clock is ahead of rank 0's, but for the time a barrier takes. A collective."""
+    """Return how far this machine's clock is ahead of rank 0's, within the time of a barrier. A collective."""
     import torch
     import torch.distributed as dist
 
@@ -182,7 +182,7 @@ def clock_ahead_seconds(session: Session) -> float:
 
 
 def unresolved(hosts: list[str]) -> list[str]:
-    """Those of ``hosts`` that have no address here."""
+    """Return the ``hosts`` that have no address here."""
     missing = []
     for host in sorted(set(hosts)):
         try:
@@ -193,7 +193,7 @@ def unresolved(hosts: list[str]) -> list[str]:
 
 
 def shared_memory_bytes() -> int | None:
-    """Size of ``/dev/shm``; None where there is none."""
+    """Return the size of ``/dev/shm``; None if it does not exist."""
     try:
         return shutil.disk_usage(_SHARED_MEMORY).total
     except OSError:
@@ -201,18 +201,18 @@ def shared_memory_bytes() -> int | None:
 
 
 def disk(folder: Path) -> dict[str, Any]:
-    """Free bytes and inodes of the disk that ``folder`` (or what there is of it) lies on, and the speed of writing."""
+    """Return free bytes and inodes of the disk of ``folder`` (or its nearest existing parent), and the write speed."""
     there = existing(folder)
     stat = os.statvfs(there)
     return {
         "free_bytes": stat.f_bavail * stat.f_frsize,
-        "free_inodes": stat.f_favail if stat.f_files else None,  # some file systems count none
+        "free_inodes": stat.f_favail if stat.f_files else None,  # some file systems have no limit
         "write_bytes_per_second": _WRITE_BYTES / _write_seconds(there),
     }
 
 
 def existing(folder: Path) -> Path:
-    """``folder``, or the nearest folder above it that is there."""
+    """Return ``folder``, or its nearest parent that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
@@ -230,7 +230,7 @@ def _write_seconds(folder: Path) -> float:
 
 @contextmanager
 def marker(folder: Path, name: str) -> Iterator[Path]:
-    """A file that is there for a while."""
+    """A file that exists while this is open."""
     path = folder / name
     try:
         path.touch()

@@ -1,4 +1,4 @@
-"""``serried status``: how a run stands, from its run folder and from Slurm's queue. Needs neither Slurm nor torch."""
+"""``serried status``: the state of a run, from its run folder and Slurm's queue. Needs neither Slurm nor torch."""
 
 import shlex
 import time
@@ -13,7 +13,7 @@ from serried.records.status import read_status
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Run folders in ``folder``: those that have a status, or were submitted; and the folders of sweeps."""
+    """Return the folders of runs and sweeps in ``folder``: with a status or a table, or submitted to Slurm."""
 
     def is_one(path: Path) -> bool:
         return (path / "status.json").exists() or (path / RECORD).exists() or was_submitted(path)
@@ -25,7 +25,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def describe_run(run_dir: Path) -> str:
-    """State, job, step, loss and time left of one run, a line each; of a sweep a line for each of its runs."""
+    """Return state, job, step, loss and time left of a run, a line each; for a sweep, the table of its runs."""
     keys, outcomes = read_summary(run_dir)
     if outcomes:
         done = sum(each.is_finished for each in outcomes)

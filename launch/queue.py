@@ -1,4 +1,4 @@
-"""Slurm's queue, as far as this user's jobs go: asked through ``squeue``, never needed."""
+"""This user's jobs in Slurm's queue, from ``squeue``; Slurm is optional."""
 
 import json
 import subprocess
@@ -17,20 +17,20 @@ _ENDING = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_M
 
 @dataclass(frozen=True)
 class Job:
-    """One job, or one task of an array, that is in the queue."""
+    """One job, or one task of an array, in the queue."""
 
     name: str
-    """Its number, with ``_TASK`` behind it for one task of an array, or ``_[0-3]`` for those that wait."""
+    """Its number, followed by ``_TASK`` for one task of an array, or ``_[0-3]`` for pending tasks."""
     state: str
     """RUNNING, PENDING, COMPLETING, ..."""
     elapsed: str
     left: str
     where: str
-    """The nodes it runs on, or in brackets why it waits."""
+    """The nodes it runs on, or the reason it is pending, in parentheses."""
     partition: str
 
     def describe(self) -> str:
-        """``17 running on node[0-1] for 3:12, 6:48 left (partition gpu)``."""
+        """Return ``17 running on node[0-1] for 3:12, 6:48 left (partition gpu)``."""
         place = self.where.strip("()")
         if self.state == "PENDING":
             return f"{self.name} pending: {place} (partition {self.partition})"
@@ -39,24 +39,24 @@ class Job:
 
 
 def note_job(run_dir: Path, job: str, task: int | None) -> None:
-    """Remember in the run folder that ``job`` (its task ``task``, of an array) trains there."""
+    """Record in the run folder that ``job`` (or task ``task`` of an array) trains there."""
     with (run_dir / "slurm" / _JOBS).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"job": job, "task": task}) + "\n")
 
 
 def was_submitted(run_dir: Path) -> bool:
-    """Whether a job has ever been submitted for the run in ``run_dir``."""
+    """Return whether a job has ever been submitted for the run in ``run_dir``."""
     return bool(_noted(run_dir))
 
 
 def jobs_of(run_dir: Path, queued: Iterable[Job]) -> list[Job]:
-    """Those of ``queued`` that were submitted for the run in ``run_dir``."""
+    """Return the jobs in ``queued`` that were submitted for the run in ``run_dir``."""
     noted = set(_noted(run_dir))
     return [job for job in queued if _names(job) & noted]
 
 
 def _noted(run_dir: Path) -> list[str]:
-    """Names of the jobs that were submitted for the run in ``run_dir``, the newest last."""
+    """Return the names of the jobs that were submitted for the run in ``run_dir``, newest last."""
     names = []
     try:
         for line in read_bytes(run_dir / "slurm" / _JOBS).splitlines():
@@ -81,7 +81,7 @@ def _names(job: Job) -> set[str]:
 
 
 def queued_jobs() -> list[Job] | None:
-    """This user's jobs that have not ended; None where there is no Slurm to ask, or it does not answer."""
+    """Return this user's jobs that have not ended; None if there is no Slurm, or it does not answer."""
     try:
         done = subprocess.run(
             ["squeue", "--me", "--noheader", f"--format={_FORMAT}"],
@@ -99,10 +99,10 @@ def queued_jobs() -> list[Job] | None:
 
 
 def queued_before_another(run_dirs: Sequence[Path]) -> list[Job]:
-    """This user's jobs that have not ended, for whoever is about to submit some for ``run_dirs``.
+    """Return this user's jobs that have not ended, before others are submitted for ``run_dirs``.
 
     Raises:
-        UserError: squeue does not answer, so that nobody knows whether an earlier job of one of these still runs.
+        UserError: squeue does not answer, and an earlier job of one of these may still run.
     """
     queued = queued_jobs()
     if queued is not None:
@@ -111,6 +111,6 @@ def queued_before_another(run_dirs: Sequence[Path]) -> list[Job]:
         if names := _noted(run_dir):
             raise UserError(
                 f"squeue does not answer, and job {names[-1]}, submitted for {run_dir}, may be running or waiting; see "
-                "`squeue --me`, and give the same command when that answers"
+                "`squeue --me`, and run the same command when that answers"
             )
     return []

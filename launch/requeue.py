@@ -1,6 +1,6 @@
-"""At the end of a Slurm job: how did the run end, and is another start worth it?
+"""Decide at the end of a Slurm job whether it is queued again.
 
-``python -m launch.requeue RUN START`` prints a line about it, and exits with 75 where the job is to be queued again.
+``python -m serried.launch.requeue RUN START`` prints how the run ended, and exits with 75 to queue the job again.
 """
 
 import json
@@ -16,24 +16,24 @@ from serried.records.status import read_status
 ENDS = "ends.jsonl"
 """In ``run.dir/slurm``: how each start of the run under Slurm ended, one line of JSON each."""
 
-_WANTED = ("control", "trainer.stop_at")  # a person wants no more of it for now
-_ASKED_FOR = ("SIGTERM", "SIGINT", "SIGHUP")  # preemption, mostly: no fault of the run's
+_WANTED = ("control", "trainer.stop_at")  # the user asked for it
+_ASKED_FOR = ("SIGTERM", "SIGINT", "SIGHUP")  # mostly preemption, not a fault of the run
 _OUT_OF_TIME = ("SIGUSR1", "Slurm ends this job")
 _CHECKPOINT = re.compile(r"step-([0-9]{8,})")
 _FRUITLESS_STARTS = 2
 
 
 def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
-    """The exit code of the job, 75 where another start is worth it, and a line that says why.
+    """Return the exit code of the job, 75 if it is worth another start, and a line with the reason.
 
-    ``start`` is a file named for the job and made when this start of it began: an older ``status.json`` is an earlier
-    start's. A run that is still ``running`` was killed, and goes on from its checkpoint. Twice the same end at the same
-    step is not worth a third start, and neither are two starts in a row that saved nothing: that is a crash loop.
+    ``start`` is a file named after the job and made when this start began: an older ``status.json`` belongs to an
+    earlier start. A run that is still ``running`` was killed, and resumes from its checkpoint. The same end at the
+    same step twice, or two starts in a row without a checkpoint, are a crash loop.
     """
     status = read_status(run_dir)
     if status is not None and status.time >= start.stat().st_mtime:
         state, step, where = status.state, status.step, f"at step {status.step}"
-        reason = "killed without a word" if state == "running" else status.reason or ""
+        reason = "killed without a message" if state == "running" else status.reason or ""
         if state in ("finished", "failed"):
             _note(run_dir, start, state, step, reason)
             return status.exit_code or 0, f"{state} {where}: {reason}"
@@ -44,10 +44,10 @@ def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
         return EXIT_FAILED, f"failed before training began: see the logs of the nodes beside {start}"
     is_same, fruitless = _note(run_dir, start, state, step, reason)
     if reason.startswith(_WANTED):
-        return EXIT_FINISHED, f"stopped {where}: {reason}. Not queued again; the same command goes on"
+        return EXIT_FINISHED, f"stopped {where}: {reason}. Not queued again; run the same command to resume"
     if not reason.startswith(_ASKED_FOR) and (is_same or fruitless >= _FRUITLESS_STARTS):
-        what = f"have ended {where}" if is_same else f"have saved nothing, the last one has ended {where}"
-        mend = "raise slurm.time_minutes, or lower checkpoint.every" if reason.startswith(_OUT_OF_TIME) else "mend that"
+        what = f"ended {where}" if is_same else f"saved nothing, and the last one ended {where}"
+        mend = "raise slurm.time_minutes, or lower checkpoint.every" if reason.startswith(_OUT_OF_TIME) else "fix that"
         return (
             EXIT_FAILED,
             f"crash loop: two starts in a row {what} ({reason}). Not queued again; {mend}, and submit the same command",
@@ -56,16 +56,16 @@ def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
 
 
 def _was_stopped(start: Path) -> bool:
-    """Whether a request ended the start before there was a status: a rank or a node's shell has left a file. Not where
-    a node failed by itself, for which Slurm has sent SIGTERM to the others."""
+    """Return whether a request ended the start before there was a status: a rank or a node's shell left a file. False
+    if a node failed, after which Slurm sends SIGTERM to the others."""
     return start.with_suffix(".stopped").exists() and not start.with_suffix(".failed").exists()
 
 
 def _note(run_dir: Path, start: Path, state: str, step: int, reason: str) -> tuple[bool, int]:
-    """Write down how this start ended. Returns whether the one before, of the same job, ended alike, and how many in a
-    row have saved nothing. Those that were asked to end are not among them: they may have had no time to."""
+    """Record how this start ended. Return whether the previous start of the same job ended the same way, and how many
+    starts in a row saved nothing, not counting those that were asked to end: they may have had no time to."""
     before = _last_end(run_dir)
-    # Numbers aside: ranks, seconds and hours differ from one time to the next.
+    # Without numbers: ranks, seconds and hours differ from one start to the next.
     now = {"job": start.stem, "state": state, "step": step, "reason": re.sub(r"\d+", "N", reason)}
     is_same = all(before.get(key) == value for key, value in now.items())
     newest = _newest_checkpoint(run_dir)
@@ -80,7 +80,7 @@ def _note(run_dir: Path, start: Path, state: str, step: int, reason: str) -> tup
 
 
 def _newest_checkpoint(run_dir: Path) -> int | None:
-    """Step of the newest checkpoint; None where there is none. A name without a dot is a whole one."""
+    """Return the step of the newest checkpoint; None if there is none. A name without a dot is a complete one."""
     names = (_CHECKPOINT.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("step-*"))
     return max((int(name[1]) for name in names if name is not None), default=None)
 

@@ -1,5 +1,4 @@
-"""``launch=slurm``: write and submit the batch script of a run, of a sweep as one array job, or of a look at the nodes.
-Needs no torch."""
+"""``launch=slurm``: write and submit the batch script of a run, of a sweep as one array job, or of a preflight."""
 
 import os
 import re
@@ -30,13 +29,13 @@ _LOOKS = 10
 
 
 class _NoSlurm(UserError):
-    """Nothing can have been submitted."""
+    """Slurm is not available, so nothing was submitted."""
 
 
 def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
-    """Submit the runs ``points``, by their command lines; several become the tasks of one array. Returns the exit code.
+    """Submit the runs ``points``, keyed by command line, several as one array job. Return the exit code.
 
-    The script that is submitted lies in the run folder, ``slurm/JOB.sbatch``; that of an array in the first run's.
+    The submitted script is kept as ``slurm/JOB.sbatch`` in the (first) run folder.
 
     Raises:
         UserError: a job of one of the runs is in the queue already, or Slurm refuses the job.
@@ -48,7 +47,7 @@ def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
     folders = [_absolute(config.run.dir) for config in configs]
     _refuse_a_second_job(configs)
     try:
-        # It takes a moment, and a job in the queue that nobody knows of is worse than to wait.
+        # Signals wait until the job is recorded: a queued job that is not would be submitted a second time.
         with _folders_of_jobs(folders), NotedSignals():
             job, path = _submit(text, folders[0])
             for task, folder in enumerate(folders):
@@ -59,10 +58,10 @@ def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
 
 
 def refuse_unequal(configs: Sequence[RunConfig]) -> None:
-    """Have all runs of a sweep ask for the same nodes, since the tasks of an array get the same.
+    """Check that all runs of a sweep ask for the same nodes, as the tasks of an array do.
 
     Raises:
-        UserError: two ask for different ones.
+        UserError: two ask for different nodes.
     """
     first, *others = [_asked_for(config) for config in configs]
     for key, value in first.items():
@@ -71,18 +70,18 @@ def refuse_unequal(configs: Sequence[RunConfig]) -> None:
             one, another = ("null" if each is None else each for each in (value, different))
             raise UserError(
                 f"{key} is {one} in one run and {another} in another, and with launch=slurm a sweep is one array job, "
-                f"whose runs all get the same; give one sweep for each value: {key}={one} run.name=OTHER"
+                f"whose tasks all get the same; start one sweep for each value: {key}={one} run.name=OTHER"
             )
 
 
 def _asked_for(config: RunConfig) -> dict[str, object]:
-    """What of ``config`` is in the part of the script that all runs share."""
+    """Return the settings in the part of the script that all runs share."""
     launch = {f"launch.{name}": getattr(config.launch, name) for name in ("nodes", "processes", "device")}
     return launch | {f"slurm.{name}": value for name, value in config.slurm.model_dump().items()}
 
 
 def preflight_by_job(argv: Sequence[str], config: RunConfig) -> int:
-    """Examine nodes in a job: submit it, wait for it, and print what it has found. Returns the exit code.
+    """Submit a job that examines its nodes, wait for it, and print its findings. Return the exit code.
 
     Ctrl-C and other signals that would end this process cancel the job.
 
@@ -118,11 +117,11 @@ def _cancel(job: str) -> None:
 
 
 def _wait_for(job: str, signals: NotedSignals) -> None:
-    """Until the queue no longer has ``job``; what it is about is told as it changes.
+    """Wait until ``job`` has left the queue, and print its state whenever that changes.
 
     Raises:
-        StopRequested: a signal came.
-        UserError: squeue has not answered for long.
+        StopRequested: a signal arrived.
+        UserError: squeue has not answered for a long time.
     """
     told = None
     answered = time.monotonic()
@@ -134,10 +133,10 @@ def _wait_for(job: str, signals: NotedSignals) -> None:
         elif time.monotonic() - answered > _SILENT_SECONDS:
             raise UserError(
                 f"squeue has not answered for {_SILENT_SECONDS} s, so job {job} is cancelled; see `squeue --me` (if it "
-                f"is there still: scancel {job}), and give the same command when that answers"
+                f"still lists the job: scancel {job}), and run the same command when that answers"
             )
         now = next((each for each in queued or [] if each.name == job), None)
-        # At first Slurm has not looked at it yet, and says (None).
+        # Until Slurm has considered the job, its reason is (None).
         if (
             now is not None
             and now.state != "COMPLETING"
@@ -149,9 +148,9 @@ def _wait_for(job: str, signals: NotedSignals) -> None:
 
 
 def _result(job: str, folder: Path) -> int:
-    """Print what rank 0 has found, up to the verdict. Returns the exit code."""
+    """Print the findings of rank 0, up to the verdict. Return the exit code."""
     found: list[str] = []
-    for _ in range(_LOOKS):  # a network disk may show it late
+    for _ in range(_LOOKS):  # a network disk may show the files late
         try:
             found = (folder / f"{job}-node-0.log").read_text("utf-8", "replace").splitlines()
             code = int((folder / f"{job}.code").read_text("utf-8"))
@@ -163,13 +162,13 @@ def _result(job: str, folder: Path) -> int:
     verdict = next((number for number, line in enumerate(found) if line.startswith("verdict ")), None)
     say("\n".join(found if verdict is None else found[: verdict + 1]))
     if verdict is None:
-        say(f"failed: job {job} has come to no verdict; see {folder / job}*.log")
+        say(f"failed: job {job} reached no verdict; see {folder / job}*.log")
         return EXIT_STOPPED if code == EXIT_STOPPED else EXIT_FAILED
     return EXIT_FINISHED if code == EXIT_FINISHED else EXIT_FAILED
 
 
 def _submit(text: str, run_dir: Path) -> tuple[str, Path]:
-    """Hand over the script ``text``. Returns the job's number, and the path of the script in ``run_dir``."""
+    """Submit the script ``text``. Return the job's number, and the path of the script in ``run_dir``."""
     path = run_dir / "slurm" / "submitted.sbatch"
     path.write_text(text, "utf-8")
     try:
@@ -182,7 +181,7 @@ def _submit(text: str, run_dir: Path) -> tuple[str, Path]:
 
 @contextmanager
 def _folders_of_jobs(run_dirs: Sequence[Path]) -> Iterator[None]:
-    """Make the folders for scripts and logs in ``run_dirs``. Where there is no Slurm, they are gone again."""
+    """Make the folders for scripts and logs in ``run_dirs``, and remove them again if there is no Slurm."""
     missing = [folder for run_dir in run_dirs for folder in (run_dir / "slurm", run_dir) if not folder.exists()]
     for run_dir in run_dirs:
         (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
@@ -200,7 +199,7 @@ def _unwritable(error: OSError) -> UserError:
 
 
 def script(points: Mapping[tuple[str, ...], RunConfig]) -> str:
-    """The batch script for ``points``: their options and settings, then what ``slurm/train.sbatch`` has in common."""
+    """Return the batch script for ``points``: their options and settings, then the rest of ``slurm/train.sbatch``."""
     runs = [
         (f"run_dir={shlex.quote(str(_absolute(each.run.dir)))}", f"arguments=({shlex.join(_without_dry_run(argv))})")
         for argv, each in points.items()
@@ -214,7 +213,7 @@ def script(points: Mapping[tuple[str, ...], RunConfig]) -> str:
 
 
 def preflight_script(argv: Sequence[str], config: RunConfig) -> str:
-    """The batch script of a job that examines the nodes it gets."""
+    """Return the batch script of a job that examines its nodes."""
     changes = {"time_minutes": _EXAMINATION_MINUTES, "signal_seconds": 60, "requeue": False}
     short = config.model_copy(update={
         "run": config.run.model_copy(update={"name": f"{config.run.name}-preflight"}),
@@ -251,7 +250,7 @@ def _script(options: Sequence[str], config: RunConfig, program: Sequence[str], r
 
 
 def _options(configs: Sequence[RunConfig]) -> list[str]:
-    """What sbatch is asked for; the same for all tasks of an array."""
+    """Return the options of sbatch, which are the same for all tasks of an array."""
     config, is_array = configs[0], len(configs) > 1
     slurm = config.slurm
     gpus = slurm.gpus_per_node
@@ -285,7 +284,7 @@ def _options(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def _refuse_a_second_job(configs: Sequence[RunConfig]) -> None:
-    """A second job in the same run folder would wait for the first, or be refused by it: say so before it is queued."""
+    """Refuse a second job in the same run folder, which would wait for the first or fail."""
     if configs[0].slurm.dependency is not None:
         return
     queued = queued_before_another([_absolute(config.run.dir) for config in configs])
@@ -299,25 +298,25 @@ def _refuse_a_second_job(configs: Sequence[RunConfig]) -> None:
 
 
 def _sbatch(path: Path) -> str:
-    """Submit; returns the job's number."""
-    # Submitted from inside another job, this one would take that one's settings for its own.
+    """Submit the script ``path``. Return the job's number."""
+    # Inside another job, sbatch would take that job's settings from the environment.
     clean = {key: value for key, value in os.environ.items() if not re.match("SLURM_(?!CONF$|CLUSTERS$)", key)}
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(path)],
             capture_output=True, encoding="utf-8", errors="replace", timeout=_PATIENCE_SECONDS, check=False, env=clean,
-            start_new_session=True,  # Ctrl-C would reach it too, and is for this process to answer
+            start_new_session=True,  # Ctrl-C must reach this process only
         )  # fmt: skip
     except FileNotFoundError:
         raise _NoSlurm(
             "launch=slurm needs sbatch, which is not on this machine's PATH; submit from a login node of the cluster, "
-            "or look at the script: slurm.dry_run=true"
+            "or print the script: slurm.dry_run=true"
         ) from None
     except subprocess.TimeoutExpired:
         raise UserError(f"sbatch has not answered for {_PATIENCE_SECONDS} s; see `sinfo`, and try again") from None
     if done.returncode and _UNCONFIGURED in done.stderr:
         raise _NoSlurm(
-            "Slurm is installed here but finds no configuration: no slurm.conf in /etc/slurm, and no server that has "
+            "Slurm is installed here but has no configuration: no slurm.conf in /etc/slurm, and no server for "
             "it; submit from a login node of the cluster, or set SLURM_CONF=FILE"
         )
     if done.returncode:
@@ -341,10 +340,10 @@ def _what_to_watch(job: str, path: Path, configs: Sequence[RunConfig], folders: 
 
 
 def _size(config: RunConfig, text: str) -> str:
-    """``2 nodes x 8 processes``, of the job whose script is ``text``."""
+    """Return ``2 nodes x 8 processes`` for the job whose script is ``text``."""
     nodes, processes = config.launch.nodes or 1, processes_per_node(config.launch)
     asks = config.launch.device == "cpu" or "--gpus-per-node" in text
-    no_gpu = "" if asks else "; no GPUs were asked for (slurm.gpus_per_node=8 asks)"
+    no_gpu = "" if asks else "; no GPUs requested (slurm.gpus_per_node=8 requests them)"
     return f"{nodes} node{'s' if nodes > 1 else ''} x {processes} process{'es' if processes > 1 else ''}{no_gpu}"
 
 

@@ -1,4 +1,4 @@
-"""How the runs of a sweep stand, side by side: from their run folders, as a table, ``sweep.json`` and ``sweep.csv``."""
+"""The runs of a sweep side by side, from their run folders: a table, ``sweep.json`` and ``sweep.csv``."""
 
 import csv
 import io
@@ -17,18 +17,18 @@ from serried.records.metrics import METRICS, read_events
 from serried.records.status import read_status
 
 RECORD = "sweep.json"
-"""In the folder of a sweep: its keys and how each run stands."""
+"""In the folder of a sweep: its keys and the outcome of each run."""
 _TABLE = "sweep.csv"
 _LONG = 8
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run stands, or ended."""
+    """The state and results of a run."""
 
     run_dir: Path
     values: Mapping[str, str]
-    """What it has for each swept key."""
+    """The value of each swept key."""
     state: str = "not started"
     """not started, queued, running, finished, stopped or failed."""
     step: int = 0
@@ -41,21 +41,21 @@ class Outcome:
     tokens_per_second: float | None = None
     """The median of the logged steps."""
     time: float = field(default_factory=time.time)
-    """When this was so, in Unix seconds."""
+    """When this was written, in Unix seconds."""
 
     @property
     def is_finished(self) -> bool:
         return self.state == "finished"
 
     def rank(self) -> tuple[bool, float, float]:
-        """Sorts the best first: by validation loss, where there is none by loss, and those without either last."""
+        """Return a sort key, best first: by validation loss, or by loss without one, and runs without either last."""
         last = float("inf")
         by_validation = last if self.validation_loss is None else self.validation_loss
         return self.validation_loss is None, by_validation, last if self.loss is None else self.loss
 
 
 def read_outcome(run_dir: Path, values: Mapping[str, str]) -> Outcome:
-    """What the files in ``run_dir`` say."""
+    """Return the outcome of the run in ``run_dir``."""
     status = read_status(run_dir)
     if status is None:
         return Outcome(run_dir, values)
@@ -95,7 +95,7 @@ def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]
 
 
 def read_summary(folder: Path) -> tuple[list[str], list[Outcome]]:
-    """The keys of the sweep in ``folder`` and how its runs stand by now; empty where there is none that can be read."""
+    """Return the keys and current outcomes of the sweep in ``folder``; empty if there is none that can be read."""
     try:
         record = read_json(folder / RECORD)
         names = [each.name for each in fields(Outcome)]
@@ -107,13 +107,13 @@ def read_summary(folder: Path) -> tuple[list[str], list[Outcome]]:
 
 
 def newer(noted: Outcome) -> Outcome:
-    """What the run folder says, unless ``noted`` is of later: a run that fails as it starts writes no status."""
+    """Return the outcome in the run folder, unless ``noted`` is newer: a run that fails at start writes no status."""
     found = read_outcome(noted.run_dir, noted.values)
     return found if found.state != "not started" and found.time >= noted.time else noted
 
 
 def table(keys: Sequence[str], outcomes: Sequence[Outcome]) -> str:
-    """The runs, best first: swept values, losses, rate, state and folder."""
+    """Return the runs, best first: swept values, losses, rate, state and folder."""
     label = labels(keys)
     rows = [[*label.values(), "loss", "validation", "tok/s", "state", "folder"]]
     for each in sorted(outcomes, key=Outcome.rank):
@@ -126,7 +126,7 @@ def table(keys: Sequence[str], outcomes: Sequence[Outcome]) -> str:
 
 
 def shown(value: str) -> str:
-    """A value of a key as far as a person reads it: long numbers are cut to six digits."""
+    """Return a value for a person to read: long numbers have six digits."""
     try:
         return value if len(value) <= _LONG else f"{float(value):.6g}"
     except ValueError:

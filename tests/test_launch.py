@@ -293,7 +293,7 @@ def test_a_slurm_without_a_configuration_is_one_line(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert cli.main(["submit", f"run.dir={tmp_path / 'run'}"]) == 78
     told = capsys.readouterr().err
-    assert told.startswith("error: Slurm is installed here but finds no configuration: ")
+    assert told.startswith("error: Slurm is installed here but has no configuration: ")
     assert "res_nsearch" not in told
     assert len(told.splitlines()) == 1
 
@@ -321,7 +321,7 @@ def test_what_is_worth_another_start(tmp_path: Path) -> None:
     assert end_a_start(tmp_path, saved=6, state="running", step=7)[0] == 75, "killed: it goes on from its checkpoint"
     code, line = end_a_start(tmp_path, state="running", step=7)
     assert code == 70
-    assert "crash loop: two starts in a row have ended at step 7" in line
+    assert "crash loop: two starts in a row ended at step 7" in line
     assert "time_minutes" not in line, "nobody knows that it was for want of time"
     assert end_a_start(tmp_path, state="failed", step=9, exit_code=70)[0] == 70
     assert end_a_start(tmp_path, state="finished", step=9, exit_code=0)[0] == 0
@@ -346,7 +346,7 @@ def test_two_starts_that_save_nothing_are_a_crash_loop(tmp_path: Path) -> None:
     assert end_a_start(tmp_path, state="stopped", step=99, reason="SIGTERM on all ranks")[0] == 75
     code, line = end_a_start(tmp_path, state="stopped", step=140, reason="SIGUSR1 on rank 0")
     assert code == 70
-    assert "two starts in a row have saved nothing, the last one has ended at step 140 (SIGUSR1 on rank 0)" in line
+    assert "two starts in a row saved nothing, and the last one ended at step 140 (SIGUSR1 on rank 0)" in line
     assert "raise slurm.time_minutes" in line
     assert end_a_start(tmp_path, "2", state="running", step=150)[0] == 75, "who submits again has mended something"
     (tmp_path / "slurm" / "2.stopped").touch()
@@ -357,7 +357,7 @@ def test_two_starts_that_save_nothing_are_a_crash_loop(tmp_path: Path) -> None:
 def test_what_a_person_has_stopped_is_not_queued_again(reason: str, tmp_path: Path) -> None:
     code, line = end_a_start(tmp_path, saved=5, state="stopped", step=5, reason=reason, exit_code=75)
     assert code == 0
-    assert "Not queued again; the same command goes on" in line
+    assert "Not queued again; run the same command to resume" in line
 
 
 def test_jobs_are_found_by_their_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every knob there is.
+"""Every configuration key.
 
 Hydra composes YAML and the command line into a plain dict; ``RunConfig`` turns it into one frozen, checked object and
 nothing writes to it afterwards. Checks that need the number of processes live in ``parallel.mesh``; checks that need
@@ -94,11 +94,11 @@ class RopeScaling(Section):
     """Llama 3.1's rescaling of rotary frequencies for long contexts (Hugging Face ``rope_type: llama3``)."""
 
     factor: Number = Field(gt=0)
-    """How many times longer the context is than the one first trained on."""
+    """Factor by which the context exceeds that of the first training."""
     low_freq_factor: Number = Field(gt=0)
-    """Wavelengths above original length / this are slowed by the whole factor."""
+    """Wavelengths above original length / this are scaled by the whole factor."""
     high_freq_factor: Number = Field(gt=0)
-    """Wavelengths below original length / this are left alone."""
+    """Wavelengths below original length / this are unchanged."""
     original_max_sequence_length: PositiveCount
     """Longest sequence of the first training, in tokens."""
 
@@ -165,7 +165,7 @@ class ModelSection(Section):
     vocab_size: Size | None = None
     """Rows of the embedding table, in tokens; the tokenizer's size when null."""
     vocab_multiple: Size = 1
-    """The tokenizer's size is rounded up to a multiple of this: 128 suits GPUs. ``vocab_size`` is taken as it is."""
+    """Round the tokenizer's size up to a multiple of this (128 suits GPUs). ``vocab_size`` is not rounded."""
     tie_embeddings: bool = False
     """Use the embedding table as the output projection too."""
     norm_eps: Number = Field(default=1e-5, gt=0)
@@ -175,7 +175,7 @@ class ModelSection(Section):
     rope_scaling: RopeScaling | None = None
     """Llama 3.1 frequency scaling; null for none."""
     max_sequence_length: Annotated[Count, Field(ge=1, le=10**8)] = 131072
-    """Longest sequence the model is meant for, in tokens; ``data.sequence_length`` may not exceed it."""
+    """Longest sequence that the model supports, in tokens; ``data.sequence_length`` must not exceed it."""
     initializer_std: Number = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
 
@@ -237,13 +237,13 @@ class SourceSection(Section):
     }
 
     name: Literal["stdlib", "text", "hf", "tokens"]
-    """``stdlib``, ``text`` (your files), ``hf`` (a Hugging Face dataset) or ``tokens`` (made before)."""
+    """``stdlib``, ``text`` (your files), ``hf`` (a Hugging Face dataset) or ``tokens`` (made earlier)."""
     path: str | None = None
     """File, folder or glob (``text``, ``tokens``), or dataset (``hf``)."""
     subset: str | None = None
     """``hf``: name of the configuration within the dataset, such as ``sample-10BT``."""
     split: str = "train"
-    """``hf``: split that is trained on."""
+    """``hf``: split to train on."""
     revision: str | None = None
     """``hf``: branch, tag or commit of the dataset."""
     text_column: str = "text"
@@ -268,7 +268,7 @@ class MixedSource(SourceSection):
     """One source of a mixture."""
 
     weight: Number = Field(default=1.0, ge=1e-9, le=1e9)
-    """Share of the training data, relative to the other sources' weights."""
+    """Share of the training data, relative to the weights of the other sources."""
 
 
 _READ_BY = {
@@ -280,7 +280,7 @@ _READ_BY = {
 
 
 class DataSection(SourceSection):
-    """What is trained on."""
+    """Training data."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "sequence_length": "hf:max_length titan:training.seq_len nanogpt:block_size seq_len seq_length max_seq_len "
@@ -310,35 +310,35 @@ class DataSection(SourceSection):
 
     name: Literal["stdlib", "text", "hf", "tokens", "mixture"]  # type: ignore[assignment]
     """``stdlib`` (Python's own sources), ``text`` (your files), ``hf`` (a Hugging Face dataset), ``tokens`` (made
-    before), ``mixture`` (several of these)."""
+    earlier) or ``mixture`` (several of these)."""
     sources: dict[str, MixedSource] = Field(default_factory=dict)
-    """``mixture``: what is mixed, by names of yours."""
+    """``mixture``: the sources, by names you choose."""
     weigh_by: Literal["tokens", "samples"] = "tokens"
-    """``mixture``: what the weights are shares of."""
+    """``mixture``: unit of the weights."""
     validation: dict[str, SourceSection] = Field(default_factory=dict)
-    """Further validation sets, by names of yours; each is evaluated whole or to ``trainer.eval_batches``."""
+    """Further validation sets, by names you choose; each is evaluated whole, or up to ``trainer.eval_batches``."""
     validation_fraction: Number = Field(default=0.05, gt=0, lt=1)
-    """Share of the text kept for validation: whole documents, or the tail of each file where there are few files."""
+    """Fraction of the text kept for validation: whole documents, or the tail of each file if there are few files."""
     validation_split: str | None = None
-    """``hf``: split used for validation, instead of a share of the one trained on."""
+    """``hf``: split for validation, in place of a fraction of the training split."""
     format: Literal["text", "chat"] = "text"
-    """``chat``: each row is a conversation; only what the assistant says is learned."""
+    """``chat``: each row is a conversation; only the assistant's messages are trained on."""
     chat_template: str | None = None
-    """Jinja template of a conversation, or the path of one; the tokenizer's own, else ChatML, when null."""
+    """Jinja template of a conversation, or a file with one; when null the tokenizer's own, else ChatML."""
     tokenizer: str = Field(default="bytes", min_length=1, max_length=4096)
     """``bytes``, ``chars``, ``train``, a ``tokenizer.json`` or a Hugging Face name."""
     vocab_size: Size = 8192
-    """``data.tokenizer=train``: ids to learn."""
+    """``data.tokenizer=train``: size of the vocabulary to learn."""
     token_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
-    """``tokens``: type of the numbers in flat binary files."""
+    """``tokens``: dtype of flat binary files."""
     sequence_length: Annotated[Count, Field(ge=1, le=10**8)]
     """Tokens per sequence."""
     packing: Literal["split", "best_fit"] = "split"
-    """``split``: documents one after the other, cut into sequences; ``best_fit``: whole documents, as many as fit."""
+    """``split``: one stream of documents, split into sequences. ``best_fit``: pack whole documents."""
     isolate_documents: bool = False
-    """Documents in one sequence do not attend to each other, and positions restart with each."""
+    """Mask attention between documents of a sequence, and restart positions with each."""
     streaming: bool = False
-    """``hf``: read shard by shard while training, for data that does not fit on the disk."""
+    """``hf``: read during training, for data that does not fit on disk."""
     cache_dir: Path | None = None
     """Folder of prepared tokens; ``$XDG_CACHE_HOME/serried`` or ``~/.cache/serried`` when null."""
 
@@ -367,8 +367,8 @@ class DataSection(SourceSection):
                 )
         if self.vocab_size != type(self).model_fields["vocab_size"].default and self.tokenizer != "train":
             raise ValueError(
-                f"data.vocab_size={self.vocab_size} is only read where a tokenizer is trained, and this is "
-                f"data.tokenizer={self.tokenizer}; add data.tokenizer=train, or give the model as many rows: "
+                f"data.vocab_size={self.vocab_size} is only read with data.tokenizer=train, and this is "
+                f"data.tokenizer={self.tokenizer}; add data.tokenizer=train, or set the model's size: "
                 f"model.vocab_size={self.vocab_size}"
             )
         return self
@@ -382,7 +382,7 @@ class DataSection(SourceSection):
         }
         for setting in (key for key, is_given in whole.items() if is_given and self.streaming):
             raise ValueError(
-                f"data.{setting} has to read all of the data first, and data.streaming=true reads it while it trains; "
+                f"data.{setting} needs all of the data before training, and data.streaming=true reads it as it trains; "
                 "leave one of them out"
             )
         return self
@@ -394,7 +394,7 @@ class DataSection(SourceSection):
         if self.name == "mixture" and not self.sources:
             raise ValueError(
                 "data=mixture needs sources: data.sources.NAME.name=text data.sources.NAME.path=FILE_OR_FOLDER "
-                "data.sources.NAME.weight=0.7, for each a NAME of yours"
+                "data.sources.NAME.weight=0.7, with a NAME you choose for each"
             )
         if self.name == "mixture" and self.path:
             raise ValueError(f"data.path={self.path} is not read by data=mixture; use data.sources.NAME.path")
@@ -402,18 +402,20 @@ class DataSection(SourceSection):
         named |= {f"data.validation.{name}": source for name, source in self.validation.items()}
         for key, source in named.items():
             if not re.fullmatch(NAME_PATTERN, key.split(".", 2)[2]):
-                raise ValueError(f"{key}: a name has letters, digits, _ and -, and begins with a letter; e.g. web-2024")
+                raise ValueError(f"{key}: use letters, digits, _ and -, starting with a letter; e.g. web-2024")
             if source.name == "stdlib" and source.path:
                 raise ValueError(f"{key}.path={source.path} is not read by {key}.name=stdlib; use {key}.name=text")
             if source.name != "stdlib" and not source.path:
                 raise ValueError(f"{key}.name={source.name} needs {key}.path=" + _PATHS[source.name])
         if DEFAULT_VALIDATION in self.validation:
             raise ValueError(
-                f"data.validation.{DEFAULT_VALIDATION}: that is the name of what is kept back of the training data; "
+                f"data.validation.{DEFAULT_VALIDATION}: this is the name of the data kept back from training; "
                 "give this set another name"
             )
         if TRAINING in self.validation:
-            raise ValueError(f"data.validation.{TRAINING}: that is what is trained on; give this set another name")
+            raise ValueError(
+                f"data.validation.{TRAINING}: this is the name of the training data; give this set another name"
+            )
         return self
 
     @model_validator(mode="after")
@@ -422,7 +424,7 @@ class DataSection(SourceSection):
             raise ValueError("data.chat_template is only read with data.format=chat; add data.format=chat")
         if self.format == "chat" and self.tokenizer in ("chars", "train"):
             raise ValueError(
-                f"data.format=chat needs a tokenizer that is there already, and data.tokenizer={self.tokenizer} is "
+                f"data.format=chat needs an existing tokenizer, and data.tokenizer={self.tokenizer} is "
                 "made from text; use data.tokenizer=bytes, or the tokenizer of the model: data.tokenizer=MODEL_FOLDER"
             )
         if self.format == "chat" and self.name == "stdlib":
@@ -437,7 +439,7 @@ class DataSection(SourceSection):
         if self.tokenizer not in named and "/" not in self.tokenizer and not os.path.exists(self.tokenizer):  # noqa: PTH110
             close = (get_close_matches(self.tokenizer, named, 1, 0.5) or named)[0]
             raise ValueError(
-                f"data.tokenizer={self.tokenizer} is none of {', '.join(named)}, and no such file or folder is here; "
+                f"data.tokenizer={self.tokenizer} is none of {', '.join(named)}, and there is no such file or folder; "
                 f"use data.tokenizer={close}, or a Hugging Face name with its owner, as in openai-community/gpt2"
             )
         return self
@@ -480,15 +482,16 @@ class ParallelSection(Section):
     )
 
     strategy: Literal["single", "ddp", "fsdp", "hsdp"]
-    """``ddp`` copies the model, ``fsdp`` shards it, ``hsdp`` copies groups of shards. One process is always single."""
+    """``ddp`` replicates the model, ``fsdp`` shards it, ``hsdp`` replicates groups of shards. One process is always
+    ``single``."""
     replicate: Degree = 1
-    """Number of copies of the model; -1: whatever is left."""
+    """Number of replicas of the model; -1: the rest of the processes."""
     shard: Degree = 1
-    """Number of ranks one copy is sharded over; -1: whatever is left."""
+    """Number of ranks that one replica is sharded over; -1: the rest of the processes."""
     reshard_after_forward: bool = True
     """Free gathered parameters after forward (ZeRO-3); false keeps them (ZeRO-2: faster, more memory)."""
     sync_every_micro_batch: bool = False
-    """Reduce gradients after each micro-batch: full-size gradients are never held, at more communication."""
+    """Reduce gradients after each micro-batch: saves the memory of unsharded gradients, costs communication."""
 
 
 class PrecisionSection(Section):
@@ -499,7 +502,7 @@ class PrecisionSection(Section):
     )
 
     name: Literal["fp32", "bf16", "fp16"]
-    """Type that matrix products run in."""
+    """Dtype of matrix products."""
     initial_scale: Number = Field(default=65536.0, ge=1e-30, le=1e30)
     """fp16: first loss scale."""
     growth_interval: PositiveCount = 2000
@@ -631,7 +634,7 @@ class TrainerSection(Section):
     )
 
     steps: PositiveCount
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps of the whole run."""
     global_batch: PositiveCount
     """Sequences per optimizer step, over all processes and micro-batches."""
     micro_batch: PositiveCount
@@ -639,21 +642,21 @@ class TrainerSection(Section):
     max_grad_norm: Number = Field(default=1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
     seed: Annotated[Count, Field(ge=0, lt=2**63)] = 1
-    """Decides initial weights and sample order."""
+    """Seed of initial weights and sample order."""
     deterministic: bool = False
-    """Run twice, get the same bits. Refuses operations that cannot promise it."""
+    """Make two runs of one command bitwise equal. Operations that cannot be deterministic are refused."""
     log_every: CountOrZero = 10
     """Steps between log lines; 0: none."""
     eval_every: CountOrZero = 0
-    """Steps between evaluations on the validation split; 0: none. The last step is evaluated too unless 0."""
+    """Steps between evaluations on the validation data; 0: none. Otherwise the last step is evaluated too."""
     eval_batches: PositiveCount = 8
-    """Validation batches of ``global_batch`` sequences per evaluation (all of them where there are fewer)."""
+    """Number of validation batches of ``global_batch`` sequences per evaluation; fewer if the data has fewer."""
     stop_at: PositiveCount | None = None
-    """Stop after this step with a checkpoint to resume from; the schedule is still meant for ``steps``."""
+    """Save and stop after this step, to resume later; the schedule still assumes ``steps``."""
     max_minutes: Annotated[Number, Field(gt=0)] | None = None
-    """Stop so many minutes after the start with a checkpoint to resume from; the same command goes on."""
+    """Save and stop this many minutes after the start; the same command resumes."""
     workers: Annotated[Count, Field(ge=0, le=1024)] = 2
-    """Threads per process that read batches ahead; 0 reads in the training thread."""
+    """Threads per process that prefetch batches; 0: read in the training thread."""
     sample_tokens: CountOrZero = 0
     """Tokens of text to generate from the trained model at the end; 0: none."""
 
@@ -664,7 +667,7 @@ class TrainerSection(Section):
 
 
 class HealthSection(Section):
-    """What is done about steps that went wrong, and about replicas that differ."""
+    """Response to spikes, non-finite steps and replicas that differ."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "spike": "loss_spike spike_detection spike_policy skip_spikes",
@@ -675,24 +678,24 @@ class HealthSection(Section):
     }
 
     spike: Literal["off", "warn", "skip", "stop", "rollback"] = "warn"
-    """When loss or gradient norm jumps: ``warn``; ``skip`` the step, which then changes nothing; ``stop``, resumably;
-    ``rollback`` to the newest checkpoint and leave the samples since out."""
+    """Response to a jump of loss or gradient norm: ``warn``; ``skip`` the step, leaving all state unchanged; ``stop``,
+    to resume later; ``rollback`` to the newest checkpoint and leave out the samples since."""
     spike_deviations: Number = Field(default=6.0, gt=0)
-    """A spike is more than so many standard deviations above the mean of the last accepted steps."""
+    """A spike is more than this many standard deviations above the mean of the last accepted steps."""
     spike_window: Annotated[Count, Field(ge=4, le=10**6)] = 128
-    """How many accepted steps that mean is taken over; until half of them are there nothing is a spike."""
+    """Number of accepted steps in that mean; nothing is a spike before half of them have run."""
     non_finite: Literal["skip", "stop", "rollback"] = "skip"
-    """When loss or gradient is not finite: the step changes nothing, and after three in a row the run fails (``skip``)
-    or goes back to the newest checkpoint (``rollback``); ``stop`` at the first one, resumably."""
+    """Response to a loss or gradient that is not finite. The step changes nothing; after three in a row the run fails
+    (``skip``) or returns to the newest checkpoint (``rollback``). ``stop``: stop at the first one, to resume later."""
     max_rollbacks: PositiveCount = 3
-    """How many times a run may go back; the next time it stops."""
+    """Maximum number of rollbacks of a run; then it stops."""
     replica_check_every: CountOrZero = 100
-    """Steps between comparisons of the bits that replicas hold (``ddp``, ``hsdp``), which also precede each save; 0: no
-    comparison at all."""
+    """Steps between bitwise comparisons of replicas (``ddp``, ``hsdp``), which also precede every save; 0: never
+    compare."""
 
 
 class CheckpointSection(Section):
-    """Saving and resuming. Checkpoints lie in ``run.dir/checkpoints`` and are Hugging Face models."""
+    """Saving and resuming. Checkpoints are Hugging Face model folders in ``run.dir/checkpoints``."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "every": "hf:save_steps lightning:every_n_train_steps titan:checkpoint.interval save_every save_interval "
@@ -704,20 +707,20 @@ class CheckpointSection(Section):
     }
 
     every: CountOrZero = 1000
-    """Steps between checkpoints; 0: only one at the end."""
+    """Steps between checkpoints; 0: only at the end."""
     keep: PositiveCount = 2
-    """Newest checkpoints that stay."""
+    """Number of newest checkpoints to keep."""
     keep_every: CountOrZero = 0
-    """Checkpoints whose step is a multiple of this stay for good; 0: none."""
+    """Checkpoints whose step is a multiple of this are kept permanently; 0: none."""
     keep_best: bool = False
-    """The checkpoint with the lowest validation loss stays too; evaluate at the steps that are saved."""
+    """Also keep the checkpoint with the lowest validation loss; only steps that are evaluated and saved count."""
     mode: Literal["async", "sync"] = "async"
-    """``async`` (training goes on while a checkpoint is written) or ``sync`` (it waits; no copy on a CPU)."""
+    """``async``: training continues while a checkpoint is written. ``sync``: it waits; no copy on a CPU."""
     resume: str = Field(default="auto", min_length=1)
-    """``auto`` (the newest checkpoint, if any), ``must``, ``never`` or a path. ``never`` begins anew and keeps earlier
-    files aside; a path is a checkpoint, a run folder, or a Hugging Face model folder, for its weights alone."""
+    """``auto`` (the newest checkpoint, if any), ``must``, ``never`` or a path. ``never`` starts again and moves earlier
+    files to ``earlier-N``; a path is a checkpoint, a run folder, or a Hugging Face model folder (weights only)."""
     allow_changes: bool = False
-    """Resume although settings that shape the numbers (schedule, seed, data, global batch, ...) have changed."""
+    """Resume even if settings that change the loss curve (schedule, seed, data, global batch, ...) have changed."""
 
     @model_validator(mode="after")
     def _resume_as_written(self) -> "CheckpointSection":
@@ -727,7 +730,7 @@ class CheckpointSection(Section):
 
 
 class ProfileSection(Section):
-    """A look into some steps: which operators take the time, and what takes the memory."""
+    """Profiling of some steps: time by operator, and memory."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "steps": "profile_steps profiling_steps profiler_steps",
@@ -743,11 +746,11 @@ class ProfileSection(Section):
     )
 
     steps: tuple[Count, Count] | None = None
-    """First and last step to profile, both included: a trace of each rank and a table of operators in
-    ``run.dir/profile``; null: none."""
+    """First and last step to profile, inclusive; null: none. Traces and a table of operators go to
+    ``run.dir/profile``."""
     memory: bool = False
-    """Put every allocation of the profiled steps into the trace. On a GPU also keep the allocator's history from the
-    start, for a snapshot after these steps and when memory runs out."""
+    """Record every allocation of the profiled steps. On a GPU also record the allocator's history from the start, for a
+    snapshot after these steps and when memory runs out."""
 
     @field_validator("steps", mode="before")
     @classmethod
@@ -774,7 +777,7 @@ class ProfileSection(Section):
 
 
 class LaunchSection(Section):
-    """Processes, who starts them, and their patience."""
+    """Processes, how they are started, and timeouts."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "device": "lightning:accelerator nanogpt:device platform device_type",
@@ -806,20 +809,21 @@ class LaunchSection(Section):
     name: Literal["torchrun", "local", "slurm"] = "torchrun"
     """``torchrun`` (you start the processes), ``local`` (this command does, here) or ``slurm`` (it submits a job)."""
     processes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
-    """Processes per node. With ``launch=torchrun`` torchrun decides; ``local``: one a GPU, or one, when null."""
+    """Processes per node. With ``launch=torchrun`` torchrun decides; with ``local`` one per GPU, or one, when null."""
     nodes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
     """Nodes. With ``launch=torchrun`` torchrun decides; one when null."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``auto`` (the GPU when there is one), ``cpu`` or ``cuda``."""
+    """``auto`` (the GPU if there is one), ``cpu`` or ``cuda``."""
     threads: Annotated[Count, Field(ge=1, le=10**4)] | None = None
     """Threads of each process. When null ``OMP_NUM_THREADS`` if set, else the cores divided among the processes."""
     start_timeout_seconds: Seconds = 1800.0
-    """How long a process waits for another until the first step is done (data preparation, model set-up)."""
+    """How long a process waits for others until the first step is done, including data preparation and set-up."""
     step_timeout_seconds: Seconds = 300.0
-    """How long the run may stand still after the first step; then the rank that holds it up is named, and the run ends,
-    resumably. At a fifth of it there is a warning. A step that took longer from the start has twice its time."""
+    """How long the run may stand still after the first step. Then the rank that holds it up is named and the run stops,
+    to resume later; at a fifth of the time there is a warning. A phase that took longer the first time has twice that
+    time."""
     stop_timeout_seconds: Seconds = 600.0
-    """``launch=local``: how long stopping may take, with its checkpoint, before what is left is killed."""
+    """``launch=local``: how long stopping may take, including the checkpoint, before processes are killed."""
 
 
 def _unquoted_off(value: Any) -> Any:
@@ -848,20 +852,20 @@ class TrackSection(Section):
     wandb: Annotated[Literal["off", "offline", "online"], BeforeValidator(_unquoted_off)] = "off"
     """Weights & Biases: ``online``, ``offline`` (files in the run folder, for ``wandb sync``) or ``off``."""
     tensorboard: bool = False
-    """Event files for TensorBoard in ``run.dir/tensorboard``."""
+    """Write event files for TensorBoard to ``run.dir/tensorboard``."""
     mlflow: str | None = Field(default=None, min_length=1)
-    """MLflow's store: a server's address, ``sqlite:///FILE`` or a folder; none when null."""
+    """MLflow store: a server's address, ``sqlite:///FILE`` or a folder; null: none."""
     project: str | None = Field(default=None, min_length=1)
-    """W&B project and MLflow experiment; when null what ``WANDB_PROJECT`` and ``MLFLOW_EXPERIMENT_NAME`` say, else
+    """W&B project and MLflow experiment; when null ``WANDB_PROJECT`` and ``MLFLOW_EXPERIMENT_NAME`` if set, else
     ``serried``."""
     entity: str | None = Field(default=None, min_length=1)
-    """W&B team or user; your default one when null."""
+    """W&B team or user; your default when null."""
     group: str | None = Field(default=None, min_length=1)
-    """Runs of one group stand together; a sweep's do."""
+    """Group of runs in the tracker; a sweep sets it."""
     tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
     """Tags of the run."""
     notes: str | None = None
-    """What the run is about, in your words."""
+    """Notes about the run."""
 
     @model_validator(mode="after")
     def _no_secret(self) -> "TrackSection":
@@ -897,15 +901,15 @@ class SlurmSection(Section):
     }
 
     partition: _Word | None = None
-    """Partition, or several with commas between them, quoted."""
+    """Partition, or several separated by commas, quoted."""
     account: _Word | None = None
-    """Account that pays."""
+    """Account to charge."""
     qos: _Word | None = None
     """Quality of service."""
     reservation: _Word | None = None
     """Reservation to run in."""
     time_minutes: PositiveCount | None = None
-    """Time limit of one start, in minutes; with ``requeue`` a run may take many."""
+    """Time limit of one start, in minutes; with ``requeue`` a run may take several."""
     gpus_per_node: PositiveCount | None = None
     """GPUs on each node; ``launch.processes`` follows it."""
     cpus_per_node: PositiveCount | None = None
@@ -913,28 +917,28 @@ class SlurmSection(Section):
     memory: _Word | None = None
     """Memory on each node, as sbatch writes it: ``64G``."""
     constraint: _Word | None = None
-    """Features that the nodes must have."""
+    """Required node features."""
     exclude: _Word | None = None
-    """Nodes to leave out, as ``serried preflight`` names them."""
+    """Nodes to exclude, as ``serried preflight`` prints them."""
     dependency: _Word | None = None
     """Jobs to wait for: ``afterok:123``."""
     array_concurrency: PositiveCount | None = None
-    """Of a sweep (``-m``), how many runs at a time; all when null."""
+    """Runs of a sweep (``-m``) at a time; all when null."""
     modules: str | None = None
-    """Environment modules to load, with blanks between them."""
+    """Environment modules to load, separated by blanks."""
     setup: str | None = None
-    """Shell commands to run on the first node before training; all nodes see what they export: ``source /opt/env.sh;
+    """Shell commands to run on the first node before training; their exports reach all nodes: ``source /opt/env.sh;
     export NCCL_DEBUG=INFO``."""
     container: str | None = None
-    """Command that runs what follows it in a container: ``apptainer exec --nv image.sif``."""
+    """Command prefix that runs a program in a container: ``apptainer exec --nv image.sif``."""
     python: str | None = None
-    """Interpreter on the nodes; the one that submits when null."""
+    """Python on the nodes; the one that submits when null."""
     interface: _Word | None = None
-    """Network interface between the nodes, for Gloo and NCCL: ``ib0``; theirs to choose when null."""
+    """Network interface for Gloo and NCCL, such as ``ib0``; chosen automatically when null."""
     requeue: bool = True
-    """A run that was stopped (time limit, preemption) is queued again and goes on. Not one that failed."""
+    """Queue a stopped run (time limit, preemption) again, to resume. Not a failed one."""
     signal_seconds: PositiveCount = 120
-    """How long before the time limit the processes are told to save and stop."""
+    """Seconds before the time limit at which the run saves and stops."""
     dry_run: bool = False
     """Print the script and stop."""
 

@@ -318,7 +318,7 @@ def test_sources_and_validation_sets_have_names_of_the_users():
         ),
         (["data.sources.a.path.b=0"], "data.sources.a.path is a value with nothing below it"),
         (["data.validation.validation.name=stdlib"], "give this set another name"),
-        (["data.validation.train.name=stdlib"], "data.validation.train: that is what is trained on; give this set"),
+        (["data.validation.train.name=stdlib"], "data.validation.train: this is the name of the training data"),
         (["mixture_weights=[1,2]"], "data=mixture data.sources.NAME.name=text"),
     ],
 )

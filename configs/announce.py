@@ -1,4 +1,4 @@
-"""How long something takes: a word now and then, before there is a trainer that could tell what it does."""
+"""Progress lines for slow work before training starts."""
 
 import threading
 import time
@@ -8,12 +8,12 @@ from contextlib import contextmanager, suppress
 from serried.configs.formats import printable
 
 SILENCE_SECONDS = (10.0, 20.0, 30.0, 60.0, 180.0, 300.0)
-"""Before the first line, and between each line and the next; the last for ever."""
+"""Seconds before the first line and between lines; the last one repeats."""
 
 
 @contextmanager
 def announced(what: str, *, speaks: bool) -> Iterator[None]:
-    """While this is open, say how long ``what`` takes, if this process ``speaks``."""
+    """While this is open, print how long ``what`` has taken, if this process ``speaks``."""
     done = threading.Event()
     if speaks:
         threading.Thread(target=_tell, args=(what, done), name="announce", daemon=True).start()

@@ -57,7 +57,7 @@ _COMMAND_LINE = "command line"
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
-    """Split the flags ``--help``, ``--cfg job`` and ``-m`` from the overrides; the first of these that is there wins.
+    """Split the flags ``--help``, ``--cfg job`` and ``-m`` from the overrides; the first in this order wins.
 
     Other flags stay among the overrides, where ``compose`` refuses them together with every other mistake.
     """
@@ -82,7 +82,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
 def compose(argv: Sequence[str], folder: Path = FOLDER, told: Sequence[str] = ()) -> TextRunConfig:
     """The config that ``argv`` (overrides such as ``recipe=tiny`` and ``trainer.steps=1k``) asks for.
 
-    ``told``: mistakes in words of the command line that ``argv`` leaves out, to be told with those found here.
+    ``told``: mistakes found earlier, to report together with those found here.
 
     Raises:
         UserError: anything is wrong with ``argv`` or the YAML files in ``folder``; names every mistake found.
@@ -98,21 +98,21 @@ def compose(argv: Sequence[str], folder: Path = FOLDER, told: Sequence[str] = ()
     except UserError as error:
         mistakes += [*command.told(plain), str(error)]
     except ValidationError as error:
-        # Where overrides were refused, what is left may disagree with itself through no fault of the user's.
+        # Once overrides were refused, the rest may contradict itself for that reason alone.
         mistakes += explain(error, plain, _origins(folder, command), groups, alone=bool(mistakes))
     _refuse(mistakes)
     return checked
 
 
 _SOURCE = (*SourceSection.model_fields, "sources", "weigh_by", "token_dtype", "validation_split", "streaming")
-"""Keys of ``data`` that say where documents come from; a choice of ``data`` replaces them together, and no others."""
+"""Keys of ``data`` that name the documents; a choice of ``data`` replaces all of them, and no others."""
 
 
 def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...], folder: Path = FOLDER) -> TextRunConfig:
     """The config that a run left in the file ``saved``, with the overrides ``argv`` on top.
 
-    ``reads``: beginnings of the keys that have a meaning here; others are refused. Where ``data`` is chosen anew, what
-    says how its documents become tokens stays.
+    ``reads``: prefixes of the keys that are read here; others are refused. A new choice of ``data`` keeps the keys
+    that say how documents become tokens.
 
     Raises:
         UserError: the file cannot be read, or anything is wrong with it or with ``argv``; names every mistake found.
@@ -143,10 +143,10 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...], fold
 
 
 def refuse_misread(argv: Sequence[str], reads: tuple[str, ...], folder: Path = FOLDER) -> None:
-    """Have nothing in ``argv`` that ``compose_saved`` would refuse whatever run it is for: where that is not known.
+    """Refuse what ``compose_saved`` would refuse for any run, if the run is not known.
 
     Raises:
-        UserError: there is; names every mistake found.
+        UserError: there is a mistake; names every one.
     """
     command = _Command(choices_of(folder))
     command.read(argv)
@@ -154,7 +154,7 @@ def refuse_misread(argv: Sequence[str], reads: tuple[str, ...], folder: Path = F
 
 
 def _misread(command: "_Command", reads: tuple[str, ...], plain: Mapping[str, Any] | None) -> list[str]:
-    """What is wrong with ``command`` by itself, and as one for the run of the config ``plain``; None: not known."""
+    """Mistakes of ``command``, alone and for the run with the config ``plain`` (None: not known)."""
     unread = [
         _unread(key, value, plain, reads)
         for key, value in command.typed.items()
@@ -164,15 +164,15 @@ def _misread(command: "_Command", reads: tuple[str, ...], plain: Mapping[str, An
 
 
 def _unread(key: str, value: str, plain: Mapping[str, Any] | None, reads: tuple[str, ...]) -> str:
-    """The sentence for a key that has no meaning to what is done with a run."""
+    """The sentence for a key that the command does not read."""
     if key.partition(".")[0] in ("model", "recipe") or key == "data.tokenizer":
-        has = "a run has its own" if plain is None else f"the run has {key}={shown(value_at(key, plain))}"
-        return f"{key}={shown(value)}: {has}, and its weights fit nothing else; leave it out"
-    return f"{key}={shown(value)} changes nothing here: what is read is {', '.join(reads)}; leave it out"
+        has = "a run has its own value" if plain is None else f"the run has {key}={shown(value_at(key, plain))}"
+        return f"{key}={shown(value)}: {has}, and its weights fit no other; leave it out"
+    return f"{key}={shown(value)} has no effect here; keys that are read: {', '.join(reads)}; leave it out"
 
 
 def _take_over(key: str, composed: Mapping[str, Any], plain: dict[str, Any]) -> None:
-    """Have ``plain`` be as ``composed`` is at ``key``, a key or a group."""
+    """Copy ``key``, a key or a group, from ``composed`` to ``plain``."""
     if key == "data":
         source = {name: composed[key][name] for name in _SOURCE if name in composed[key]}
         plain[key] = {**{name: value for name, value in plain[key].items() if name not in _SOURCE}, **source}
@@ -196,7 +196,7 @@ def config_yaml(config: RunConfig) -> str:
 
 
 def _composed(folder: Path, command: "_Command") -> dict[str, Any]:
-    """What Hydra makes of the YAML files and the overrides, as plain data.
+    """The YAML files and overrides, composed by Hydra, as plain data.
 
     Raises:
         UserError: a YAML file cannot be read or merged, or refers to something that does not exist.
@@ -233,7 +233,7 @@ def _for_hydra(overrides: Sequence[str], folder: Path) -> list[str]:
 
 
 def _origins(folder: Path, command: "_Command") -> Origins:
-    """Where the values of a config came from that has composed."""
+    """Origins of the values of a composed config."""
     with initialize_config_dir(str(folder), version_base=None):
         loader = GlobalHydra.instance().config_loader()
         overrides = _for_hydra(command.overrides, folder)
@@ -244,7 +244,7 @@ def _origins(folder: Path, command: "_Command") -> Origins:
 
 
 def _not_composed(error: Exception, folder: Path, groups: Mapping[str, Sequence[str]]) -> str:
-    """The sentence for YAML files that Hydra cannot put together; its messages name the file first, if they can."""
+    """The sentence for YAML files that Hydra cannot compose; its messages name the file first, if possible."""
     if isinstance(error, MissingConfigException):
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         return unknown_choice(group, choice, groups.get(group, []), f"chosen by a YAML file in {folder.name}")
@@ -258,7 +258,7 @@ def _not_composed(error: Exception, folder: Path, groups: Mapping[str, Sequence[
     return f"{file} does not fit: {text.strip().splitlines()[0]}"
 
 
-_UNRESOLVED = {  # the more special kinds first
+_UNRESOLVED = {  # the more specific classes first
     InterpolationKeyError: "it refers to a key that does not exist",
     InterpolationToMissingValueError: "it refers to a key that has no value",
     UnsupportedInterpolationType: "it asks for a function that does not exist",
@@ -268,7 +268,7 @@ _UNRESOLVED = {  # the more special kinds first
 
 @dataclass
 class _Command:
-    """What the command line asks for, read word by word."""
+    """The command line, read word by word."""
 
     groups: dict[str, list[str]]
     typed: dict[str, str] = field(default_factory=dict)
@@ -280,7 +280,7 @@ class _Command:
     parser: OverridesParser = field(default_factory=OverridesParser.create)
 
     def told(self, plain: Mapping[str, Any]) -> list[str]:
-        """What is wrong with the command line. ``plain``: what the rest of it composes to, if it does."""
+        """Mistakes of the command line. ``plain``: the config that the rest of it composes to, if any."""
         unknown = {key: value for _, key, value in (each for each in self.mistakes if not isinstance(each, str))}
         if plain and len(unknown) > 1:
             plain = _renamed(unknown, plain)
@@ -294,7 +294,7 @@ class _Command:
         ]
 
     def read(self, argv: Sequence[str]) -> None:
-        """Take in all words; mistakes are collected, never raised."""
+        """Read all words; mistakes are collected, never raised."""
         words = last_of_each(argv)
         while words:
             word = words.pop(0)
@@ -370,7 +370,7 @@ class _Command:
             self._read_value(all_keys()[key], value)
 
     def _is_refused(self, key: str, value: str) -> bool:
-        """Whether ``key`` is no key to give a value to; the reason is noted."""
+        """Whether ``key`` cannot be given a value; adds the reason to ``mistakes``."""
         count = len(self.mistakes)
         section, _, leaf = key.rpartition(".")
         if not key:
@@ -381,7 +381,7 @@ class _Command:
                 alternative = f", or {key}=null for none" if key in all_keys() and all_keys()[key].nullable else ""
                 self.mistakes.append(f"{key}= has no value; e.g. {example}{alternative}")
             elif leaf in ("name", "strategy") and value in self.groups.get(section, []):
-                # Would change the label and nothing that the choice brings with it.
+                # Would change the label, and no key that belongs to the choice.
                 self.mistakes.append(f"{key}={value} is only the label of a choice; write {section}={value}")
         elif is_section(key) and squeezed(key) not in names_of().advice:
             self.mistakes.append(f"{key}={shown(value)}: {key} is a section, not a key; {listing(key)}")

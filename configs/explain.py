@@ -1,4 +1,4 @@
-"""What the schema refused, as sentences for the person who typed it or wrote the YAML."""
+"""Sentences for values that the schema refuses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Origins:
-    """Where each value of a composed config came from."""
+    """Origin of each value of a composed config."""
 
     typed: Mapping[str, str]
     """Overrides of the command line, by key."""
@@ -47,7 +47,7 @@ class Origins:
 
 
 def _line_of(parts: Sequence[str], file: Path) -> int | None:
-    """Line on which the deepest of the nested keys ``parts`` stands, if a value or all of them is found there."""
+    """Line of the deepest of the nested keys ``parts``, if all of them, or a value above, are found in ``file``."""
     node, line = yaml.compose(file.read_text(encoding="utf-8")), None
     for part in parts:
         if not isinstance(node, yaml.MappingNode):
@@ -83,11 +83,6 @@ def unfit(key: Key, text: str, source: str) -> str:
     return f"{given} is not {key.expected}; e.g. {key.example}"
 
 
-def given_twice(key: str, first: str, second: str) -> str:
-    """The sentence for a key with two values on one command line."""
-    return f"{key} is given twice: {key}={shown(first)} and {key}={shown(second)}; keep one"
-
-
 def explain(
     error: ValidationError,
     config: Mapping[str, Any],
@@ -98,7 +93,7 @@ def explain(
 ) -> list[str]:
     """One sentence per mistaken key of ``config``, in the order of the schema.
 
-    ``alone`` keeps to keys that are wrong by themselves and leaves out those that disagree with another.
+    ``alone``: leave out keys that are missing or contradict another key.
     """
     sentences: dict[str, str] = {}
     missing: list[str] = []
@@ -113,7 +108,7 @@ def explain(
             continue
         sentences.setdefault(path, _sentence(path, mistake, config, origins, groups))
     if missing:
-        # One sentence for all: whoever forgot one forgot its neighbours.
+        # One sentence for all: usually several are missing together.
         examples = " ".join(all_keys()[path if path in all_keys() else keys_of(path)[0]].override for path in missing)
         names = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
         sentences[""] = f"{names} set by no YAML file and not on the command line; e.g. {examples}"
@@ -153,7 +148,7 @@ def _sentence(
 
 
 def value_at(path: str, config: Any) -> Any:
-    """What stands at a dotted path of nested dicts; ``None`` where there is nothing."""
+    """Value at a dotted path of nested dicts; ``None`` if there is none."""
     for part in path.split("."):
         config = config.get(part) if isinstance(config, dict) else None
     return config

@@ -43,10 +43,10 @@ _COMMON_KEYS = (
 
 _EXAMPLES = (
     ("python train.py", "recipe tiny, one process"),
-    ("torchrun --nproc_per_node=2 train.py parallel=fsdp precision=bf16", "two processes, cut another way"),
+    ("torchrun --nproc_per_node=2 train.py parallel=fsdp precision=bf16", "two processes, another parallel layout"),
     ("python train.py data=text data.path='books/*.txt' run.name=books", "your own text"),
-    ("python train.py -m optim.lr=1e-3,3e-3 model.layers=2,4", "a sweep: four runs, and how they compare"),
-    ("python train.py recipe=llama8b launch.processes=8 dry_run=true", "the plan for a machine you are not on"),
+    ("python train.py -m optim.lr=1e-3,3e-3 model.layers=2,4", "a sweep: four runs and a table that compares them"),
+    ("python train.py recipe=llama8b launch.processes=8 dry_run=true", "the plan for another machine"),
 )
 
 
@@ -68,7 +68,7 @@ def files_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
 
 
 def help_text(folder: Path = _FOLDER) -> str:
-    """Usage, recipes, groups, the common keys with their units, and examples."""
+    """Usage, recipes, groups, common keys and examples."""
     groups = choices_of(folder)
     del groups["recipe"]
     keys = [(path, _first_sentence(all_keys()[path].purpose, _WIDTH - 34)) for path in _COMMON_KEYS]
@@ -80,7 +80,7 @@ def help_text(folder: Path = _FOLDER) -> str:
             "       torchrun --nproc_per_node=N train.py [key=value ...]",
             "       python train.py [key=value ...] --cfg job      print the config and stop",
             "",
-            "recipes: recipe=NAME chooses everything below; overrides come on top (tiny when not given)",
+            "recipes: recipe=NAME chooses everything below; overrides come on top (default: tiny)",
             recipes_text(folder),
             "",
             "groups: each chooses a set of keys",
@@ -96,7 +96,7 @@ def help_text(folder: Path = _FOLDER) -> str:
 
 
 def recipes_text(folder: Path = _FOLDER) -> str:
-    """Each recipe, and what it is for."""
+    """Recipes with their first comment."""
     names = choices_of(folder)["recipe"]
     return "\n".join(_table([(name, _first_comment(folder / "recipe" / f"{name}.yaml")) for name in names]))
 
@@ -116,7 +116,7 @@ def _first_comment(file: Path) -> str:
 
 
 def _first_sentence(purpose: str, width: int) -> str:
-    """As many whole sentences, clauses failing that, of ``purpose`` as fit into ``width``."""
+    """As many whole sentences, or else clauses, of ``purpose`` as fit into ``width``."""
     text = purpose.replace("``", "")
     for mark in (". ", "; "):
         while len(text) > width and mark in text:

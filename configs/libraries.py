@@ -1,4 +1,4 @@
-"""Which optional libraries the data of a run asks for, and whether they are installed. Imports none."""
+"""Optional libraries that the data of a run needs. Imports none of them."""
 
 import os
 from collections.abc import Iterator
@@ -9,19 +9,19 @@ from serried.configs.schema import DataSection, SourceSection
 
 
 def check_data_libraries(data: DataSection) -> None:
-    """Raise ``UserError`` where a library is not installed that the data cannot do without, prepared before or not."""
+    """Raise ``UserError`` if a library that the data needs is not installed."""
     for name, purpose in _needed(data):
         if find_spec(name) is None:
             raise not_installed(name, purpose)
 
 
 def not_installed(name: str, purpose: str) -> UserError:
-    """The sentence for a library of the extra ``data`` that ``purpose`` needs."""
+    """The error for a missing library of the extra ``data`` that ``purpose`` needs."""
     return UserError(f"{purpose} needs the library {name}, which is not installed here; use: pip install -e '.[data]'")
 
 
 def _needed(data: DataSection) -> Iterator[tuple[str, str]]:
-    """Names of libraries, and what each is needed for."""
+    """Yield names of libraries, and the setting that needs each."""
     sources: dict[str, SourceSection] = {"": data}
     sources |= {f"data.sources.{name}: ": each for name, each in data.sources.items()}
     sources |= {f"data.validation.{name}: ": each for name, each in data.validation.items()}
@@ -37,5 +37,5 @@ def _needed(data: DataSection) -> Iterator[tuple[str, str]]:
 
 
 def _is_here(name: str) -> bool:
-    # Methods of Path fail where there is no such user, or a folder is not ours to look into.
+    # Methods of Path raise if there is no such user, or a folder may not be read.
     return os.path.exists(os.path.expanduser(name))  # noqa: PTH110, PTH111

@@ -265,7 +265,7 @@ def test_a_tokenizer_that_was_made_of_the_text_lies_with_the_model(
         (["temprature=1"], "did you mean temperature=1"),
         (["checkpoint=7"], "use checkpoint=6 or checkpoint=12"),
         (["model.dim=64"], "the run has model.dim=32"),
-        (["optim.lr=1"], "optim.lr=1 changes nothing here"),
+        (["optim.lr=1"], "optim.lr=1 has no effect here"),
         (["precisoin=bf16"], "did you mean precision=bf16"),
         (["precision=bf17"], "no precision 'bf17'"),
         (["device=tpu"], "launch.device=tpu (command line) is not one of auto, cpu, cuda"),

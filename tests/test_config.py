@@ -314,7 +314,7 @@ def test_sources_and_validation_sets_have_names_of_the_users():
         (["data.sources.a/b.name=text"], "a/b is not a valid name; use letters, digits, _ and -"),
         (
             ["data.sources.a.weight=0"],
-            "data.sources.a.weight=0 (command line) is out of range: it must be at least 1e-09",
+            "data.sources.a.weight=0 (command line) is out of range: it must be at least 1e-9",
         ),
         (["data.sources.a.path.b=0"], "data.sources.a.path is a value with nothing below it"),
         (["data.validation.validation.name=stdlib"], "give this set another name"),

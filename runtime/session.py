@@ -1,22 +1,22 @@
-"""Who am I, where do I compute, whom do I talk to: one context manager from start to clean end."""
+"""This process among the others: rank, device, and the group; one context manager from start to a clean end."""
 
-import json
 import os
 import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serried.configs.announce import announced
-from serried.configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
+from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
 from serried.configs.schema import LaunchSection
-from serried.runtime.ending import Failure, exit_code_of, in_one_line, let_another_end_first, report_alone, say_why
+from serried.runtime.cause import CONNECTIONS_CLOSE_SECONDS, Cause
+from serried.runtime.ending import exit_code_of, let_another_end_first, report_alone, say_why
+from serried.runtime.exchange import Exchange
 from serried.runtime.ranks import choose_device, keep_freed_memory, threads_per_process, torchrun_says
 from serried.runtime.rendezvous import connect, meet
 from serried.runtime.signals import Signals, end_with_torchrun
@@ -25,52 +25,43 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup, Store
 
-_GLOO_SETTLES_SECONDS = 0.2
-_NO_ANSWER = ("Timed out waiting", "Application timeout")  # Gloo's words
-_BROKEN_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-_SILENCE, _END_OF_ANOTHER = "no answer from another process", "another process ended"
 _LEAST_TIME_TO_NAME_SECONDS = 5.0
 _RECORDED_COLLECTIVES = "2000"
-_LONGEST_NAP_SECONDS = 0.5
 _LOOKS = 10
 
 
-@dataclass
 class Session:
     """One process among ``world_size``."""
 
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    device: "torch.device"
-    section: LaunchSection
-    signals: Signals = field(default_factory=Signals)
-    started: float = field(default_factory=time.monotonic)
-    """When this process began to join, by ``time.monotonic``."""
-    failed: bool = False
-    must_not_wait: bool = False
-    """Set where a thread of this process still uses a group: leave without destroying it, which could hang."""
-    waits_for: str | None = None
-    """Whom this rank waits for at present in an exchange of verdicts, for the watchdog to tell."""
-    _store: "Store | None" = None
-    _exchanges: int = field(default=0)
-    _failure: "Failure | None" = None
-    _is_told: bool = False
-    _attempt: str = ""
-    """What the keys of this attempt begin with, in the store."""
-    _patient: "list[ProcessGroup]" = field(default_factory=list)
-    _first_step_is_done: bool = False
-    _processes: list[int] = field(default_factory=list)
-    """The ranks' process numbers, each of its own machine."""
+    def __init__(
+        self,
+        ranks: tuple[int, int, int, int],
+        device: "torch.device",
+        section: LaunchSection,
+        signals: Signals | None = None,
+    ) -> None:
+        """``ranks``: rank, local rank, world size and local world size."""
+        self.rank, self.local_rank, self.world_size, self.local_world_size = ranks
+        self.device, self.section, self.signals = device, section, signals or Signals()
+        self.started = time.monotonic()
+        """When this process began to join, by ``time.monotonic``."""
+        self.must_not_wait = False
+        """Set if a thread of this process still uses a group: leave without destroying it, which could hang."""
+        self.exchange = Exchange(self.rank, self.world_size, section.start_timeout_seconds)
+        first = self.rank - self.local_rank
+        local_ranks = range(first, first + self.local_world_size)
+        self.cause = Cause(self.rank, local_ranks, section, self.signals, self.exchange)
+        self._attempt = ""
+        """Prefix of the keys of this attempt, in the store."""
+        self._patient: list[ProcessGroup] = []
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes the records and speaks."""
+        """Whether this is rank 0, which writes the records and prints."""
         return self.rank == 0
 
     def place(self) -> str:
-        """For the plan: ``2 processes on cpu (gloo), 1 thread each``."""
+        """Describe it for the plan: ``2 processes on cpu (gloo), 1 thread each``."""
         import torch
 
         count = f"{self.world_size} process" + ("es" if self.world_size > 1 else "")
@@ -83,7 +74,7 @@ class Session:
         )
 
     def command(self) -> str:
-        """How to start as many processes again, here."""
+        """Return the command that starts as many processes here."""
         if self.world_size == 1:
             return "python train.py"
         if self.section.name == "local":
@@ -96,71 +87,48 @@ class Session:
         """Run ``function`` on rank 0 while the others wait; all return its result (plain JSON data).
 
         Raises:
-            UserError: on every rank, when ``function`` raised it on rank 0.
+            UserError: on every rank, if ``function`` raised it on rank 0.
         """
-        return self._leader(function, leads=self.is_main, group="world")
+        return self.exchange.once(function, self.cause.first, leads=self.is_main, group="world")
 
     def once_per_node(self, function: Callable[[], Any]) -> Any:
-        """As ``once``, by the first process of each node, one node at a time after rank 0's.
+        """As ``once``, by the first process of each node, after rank 0.
 
-        For files: where nodes share a disk, the others find what rank 0 made; where they do not, each makes its own.
+        For files: if nodes share a disk, the others find what rank 0 wrote; if not, each node writes its own.
         """
         result = self.once(function)
         leads, again = self.local_rank == 0, (lambda: result) if self.is_main else function
-        return self._leader(again, leads=leads, group=f"node {os.environ.get('GROUP_RANK', '0')}")
+        node = f"node {os.environ.get('GROUP_RANK', '0')}"
+        return self.exchange.once(again, self.cause.first, leads=leads, group=node)
 
-    def _leader(self, function: Callable[[], Any], *, leads: bool, group: str) -> Any:
-        self._exchanges += 1
-        key = f"once/{group}/{self._exchanges}"
-        verdict: dict[str, Any] = {}
-        if leads:
-            try:
-                verdict = {"result": function()}
-            except UserError as error:
-                verdict = {"error": str(error)}
-            except BaseException as error:
-                self.first_failure(error)  # before the others hear of it, and fail by it
-                verdict = {"failure": repr(error)}
-                raise
-            finally:
-                if self._store is not None:
-                    self._store.set(key, json.dumps(verdict))
-        elif self._store is not None:
-            self._await([key], f"the first process of the {group}")
-            verdict = json.loads(self._store.get(key))
-        if "error" in verdict:
-            raise UserError(verdict["error"])
-        if "failure" in verdict:
-            raise RuntimeError(f"the first process of the {group} failed: {verdict['failure']}")
-        return verdict["result"]
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's ``value`` (plain JSON data), by rank, on every rank."""
+        return self.exchange.gather(value)
 
     def same_everywhere(self, what: str, value: str) -> None:
-        """Check that all ranks have the same ``value``; of several lines the first that differs is told.
+        """Check that all ranks have the same ``value``; names the first line that differs.
 
         Raises:
             UserError: they differ; names the first rank that does.
         """
-        if self._store is None:
-            return
         values = self.gather(value)
         for rank, other in enumerate(values):
-            lines = zip_longest(values[0].splitlines(), other.splitlines())
-            for expected, found in lines:
+            for expected, found in zip_longest(values[0].splitlines(), other.splitlines()):
                 if expected != found:
                     raise UserError(
                         f"{what} differs between rank 0 ({expected}) and rank {rank} ({found}); start them alike"
                     )
 
     def first_step_done(self, seconds: float = 0.0) -> None:
-        """From here on a silent peer is waited for only a little longer than ``launch.step_timeout_seconds``, or twice
-        the ``seconds`` that the first step took: by then the watchdog should have named it."""
-        self._first_step_is_done = True
+        """Wait for a silent rank from now on only a little longer than ``launch.step_timeout_seconds``, or twice the
+        ``seconds`` of the first step: by then the watchdog should have named it."""
+        self.cause.first_step_is_done = True
         self.signals.has_begun()
-        if self._store is None:
+        if self.exchange.store is None:
             return
         import torch.distributed as dist
 
-        # Private, and the only way to shorten a live group's patience; tests/test_session.py guards it.
+        # Private, and the only way to shorten the timeout of a live group; tests/test_session.py guards it.
         from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
 
         limit = max(self.section.step_timeout_seconds, 2 * seconds)
@@ -171,13 +139,13 @@ class Session:
                 _set_pg_timeout(timeout, group)
 
     def background_group(self, partition: Sequence[Sequence[int]]) -> "ProcessGroup | None":
-        """A Gloo group for work beside training, of those ranks in ``partition`` that this rank is one of.
+        """Return a Gloo group for work beside training, of the ranks in ``partition`` that include this one.
 
-        Its patience stays ``launch.start_timeout_seconds``: a disk may be slow. None for a single process. A
+        Its timeout stays ``launch.start_timeout_seconds``: a disk may be slow. None for a single process. A
         collective: all ranks call it with the same partition. Never share a group between threads: their collectives
         would mix.
         """
-        if self._store is None:
+        if self.exchange.store is None:
             return None
         import torch.distributed as dist
 
@@ -186,30 +154,8 @@ class Session:
         self._patient += groups
         return next(group for group, ranks in zip(groups, partition, strict=True) if self.rank in ranks)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (plain JSON data), by rank, on every rank."""
-        if self._store is None:
-            return [value]
-        self._exchanges += 1
-        keys = [f"gather/{self._exchanges}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], json.dumps(value))
-        self._await(keys, "every rank")
-        return [json.loads(self._store.get(key)) for key in keys]
-
-    def _await(self, keys: list[str], whom: str) -> None:
-        """Wait until the store has ``keys``. By looking again and again: no signal is heard inside ``Store.wait``."""
-        assert self._store is not None
-        self.waits_for = whom
-        deadline, nap = time.monotonic() + self.section.start_timeout_seconds, 0.001
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                self._store.wait(keys, timedelta(milliseconds=1))  # raises what it raises
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
-        self.waits_for = None
-
     def appears(self, path: Path) -> bool:
-        """Whether a file that another node has written is here; a network disk may show it late."""
+        """Return whether a file that another node wrote is visible here; a network disk may show it late."""
         for _ in range(_LOOKS):
             if path.exists():
                 return True
@@ -217,96 +163,34 @@ class Session:
         return False
 
     def host(self) -> str:
-        """Name of this machine; under Slurm, Slurm's for it."""
+        """Return the name of this machine; under Slurm, Slurm's name."""
         return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
     def background_names(self) -> list[str]:
-        """Names of the groups that ``background_group`` made and this rank is in."""
+        """Return the names of the groups from ``background_group`` that this rank is in."""
         return [str(group.group_name) for group in self._patient if hasattr(group, "group_name")]
 
     def own_connection(self, name: str) -> "Store":
-        """A store that all ranks share under ``name``, for another thread than the session's: with a connection of its
-        own, since whoever waits on one blocks all its users."""
+        """Return a store that all ranks share under ``name``, for another thread: with its own connection, as a wait
+        on one blocks all its users."""
         import torch.distributed as dist
 
-        if self._store is None:
+        if self.exchange.store is None:
             return dist.HashStore()
         patience = timedelta(seconds=self.section.start_timeout_seconds)
         tcp = connect(self.rank, self.world_size, patience, again=True)
         return dist.PrefixStore(name, dist.PrefixStore(self._attempt, tcp))
 
-    def end_with(self, rank: int, reason: str, exit_code: int) -> None:
-        """Have whatever fails from here on counted as an echo of this, which the user has been told."""
-        self._failure, self._is_told = Failure(rank, reason, exit_code), True
-
     def shield(self) -> None:
-        """From here on a signal does not interrupt: what is left is to clean up. Ctrl-C still ends it, at once.
+        """Let no signal interrupt the cleanup from now on, except Ctrl-C, which ends the process at once.
 
-        torchrun sends SIGTERM to all as soon as one process has failed, which must not cut short the words why.
+        torchrun sends SIGTERM to all as soon as one process has failed, which must not cut off the report of why.
         """
         self.signals.clean_up()
 
-    def first_failure(self, error: BaseException) -> Failure:
-        """The failure that ended the run: ``error`` of this rank, unless another rank's came before."""
-        if self._failure is None:
-            mine = self._failure = self.failure(error)
-            if self._store is not None:
-                try:
-                    self._failure = Failure(*json.loads(self._store.compare_set("failure", "", json.dumps(mine))))
-                except RuntimeError:  # the store died with its host: nobody is left to ask
-                    self._failure = self._without_store(mine)
-        return self._failure
-
-    def _without_store(self, mine: Failure) -> Failure:
-        """``mine``, unless it is but the echo of a torchrun that was killed before there was anything to save."""
-        if self._first_step_is_done or mine.exit_code == EXIT_MISTAKE:
-            return mine
-        time.sleep(_GLOO_SETTLES_SECONDS)  # its connections go before the kernel says that it has gone
-        end = self.signals.end_of_parent
-        return mine if end is None else Failure(self.rank, f"{end} before the first step", EXIT_STOPPED)
-
-    def failure(self, error: BaseException) -> Failure:
-        """``error`` of this rank, as far as it knows by itself."""
-        if not isinstance(error, StopRequested):
-            reason = self._reason(error)
-            if self.signals.is_overdue and not self._first_step_is_done and self.is_echo(reason):
-                return Failure(self.rank, f"{self.signals.deadline} before the first step", EXIT_STOPPED)
-            return Failure(self.rank, reason, exit_code_of(error))
-        asked = str(error)
-        if not asked.startswith("SIG"):  # the same on every rank
-            return Failure(self.rank, f"{asked} before the first step", EXIT_STOPPED)
-        first = self.rank - self.local_rank
-        for peer, process in enumerate(self._processes[first : first + self.local_world_size], start=first):
-            if not _is_running(process):  # torchrun sends SIGTERM to all when one has died: that is no request to stop
-                return Failure(self.rank, f"rank {peer} died without a word before the first step", EXIT_FAILED)
-        where = f" on rank {self.rank}" if self.world_size > 1 else ""
-        return Failure(self.rank, f"{asked}{where} before the first step", EXIT_STOPPED)
-
-    @staticmethod
-    def is_echo(reason: str) -> bool:
-        """Whether ``reason``, of a ``Failure``, only says that another rank has hung, or gone."""
-        return reason.startswith((_SILENCE, _END_OF_ANOTHER))
-
-    def _reason(self, error: BaseException) -> str:
-        text = in_one_line(error)
-        if isinstance(error, RuntimeError) and any(words in text for words in _NO_ANSWER):
-            patience = f"launch.step_timeout_seconds={self.section.step_timeout_seconds:g}"
-            return f"{_SILENCE} in time ({patience}): {text}"
-        if isinstance(error, RuntimeError) and any(words in text for words in _BROKEN_OFF):
-            return f"{_END_OF_ANOTHER}, or the network between them broke: {text}"
-        return text
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
 
 def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> int:
-    """Join the other processes, do ``work``, leave. What goes wrong is printed, once, by the process that failed first.
+    """Join the other processes, do ``work``, leave. An error is printed once, by the rank that failed first.
 
     Returns the exit code.
     """
@@ -319,19 +203,19 @@ def run_in_session(section: LaunchSection, work: Callable[[Session], int]) -> in
                 session.shield()
                 return _report(error, session)
     except (UserError, TrainingFailed, StopRequested) as error:
-        # While joining: each machine speaks for itself, as others may be fine.
+        # While joining: each machine reports its own error, as the others may have none.
         return report_alone(error, is_heard=os.environ.get("LOCAL_RANK", "0") == "0")
 
 
 @contextmanager
 def open_session(section: LaunchSection) -> Iterator[Session]:
-    """Join the processes that torchrun started, or be alone. Leaves no group behind on any path.
+    """Join the processes that torchrun started; without torchrun be the only one. Always destroys the group.
 
-    GPU: NCCL for device tensors and Gloo beside it for host tensors, in one group. CPU: Gloo.
+    GPU: NCCL for device tensors and Gloo for host tensors, in one group. CPU: Gloo.
 
     Raises:
-        UserError: a GPU is asked for and there is none, or more processes than GPUs.
-        StopRequested: a signal came, now or later, and nobody has taken charge of ``Session.signals``.
+        UserError: there is no GPU where one is asked for, or there are more processes than GPUs.
+        StopRequested: a signal arrived before ``Session.signals.hold`` was called.
     """
     with Signals() as signals, _joined(section, signals) as session:
         yield session
@@ -339,19 +223,20 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
 
 @contextmanager
 def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
-    began, env = time.monotonic(), os.environ
-    rank, local_rank, world, local_world = torchrun_says()
+    began, env, ranks = time.monotonic(), os.environ, torchrun_says()
+    rank, local_rank, world, local_world = ranks
     with announced("loading torch", speaks=rank == 0):
         import torch
 
     device = choose_device(section, local_rank, local_world)
+    session = Session(ranks, device, section, signals)
+    session.started = began
     if device.type == "cuda":
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)  # for the watchdog to name who is missing
     torch.set_num_threads(threads_per_process(section, local_world))
     if device.type == "cpu":
         keep_freed_memory()
-    session = Session(rank, local_rank, world, local_world, device, section, signals, began)
     signals.last_words_unheard = lambda: report_alone(StopRequested(signals.received), is_heard=local_rank == 0)
     if world > 1:
         others = (
@@ -360,29 +245,29 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
         )
         try:
             with announced(others, speaks=rank == 0):
-                session._store = _start_group(session)
+                session.exchange.store = _start_group(session)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise TrainingFailed(
                 f"rank {rank} of {world} could not join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')} "
                 f"within launch.start_timeout_seconds={section.start_timeout_seconds:g}: {reason}"
             ) from error
-        session._processes = session.gather(os.getpid())
+        session.cause.processes = session.gather(os.getpid())
     try:
         yield session
     finally:
-        if not session.failed:
+        if not session.cause.ended_run:
             signals.leave()
         session.shield()
         if world > 1:
             import torch.distributed as dist
 
-            # A Gloo thread that lets go of its last tensor wants the interpreter lock while it holds a lock of its
-            # group; destroying the group holds the first and wants the second. Give it a moment to finish (seen here
-            # as a hang in ~ProcessGroupGloo; https://github.com/pytorch/pytorch/issues/190489 is its kin).
-            time.sleep(_GLOO_SETTLES_SECONDS)
+            # A Gloo thread that releases its last tensor waits for the interpreter lock while it holds a lock of its
+            # group; destroying the group holds the first and waits for the second. Give the thread time to finish
+            # (seen here as a hang in ~ProcessGroupGloo; https://github.com/pytorch/pytorch/issues/190489 is related).
+            time.sleep(CONNECTIONS_CLOSE_SECONDS)
             # After a failure a GPU may still wait for a peer that is gone, and NCCL would wait with it.
-            if not (session.must_not_wait or (session.failed and device.type == "cuda")):
+            if not (session.must_not_wait or (session.cause.ended_run and device.type == "cuda")):
                 dist.destroy_process_group()
 
 
@@ -404,12 +289,12 @@ def _start_group(session: Session) -> "Store":
 
 
 def _report(error: BaseException, session: Session) -> int:
-    session.failed = True
-    failure = session.first_failure(error)
-    if session._is_told:
+    session.cause.ended_run = True
+    failure = session.cause.first(error)
+    if session.cause.is_reported:
         return failure.exit_code
     if failure.exit_code == EXIT_STOPPED:
-        if session.is_main:  # whose console is the user's, whoever was asked
+        if session.is_main:  # the user reads its console, whichever rank was asked
             say_why(f"stopped: {failure.reason}; go on: the same command")
         return EXIT_STOPPED
     if failure.rank != session.rank:

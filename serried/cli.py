@@ -238,7 +238,7 @@ def generate(words: list[str]) -> int:
     device = [f"launch.device={given['device']}"] if "device" in given else []
     config, checkpoint = _opened(given, [*overrides, *device], _GENERATE_READS, "generate", mistakes)
     config = as_saved(config, checkpoint, world_size=1, is_cut_anew=True, is_other_data=True)
-    session = Session(0, 0, 1, 1, choose_device(config.launch, 0, 1), config.launch)
+    session = Session((0, 0, 1, 1), choose_device(config.launch, 0, 1), config.launch)
     shown = printable if sys.stdout.isatty() else str
     with suppress(BrokenPipeError):  # the reader has closed the pipe
         write_text(

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from serried.configs.schema import LaunchSection
 from serried.runtime.console import Console
 from serried.runtime.live import Doing, Live
+from serried.runtime.session import Session
 from serried.trainer.activity import Activity
 from serried.trainer.watchdog import DATA, LOG, TRAIN, Pulse
 from tests.cluster import ROOT
@@ -125,17 +128,13 @@ def test_long_activity_is_printed_at_growing_intervals_and_steps_are_not() -> No
     assert len(said) == 4
 
 
-class _Alone:
-    waits_for: str | None = None
-
-
 def test_status_line_of_a_step_has_what_was_logged_last() -> None:
-    pulse, console, session = Pulse(), Console(False, 0), _Alone()
-    activity = Activity(pulse, session, console, 300)  # type: ignore[arg-type]
+    pulse, console, session = Pulse(), Console(False, 0), Session((0, 0, 1, 1), torch.device("cpu"), LaunchSection())
+    activity = Activity(pulse, session, console, 300)
     assert activity() is None, "the console knows more about set-up"
-    session.waits_for = "every rank"
+    session.exchange.waits_for = "every rank"
     assert activity() == Doing("waiting for every rank", "every rank")
-    session.waits_for = None
+    session.exchange.waits_for = None
     for phase in (DATA, TRAIN, LOG):
         pulse.enter(phase, 7)
         assert not shown(activity).line

@@ -102,7 +102,7 @@ def test_alone_without_torchrun() -> None:
         assert session.once(lambda: 5) == session.once_per_node(lambda: 5) == 5
         session.same_everywhere("anything", "at all")
         session.first_step_done()
-        assert session.first_failure(ValueError("here")) == (0, "ValueError: here", 70)
+        assert session.cause.first(ValueError("here")) == (0, "ValueError: here", 70)
         assert not dist.is_initialized()
 
 
@@ -173,13 +173,14 @@ def test_a_signal_after_an_error_does_not_hide_it() -> None:
     code = (
         "import os, signal, time\n"
         "from serried.configs.schema import LaunchSection\n"
-        "from serried.runtime.ending import leave\nfrom serried.runtime.session import Session, run_in_session\n"
-        "first_failure = Session.first_failure\n"
+        "from serried.runtime.ending import leave\nfrom serried.runtime.session import run_in_session\n"
+        "from serried.runtime.cause import Cause\n"
+        "first = Cause.first\n"
         "def signalled(self, error):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(0.2)\n"
-        "    return first_failure(self, error)\n"
-        "Session.first_failure = signalled\n"
+        "    return first(self, error)\n"
+        "Cause.first = signalled\n"
         "leave(run_in_session(LaunchSection(), lambda session: 1 // 0))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -232,7 +233,7 @@ def fail_in_turn() -> list[object]:
     with open_session(LaunchSection()) as session:
         if session.rank != 1:
             time.sleep(0.5)
-        return list(session.first_failure(UserError("mine") if session.rank == 1 else RuntimeError("echo\nof it")))
+        return list(session.cause.first(UserError("mine") if session.rank == 1 else RuntimeError("echo\nof it")))
 
 
 def test_all_ranks_know_who_failed_first_and_why(cluster: Cluster) -> None:

@@ -255,8 +255,8 @@ def stop_beside_the_dead() -> list[object]:
     with open_session(LaunchSection()) as session:
         child = subprocess.Popen([sys.executable, "-c", ""])
         child.wait()
-        session._processes[1] = child.pid
-        answer = list(session.first_failure(StopRequested("SIGTERM"))) if session.rank == 0 else []
+        session.cause.processes[1] = child.pid
+        answer = list(session.cause.first(StopRequested("SIGTERM"))) if session.rank == 0 else []
         session.gather("done")
         return answer
 

@@ -24,7 +24,7 @@ class Activity:
         self._pulse, self._session, self._console, self._steps = pulse, session, console, steps
 
     def __call__(self) -> Doing | None:
-        moment, waits_for = self._pulse.now, self._session.waits_for
+        moment, waits_for = self._pulse.now, self._session.exchange.waits_for
         if moment.phase == SET_UP:
             return Doing(f"waiting for {waits_for}", waits_for) if waits_for else None
         what, key = _WORDS[moment.phase].format(step=moment.step), (moment.phase, moment.step)

@@ -46,7 +46,7 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
 
     def stop_unheard() -> int:
         console.quiet()
-        failure = session.failure(StopRequested(session.signals.received))
+        failure = session.cause.of(StopRequested(session.signals.received))
         _tell_end(config, start.step, failure)
         if failure.exit_code == EXIT_STOPPED:
             console.say(f"stopped    {failure.reason}; go on: the same command")
@@ -71,7 +71,7 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         session.shield()
         told = explained(error, config, task, session, watchdog.pulse, trainer.state.optimizer if trainer else None)
         watchdog.pulse.enter(END, trainer.loop.step if trainer else start.step)
-        failure = session.first_failure(told)
+        failure = session.cause.first(told)
         console.log(traceback.format_exc())
         if trainer is not None and (folder is None or folder.is_ours):
             trainer.saver.end(trainer.loop.step)

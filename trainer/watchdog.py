@@ -27,6 +27,7 @@ from serried.configs.schema import LaunchSection
 from serried.parallel.phases import Phases
 from serried.records.run_folder import RunFolder
 from serried.records.status import read_status, record_end
+from serried.runtime.cause import is_consequence
 from serried.runtime.console import Console
 from serried.runtime.session import Session
 
@@ -337,7 +338,7 @@ class Watchdog:
         self._told += 1
         beat = Beat(
             self._session.rank, self._session.host(), self._told, self.pulse.now.phase, self.pulse.now.step,
-            *age, waits_for=self._session.waits_for,
+            *age, waits_for=self._session.exchange.waits_for,
         )  # fmt: skip
         if beat.age_seconds > _TELL_STACK_AT * self._section.step_timeout_seconds:
             beat.stack = self._stack()
@@ -420,7 +421,7 @@ class Watchdog:
             text = "\n".join([reason, *_told_at_length(beats)])
             (self._run_dir / "log" / "hang.txt").write_text(f"{text}\n", "utf-8", "backslashreplace")
         status = read_status(self._run_dir)
-        if status is not None and status.state == "failed" and not self._session.is_echo(status.reason or ""):
+        if status is not None and status.state == "failed" and not is_consequence(status.reason or ""):
             pass  # a rank has told why it left; that the others waited for it is only what came of that
         elif self._folder is not None:
             self._folder.stop_early(step, reason, EXIT_STOPPED)
@@ -446,7 +447,7 @@ class Watchdog:
         """Leave what this rank knows in the run folder."""
         rank = self._session.rank
         self._console.quiet()
-        self._session.end_with(end["rank"], end["reason"], EXIT_STOPPED)
+        self._session.cause.record(end["rank"], end["reason"], EXIT_STOPPED)
         self._console.log("\n".join([end["reason"], *self._stack()]))
         with suppress(OSError):
             (self._run_dir / "log" / f"collectives-{rank}.json").write_text(

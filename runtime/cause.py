@@ -1,0 +1,95 @@
+"""Why a run ended: the first failure of any rank. The other ranks' errors are its consequences."""
+
+import os
+import time
+
+from serried.configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, StopRequested
+from serried.configs.schema import LaunchSection
+from serried.runtime.ending import Failure, exit_code_of, in_one_line
+from serried.runtime.exchange import Exchange
+from serried.runtime.signals import Signals
+
+CONNECTIONS_CLOSE_SECONDS = 0.2
+_NO_ANSWER = ("Timed out waiting", "Application timeout")  # Gloo's words
+_BROKEN_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_SILENCE, _END_OF_ANOTHER = "no answer from another process", "another process ended"
+
+
+def is_consequence(reason: str) -> bool:
+    """Return whether ``reason``, of a ``Failure``, only says that another rank hangs, or is gone."""
+    return reason.startswith((_SILENCE, _END_OF_ANOTHER))
+
+
+class Cause:
+    """What ended the run, as far as one rank knows."""
+
+    def __init__(
+        self, rank: int, local_ranks: range, section: LaunchSection, signals: Signals, exchange: Exchange
+    ) -> None:
+        """``local_ranks``: those on this machine."""
+        self.is_reported = False
+        """Whether the user has been told, and consequences are not to be."""
+        self.ended_run = False
+        """Whether an error ended the work of this rank."""
+        self.first_step_is_done = False
+        self.processes: list[int] = []
+        """Process ids of all ranks, each of its own machine."""
+        self._local_ranks = local_ranks
+        self._rank, self._section, self._signals, self._exchange = rank, section, signals, exchange
+        self._failure: Failure | None = None
+
+    def record(self, rank: int, reason: str, exit_code: int) -> None:
+        """Record the root cause, which was reported; later failures are consequences and are not reported again."""
+        self._failure, self.is_reported = Failure(rank, reason, exit_code), True
+
+    def first(self, error: BaseException) -> Failure:
+        """Return the failure that ended the run: ``error`` of this rank, unless another rank failed before."""
+        if self._failure is None:
+            mine = self._failure = self.of(error)
+            try:
+                self._failure = Failure(*self._exchange.first("failure", mine))
+            except RuntimeError:  # the store is gone with its host
+                self._failure = self._without_store(mine)
+        return self._failure
+
+    def _without_store(self, mine: Failure) -> Failure:
+        """Return ``mine``, unless it is a consequence of torchrun's end before there was anything to save."""
+        if self.first_step_is_done or mine.exit_code == EXIT_MISTAKE:
+            return mine
+        time.sleep(CONNECTIONS_CLOSE_SECONDS)  # torchrun's connections close before the kernel reports its end
+        end = self._signals.end_of_parent
+        return mine if end is None else Failure(self._rank, f"{end} before the first step", EXIT_STOPPED)
+
+    def of(self, error: BaseException) -> Failure:
+        """Return ``error`` of this rank as a failure, from what this rank alone knows."""
+        if not isinstance(error, StopRequested):
+            reason = self._reason(error)
+            if self._signals.is_overdue and not self.first_step_is_done and is_consequence(reason):
+                return Failure(self._rank, f"{self._signals.deadline} before the first step", EXIT_STOPPED)
+            return Failure(self._rank, reason, exit_code_of(error))
+        asked = str(error)
+        if not asked.startswith("SIG"):  # the same on every rank
+            return Failure(self._rank, f"{asked} before the first step", EXIT_STOPPED)
+        for peer in self._local_ranks if self.processes else ():
+            # torchrun sends SIGTERM to all when one has died: that is no request to stop.
+            if not _is_running(self.processes[peer]):
+                return Failure(self._rank, f"rank {peer} died without a word before the first step", EXIT_FAILED)
+        where = f" on rank {self._rank}" if len(self.processes) > 1 else ""
+        return Failure(self._rank, f"{asked}{where} before the first step", EXIT_STOPPED)
+
+    def _reason(self, error: BaseException) -> str:
+        text = in_one_line(error)
+        if isinstance(error, RuntimeError) and any(words in text for words in _NO_ANSWER):
+            patience = f"launch.step_timeout_seconds={self._section.step_timeout_seconds:g}"
+            return f"{_SILENCE} in time ({patience}): {text}"
+        if isinstance(error, RuntimeError) and any(words in text for words in _BROKEN_OFF):
+            return f"{_END_OF_ANOTHER}, or the network between them broke: {text}"
+        return text
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True

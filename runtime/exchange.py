@@ -1,0 +1,91 @@
+"""Values that ranks pass to each other through the store in which they met: plain JSON data, on the host."""
+
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from serried.configs.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_LONGEST_NAP_SECONDS = 0.5
+
+
+class Exchange:
+    """One rank's end. Every rank makes the same calls in the same order."""
+
+    def __init__(self, rank: int, world_size: int, patience_seconds: float) -> None:
+        """``patience_seconds``: how long to wait for another rank."""
+        self.store: Store | None = None
+        """None for a single process, and until the ranks have met."""
+        self.waits_for: str | None = None
+        """Which ranks this one waits for at present, for the watchdog to name."""
+        self._rank, self._world_size, self._patience_seconds = rank, world_size, patience_seconds
+        self._count = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's ``value``, by rank, on every rank."""
+        if self.store is None:
+            return [value]
+        self._count += 1
+        keys = [f"gather/{self._count}/{rank}" for rank in range(self._world_size)]
+        self.store.set(keys[self._rank], json.dumps(value))
+        self._await(keys, "every rank")
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def once(
+        self, function: Callable[[], Any], on_crash: Callable[[BaseException], object], *, leads: bool, group: str
+    ) -> Any:
+        """Call ``function`` on the rank of ``group`` that leads; all ranks of the group return its result.
+
+        ``on_crash`` is called before the others learn that ``function`` crashed, and fail because of it.
+
+        Raises:
+            UserError: on every rank, if ``function`` raised it.
+        """
+        self._count += 1
+        key = f"once/{group}/{self._count}"
+        verdict: dict[str, Any] = {}
+        if leads:
+            try:
+                verdict = {"result": function()}
+            except UserError as error:
+                verdict = {"error": str(error)}
+            except BaseException as error:
+                on_crash(error)
+                verdict = {"failure": repr(error)}
+                raise
+            finally:
+                if self.store is not None:
+                    self.store.set(key, json.dumps(verdict))
+        elif self.store is not None:
+            self._await([key], f"the first process of the {group}")
+            verdict = json.loads(self.store.get(key))
+        if "error" in verdict:
+            raise UserError(verdict["error"])
+        if "failure" in verdict:
+            raise RuntimeError(f"the first process of the {group} failed: {verdict['failure']}")
+        return verdict["result"]
+
+    def first(self, name: str, value: Any) -> Any:
+        """Return the ``value`` of the rank that called this first with ``name``.
+
+        Raises:
+            RuntimeError: the store is gone, with its host.
+        """
+        return value if self.store is None else json.loads(self.store.compare_set(name, "", json.dumps(value)))
+
+    def _await(self, keys: list[str], whom: str) -> None:
+        """Wait until the store has ``keys``, by polling: no signal is handled inside ``Store.wait``."""
+        assert self.store is not None
+        self.waits_for = whom
+        deadline, nap = time.monotonic() + self._patience_seconds, 0.001
+        while not self.store.check(keys):
+            if time.monotonic() > deadline:
+                self.store.wait(keys, timedelta(milliseconds=1))  # raises torch's own error
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
+        self.waits_for = None

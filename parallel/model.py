@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from serried.parallel.data import GradientSync
 from serried.parallel.gradient import global_sum_of_squares
-from serried.parallel.held import HeldTensor, held_parameters
+from serried.parallel.held import HeldTensor, held_parameters, local
 from serried.parallel.mesh import Layout
 from serried.parallel.phases import BACKWARD, FORWARD, Phases
 from serried.parallel.plan import LossTerms
@@ -86,9 +86,15 @@ class DistributedModel:
         return [_whole(name, self.module.get_buffer(name)) for name in self._buffer_names]
 
     def held_like(self, parameter: HeldTensor, value: Tensor) -> HeldTensor:
-        """A tensor of the optimizer that belongs to ``parameter``: divided as that is, or whole if of another shape."""
+        """A tensor of the optimizer that belongs to ``parameter``: divided as that is, or whole."""
         if tuple(value.shape) == parameter.spec.shape:
             return parameter._replace(tensor=value)
+        if len(value.shape) == len(parameter.spec.shape):
+            spec = ShardSpec(parameter.name, tuple(value.shape), parameter.spec.slices)
+            box = spec.box(self.layout, self.place)
+            if tuple(local(value).shape) == box.sizes:  # such as running means of rows
+                return HeldTensor(parameter.name, value, spec, box)
+        assert local(value) is value, f"{parameter.name}: state of {list(value.shape)} is divided in another way"
         return _whole(parameter.name, value)
 
     @property

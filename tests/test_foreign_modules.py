@@ -21,6 +21,7 @@ from serried.runtime.session import open_session
 from serried.trainer.checkpoint.manifest import read_manifest
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.state import load_state, state_parts
+from serried.trainer.optimizer import build_optimizer, take_step
 from tests.cluster import Cluster
 
 BATCH, STEPS = 12, 5
@@ -78,7 +79,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {"gpt2": (gpt2, gpt2_lo
 
 def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
     """Losses of some steps, the number of parameters, and a checkpoint in ``run_dir`` that is read back."""
-    config = compose([f"run.dir={run_dir}", "checkpoint.mode=sync", *argv])
+    config = compose([f"run.dir={run_dir}", "checkpoint.mode=sync", "optim.lr=0.01", *argv])
     build, loss = MODELS[name]
     with open_session(LaunchSection()) as session:
         torch.manual_seed(config.trainer.seed)
@@ -91,7 +92,7 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
             )  # fmt: skip
 
         model = parallel()
-        optimizer = torch.optim.AdamW([held.tensor for held in model.parameters if held.tensor.requires_grad], lr=1e-2)
+        optimizer = build_optimizer([held.tensor for held in model.parameters], config.optim)
         losses, norms = [], []
         rows = torch.arange(BATCH).chunk(layout.data_ranks)[model.place.data_rank]
         for step in range(STEPS):
@@ -99,11 +100,7 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
             totals = model.forward_backward(batches, loss, 1 / BATCH, lambda: 0.0)
             losses.append((totals.loss_sum / totals.weight).item())
             norms.append(model.sum_squares().sqrt().item() * model.gradient_divisor)
-            for held in model.parameters:
-                if held.tensor.grad is not None:
-                    held.tensor.grad.mul_(model.gradient_divisor)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, torch.tensor(1 / model.gradient_divisor), torch.tensor(0.0))
         evaluated = model.evaluate([rows], loss)
         losses.append((evaluated.loss_sum / evaluated.weight).item())
         saver = Checkpointer(
@@ -122,12 +119,7 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
         assert saved is not None
         assert saved.problem is None
         again = parallel()
-        other = torch.optim.AdamW([held.tensor for held in again.parameters if held.tensor.requires_grad])
-        for mine, theirs in zip(again.parameters, model.parameters, strict=True):
-            if theirs.tensor in optimizer.state:
-                state = optimizer.state[theirs.tensor].items()
-                other.state[mine.tensor] = {key: torch.zeros_like(value) for key, value in state}
-        load_state(saved.path, again, other, str)
+        load_state(saved.path, again, build_optimizer([held.tensor for held in again.parameters], config.optim), str)
         for mine, theirs in zip((*again.parameters, *again.buffers), (*model.parameters, *model.buffers), strict=True):
             assert torch.equal(mine.local, theirs.local), mine.name
         saver.close()

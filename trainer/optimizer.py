@@ -7,6 +7,7 @@ from torch import Tensor
 
 from serried.configs.registry import optimizers, schedules
 from serried.configs.schema import OptimSection, ScheduleSection
+from serried.parallel.held import local
 
 _STATE_BYTES = 3 * 4  # a weight and its two moments, fp32
 
@@ -19,10 +20,13 @@ def state_bytes(parameters: int) -> int:
 def build_optimizer(parameters: Iterable[Tensor], section: OptimSection) -> torch.optim.Optimizer:
     """Build the optimizer that ``section`` names, with weight decay on matrices and not on vectors (norms)."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    groups = [
-        {"name": "matrices", "params": [p for p in trained if p.ndim >= 2], "weight_decay": section.weight_decay},
-        {"name": "norms", "params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    sharded, whole = [p for p in trained if local(p) is not p], [p for p in trained if local(p) is p]
+    groups = []
+    for kind in (sharded, whole) if sharded and whole else (trained,):  # no kernel takes both in one list
+        groups += [
+            {"name": "matrices", "params": [p for p in kind if p.ndim >= 2], "weight_decay": section.weight_decay},
+            {"name": "norms", "params": [p for p in kind if p.ndim < 2], "weight_decay": 0.0},
+        ]
     optimizer: torch.optim.Optimizer = optimizers.get(section.name).load()(groups, section)
     if takes_verdict(optimizer):
         make_state(optimizer)  # changes nothing, and memory is known early

@@ -1,6 +1,5 @@
 """Gradient synchronization of data parallelism: none on one process, DDP, FSDP2. Gradients are sums over ranks."""
 
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -66,17 +65,20 @@ class Replicated:
 
     def __init__(self, module: nn.Module, layout: Layout, device: torch.device, *, uses_all: bool) -> None:
         """``uses_all``: each loss depends on every parameter, so there is no need to look."""
-        # Every rank starts with the same bits: nothing to broadcast. Buffers: see DistributedModel.
-        self.root: nn.Module = DistributedDataParallel(
-            Root(module),
+        root = Root(module)
+        if not uses_all:
+            # DDP warns on every rank if it looks for unused parameters and finds none, in C++: so there is always one.
+            root.unused = nn.Parameter(torch.zeros(1, device=device))
+        # Every rank starts with the same bits: nothing to broadcast.
+        replicas = DistributedDataParallel(
+            root,
             device_ids=[device] if device.type == "cuda" else None,
             init_sync=False,
-            broadcast_buffers=False,
             gradient_as_bucket_view=True,
             find_unused_parameters=not uses_all,
         )
-        # It advises against looking for unused parameters where there are none; another batch may have some.
-        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)
+        self.root: nn.Module = replicas
+        replicas.broadcast_buffers = False  # DistributedModel does. The argument of this name is deprecated since 2.13
         # DDP averages. Its own sum would take a communication hook in Python, and the fp16 overflow of a loss scaled up
         # against the average would depend on the number of ranks; so the average stays, and the optimizer undoes it.
         self.divisor = layout.replicate

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from serried.configs.schema import RunConfig
+from serried.parallel.held import unshardable
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.shard_specs import shard_specs
@@ -40,7 +41,8 @@ def planned_memory(
 ) -> Memory:
     """What a run of ``config`` holds. ``model`` may be on meta."""
     whole = sum(parameter.numel() for parameter in model.parameters())
-    specs = shard_specs({name: parameter.shape for name, parameter in model.named_parameters()}, layout)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    specs = shard_specs(shapes, layout, unshardable(model))
     first = layout.coordinates(0)  # no rank holds more
     share = sum(spec.box(layout, first).numel for spec in specs.values())
     is_sharded = layout.shard > 1

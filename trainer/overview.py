@@ -12,6 +12,11 @@ from serried.trainer.optimizer import learning_rate, state_bytes
 from serried.trainer.sampler import passes
 from serried.trainer.task import Dataset, Task
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_STATISTICS = (
+    "BatchNorm uses the statistics of each rank's own micro-batch, and a checkpoint holds those of rank 0: the loss "
+    "depends on the layout; on GPUs torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) shares them"
+)
 _LARGE_GPU_BYTES = 80 * 2**30
 """Of an A100 or H100, for which a plan without a word of its machine is made."""
 
@@ -66,6 +71,8 @@ def overview(
     ]
     if training is not None:
         lines += [("WARNING", text) for text in _repetitions(config, training)]
+    if layout.data_ranks > 1 and any(isinstance(each, _BATCH_NORMS) for each in model.modules()):
+        lines.append(("WARNING", _STATISTICS))
     if start is not None:
         lines += [("WARNING", text) for text in task.notes(start.source is None)]
     return [f"{name:<10} {text}" for name, text in lines]

@@ -22,6 +22,7 @@ from serried.trainer.checkpoint.state import check_names
 from serried.trainer.context import Context
 from serried.trainer.data import Data
 from serried.trainer.evaluator import Evaluator
+from serried.trainer.health import digest
 from serried.trainer.loop import Loop
 from serried.trainer.metrics import PROFILING, Meter
 from serried.trainer.optimizer import state_bytes
@@ -74,7 +75,7 @@ class Trainer:
         self.trackers = Trackers(config.run.dir, config.track, console.say)
         self._shutdown = Shutdown(config, session, console, context.folder, lambda: report.last_save_seconds)
         self.state = state = TrainingState(context, model, plan, layout, start)
-        if config.trainer.deterministic and layout.strategy == "ddp":
+        if config.trainer.deterministic and layout.strategy == "ddp" and plan.units:  # else DDP keeps its buckets
             state.rehearse(context, next(iter(data.validation.values()), data.training))
         meter = Meter(session.device, session.world_size, (flops_per_sample or 0.0) * config.trainer.global_batch, peak)
         self.saver = saver = Saver(context, state, layout, report, meter)
@@ -144,6 +145,9 @@ def _build_model(context: Context, start: Start) -> nn.Module:
     context.console.doing("building the model")
     torch.manual_seed(context.config.trainer.seed)  # the initial values of a model that draws its own
     model = context.task.build_model()
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        bits = digest(parameter.detach() for parameter in model.parameters())
+        context.session.same_everywhere("the model that build_model() returned", f"{int(bits):x}")
     if start.weights is not None:
         context.session.once(partial(context.task.check_weights, start.weights))
     if start.source is not None:

@@ -2,14 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from serried.configs.announce import tell
 from serried.configs.compose import FOLDER, compose
 from serried.configs.errors import UserError
 from serried.launch.points import Point, Sweep, labels
-from serried.launch.sweep_words import GRID_EXAMPLE, PointBuilder, Words, in_a_name, read_words
+from serried.launch.sweep_words import GRID_EXAMPLE, PointBuilder, Words, in_a_name, read_words, values_of
 
 _MOST_RUNS = 1000
 _MANY_RUNS = 20
@@ -35,7 +35,7 @@ def read_sweep(argv: Sequence[str], folder: Path = FOLDER) -> Sweep:
 
 
 def _grid(words: Words, folder: Path) -> Sweep:
-    values = dict(_values_of(words, folder))
+    values = _values(words, folder)
     runs = math.prod(map(len, values.values()))
     if runs > _MOST_RUNS:
         words.mistakes.append(f"a grid of {runs} runs, more than {_MOST_RUNS}; give fewer values, or search.trials=20")
@@ -58,19 +58,15 @@ def _grid(words: Words, folder: Path) -> Sweep:
     return Sweep(builder.sweep_folder, keys, tuple(points.values()), runs)
 
 
-def _values_of(words: Words, folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield each swept key with its values; a key with one value joins the fixed words."""
-    for key, (word, override) in words.swept.items():
+def _values(words: Words, folder: Path) -> dict[str, list[str]]:
+    """Return the values of each swept key; a key with one value joins the fixed words."""
+    values: dict[str, list[str]] = {}
+    for key, override in words.swept.items():
         try:
-            values = words.values(key, folder)
+            if override.is_interval_sweep():
+                raise UserError(f"{override.input_line}: an interval is no list of values; add search.trials=20")
+            values[key] = values_of(override, folder)
         except UserError as error:
             words.mistakes += error.args
-            continue
-        if len(values) > 1:
-            yield key, values
-        elif values:
-            words.fixed.append(f"{key}={values[0]}")
-        elif override.is_interval_sweep():
-            words.mistakes.append(f"{word}: an interval is no list of values; give some, or add search.trials=20")
-        else:
-            words.mistakes.append(f"{word} has no values; e.g. {GRID_EXAMPLE}")
+    words.fixed += [f"{key}={found[0]}" for key, found in values.items() if len(found) == 1]
+    return {key: found for key, found in values.items() if len(found) > 1}

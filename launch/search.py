@@ -23,7 +23,7 @@ from serried.configs.keys import all_keys
 from serried.configs.schema import parse_count
 from serried.launch.points import Evaluate, Point, Sweep, labels
 from serried.launch.summary import read_summary
-from serried.launch.sweep_words import SEARCH_EXAMPLE, PointBuilder, Words, in_a_name
+from serried.launch.sweep_words import SEARCH_EXAMPLE, PointBuilder, Words, in_a_name, values_of
 
 _SAMPLERS = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
 _OPTIONS = {"trials": "20", "sampler": "tpe", "seed": "0"}
@@ -143,32 +143,22 @@ def _read_options(words: Words) -> dict[str, str]:
 
 
 def _distribution(words: Words, key: str, folder: Path) -> BaseDistribution:
-    word, override = words.swept[key]
+    override = words.swept[key]
     value = override.value()
-    if isinstance(value, IntervalSweep):
-        low, high = value.start, value.end
-        is_integer = isinstance(low, int) or (key in all_keys() and all_keys()[key].kind == "integer")
-        return _numbers(word, key, low, high, 1 if is_integer else None, is_log="log" in value.tags)
-    choices = words.values(key, folder)
-    if not choices:
-        raise UserError(f"{word} has no values; e.g. {SEARCH_EXAMPLE}")
-    if isinstance(value, RangeSweep) and isinstance(value.range(), range):
-        numbers = sorted(map(int, choices))
-        return _numbers(word, key, numbers[0], numbers[-1], abs(int(value.step)), is_log="log" in value.tags)
-    return CategoricalDistribution(choices)
-
-
-def _numbers(word: str, key: str, low: float, high: float, step: int | None, *, is_log: bool) -> BaseDistribution:
-    if low > high:
-        interval = f"interval({high:g}, {low:g})"
-        use = f"'{key}={f'tag(log, {interval})' if is_log else interval}'"
-        raise UserError(f"{word}: the lower end comes first, and {low:g} is above {high:g}; use {use}")
     try:
-        if step is not None:
-            return IntDistribution(int(low), int(high), log=is_log, step=step)
-        return FloatDistribution(low, high, log=is_log)
+        if isinstance(value, IntervalSweep):
+            is_integer = isinstance(value.start, int) or (key in all_keys() and all_keys()[key].kind == "integer")
+            kind = IntDistribution if is_integer else FloatDistribution
+            low, high = (int(end) if is_integer else end for end in (value.start, value.end))
+            return kind(low, high, log="log" in value.tags)
+        choices = values_of(override, folder)
+        if isinstance(value, RangeSweep) and isinstance(value.range(), range):
+            numbers = sorted(map(int, choices))
+            return IntDistribution(numbers[0], numbers[-1], log="log" in value.tags, step=abs(int(value.step)))
+        return CategoricalDistribution(choices)
     except ValueError as error:  # such as a logarithm of 0
-        raise UserError(f"{word} cannot be searched: {str(error).rstrip('.')}; e.g. {SEARCH_EXAMPLE}") from None
+        reason = str(error).rstrip(".")
+        raise UserError(f"{override.input_line} cannot be searched: {reason}; e.g. {SEARCH_EXAMPLE}") from None
 
 
 def _corners(space: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -36,28 +36,11 @@ class Words:
 
     fixed: list[str] = field(default_factory=list)
     """Overrides with one value, and words that ``compose`` will refuse."""
-    swept: dict[str, tuple[str, Override]] = field(default_factory=dict)
-    """Each override with several values: as typed and as Hydra parses it, by key."""
+    swept: dict[str, Override] = field(default_factory=dict)
+    """Overrides with several values, as Hydra parses them, by key."""
     options: dict[str, str] = field(default_factory=dict)
     """Options of a search, by name."""
     mistakes: list[str] = field(default_factory=list)
-
-    def values(self, key: str, folder: Path) -> list[str]:
-        """Return the values of a swept key as one would type them; none for an interval.
-
-        Raises:
-            UserError: the range is not one.
-        """
-        word, override = self.swept[key]
-        value = override.value()
-        if isinstance(value, Glob):
-            return list(value.filter(choices_of(folder).get(key, [])))
-        if override.is_interval_sweep():
-            return []
-        try:
-            return list(override.sweep_string_iterator())
-        except (HydraException, ValueError) as error:
-            raise UserError(f"{word} has no values: {error}; e.g. {GRID_EXAMPLE}") from None
 
 
 def read_words(argv: Sequence[str], folder: Path) -> Words:
@@ -91,8 +74,27 @@ def read_words(argv: Sequence[str], folder: Path) -> Words:
         elif key in _ONE_VALUE:
             words.mistakes.append(f"{word} cannot be swept: {_ONE_VALUE[key]}; give one value")
         else:
-            words.swept[key] = word, override
+            words.swept[key] = override
     return words
+
+
+def values_of(override: Override, folder: Path) -> list[str]:
+    """Return the values of a swept key as one would type them.
+
+    Raises:
+        UserError: it has none that can be listed.
+    """
+    value = override.value()
+    try:
+        if isinstance(value, Glob):
+            values = value.filter(choices_of(folder).get(override.key_or_group, []))
+        else:
+            values = list(override.sweep_string_iterator())
+    except (HydraException, ValueError) as error:
+        raise UserError(f"{override.input_line} has no values: {error}; e.g. {GRID_EXAMPLE}") from None
+    if not values:
+        raise UserError(f"{override.input_line} has no values; e.g. {GRID_EXAMPLE}")
+    return values
 
 
 @dataclass(frozen=True)

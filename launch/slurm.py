@@ -200,16 +200,16 @@ def _unwritable(error: OSError) -> UserError:
 
 def script(points: Mapping[tuple[str, ...], RunConfig]) -> str:
     """Return the batch script for ``points``: their options and settings, then the rest of ``slurm/train.sbatch``."""
+    configs = list(points.values())
     runs = [
-        (f"run_dir={shlex.quote(str(_absolute(each.run.dir)))}", f"arguments=({shlex.join(_without_dry_run(argv))})")
+        [f"run_dir={shlex.quote(str(_absolute(each.run.dir)))}", f"arguments=({shlex.join(_without_dry_run(argv))})"]
         for argv, each in points.items()
     ]
-    if len(runs) == 1:
-        return _script(_options(list(points.values())), next(iter(points.values())), training_command(), runs[0])
-    lines = ['case "$SLURM_ARRAY_TASK_ID" in']
-    for task, (folder, arguments) in enumerate(runs):
-        lines += [f"{task})", f"    {folder}", f"    {arguments}", "    ;;"]
-    return _script(_options(list(points.values())), next(iter(points.values())), training_command(), [*lines, "esac"])
+    lines = runs[0]
+    if len(runs) > 1:
+        cases = [f"{task})\n    {folder}\n    {arguments}\n    ;;" for task, (folder, arguments) in enumerate(runs)]
+        lines = ['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"]
+    return _script(_options(configs), configs[0], training_command(), lines)
 
 
 def preflight_script(argv: Sequence[str], config: RunConfig) -> str:

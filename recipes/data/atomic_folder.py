@@ -1,4 +1,5 @@
-"""A folder that is whole or not there, made by one process at a time, and gone on with where one was interrupted."""
+"""A folder that appears complete or not at all, written by one process at a time, and continued after an
+interruption."""
 
 import contextlib
 import fcntl
@@ -18,7 +19,7 @@ _GIVEN_UP_SECONDS = 14 * _ABANDONED_SECONDS
 
 @contextlib.contextmanager
 def claimed(folder: Path, is_there: Callable[[], bool], progress: Progress) -> Iterator[Path | None]:
-    """``<folder>.partial``, where no other process of this machine writes meanwhile; None where ``is_there`` by now.
+    """Lock and return ``<folder>.partial``; None if ``is_there`` by now.
 
     The lock is on the folder itself, so that it goes with it, and with its owner. Where machines share a disk and not
     its locks, two may write at once: each under names of its own, the same bytes, renamed when they are whole.
@@ -77,7 +78,7 @@ def _is_still(partial: Path, descriptor: int) -> bool:
 
 
 def _remove_unfinished(partial: Path) -> None:
-    """Remove the files that a killed process was at: of this machine, or so old that none can live."""
+    """Remove unfinished files of processes that are dead: on this machine, or old enough."""
     for path in partial.glob("*.tmp"):
         with contextlib.suppress(OSError):
             if f".{socket.gethostname()}." in path.name or time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
@@ -85,7 +86,7 @@ def _remove_unfinished(partial: Path) -> None:
 
 
 def _remove_abandoned(cache: Path) -> None:
-    """Remove what was put aside and not removed for a day, and what nobody has gone on with for two weeks."""
+    """Remove discarded folders after a day, and partial ones after two idle weeks."""
     for folder, after in [(f, _ABANDONED_SECONDS) for f in cache.glob("*.tmp")] + [
         (f, _GIVEN_UP_SECONDS) for f in cache.glob("*.partial")
     ]:

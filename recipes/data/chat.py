@@ -1,4 +1,4 @@
-"""Conversations to tokens, of which only what the assistant says is learned.
+"""Conversations as tokens, of which only the assistant's messages are trained on.
 
 A conversation is rendered by a Jinja template, as ``transformers`` does it, and tokenised whole. Which part of the text
 is a reply is found by rendering the conversation up to it: with the beginning of the reply asked for, the text is what
@@ -28,13 +28,13 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""Built in, for tokenizers that come without a template."""
+"""Default template for tokenizers without one."""
 
 _FORMAT = 1
-"""Version of what the spec does not say: how conversations are rendered and replies found."""
+"""Version of rendering and finding replies, which the spec does not contain."""
 
 _NOW = datetime(2024, 7, 26)
-"""What templates that ask for the day are told: tokens may not depend on when they were made."""
+"""The date given to templates that ask for it: tokens must not depend on the day."""
 
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -43,7 +43,7 @@ _ROLES = {
 """Of conversations in the form of ShareGPT, {from, value}."""
 
 _STAND_IN = "serried-reply-5d1f8a"
-"""Takes the place of a reply, to see where a template puts it."""
+"""Stands in for a reply, to find where a template puts it."""
 
 _CURE = "use another template, data.chat_template=FILE, or mend the row"
 
@@ -51,10 +51,10 @@ Message = dict[str, Any]
 
 
 class ChatEncoder:
-    """A row is a list of messages, {role, content} or {from, value}. ``recipes.data.encode.Encoder`` says the rest."""
+    """Encoder of rows that are lists of messages, {role, content} or {from, value}."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, name: str) -> None:
-        """``name``: what users know the template by.
+        """``name``: name of the template in messages.
 
         Raises:
             UserError: it is no Jinja template, or jinja2 is not there.
@@ -64,7 +64,7 @@ class ChatEncoder:
         self._dtype = token_dtype(tokenizer.vocab_size)
 
     def spec(self) -> dict[str, Any]:
-        """Plain JSON: all that the tokens depend on besides the rows and the tokenizer."""
+        """Plain JSON of everything the tokens depend on besides rows and tokenizer."""
         return {"format": _FORMAT, "template": self._template.text}
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded]:
@@ -95,12 +95,12 @@ class ChatEncoder:
 
 
 def chat_encoder(section: DataSection, tokenizer: Tokenizer) -> ChatEncoder:
-    """What ``data.format=chat`` is encoded with."""
+    """Return the encoder for ``data.format=chat``."""
     return ChatEncoder(tokenizer, *chat_template(section, tokenizer))
 
 
 def chat_template(section: DataSection, tokenizer: Tokenizer) -> tuple[str, str]:
-    """The template of conversations and what to call it: ``data.chat_template``, else the tokenizer's, else ChatML.
+    """Return the chat template and its name for messages: ``data.chat_template``, else the tokenizer's, else ChatML.
 
     Raises:
         UserError: ``data.chat_template`` is neither a template nor a file with one.
@@ -122,7 +122,7 @@ def chat_template(section: DataSection, tokenizer: Tokenizer) -> tuple[str, str]
 
 
 class Template:
-    """A Jinja template, in a sandbox: templates come with tokenizers, from anybody."""
+    """A Jinja template, run in a sandbox: templates are untrusted code."""
 
     def __init__(self, text: str, name: str, special_tokens: dict[str, str]) -> None:
         """``special_tokens``: variables of the template, such as ``bos_token``."""
@@ -152,7 +152,7 @@ class Template:
 
 
 class _Unlearnable(Exception):
-    """A conversation cannot be rendered, or its replies not be found. The message is for users."""
+    """A conversation cannot be rendered, or its replies cannot be found. The message is for users."""
 
 
 def _one_line(error: Exception) -> str:
@@ -167,7 +167,7 @@ def _compile(text: str, name: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """``{% generation %}`` marks replies in a few templates. We find them in all."""
+        """Accept ``{% generation %}``, which marks replies in a few templates; replies are found without it."""
 
         tags = {"generation"}  # noqa: RUF012 -- as its base class has it
 
@@ -216,7 +216,7 @@ def ask(template_text: str, tokenizer: Tokenizer, message: str) -> tuple[list[in
 
 
 def _special_tokens(files: dict[str, str]) -> dict[str, str]:
-    """``bos_token`` and its like of a Hugging Face tokenizer, by these names."""
+    """Special tokens of a Hugging Face tokenizer by name, such as ``bos_token``."""
     tokens: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         for name, value in json.loads(files.get(file, "{}")).items():
@@ -254,7 +254,7 @@ def _message(message: Message, where: str) -> Message:
 
 
 def _replies(template: Template, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and from where to where in it each of the assistant's replies goes.
+    """Return the text of a conversation, and start and stop of each reply of the assistant in it.
 
     A reply includes the mark that ends a turn, and not the header before it.
     """
@@ -274,7 +274,7 @@ def _replies(template: Template, messages: Sequence[Message]) -> tuple[str, list
 
 
 def _by_prefix(template: Template, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int] | None:
-    """The reply is what a conversation has more with it than with just its header, where both begin the whole."""
+    """Find the reply as the text that it adds to the conversation before it."""
     try:
         before = template.render(messages[:turn], ask_for_reply=True)
         through = template.render(messages[: turn + 1]) if turn + 1 < len(messages) else text
@@ -291,9 +291,9 @@ def _by_prefix(template: Template, messages: Sequence[Message], turn: int, text:
 
 
 def _by_stand_in(template: Template, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int] | None:
-    """The reply is where another one would be, where it is the same in the whole conversation as it was said.
+    """Find the reply at the place of a stand-in, if the template renders it unchanged.
 
-    For templates that render the last reply in another way than those before it.
+    For templates that render the last reply differently from earlier ones.
     """
     changed = [*messages[:turn], {**messages[turn], "content": _STAND_IN}]
     try:

@@ -1,4 +1,4 @@
-"""Which source a section of the config names."""
+"""The source that a section of the config names."""
 
 import glob
 import os
@@ -14,8 +14,7 @@ from serried.recipes.data.text import ROW_SUFFIXES, TextFiles, find_files, no_su
 
 
 def check_path(section: SourceSection) -> None:
-    """Raise ``UserError`` where nothing can be at ``data.path``. No more than a look at this disk, which is to come
-    before anything that takes long: a tokenizer of the Hub, or another source."""
+    """Raise ``UserError`` if nothing can be at ``data.path``. Only looks at the local disk, before anything slow."""
     if section.name == "hf":
         path_or_name(section)
     elif section.path and not glob.has_magic(section.path):
@@ -35,7 +34,7 @@ def open_source(
     validation_fraction: float | None = None,
     validation_split: str | None = None,
 ) -> Source:
-    """The documents that ``section`` names. Finds files and loads datasets, and reads no document.
+    """Return the documents that ``section`` names. Finds files and loads datasets; reads no document.
 
     ``validation_fraction`` matters for files of text alone, whose split is known before they are read; elsewhere a
     document goes to a split by its content. ``validation_split`` is the Hugging Face split that validation is.
@@ -63,7 +62,7 @@ def open_source(
 
 
 def open_stream(section: SourceSection, *, format: Format = "text") -> HubStream:
-    """The documents of a Hugging Face dataset, file by file, to be read while training (``data.streaming=true``).
+    """Return the documents of a Hugging Face dataset, to be read during training (``data.streaming=true``).
 
     Raises:
         UserError: there is no such dataset, subset or split, or it cannot be had.

@@ -1,4 +1,4 @@
-"""Samples by number: windows of a memory-mapped stream of tokens, or whole documents that were packed."""
+"""Samples by number: windows of a memory-mapped stream of tokens, or packed whole documents."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from serried.recipes.data.shards import TokenStream
 from serried.recipes.models.head import IGNORE
 
 _SHORTEST_USEFUL = 16
-"""Tokens. A shorter sequence is no remedy for a lack of text."""
+"""Tokens; below this, a shorter sequence does not help against too little text."""
 
 _QUOTED_CHARACTERS = 60
 
@@ -88,7 +88,7 @@ class TokenDataset:
         return Sample(tokens, targets, positions_in_documents(begins, self._sequence_length))
 
     def describe(self) -> str:
-        """How documents become sequences, for the plan; empty where that is as usual."""
+        """How documents become sequences, for the plan; empty for the default."""
         return "documents isolated" if self._isolate else ""
 
 
@@ -161,7 +161,8 @@ class PackedDataset:
 
 
 def open_dataset(prepared: Prepared, split: str, section: DataSection) -> TokenDataset | PackedDataset:
-    """``train`` or ``validation`` as ``data.packing`` and ``data.isolate_documents`` say."""
+    """Return the split ``train`` or ``validation`` as a dataset, as ``data.packing`` and ``data.isolate_documents``
+    say."""
     if section.packing == "best_fit":
         return PackedDataset(prepared, split, section.sequence_length, isolate_documents=section.isolate_documents)
     return TokenDataset(prepared, split, section.sequence_length, isolate_documents=section.isolate_documents)
@@ -185,7 +186,7 @@ def collate(samples: Sequence[Sample], ids: np.ndarray) -> Batch:
 
 
 def _check_cut(prepared: Prepared, stream: TokenStream, split: str, pieces: Pieces, sequence_length: int) -> None:
-    """Raise ``UserError`` where a conversation has lost all that was to be learned from it."""
+    """Raise ``UserError`` if truncation leaves a conversation nothing to train on."""
     # A document that has just the length of one that was cut is looked at too, and is fine.
     for start in pieces.starts[pieces.lengths > sequence_length].tolist():
         stop = start + sequence_length + 1
@@ -203,7 +204,7 @@ def _check_cut(prepared: Prepared, stream: TokenStream, split: str, pieces: Piec
 
 
 def _too_short(prepared: Prepared, split: str, sequence_length: int) -> UserError:
-    """Say how much there is, and the longest sequence that both splits have, where it is worth training on."""
+    """Return the error for too little text, with the longest sequence that works, if that is long enough."""
     has = prepared.splits[split]
     what = "training" if split == "train" else "validation"
     message = (

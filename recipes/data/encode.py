@@ -1,4 +1,4 @@
-"""Rows to tokens: what a source's rows are learned as."""
+"""Rows of a source as tokens."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -13,16 +13,16 @@ from serried.recipes.data.tokenizer import Tokenizer, token_dtype
 
 
 class Encoded(NamedTuple):
-    """One document as tokens, the end mark included; of a row that is a piece of one, the tokens of that piece."""
+    """One document, or a piece of one, as tokens, including the end mark."""
 
     tokens: np.ndarray
     """[tokens], unsigned"""
     supervised: np.ndarray | None
-    """[tokens], uint8, 1 for those that are learned; None: all of them."""
+    """[tokens], uint8, 1 for those that are trained on; None: all of them."""
 
 
 class Encoder(Protocol):
-    """Turns rows into tokens. Pure and thread-safe; many rows at once, since tokenizers are faster then."""
+    """Turns rows into tokens. Pure and thread-safe; takes many rows at once, for speed."""
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded]:
         """One ``Encoded`` a row; ``unit`` names where they are from, for messages.
@@ -33,10 +33,10 @@ class Encoder(Protocol):
 
 
 class TextEncoder:
-    """A row is text, all of which is learned. More than a mebibyte of it is tokenised piece by piece."""
+    """Encoder of rows of text. More than 1 MiB is tokenized in pieces."""
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
-        """``name``: what users call the tokenizer."""
+        """``name``: name of the tokenizer in messages."""
         self._tokenizer, self._name = tokenizer, name
         dtype = token_dtype(tokenizer.vocab_size)
         self._start, self._end = np.array(tokenizer.start_ids, dtype), np.array([tokenizer.end_id], dtype)
@@ -73,7 +73,7 @@ class TextEncoder:
 
 
 def as_bytes(row: Row, unit: str) -> bytes:
-    """The text of a row as UTF-8, or as whatever it is in its file; raises ``UserError`` for what is no text."""
+    """Return the text of a row as bytes; raise ``UserError`` if it is not text."""
     if isinstance(row.content, bytes):
         return row.content
     if not isinstance(row.content, str):
@@ -88,12 +88,12 @@ def as_bytes(row: Row, unit: str) -> bytes:
 
 
 def row_of_unit(row: Row, unit: str) -> str:
-    """``row 41 of chats.jsonl``: what users know a row by. Counted from 1, as lines are."""
+    """Name of a row in messages, such as ``row 41 of chats.jsonl``; counted from 1."""
     return f"row {row.number + 1:,} of {unit}"
 
 
 def not_utf8(unit: str, offset_bytes: int, error: UnicodeDecodeError, tokenizer: str) -> UserError:
-    """The sentence for a file that a tokenizer of characters cannot take."""
+    """The error for a file that is not UTF-8."""
     return UserError(
         f"{unit} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset_bytes + error.start} of the "
         f"file ({error.reason}), and data.tokenizer={tokenizer} needs characters; convert the file or use "

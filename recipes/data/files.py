@@ -1,4 +1,4 @@
-"""Files as they are read: plain or compressed, in pieces of bounded size, and whether one has changed meanwhile."""
+"""Reading of files: plain or compressed, in pieces of bounded size, with detection of changes."""
 
 import bz2
 import contextlib
@@ -25,10 +25,10 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Endings of files that are decompressed as they are read."""
 
 PIECE_BYTES = 1 << 20
-"""The most of a document that is tokenised at once."""
+"""Largest piece of a document that is tokenized at once."""
 
 SETTLED_SECONDS = 2.0
-"""Age from which on the times of a file tell whether it has changed."""
+"""Age above which the times of a file show whether it has changed."""
 
 Stamp = tuple[int, int, int, int]
 """Inode, size, and times of the last change to content and to the inode: copying tools set the former back."""
@@ -43,7 +43,7 @@ class SourceFile:
 
 
 def assignment(key: str, value: str | os.PathLike[str]) -> str:
-    """``key=value`` as a shell and Hydra take it: quoted only where the value has characters of theirs."""
+    """``key=value`` as a shell and Hydra accept it, quoted only if necessary."""
     value = str(value)
     if re.fullmatch(r"[\w./~+@%-]+", value):
         return f"{key}={value}"
@@ -52,7 +52,7 @@ def assignment(key: str, value: str | os.PathLike[str]) -> str:
 
 
 def library(name: str, purpose: str) -> Any:
-    """The optional library ``name``. Raises ``UserError`` with the command that installs it where it is missing."""
+    """Import the optional library ``name``, or raise ``UserError`` with the command that installs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -61,7 +61,7 @@ def library(name: str, purpose: str) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warnings of Hugging Face's libraries, whose matter the one line of an error is."""
+    """Silence the warnings of Hugging Face's libraries: the error line says the same."""
     loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub", "fsspec")]
     levels = [logger.level for logger in loggers]
     try:
@@ -80,7 +80,7 @@ def kind_of(path: Path | str) -> str:
 
 
 def unreadable(path: Path | str, error: OSError) -> UserError:
-    """The sentence for a file that the system does not give."""
+    """The error for a file that cannot be read."""
     return UserError(
         f"cannot read {path}: {error.strerror or error}; make it readable, or leave it out with data.path=..."
     )
@@ -88,7 +88,7 @@ def unreadable(path: Path | str, error: OSError) -> UserError:
 
 @contextlib.contextmanager
 def open_plain(path: Path | str) -> Iterator[IO[bytes]]:
-    """What is in a file, decompressed where its name says that it is compressed. ``path`` may be an fsspec address.
+    """Open a file, decompressed according to its name. ``path`` may be an fsspec address.
 
     Raises:
         UserError: it cannot be opened, or breaks off, also while it is read from inside of the ``with``.
@@ -130,7 +130,7 @@ def _decompressed(path: Path | str, stack: contextlib.ExitStack) -> Any:
 
 
 def skip(stream: IO[bytes], size: int) -> None:
-    """Leave out the next ``size`` bytes."""
+    """Skip the next ``size`` bytes."""
     if stream.seekable():
         stream.seek(size, os.SEEK_CUR)
         return
@@ -182,7 +182,7 @@ def stamp_of(status: os.stat_result) -> Stamp:
 
 @contextlib.contextmanager
 def unchanged(path: Path | str, stamp: Stamp | None) -> Iterator[None]:
-    """Raise ``UserError`` where ``path``, before or after, is not what ``stamp`` was taken of."""
+    """Raise ``UserError`` if ``path`` has changed since ``stamp`` was taken."""
     _compare(path, stamp)
     yield
     _compare(path, stamp)
@@ -218,7 +218,7 @@ def files_state(files: Iterable[SourceFile]) -> str | None:
 
 
 def hash_files(files: Sequence[SourceFile], reading: Reading) -> list[tuple[bytes, Stamp]]:
-    """SHA-256 of each file as it lies, and what it was taken of."""
+    """SHA-256 of each file, and its stamp."""
 
     def hashed(file: SourceFile) -> tuple[bytes, Stamp]:
         sha256 = hashlib.sha256()

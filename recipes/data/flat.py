@@ -1,4 +1,4 @@
-"""Files of tokens that other tools made: raw numbers (nanoGPT, Megatron exports), llm.c's, and ``.npy``."""
+"""Token files of other tools: raw numbers (nanoGPT, Megatron exports), llm.c, and ``.npy``."""
 
 import glob
 import hashlib
@@ -78,7 +78,7 @@ class FlatFiles:
         return files_state(self._files)
 
     def read(self, progress: Progress, validation_fraction: float) -> FlatContent:
-        """Read all files once: hash, end marks, and whether the tokenizer knows every number.
+        """Read all files once: hash, end marks, and a check that the tokenizer has every id.
 
         Raises:
             UserError: a file is damaged, or has numbers that are no tokens.

@@ -1,4 +1,4 @@
-"""Hugging Face datasets, of the Hub or of a local folder, through the library ``datasets``."""
+"""Hugging Face datasets, from the Hub or a local folder, through the library ``datasets``."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ _BATCH_ROWS = 256
 
 
 class HubDataset:
-    """A dataset as a source: it is loaded (downloaded, where it is not here) and then mapped from the disk."""
+    """A dataset as a source: loaded (downloaded if necessary), then memory-mapped."""
 
     noun = "document"
 
@@ -133,7 +133,7 @@ def _is_text(kind: Any, arrow: Any) -> bool:
 
 
 class HubStream:
-    """The files of a dataset as a source that is read while training, without having all of it on the disk."""
+    """The files of a dataset as a source that is read during training."""
 
     noun = "document"
 
@@ -258,7 +258,7 @@ def path_or_name(section: SourceSection) -> str:
 
 
 def _guarded(section: SourceSection, split: str, action: Callable[[], Any], format: Format) -> Any:
-    """What ``action`` returns; what it raises, as one sentence with what to do."""
+    """Return what ``action`` returns; turn what it raises into one ``UserError``."""
     datasets = _library()
     if not sys.stderr.isatty():  # bars are for whoever looks on
         datasets.disable_progress_bars()

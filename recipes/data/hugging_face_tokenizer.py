@@ -17,10 +17,10 @@ from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Token
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
 )  # fmt: skip
-"""What is taken along, where it is there; the first must be."""
+"""Files of a tokenizer; only the first is required."""
 
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "<|im_end|>")
-"""Looked for where no file says which token ends a document."""
+"""End-of-text tokens to look for if no file names one."""
 
 _END = "<|end|>"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -134,7 +134,7 @@ def _end_token(files: Mapping[str, str], ids: Mapping[str, int]) -> str:
 
 
 def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:
-    """The tokenizer of a ``tokenizer.json``, of the folder that it is in, or of a name on the Hub.
+    """Return the tokenizer of a ``tokenizer.json``, a folder with one, or a name on the Hub.
 
     Raises:
         UserError: there is none, or it cannot be had.

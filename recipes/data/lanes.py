@@ -1,4 +1,4 @@
-"""A source that is read while it is trained on: lanes of documents, each read from front to back.
+"""A source that is read during training: lanes of documents, each read from front to back.
 
 A step takes one sequence of every lane, and there are as many lanes as sequences in a step: the sequence at place p of
 any step is lane p's. So however a step is cut into ranks and micro-batches, a lane is read in order by one rank, and
@@ -28,7 +28,7 @@ _CHARACTERS_AT_ONCE = 1 << 16
 """Documents are tokenised together until there are so many of one or the other; a lane holds as many in memory."""
 
 _BALANCED = 2
-"""Parts per lane, from which on it does not matter that some lanes have one more than others."""
+"""Parts per lane above which it does not matter that some lanes have one more."""
 
 _ENDLESS = 2**62
 
@@ -130,7 +130,7 @@ class StreamDataset:
         return self._lane(lane).take(number)
 
     def describe(self) -> str:
-        """How it is read, for the plan."""
+        """How the data is read, for the plan."""
         cut = self._deal.cut
         again = f", each of which {cut} lanes read whole for their part of the rows" if cut > 1 else ""
         anew = "; they begin anew, since the checkpoint had others" if self._is_anew else ""
@@ -168,7 +168,7 @@ class StreamDataset:
         self._closed.clear()
 
     def close(self) -> None:
-        """Let nobody wait for a network that fails any longer."""
+        """Stop waiting for a failing network."""
         self._closed.set()
 
     def _first(self, lane: int, samples: int) -> int:
@@ -351,7 +351,7 @@ class _Documents:
 
 
 def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterator[Row]:
-    """Rows from ``first`` on; where the network fails, the same again after a while, a few times."""
+    """Rows from ``first`` on; retries a few times if the network fails."""
     number, given, failures = first, 0, 0
     while True:
         seen = 0
@@ -379,7 +379,7 @@ def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterat
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Whether it may be gone a little later: a failure of the network, or of a server."""
+    """Whether an error is temporary: a failure of the network or a server."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status", None)
         if isinstance(status, int):

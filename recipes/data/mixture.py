@@ -1,4 +1,4 @@
-"""Several sources as one data set, and the parts of the data section that each of them is."""
+"""Several sources as one dataset, and the data section of each."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from serried.recipes.data.dataset import Batch, Sample
 from serried.recipes.models.head import IGNORE
 
 _MEASURED_SAMPLES = 256
-"""Of each source, to learn how many tokens a sample has."""
+"""Samples of each source from which the mean number of tokens is estimated."""
 
 
 class Samples(Protocol):
@@ -35,7 +35,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class MixedPart:
-    """What the order of a mixture has to know of one source."""
+    """What the order of a mixture depends on, for one source."""
 
     samples: int
     weight: float
@@ -73,7 +73,7 @@ class MixtureDataset:
         return self._sources[source][index - self._first[source]]
 
     def describe(self) -> str:
-        """How documents become sequences, for the plan; empty where that is as usual."""
+        """How documents become sequences, for the plan; empty for the default."""
         each = zip(self.parts, (source.describe() for source in self._sources), strict=True)
         return "; ".join(f"{name} {text}" for name, text in each if text)
 

@@ -1,4 +1,4 @@
-"""Validation sets without the documents that are trained on: a loss on those would say nothing."""
+"""Validation sets without the documents that are trained on."""
 
 import hashlib
 import json
@@ -55,7 +55,7 @@ def kept_apart(name: str, held: Prepared, training: Sequence[Prepared], cache: P
 
 
 def left_out(folder: Path) -> int:
-    """Documents that a folder of ``kept_apart`` lacks since they are trained on."""
+    """Number of documents that ``kept_apart`` removed because they are trained on."""
     return int(json.loads((folder / _SHARED).read_bytes()))
 
 

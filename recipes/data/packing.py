@@ -1,4 +1,4 @@
-"""Whole documents, as many as fit in each sequence: which go together.
+"""Packing of whole documents into sequences.
 
 Best-fit decreasing: the longest document first, each into the sequence with the least room that holds it. "Fewer
 Truncations Improve Language Modeling" (https://arxiv.org/abs/2404.10830) trains so. The result is a pure function of

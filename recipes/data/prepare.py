@@ -1,4 +1,4 @@
-"""Tokens on disk: made once, keyed by content, never half-written.
+"""Prepared tokens on disk: written once, keyed by content, never half-written.
 
 ``<cache>/<key>/`` holds the shards of each split (``train-00000.safetensors``, ...; ``recipes.data.shards`` has their
 format), ``tokenizer.json`` and ``summary.json``. The key is a hash of everything the tokens depend on, so a folder that
@@ -45,7 +45,7 @@ from serried.recipes.data.tokenize import (
 from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, token_dtype
 
 _FORMAT = 2
-"""Version of everything the key does not see: the layout on disk, what is in a source, the rule of the split."""
+"""Version of everything the key does not contain: layout on disk, content of sources, rule of the split."""
 
 _SAMPLE_TOKENS = 100
 
@@ -60,11 +60,11 @@ class Prepared:
     splits: dict[str, TokenCounts]
     shards: dict[str, list[Path | FlatTokens]]
     empty: int
-    """Documents that were left out, since they have no text."""
+    """Empty documents, which were left out."""
     held_out: int
-    """Documents that were kept out of training, since they are in the validation split."""
+    """Documents left out of training because they are in the validation split."""
     noun: str
-    """What a document is called: ``file`` or ``document``."""
+    """Name of a document in messages: ``file`` or ``document``."""
 
     def stream(self, split: str) -> TokenStream:
         """The tokens of ``train`` or ``validation``, read from the disk where they are touched."""
@@ -92,7 +92,7 @@ class Prepared:
         )
 
     def sample(self) -> str:
-        """The beginning of the first training document, as the tokenizer gives it back."""
+        """The beginning of the first training document, decoded."""
         stream = self.stream("train")
         stop = min(_SAMPLE_TOKENS, stream.tokens)
         following = stream.document_starts(1, stop)
@@ -101,7 +101,7 @@ class Prepared:
 
 
 def prepare(section: DataSection, show: Show | None = None, threads: int | None = None) -> Prepared:
-    """Tokenise the source into the cache, or find that this was done before.
+    """Tokenize the source into the cache, or find it there.
 
     Any number of processes may ask for this at once, on one node or several: one does it, and all get the same. Memory
     is bounded, whatever the size of the source. ``show`` is told how far it is; ``threads`` None: one for each core.
@@ -223,7 +223,7 @@ class _Memo:
 def _make(
     section: DataSection, folder: Path, source: Source, tokenizer: Tokenizer | None, progress: Progress
 ) -> Prepared:
-    """Make ``folder``, whole or not at all, or find that another process has."""
+    """Make ``folder``, complete or not at all, or find it made by another process."""
     units: Sequence[Unit] = ()
     try:
         with claimed(folder, lambda: _open_if_intact(folder) is not None, progress) as partial:
@@ -285,7 +285,7 @@ def _fill(
 def _tokenizer_of_text(
     path: Path, section: DataSection, units: Sequence[Unit], splitter: Splitter, progress: Progress
 ) -> Tokenizer:
-    """The tokenizer that is made from the text: found where an interrupted preparation left it, or made."""
+    """Return the tokenizer made from the text, or the one that an interrupted preparation left."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         return tokenizer_from_spec(json.loads(path.read_bytes()))
     if section.tokenizer == "chars":
@@ -299,7 +299,7 @@ def _encoder(section: DataSection, tokenizer: Tokenizer) -> Encoder:
 
 
 def _check(section: DataSection, source: Source, counts: Counts) -> None:
-    """Raise ``UserError`` where a split is empty that must not be."""
+    """Raise ``UserError`` if a split is empty that must not be."""
     train, validation = counts.train.documents, counts.validation.documents
     documents = train + validation
     where = f"data.path={section.path}" if section.path else f"data={section.name}"
@@ -341,7 +341,7 @@ def write_summary(folder: Path, counts: Counts, shards: dict[str, list[Any]], no
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``path`` whole or not at all."""
+    """Write ``path`` completely or not at all."""
     unfinished = path.with_name(f"{path.name}.{socket.gethostname()}.{os.urandom(6).hex()}.tmp")
     try:
         with unfinished.open("wb") as stream:
@@ -372,7 +372,7 @@ def _other_cache(cache: Path | None) -> str:
 
 
 def _prepare_tokens(section: DataSection, progress: Progress) -> Prepared:
-    """Tokens that are there already: a folder of ours, or the files of another tool, which stay where they are."""
+    """Open existing tokens: a prepared folder, or files of another tool, which are not copied."""
     assert section.path is not None  # the schema sees to it
     path = Path(section.path).expanduser()
     if (path / "summary.json").exists():

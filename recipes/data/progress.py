@@ -1,4 +1,4 @@
-"""How far a long preparation is, and the threads it runs on."""
+"""Progress and threads of a preparation."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 Show = Callable[[str], None]
-"""Takes a line that says how far something is and replaces the one before it; empty: there is no more to say."""
+"""Takes a line of progress, which replaces the one before it; empty: the end."""
 
 _FIRST_SECONDS, _EVERY_SECONDS = 5.0, 15.0
 _FIRST_SECONDS_LIVE, _EVERY_SECONDS_LIVE = 1.0, 0.5
@@ -27,7 +27,7 @@ def usable_cores() -> int:
 
 
 class Progress:
-    """Counts bytes and says, now and then, how many there were, how fast, and how long it will take.
+    """Counts bytes and reports how many were read, how fast, and the time left.
 
     Often where somebody looks on, seldom in a log, never where it is soon over. ``recipes.data.source.Reading``.
     """
@@ -43,23 +43,23 @@ class Progress:
         self._has_shown = False
 
     def phase(self, what: str) -> "Progress":
-        """What is done from here on, such as ``reading``."""
+        """Set the current phase, such as ``reading``."""
         self._what, self._total_bytes, self._done_bytes, self._skipped_bytes = what, 0, 0, 0
         self._begun = time.monotonic()
         self._said = self._begun + self._first - self._every
         return self
 
     def total(self, size_bytes: int) -> None:
-        """Say how much there is to do."""
+        """Set the total."""
         self._total_bytes = size_bytes
 
     def skipped(self, size_bytes: int) -> None:
-        """Say that so much was done before: it counts, but not for the rate."""
+        """Add work done earlier: it counts, but not for the rate."""
         self._skipped_bytes += size_bytes
         self.done(size_bytes)
 
     def done(self, size_bytes: int) -> None:
-        """Say that so much more is done."""
+        """Add work that is done."""
         with self._lock:
             self._done_bytes += size_bytes
             now = time.monotonic()
@@ -69,13 +69,13 @@ class Progress:
             self._show(self._line(now - self._begun))
 
     def say(self, text: str) -> None:
-        """Say something else about the preparation."""
+        """Report another fact about the preparation."""
         if self._show is not None:
             self._has_shown = True
             self._show(f"preparing data: {text}")
 
     def end(self) -> None:
-        """There is no more to say."""
+        """End the report."""
         if self._show is not None and self._has_shown:
             self._show("")
 

@@ -29,7 +29,7 @@ from serried.recipes.data.files import (
 from serried.recipes.data.source import Format, Reading, Row, Unit, WithoutEmpty
 
 _UNIT_BYTES = 32 << 20
-"""Of a .jsonl file that one unit reads."""
+"""Bytes of a .jsonl file that one unit reads."""
 
 _BATCH_ROWS = 256
 _SHOWN_CHARACTERS = 60
@@ -42,7 +42,7 @@ _PAIRS = (("instruction", "output"), ("prompt", "completion"), ("question", "ans
 
 @dataclass(frozen=True)
 class Column:
-    """Where in a row the document is, and what it has to be."""
+    """The column that holds the document of a row."""
 
     name: str
     format: Format
@@ -53,7 +53,7 @@ class Column:
         return "data.messages_column" if self.format == "chat" else "data.text_column"
 
     def check(self, names: Sequence[str], where: str) -> None:
-        """Raise ``UserError`` where there is no such column among ``names``."""
+        """Raise ``UserError`` if the column is not among ``names``."""
         if self.name in names:
             return
         there = f"its columns are {', '.join(names)}" if names else "it has no columns"
@@ -151,7 +151,7 @@ class JsonLines(WithoutEmpty):
         return content
 
     def _refuse_half_characters(self, content: Any, number: int) -> None:
-        """JSON can write a half of a pair that stands for one character; no text has such."""
+        """Raise ``UserError`` for an unpaired surrogate, which JSON can hold and text cannot."""
         try:
             json.dumps(content, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError as error:
@@ -161,7 +161,7 @@ class JsonLines(WithoutEmpty):
             ) from error
 
     def _place(self, number: int) -> str:
-        """``file.jsonl line 12``: lines are counted here, where somebody is going to look for one."""
+        """Name of a line in messages, such as ``file.jsonl line 12``."""
         lines, left = number, self.start_bytes
         with open_plain(self.path) as stream:
             while left and (block := stream.read(min(left, 1 << 20))):

@@ -1,4 +1,4 @@
-"""Streams of tokens on disk: safetensors files that are mapped into memory, read as one.
+"""Streams of tokens on disk: memory-mapped safetensors files, read as one.
 
 A shard holds ``tokens`` [tokens], unsigned; ``document_starts`` [documents], int64, counted from the shard's first
 token; and, where only some tokens are learned, ``supervised`` [tokens], uint8, 1 for those. Every document is followed
@@ -64,14 +64,14 @@ class TokenStream:
         """Length of the stream."""
         self.documents = int(self._document_bounds[-1])
         self.is_supervised = bool(self._supervised)
-        """Whether only some tokens are learned."""
+        """Whether only some tokens are trained on."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens ``start`` up to ``stop``, [stop - start], unsigned."""
         return self._read(self._tokens, start, stop)
 
     def supervised(self, start: int, stop: int) -> np.ndarray:
-        """1 for each token from ``start`` up to ``stop`` that is learned, [stop - start], uint8."""
+        """1 for each token from ``start`` up to ``stop`` that is trained on, [stop - start], uint8."""
         return self._read(self._supervised, start, stop)
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
@@ -223,11 +223,11 @@ def write_header(stream: IO[bytes], sizes: Sequence[tuple[str, np.dtype[Any], in
 
 
 def to_disk(stream: IO[bytes]) -> None:
-    """Without this, a power cut after a rename could leave the name and lose the content."""
+    """Flush to disk: otherwise a power cut after a rename could keep the name and lose the content."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
 def unfinished_beside(path: Path) -> Path:
-    """A name nobody else has, which says whose it is. Not ``tempfile``: what that makes, only its maker may read."""
+    """Return a unique name that names its owner. Not ``tempfile``, whose files only their owner may read."""
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.urandom(6).hex()}.tmp")

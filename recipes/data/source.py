@@ -1,4 +1,4 @@
-"""What a source of documents is: units that are read from front to back, and rows in them."""
+"""Protocol of a source of documents: units that are read from front to back, and their rows."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from serried.configs.schema import SourceSection
 
 Format = Literal["text", "chat"]
-"""What a row is taken for: text, or the messages of a conversation."""
+"""Content of a row: text, or the messages of a conversation."""
 
 SPLITS = ("train", "validation")
 
@@ -16,7 +16,7 @@ _Result = TypeVar("_Result")
 
 
 class Row(NamedTuple):
-    """One document, or a piece of one that is too long to be held in memory."""
+    """One document, or a piece of one that is too long for memory."""
 
     number: int
     """Place of the document within its unit, from 0."""
@@ -38,7 +38,7 @@ class Unit(Protocol):
 
     @property
     def name(self) -> str:
-        """What users know it by, for messages: a path, ``part.parquet rows 1000 to 1999``."""
+        """Name in messages: a path, ``part.parquet rows 1000 to 1999``."""
 
     @property
     def size_bytes(self) -> int:
@@ -72,13 +72,13 @@ class WithoutEmpty(ABC):
 
 
 class Reading(Protocol):
-    """How a source is to be read whole: on how many threads, and who is told of the progress."""
+    """How a source is read: threads and progress."""
 
     def total(self, size_bytes: int) -> None:
-        """Say how much there is to read."""
+        """Report how much there is to read."""
 
     def done(self, size_bytes: int) -> None:
-        """Say that so much more has been read. From any thread."""
+        """Report that more has been read. From any thread."""
 
     def map(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
         """``function`` of each item, in order, on several threads."""
@@ -89,16 +89,16 @@ class Source(Protocol):
 
     section: SourceSection
     noun: str
-    """What a document is called here: ``file`` or ``document``."""
+    """Name of a document: ``file`` or ``document``."""
 
     def identity(self) -> list[str]:
-        """What tells this source from others on this machine, without reading it."""
+        """Identity of the source on this machine, found without reading it."""
 
     def state(self) -> str | None:
         """Changes whenever the content may have; found without reading it. None: a change could go unnoticed."""
 
     def fingerprint(self, reading: Reading) -> bytes:
-        """Hash of the content, and of nothing that is of this machine. Reads everything.
+        """Hash of the content alone, equal on every machine. Reads everything.
 
         Raises:
             UserError: a part of it cannot be read, or there is nothing in it.

@@ -1,4 +1,4 @@
-"""Data that is read while it is trained on: how it is opened, and the validation set that is prepared of it."""
+"""Data that is read during training: opening it, and preparing its validation set."""
 
 import hashlib
 import json
@@ -28,14 +28,14 @@ from serried.recipes.data.tokenize import Counts, place_of
 from serried.recipes.data.tokenizer import Tokenizer, token_dtype
 
 _FORMAT = 2
-"""Version of what is kept of a stream."""
+"""Version of the prepared files of a stream."""
 
 _HELD_OUT = "held-out.json"
 """Places (``place_of``) of the documents of ``data.validation_split``, sorted."""
 
 _ROWS_AT_ONCE = 64
 _REMEMBERED_STEPS = 64
-"""A run that goes back after a spike goes on behind it; it may have noticed some fifty steps later."""
+"""Steps to remember: a rollback returns to before the spike, which may have been noticed some fifty steps later."""
 
 
 def prepare_stream(section: DataSection, sequences: int, show: Show | None = None) -> Prepared:

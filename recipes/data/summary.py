@@ -1,4 +1,4 @@
-"""What was prepared, for people to look at before they spend a cluster on it."""
+"""Summary of prepared data."""
 
 from serried.recipes.data.prepare import Prepared
 from serried.recipes.data.source import SPLITS

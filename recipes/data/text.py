@@ -1,4 +1,4 @@
-"""Files of plain text: where they are, and which part of each is kept for validation.
+"""Files of plain text: finding them, and splitting them into training and validation.
 
 A file is a document. Everything here is a function of the relative names and the content of the files alone, so that
 two machines with the same text get the same split.
@@ -47,7 +47,7 @@ WHOLE_FILES_FROM = 20
 """From this many distinct files on, validation takes whole files; below, the tail of each."""
 
 _CLOSE = 0.75
-"""Likeness of two names, of which 1 is the same, from which on one may be a slip of the other."""
+"""Likeness of two names (1: equal) above which one may be a slip of the other."""
 
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib-dynload"}
 
@@ -145,7 +145,7 @@ def find_files(section: SourceSection) -> list[SourceFile]:
 
 
 def _find_stdlib(root: Path) -> list[SourceFile]:
-    """The standard library's sources: no tests, nothing installed later, nothing generated for one machine."""
+    """Sources of the standard library, without tests, installed packages and files generated for one machine."""
     files = [
         file
         for file in _walk(root, leave_out=_NOT_STDLIB)
@@ -253,7 +253,7 @@ def _walk(root: Path, leave_out: Iterable[str] = ()) -> Iterator[SourceFile]:
 
 
 def no_such_path(typed: str, path: Path) -> UserError:
-    """Say which part of the path is missing and what is there instead."""
+    """Return the error that names the missing part of the path and what exists."""
     missing = path
     while not missing.parent.exists():
         missing = missing.parent

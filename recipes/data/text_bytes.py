@@ -1,4 +1,4 @@
-"""How many bytes of text tokens stand for: what a loss is divided by to compare models with different tokenizers."""
+"""Bytes of text per token, to compare losses of models with different tokenizers."""
 
 import json
 import re

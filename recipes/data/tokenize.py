@@ -1,4 +1,4 @@
-"""From units of a source to shards of tokens, on several threads, in bounded memory."""
+"""Tokenization of the units of a source into shards, on several threads, in bounded memory."""
 
 import hashlib
 import json
@@ -21,11 +21,11 @@ _MOST_SHARDS = 200
 """Of each split: every process keeps all of them mapped."""
 
 _BATCH_BYTES = 1 << 19
-"""Text that a thread tokenises at once."""
+"""Bytes of text that a thread tokenizes at once."""
 
 _BATCH_ROWS = 4096
 _LEARN_BYTES = 1 << 30
-"""Text that a tokenizer is learned from, at most."""
+"""Maximum of text that a tokenizer is learned from."""
 
 BUCKETS = 48
 
@@ -50,7 +50,7 @@ class TokenCounts:
 
 @dataclass
 class Counts:
-    """What became of the documents of a source, or of a part of it."""
+    """Counts of the documents of a source, or of a part of it."""
 
     train: TokenCounts = field(default_factory=TokenCounts)
     validation: TokenCounts = field(default_factory=TokenCounts)
@@ -95,7 +95,7 @@ class Splitter:
         self._fraction, self._held_out = validation_fraction, held_out
 
     def choose(self, row: Row, unit: Unit, counts: Counts) -> str | None:
-        """The split; None where the document is left out, which ``counts`` is told."""
+        """Return the split; None if the document is left out, which is added to ``counts``."""
         if unit.split is not None and not (self._held_out and unit.split == "train"):
             return unit.split
         place = place_of(row, unit.name)

@@ -1,4 +1,4 @@
-"""Text to token ids and back.
+"""Conversion of text to token ids and back.
 
 A tokenizer is a pure function of its ``spec()``, which is plain JSON and travels with prepared data and saved models.
 One more kind is one more class, and a branch in ``tokenizer_from_spec`` and in ``hugging_face_files``.
@@ -17,7 +17,7 @@ _END = "<|end|>"
 
 
 class Tokenizer(Protocol):
-    """What turns text into numbers. Thread-safe; holds nothing but its vocabulary."""
+    """Converts text to token ids. Thread-safe; holds only its vocabulary."""
 
     vocab_size: int
     """Number of ids, the end mark's included."""
@@ -140,7 +140,7 @@ class CharsTokenizer:
 
 
 def _runs(ids: Iterable[int], end_id: int) -> list[list[int]]:
-    """What stands before, between and after end marks."""
+    """Text before, between and after end marks."""
     runs: list[list[int]] = [[]]
     for token in ids:
         if token == end_id:

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from serried.configs.errors import UserError
+from serried.records.tensors import DTYPES, TensorFolder, TensorSpec, header, index_json, tensor_bytes
 from serried.trainer.checkpoint.manifest import (
     MANIFEST,
     Damaged,
@@ -44,7 +45,6 @@ from serried.trainer.checkpoint.retention import (
     step_of,
     sweep,
 )
-from serried.trainer.checkpoint.tensors import DTYPES, TensorFolder, TensorSpec, header, index_json, tensor_bytes
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from serried.configs.errors import UserError
 from serried.configs.formats import size
+from serried.records.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_file, fsync_folder, read_manifest
 from serried.trainer.checkpoint.saved_state import STATE
-from serried.trainer.checkpoint.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from serried.parallel.mesh import Layout
 from serried.parallel.shard_specs import ShardSpec
-from serried.trainer.checkpoint.tensors import TensorSpec
+from serried.records.tensors import TensorSpec
 
 BUCKET_BYTES = 16 * 2**20
 """What an owner receives at a time."""

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from serried.configs.errors import UserError
 from serried.parallel.held import HeldTensor, persistent_buffers, tied_names
 from serried.parallel.model import DistributedModel
+from serried.records.tensors import TensorFolder, TensorSpec
 from serried.trainer.checkpoint.plan import Part
 from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER
-from serried.trainer.checkpoint.tensors import TensorFolder, TensorSpec
 
 _NAMES_SHOWN = 3
 _PIECE_BYTES = 16 * 2**20

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from serried.records.tensors import header, tensor_bytes
 from serried.trainer.checkpoint.manifest import FileRecord
 from serried.trainer.checkpoint.plan import Piece, Plan
-from serried.trainer.checkpoint.tensors import header, tensor_bytes
 
 NOT_SHARED = "run.dir must be on a disk that all nodes share"
 

@@ -1,4 +1,4 @@
-"""safetensors files, written as a stream and read by slices. Nothing here can run code that a file brings.
+"""safetensors files of checkpoints and prepared data: written as a stream, read by slices. A file cannot run code.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, little-endian; the header, a
 JSON object ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}`` that may be padded with spaces; then the bytes
@@ -70,10 +70,10 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
 
-def header(specs: Sequence[TensorSpec]) -> bytes:
+def header(specs: Sequence[TensorSpec], size: int = 0) -> bytes:
     """The beginning of a safetensors file: it, followed by the tensors' bytes in the order of ``specs``, is the file.
 
-    Its length is a multiple of 8, so that tensors of one dtype lie aligned in the file.
+    Its length is a multiple of 8, so that tensors of one dtype lie aligned in the file. It is padded to ``size``.
 
     Raises:
         ValueError: a name occurs twice, a dtype has no name in the format, or the header is larger than a reader takes.
@@ -89,7 +89,7 @@ def header(specs: Sequence[TensorSpec]) -> bytes:
         entries[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text = text.ljust(max(size - 8, len(text) + -len(text) % 8))
     if len(text) > _LARGEST_HEADER_BYTES:
         raise ValueError(f"a header of {len(text)} bytes for {len(specs)} tensors; at most {_LARGEST_HEADER_BYTES}")
     return len(text).to_bytes(8, "little") + text
@@ -162,7 +162,7 @@ class TensorFolder:
         path = self.folder / file
         if index is not None and not _is_there(path):
             raise UserError(f"{self.folder / index} names the file {_shown(file)}, which is not there; copy it too")
-        found = _read_header(path)
+        found = read_header(path)
         if index is None:
             self.file_of = dict.fromkeys(found, file)
         for name, of in self.file_of.items():
@@ -216,13 +216,19 @@ class TensorFolder:
         return values
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    """One tensor in a file."""
+
     spec: TensorSpec
     begin: int  # byte of the file
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
-    """Every tensor of the file with the place of its first byte, in the order of their bytes."""
+def read_header(path: Path) -> dict[str, Entry]:
+    """Return every tensor of a file with the place of its first byte, in the order of their bytes.
+
+    Raises:
+        UserError: the file cannot be read, or is not as the format wants it.
+    """
     text, file_bytes = _read_header_text(path)
     entries = _parse(path, text)
     metadata = entries.pop("__metadata__", {})
@@ -245,7 +251,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         expected = end
     if expected != data_bytes:
         _refuse(path, f"its header describes {expected} bytes of data, but there are {data_bytes}")
-    return {name: _Entry(TensorSpec(name, dtype, shape), data_begin + begin) for begin, _, dtype, shape, name in found}
+    return {name: Entry(TensorSpec(name, dtype, shape), data_begin + begin) for begin, _, dtype, shape, name in found}
 
 
 def _read_header_text(path: Path) -> tuple[bytes, int]:

@@ -231,7 +231,7 @@ def test_files_that_the_manifest_does_not_vouch_for_are_refused(small: Path, tmp
 def test_a_disk_too_full_is_told_beforehand(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    assert "1.0KiB are free" in refusal(small, tmp_path / "out")
+    assert "1000B are free" in refusal(small, tmp_path / "out")
 
 
 @pytest.mark.parametrize("function", ["fsync", "rename"])

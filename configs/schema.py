@@ -347,7 +347,8 @@ class DataSection(SourceSection):
         needed = {"text": "FILE_OR_FOLDER_OR_GLOB", "hf": "OWNER/NAME_OR_FOLDER", "tokens": "FILE_OR_FOLDER_OR_GLOB"}
         if self.name in needed and not self.path:
             raise ValueError(f"data={self.name} needs data.path={needed[self.name]}")
-        if self.name == "tokens" and "tokenizer" not in self.model_fields_set:
+        is_prepared = os.path.exists(os.path.expanduser(f"{self.path}/summary.json"))  # noqa: PTH110, PTH111
+        if self.name == "tokens" and "tokenizer" not in self.model_fields_set and not is_prepared:
             raise ValueError(
                 "data=tokens needs data.tokenizer, the one that made the tokens, e.g. "
                 "data.tokenizer=openai-community/gpt2 or data.tokenizer=bytes. For characters (nanoGPT's "

@@ -201,13 +201,13 @@ def test_conversations_of_sharegpt_are_the_same(tokenizer: HuggingFaceTokenizer)
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        (PLAIN[:1], "nothing in it is to be learned: no message is the assistant's (roles: user); mend"),
-        ([], "nothing in it is to be learned: no message is the assistant's (roles: none); mend"),
+        (PLAIN[:1], "it has nothing to train on: no message is from the assistant (roles: user); fix"),
+        ([], "it has nothing to train on: no message is from the assistant (roles: none); fix"),
         ("hello", "is not a list of messages; use data.format=text for text, or data.messages_column=NAME"),
         ([{"text": "hi"}], "message 1 has no role (it has text); messages are {role, content} or {from, value}"),
-        ([PLAIN[0], {"role": "assistant", "content": 4}], "message 2 (assistant) has no text as its content but 4"),
-        ([{"role": "assistant"}], "message 1 (assistant) has no text as its content but None"),
-        ([{"from": "alien", "value": "hi"}], "message 1 is from 'alien', which is none of human, user, gpt, "),
+        ([PLAIN[0], {"role": "assistant", "content": 4}], "message 2 (assistant) has 4 in place of text"),
+        ([{"role": "assistant"}], "message 1 (assistant) has None in place of text"),
+        ([{"from": "alien", "value": "hi"}], "message 1 is from 'alien', which is not one of human, user, gpt, "),
         ([*PLAIN, {"role": "user", "content": "\ud800"}], "holds half a character"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_row_that_is_no_conversation_is_named(messages: Any, said: str, tokeni
 def test_an_empty_reply_teaches_nothing() -> None:
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     with pytest.raises(
-        UserError, match=r"row 5 of chats\.jsonl: nothing in it is to be learned: the assistant's messages are empty"
+        UserError, match=r"row 5 of chats\.jsonl: it has nothing to train on: the assistant's messages are empty"
     ):
         encode(BytesTokenizer(), template, [PLAIN[0], {"role": "assistant", "content": ""}])
 
@@ -264,7 +264,7 @@ def test_the_template_is_the_given_one_or_the_tokenizers_or_chatml(
     assert len({json.dumps(spec) for spec in specs}) == 3
     with pytest.raises(UserError, match=r"cannot read data\.chat_template=.*nowhere\.jinja: No such file"):
         chat_template(section("x", format="chat", chat_template=str(tmp_path / "nowhere.jinja")), own[0])
-    with pytest.raises(UserError, match=r"data\.chat_template is no Jinja template in line 1: "):
+    with pytest.raises(UserError, match=r"data\.chat_template is not a Jinja template in line 1: "):
         chat_encoder(section("x", format="chat", chat_template="{% for x %}"), own[0])
 
 

@@ -401,11 +401,13 @@ def test_resized_tiny_model_keeps_its_proportions():
     assert compose(["model.hidden_dim=512", "model.kv_heads=4"]).model.hidden_dim == 512
 
 
-def test_tokens_need_the_tokenizer_that_made_them():
+def test_tokens_need_the_tokenizer_that_made_them(tmp_path: Path):
     message = refusal("data=tokens", "data.path=x.bin")
     assert "data=tokens needs data.tokenizer" in message
     assert "data=text data.path=input.txt data.tokenizer=chars" in message
     assert compose(["data=tokens", "data.path=x.bin", "data.tokenizer=bytes"]).data.tokenizer == "bytes"
+    (tmp_path / "summary.json").touch()
+    compose(["data=tokens", f"data.path={tmp_path}"])  # a folder of serried prepare holds its tokenizer
 
 
 def test_the_only_number_that_divides_stands_alone():

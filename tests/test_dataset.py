@@ -97,5 +97,5 @@ def test_text_too_short_for_any_useful_sequence(tmp_path: Path, text: str, has: 
         TokenDataset(data, "validation", 16)
     assert str(caught.value) == (
         f"data.sequence_length=16 needs 17 tokens, and the validation text has {has}; "
-        f"give more text in data.path: this is enough for {enough_for}"
+        f"use more text in data.path; this is enough for {enough_for}"
     )

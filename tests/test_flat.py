@@ -127,7 +127,7 @@ def test_a_change_is_another_key_and_an_old_folder_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "content", "changes", "expected"),
     [
-        ("a.bin", b"\1\0\2", {}, r"a\.bin has 3 bytes, no whole number of uint16; .*data\.token_dtype="),
+        ("a.bin", b"\1\0\2", {}, r"a\.bin has 3 bytes, not a whole number of uint16; .*data\.token_dtype="),
         ("a.bin", b"", {}, r"a\.bin is empty"),
         ("a.bin", b"\1\0\1\1", {}, r"a\.bin: token 1 is 257, and data\.tokenizer=bytes has 257 ids"),
         ("a.npy", b"\x93NUMPY\1\0", {}, r"a\.npy is no whole \.npy file"),

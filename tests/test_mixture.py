@@ -172,9 +172,9 @@ def test_a_mistake_names_the_source_it_is_in(sources: dict[str, Path], tmp_path:
         (["data=text", "data.path=nowhere.txt"], r"^data\.path=nowhere\.txt does not exist"),
         (["data=text", "data.path=~nobody-here/a"], r"^data\.path=~nobody-here/a does not exist"),
         (["data=tokens", "data.path=nowhere.bin"], r"^data\.path=nowhere\.bin does not exist"),
-        (["data=hf", "data.path=~nobody-here/a"], r"^data\.path=~nobody-here/a is no folder here"),
-        (["data=hf", f"data.path={300 * 'a'}/{300 * 'b'}/c"], r"^data\.path=a+/b+/c is no folder here"),
-        (["data=hf", "data.path=./nowhere"], r"^data\.path=\./nowhere is no folder here"),
+        (["data=hf", "data.path=~nobody-here/a"], r"^data\.path=~nobody-here/a is not a folder here"),
+        (["data=hf", f"data.path={300 * 'a'}/{300 * 'b'}/c"], r"^data\.path=a+/b+/c is not a folder here"),
+        (["data=hf", "data.path=./nowhere"], r"^data\.path=\./nowhere is not a folder here"),
         (
             ["data.validation.web.name=text", "data.validation.web.path=nowhere"],
             r"data\.validation\.web\.path=nowhere ",

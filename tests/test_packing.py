@@ -141,7 +141,7 @@ def test_conversations_are_cut_off_and_counted(tmp_path: Path) -> None:
     pairs = sorted(pair for i in range(len(dataset)) for pair in learned(dataset[i]))
     assert pairs == [(0, 1), (1, 2), (4, 5), (5, 6), (6, 7), (7, 8), (11, 12)]
     assert dataset.describe() == (
-        "2 sequences of whole documents, 100.0 % filled, isolated; 1 conversation cut off at 5 tokens"
+        "2 sequences of whole documents, 100.0 % filled, isolated; 1 conversation truncated to 5 tokens"
     )
 
 
@@ -149,7 +149,7 @@ def test_a_conversation_that_loses_all_its_answers_is_refused(tmp_path: Path) ->
     text = list(b"user: a long question, much too long")
     flags = [[0, 1, 1], [0] * len(text) + [1] * 4, [1, 1]]
     data: Any = write_documents(tmp_path, [[1, 2, 3], [*text, 5, 6, 7, 8], [9, 9]], supervised=flags)
-    with pytest.raises(UserError, match="nothing to learn in the first 20") as caught:
+    with pytest.raises(UserError, match="nothing to train on in the first 20") as caught:
         PackedDataset(data, "train", 20, isolate_documents=True)
     assert "It begins 'user: a long question" in str(caught.value)
     fix = re.search(r"use data\.sequence_length=(\d+), ", str(caught.value))

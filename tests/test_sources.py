@@ -197,8 +197,8 @@ def invalid_utf8(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (lambda path: os.truncate(path, 2000), r"a\.parquet is no whole parquet file: .*cut off"),
-        (lambda path: os.truncate(path, 0), r"a\.parquet is no whole parquet file"),
+        (lambda path: os.truncate(path, 2000), r"a\.parquet is not a complete parquet file: .*cut off"),
+        (lambda path: os.truncate(path, 0), r"a\.parquet is not a complete parquet file"),
         (lambda path: damaged(path, 1500, 1700), r"a\.parquet cannot be read from row [\d,]+ on \(row group \d\)"),
         (lambda path: table(path, column="body"), r"no column 'text'; its columns are id, body; .*text_column=id"),
         (lambda path: table(path, list(range(9))), r"a\.parquet row 1: column 'text' is a number \(0\), not text"),
@@ -359,7 +359,7 @@ def test_a_broken_row_of_a_dataset_of_conversations_is_named(tmp_path: Path) -> 
 
 def test_a_broken_file_of_a_dataset_is_named(tmp_path: Path, dataset: Path) -> None:
     os.truncate(dataset / "train-00001-of-00002.parquet", 1000)
-    assert "train-00001-of-00002.parquet is no whole parquet" in refusal(dataset, tmp_path / "cache", name="hf")
+    assert "train-00001-of-00002.parquet is not a complete parquet" in refusal(dataset, tmp_path / "cache", name="hf")
     write(tmp_path / "rows", {"train.jsonl": lines() + '{"text": "cut'})
     assert "train.jsonl line 201 is not JSON" in refusal(tmp_path / "rows", tmp_path / "cache", name="hf")
 

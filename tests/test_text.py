@@ -137,7 +137,7 @@ def test_the_standard_library_is_there_without_tests() -> None:
         ("photo.txt", r"T/photo\.txt does not exist \(looked in T\); name a file, a folder or a glob"),
         ("constraints.txt/a.txt", r"cannot look at"),
         ("constraint/a.txt", r"there is no T/constraint \(looked in T\); name a file, a folder or a glob"),
-        ("zzz/qqq", r"does not exist, for there is no T/zzz .*name a file"),
+        ("zzz/qqq", r"does not exist: there is no T/zzz .*name a file"),
         ("corpus/a.txt/b", r"cannot look at .*a\.txt/b.*: Not a directory"),
         ("corpus/*.csv", r"matches no file; T/corpus holds a\.txt"),
         ("nope/*.csv", r"does not exist.*T"),

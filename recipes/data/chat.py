@@ -57,7 +57,7 @@ class ChatEncoder:
         """``name``: name of the template in messages.
 
         Raises:
-            UserError: it is no Jinja template, or jinja2 is not there.
+            UserError: it is not a Jinja template, or jinja2 is not there.
         """
         self._tokenizer = tokenizer
         self._template = Template(template, name, _special_tokens(tokenizer.spec().get("files", {})))
@@ -77,7 +77,7 @@ class ChatEncoder:
             text.encode()  # tokenizers fail in ways of their own where it is no text
             ids, places = self._tokenizer.encode_marked(text)
         except UnicodeEncodeError as error:
-            raise UserError(f"{where} holds half a character, which no text has; mend or remove the row") from error
+            raise UserError(f"{where} holds half a character (an unpaired surrogate); fix or remove the row") from error
         except (UserError, _Unlearnable) as error:
             raise UserError(f"{where}: {error}") from error
         supervised = np.zeros(len(ids), np.uint8)
@@ -86,9 +86,11 @@ class ChatEncoder:
         if not supervised[1:].any():  # the first token is predicted from nothing
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
             said = (
-                "the assistant's messages are empty" if replies else f"no message is the assistant's (roles: {roles})"
+                "the assistant's messages are empty"
+                if replies
+                else f"no message is from the assistant (roles: {roles})"
             )
-            raise UserError(f"{where}: nothing in it is to be learned: {said}; mend or remove the row")
+            raise UserError(f"{where}: it has nothing to train on: {said}; fix or remove the row")
         if ids[-1] != self._tokenizer.end_id:  # a template may end with it
             ids, supervised = np.append(ids, self._tokenizer.end_id), np.append(supervised, np.uint8(0))
         return Encoded(ids.astype(self._dtype), supervised)
@@ -193,7 +195,7 @@ def _compile(text: str, name: str) -> Any:
         line = getattr(error, "lineno", None)
         at = f" in line {line}" if line else ""
         raise UserError(
-            f"{name} is no Jinja template{at}: {_one_line(error)}; give another, or leave it out"
+            f"{name} is not a Jinja template{at}: {_one_line(error)}; give another, or leave it out"
         ) from error
 
 
@@ -240,7 +242,7 @@ def _message(message: Message, where: str) -> Message:
     if "role" not in message and "from" in message:
         if message["from"] not in _ROLES:
             known = ", ".join(_ROLES)
-            raise UserError(f"{where} is from {message['from']!r}, which is none of {known}; name the roles so")
+            raise UserError(f"{where} is from {message['from']!r}, which is not one of {known}; use these roles")
         message = {"role": _ROLES[message["from"]], "content": message.get("value")}
     if not isinstance(message.get("role"), str):
         has = ", ".join(message) or "nothing"
@@ -249,7 +251,9 @@ def _message(message: Message, where: str) -> Message:
     if said is None and message.get("tool_calls"):
         return {**message, "content": None}
     if not isinstance(said, str | list):
-        raise UserError(f"{where} ({message['role']}) has no text as its content but {said!r}; mend or remove the row")
+        raise UserError(
+            f"{where} ({message['role']}) has {said!r} in place of text as its content; fix or remove the row"
+        )
     return message
 
 
@@ -266,8 +270,8 @@ def _replies(template: Template, messages: Sequence[Message]) -> tuple[str, list
     for turn, reply in zip(turns, replies, strict=True):
         if reply is None:
             raise _Unlearnable(
-                f"the template renders message {turn + 1} (assistant) in another way once others follow: it drops or "
-                "changes earlier replies, most likely their reasoning, and what would be learned is not what was said; "
+                f"the template renders message {turn + 1} (assistant) differently once others follow: it drops or "
+                "changes earlier replies, most likely their reasoning, so training would not see what was said; "
                 "end the conversation there, leave the reasoning out, or use another template: data.chat_template=FILE"
             )
     return text, [reply for reply in replies if reply is not None]

@@ -156,7 +156,7 @@ class PackedDataset:
         text = f"{len(self):,} sequences of whole documents, {100 * share:.1f} % filled"
         text += ", isolated" if self._isolate else ""
         if self._cut_documents:
-            text += f"; {_count(self._cut_documents, 'conversation')} cut off at {self._sequence_length} tokens"
+            text += f"; {_count(self._cut_documents, 'conversation')} truncated to {self._sequence_length} tokens"
         return text
 
 
@@ -197,7 +197,7 @@ def _check_cut(prepared: Prepared, stream: TokenStream, split: str, pieces: Piec
         whole = (int(following[0]) if len(following) else stream.tokens) - start
         quoted = " ".join(text.split())[:_QUOTED_CHARACTERS]
         raise UserError(
-            f"a conversation of the {split} split has {whole} tokens and nothing to learn in the first "
+            f"a conversation of the {split} split has {whole} tokens and nothing to train on in the first "
             f"{sequence_length}: data.sequence_length={sequence_length} cuts off what the assistant says. It begins "
             f"{quoted!r}; use data.sequence_length={whole - 1}, or leave it out"
         )
@@ -214,7 +214,7 @@ def _too_short(prepared: Prepared, split: str, sequence_length: int) -> UserErro
     longest = min(each.tokens for each in prepared.splits.values()) - 1
     if longest < _SHORTEST_USEFUL:
         would_do = f"data.sequence_length={longest}, too short to learn from" if longest > 0 else "no length at all"
-        return UserError(f"{message}; give more text in data.path: this is enough for {would_do}")
+        return UserError(f"{message}; use more text in data.path; this is enough for {would_do}")
     return UserError(f"{message}; use more text, or at most data.sequence_length={longest}")
 
 

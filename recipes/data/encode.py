@@ -83,7 +83,7 @@ def as_bytes(row: Row, unit: str) -> bytes:
     except UnicodeEncodeError as error:
         half = ord(row.content[error.start])
         raise UserError(
-            f"{row_of_unit(row, unit)} holds half a character (U+{half:04X}), which no text has; mend the row"
+            f"{row_of_unit(row, unit)} holds half a character (U+{half:04X}), an unpaired surrogate; fix the row"
         ) from error
 
 

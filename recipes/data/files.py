@@ -106,7 +106,7 @@ def open_plain(path: Path | str) -> Iterator[IO[bytes]]:
 
 def _damaged(path: Path | str, error: Exception) -> UserError:
     return UserError(
-        f"{path} is damaged or cut off: {' '.join(str(error).split())}; make it anew, or leave it out with "
+        f"{path} is damaged or cut off: {' '.join(str(error).split())}; create it again, or leave it out with "
         "data.path=..."
     )
 

@@ -136,12 +136,12 @@ class FlatFiles:
             if promised != size_bytes:
                 raise UserError(
                     f"{path} is cut off or damaged: its header says {int(header[2]):,} tokens, {promised:,} bytes in "
-                    f"all, and it has {size_bytes:,}; make it anew, or leave it out with data.path=..."
+                    f"all, and it has {size_bytes:,}; create it again, or leave it out with data.path=..."
                 )
         tokens, rest = divmod(size_bytes - offset, np.dtype(dtype).itemsize)
         if rest or not tokens:
-            what = "is empty" if not tokens else f"has {size_bytes:,} bytes, no whole number of {dtype}"
-            raise UserError(f"{path} {what}; make it anew, or say what it holds: data.token_dtype=uint16|uint32|uint8")
+            what = "is empty" if not tokens else f"has {size_bytes:,} bytes, not a whole number of {dtype}"
+            raise UserError(f"{path} {what}; create it again, or set its dtype: data.token_dtype=uint16|uint32|uint8")
         return dtype, offset, tokens
 
 
@@ -149,7 +149,9 @@ def _npy_layout(path: Path) -> tuple[str, int, int]:
     try:
         array = np.lib.format.open_memmap(path, mode="r")  # which refuses Python objects
     except (ValueError, EOFError) as error:
-        raise UserError(f"{path} is no whole .npy file: {' '.join(str(error).split())}; make it anew") from error
+        raise UserError(
+            f"{path} is not a complete .npy file: {' '.join(str(error).split())}; create it again"
+        ) from error
     if array.ndim != 1 or array.dtype.name not in _NPY_TYPES or not len(array):
         raise UserError(
             f"{path} holds {array.dtype.name} of shape {list(array.shape)}, not a list of tokens; "

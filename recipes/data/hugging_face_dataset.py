@@ -251,8 +251,8 @@ def path_or_name(section: SourceSection) -> str:
         return path
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", section.path) or section.path.startswith((".", "/", "~")):
         raise UserError(
-            f"{assignment('data.path', section.path)} is no folder here, and no name on the Hugging Face Hub; use "
-            "data.path=OWNER/NAME, as in data.path=HuggingFaceFW/fineweb-edu, or the path of a folder"
+            f"{assignment('data.path', section.path)} is not a folder here, and not a name on the Hugging Face Hub; "
+            "use data.path=OWNER/NAME, as in data.path=HuggingFaceFW/fineweb-edu, or the path of a folder"
         )
     return section.path
 

@@ -103,7 +103,7 @@ def _parsed(content: str) -> Any:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # the library raises nothing more special
-        raise ValueError(f"it is no tokenizer: {' '.join(str(error).split())}") from error
+        raise ValueError(f"it is not a tokenizer: {' '.join(str(error).split())}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -190,7 +190,7 @@ def _files_of_hub(name: str) -> dict[str, str]:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise UserError(
-            f"data.tokenizer={name} is no file or folder here, and not on the Hugging Face Hub, or private there; "
+            f"data.tokenizer={name} is not a file or folder here, and not on the Hugging Face Hub, or private; "
             "check the name, or run `hf auth login`"
         ) from error
     except errors.RemoteEntryNotFoundError as error:
@@ -200,7 +200,7 @@ def _files_of_hub(name: str) -> dict[str, str]:
         ) from error
     except errors.HFValidationError as error:
         raise UserError(
-            f"{assignment('data.tokenizer', name)} is no file or folder here, and no name on the Hugging Face Hub; "
+            f"{assignment('data.tokenizer', name)} is not a file or folder here, and not a name on the Hub; "
             "use the path of a tokenizer.json, or OWNER/NAME"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:

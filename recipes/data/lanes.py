@@ -373,7 +373,7 @@ def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterat
                 raise UserError(
                     f"{unit.name} cannot be read from row {number + 1 + (given > 0):,} on, after {failures} "
                     f"attempt{'s' if failures > 1 else ''}: {type(error).__name__}: "
-                    f"{' '.join(str(error).split())}; start the same command again, which goes on from the newest "
+                    f"{' '.join(str(error).split())}; run the same command, which resumes from the newest "
                     "checkpoint"
                 ) from error
 

@@ -125,12 +125,12 @@ def open_prepared(folder: Path) -> Prepared:
         return _open(folder)
     except FileNotFoundError as error:
         raise UserError(
-            f"prepared data {folder} is not there, or not whole, on {socket.gethostname()}; use a cache that every "
-            "node sees: data.cache_dir=/shared/folder"
+            f"prepared data {folder} does not exist or is not complete on {socket.gethostname()}; use a cache that "
+            "every node sees: data.cache_dir=/shared/folder"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"prepared data {folder} is damaged ({_one_line(error)}); remove the folder and it is made anew"
+            f"prepared data {folder} is damaged ({_one_line(error)}); remove the folder, and it is prepared again"
         ) from error
 
 
@@ -377,9 +377,7 @@ def _prepare_tokens(section: DataSection, progress: Progress) -> Prepared:
     path = Path(section.path).expanduser()
     if (path / "summary.json").exists():
         if section.tokenizer != "bytes":
-            raise UserError(
-                f"{path} was prepared with a tokenizer and has it with it; leave data.tokenizer={section.tokenizer} out"
-            )
+            raise UserError(f"{path} was prepared with its own tokenizer; leave data.tokenizer={section.tokenizer} out")
         return open_prepared(path.absolute())
     if section.tokenizer in ("chars", "train"):
         raise UserError(

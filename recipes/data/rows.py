@@ -85,7 +85,7 @@ class Column:
                 return value
             wanted = "text"
         raise UserError(
-            f"{where()}: column {self.name!r} is {_described(value)}, not {wanted}; mend the row, or name another "
+            f"{where()}: column {self.name!r} is {_described(value)}, not {wanted}; fix the row, or name another "
             f"column: {self.key}=NAME"
         )
 
@@ -132,13 +132,13 @@ class JsonLines(WithoutEmpty):
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{self._place(number)} is not UTF-8: byte 0x{line[error.start]:02x} at offset "
-                f"{position + error.start} of the file ({error.reason}); mend or remove the line"
+                f"{position + error.start} of the file ({error.reason}); fix or remove the line"
             ) from error
         except (ValueError, RecursionError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
             at = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
             raise UserError(
-                f"{self._place(number)} is not JSON: {reason}{at}; the file may be cut off: make it anew, or remove "
+                f"{self._place(number)} is not JSON: {reason}{at}; the file may be cut off: create it again, or remove "
                 "the line"
             ) from error
         if not isinstance(row, dict):
@@ -157,7 +157,7 @@ class JsonLines(WithoutEmpty):
         except UnicodeEncodeError as error:
             half = ord(error.object[error.start])
             raise UserError(
-                f"{self._place(number)} holds half a character (U+{half:04X}), which no text has; mend the line"
+                f"{self._place(number)} holds half a character (U+{half:04X}), an unpaired surrogate; fix the line"
             ) from error
 
     def _place(self, number: int) -> str:
@@ -212,7 +212,7 @@ class ParquetRows(WithoutEmpty):
             except (arrow.ArrowException, OSError) as error:
                 raise UserError(
                     f"{self.path} cannot be read from row {number + 1:,} on (row group {group + 1}): {_reason(error)}; "
-                    "make it anew, or leave it out with data.path=..."
+                    "create it again, or leave it out with data.path=..."
                 ) from error
             if batch is None:
                 return
@@ -240,7 +240,7 @@ def _checked_text(value: Any, where: str) -> Any:
     except UnicodeDecodeError as error:
         raise UserError(
             f"{where} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start} of its text "
-            f"({error.reason}); mend or remove the row"
+            f"({error.reason}); fix or remove the row"
         ) from error
 
 
@@ -264,8 +264,8 @@ class open_parquet:  # called like a function
             if isinstance(error, OSError) and error.errno:
                 raise unreadable(path, error) from error
             raise UserError(
-                f"{path} is no whole parquet file: {_reason(error)}; it may be cut off: make it anew, or leave it out "
-                "with data.path=..."
+                f"{path} is not a complete parquet file: {_reason(error)}; it may be cut off: create it "
+                "again, or leave it out with data.path=..."
             ) from error
 
     def __exit__(self, *_: object) -> None:

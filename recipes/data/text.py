@@ -267,7 +267,7 @@ def no_such_path(typed: str, path: Path) -> UserError:
         near = [(_likeness(each.name, missing.name), each) for each in alike]
     except OSError:
         near = []
-    what = "does not exist" if missing == path else f"does not exist, for there is no {missing}"
+    what = "does not exist" if missing == path else f"does not exist: there is no {missing}"
     message = f"{assignment('data.path', typed)} {what} (looked in {parent.absolute()})"
     if near:
         nearest = max(near)[1] / path.relative_to(missing)

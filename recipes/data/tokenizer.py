@@ -118,7 +118,7 @@ class CharsTokenizer:
             character = chr(int(points[unknown[0]]))
             raise UserError(
                 f"character {character!r} (U+{ord(character):04X}) at place {int(unknown[0])} is not among the "
-                f"{len(self.characters)} of the text that was trained on; leave it out or use data.tokenizer=bytes"
+                f"{len(self.characters)} of the training text; leave it out or use data.tokenizer=bytes"
             )
         return ids.astype(self._dtype)
 

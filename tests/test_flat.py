@@ -130,7 +130,7 @@ def test_a_change_is_another_key_and_an_old_folder_is_refused(tmp_path: Path) ->
         ("a.bin", b"\1\0\2", {}, r"a\.bin has 3 bytes, not a whole number of uint16; .*data\.token_dtype="),
         ("a.bin", b"", {}, r"a\.bin is empty"),
         ("a.bin", b"\1\0\1\1", {}, r"a\.bin: token 1 is 257, and data\.tokenizer=bytes has 257 ids"),
-        ("a.npy", b"\x93NUMPY\1\0", {}, r"a\.npy is no whole \.npy file"),
+        ("a.npy", b"\x93NUMPY\1\0", {}, r"a\.npy is not a complete \.npy file"),
         ("a.npy", np.zeros((2, 3), np.uint16), {}, r"a\.npy holds uint16 of shape \[2, 3\], not a list of tokens"),
         ("a.npy", np.zeros(3, np.float32), {}, r"a\.npy holds float32 of shape \[3\]"),
         ("a.txt", b"x", {"path": ""}, r"holds neither prepared data \(summary\.json\) nor files of tokens"),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _OUTPUT = "output"
 _LOOK_SECONDS = 0.1
 _LONGEST_REPORT_LINES = 100
-_NOT_BEGUN = "stopped    before training began; the same command starts it"
+_NOT_STARTED = "stopped    before training began; the same command starts it"
 _OURS = ("Traceback (most recent call last)", "error: ", "failed: ")
 
 
@@ -51,10 +51,10 @@ def run_local(config: RunConfig, argv: Sequence[str]) -> int:
             ) from None
         ranks = _Ranks(processes_per_node(config.launch), argv, output)
         if signals.received:
-            print(_NOT_BEGUN, flush=True)
+            print(_NOT_STARTED, flush=True)
             return EXIT_STOPPED
         ranks.start()
-        told: set[tuple[int, int]] = set()
+        sent: set[tuple[int, int]] = set()
         deadline = float("inf")
         while ranks.are_running(_LOOK_SECONDS):
             pids = ranks.pids()
@@ -62,8 +62,8 @@ def run_local(config: RunConfig, argv: Sequence[str]) -> int:
                 deadline = min(deadline, time.monotonic() + config.launch.stop_timeout_seconds)
             for count, number in enumerate(signals.received):
                 for pid in pids:
-                    if (count, pid) not in told:
-                        told.add((count, pid))
+                    if (count, pid) not in sent:
+                        sent.add((count, pid))
                         send(pid, number)
             if time.monotonic() > deadline:
                 for pid in pids:
@@ -161,7 +161,7 @@ def _report_end(ranks: _Ranks, config: RunConfig, output: Path, *, since: float,
         status = None  # an earlier run's
     code = _exit_code(codes, status, was_asked_to_stop=was_asked_to_stop)
     if code == EXIT_STOPPED and codes != {EXIT_STOPPED} and status is None:
-        print(_NOT_BEGUN, flush=True)
+        print(_NOT_STARTED, flush=True)
     if code in (EXIT_FAILED, EXIT_MISTAKE):
         report = "" if killed else _report_of_another_rank(output)
         if report or killed:

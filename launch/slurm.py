@@ -123,7 +123,7 @@ def _wait_for(job: str, signals: NotedSignals) -> None:
         StopRequested: a signal arrived.
         UserError: squeue has not answered for a long time.
     """
-    told = None
+    shown = None
     answered = time.monotonic()
     while (queued := queued_jobs()) is None or any(each.name == job for each in queued):
         if signals.received:
@@ -140,9 +140,9 @@ def _wait_for(job: str, signals: NotedSignals) -> None:
         if (
             now is not None
             and now.state != "COMPLETING"
-            and (now.state, now.where) not in (told, ("PENDING", "(None)"))
+            and (now.state, now.where) not in (shown, ("PENDING", "(None)"))
         ):
-            told = now.state, now.where
+            shown = now.state, now.where
             say(f"job        {now.describe()}")
         time.sleep(_LOOK_SECONDS)
 

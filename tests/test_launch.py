@@ -74,7 +74,7 @@ def status(run_dir: Path) -> dict[str, object]:
     return dict(json.loads((run_dir / "status.json").read_text()))
 
 
-def test_two_processes_train_and_one_speaks(text: Path, tmp_path: Path) -> None:
+def test_two_processes_train_and_rank_0_prints(text: Path, tmp_path: Path) -> None:
     code, stdout, stderr = Local(*tiny_overrides(text, tmp_path / "run")).end()
     assert (code, stderr) == (0, "")
     assert [line.split()[1] for line in stdout.splitlines() if line.startswith("step ")] == [
@@ -85,7 +85,7 @@ def test_two_processes_train_and_one_speaks(text: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "run" / "log").iterdir())) == 2
 
 
-def test_a_mistake_is_told_before_torch_is_imported() -> None:
+def test_mistake_is_reported_before_torch_is_imported() -> None:
     program = "import sys; sys.modules['torch'] = None; from serried.program import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", program, "launch=local", "launch.processes=3"],
@@ -96,9 +96,7 @@ def test_a_mistake_is_told_before_torch_is_imported() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_script_of_a_run_that_slurm_does_not_start_is_a_mistake(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slurm_dry_run_without_launch_slurm_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from serried.program import main
 
     for words in ([], ["-m", "trainer.seed=1,2"], ["-m", "trainer.seed=1,2", "launch=local"]):
@@ -126,7 +124,7 @@ def lose(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.parametrize("start", [["launch=local"], ["-m", "launch=local", "trainer.seed=1,2"]])
-def test_a_library_that_is_missing_is_told_before_any_process_starts(
+def test_missing_library_is_reported_before_any_process_starts(
     library: str,
     words: list[str],
     start: list[str],
@@ -149,7 +147,7 @@ def test_a_library_that_is_missing_is_told_before_any_process_starts(
     ("library", "values"),
     [("huggingface_hub", "data.tokenizer=bytes,owner/name"), ("wandb", "track.wandb=off,offline")],
 )
-def test_a_library_that_one_run_of_a_sweep_needs_is_told_before_the_first(
+def test_library_missing_for_one_run_of_a_sweep_is_reported_before_the_first(
     library: str, values: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from serried.program import main
@@ -162,7 +160,7 @@ def test_a_library_that_one_run_of_a_sweep_needs_is_told_before_the_first(
     assert "not installed" in stderr
 
 
-def test_a_job_with_a_python_of_its_own_may_have_what_is_missing_here(
+def test_library_missing_here_is_accepted_for_a_job_with_another_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from serried.program import main
@@ -174,7 +172,7 @@ def test_a_job_with_a_python_of_its_own_may_have_what_is_missing_here(
     assert "#SBATCH" in capsys.readouterr().out
 
 
-def test_a_mistake_that_the_ranks_find_is_one_line_too(text: Path, tmp_path: Path) -> None:
+def test_mistake_found_by_the_ranks_is_one_line(text: Path, tmp_path: Path) -> None:
     run = Local(*tiny_overrides(text, tmp_path / "run", "checkpoint.resume=must"))
     code, stdout, stderr = run.end()
     assert (code, stdout) == (78, "")
@@ -190,7 +188,7 @@ def launched_with(start: str, text: Path, tmp_path: Path) -> subprocess.Complete
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
-def test_ranks_that_are_interrupted_while_python_starts_have_not_failed(text: Path, tmp_path: Path) -> None:
+def test_ranks_interrupted_while_python_starts_are_stopped_not_failed(text: Path, tmp_path: Path) -> None:
     done = launched_with(
         "import os, signal, time\n"
         "if os.environ.get('RANK') == '1':\n"
@@ -204,7 +202,7 @@ def test_ranks_that_are_interrupted_while_python_starts_have_not_failed(text: Pa
 
 
 @pytest.mark.slow
-def test_a_failure_of_another_rank_is_told_last_with_its_traceback(text: Path, tmp_path: Path) -> None:
+def test_traceback_of_another_rank_is_printed_last(text: Path, tmp_path: Path) -> None:
     done = launched_with(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
@@ -221,7 +219,7 @@ def test_a_failure_of_another_rank_is_told_last_with_its_traceback(text: Path, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_to_the_launcher_ends_in_a_checkpoint(name: str, started: Local, tmp_path: Path) -> None:
+def test_signal_to_the_launcher_ends_in_a_checkpoint(name: str, started: Local, tmp_path: Path) -> None:
     started.process.send_signal(getattr(signal, name))
     code, stdout, _ = started.end()
     assert code == 75
@@ -232,7 +230,7 @@ def test_a_signal_to_the_launcher_ends_in_a_checkpoint(name: str, started: Local
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_named_and_takes_the_others_with_it(started: Local, tmp_path: Path) -> None:
+def test_killed_rank_is_named_and_the_others_end(started: Local, tmp_path: Path) -> None:
     os.kill(started.ranks()[1], signal.SIGKILL)
     code, _, stderr = started.end()
     assert code == 70
@@ -241,7 +239,7 @@ def test_a_rank_that_is_killed_is_named_and_takes_the_others_with_it(started: Lo
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_killed_leaves_no_rank(started: Local, tmp_path: Path) -> None:
+def test_killed_launcher_leaves_no_rank(started: Local, tmp_path: Path) -> None:
     ranks = started.ranks()
     started.process.kill()
     wait_for(lambda: not any(is_alive(pid) for pid in ranks), "the ranks to end", 60)
@@ -256,7 +254,7 @@ def points(*words: str) -> str:
     return script({point.argv: point.config for point in sweep.points})
 
 
-def test_the_script_is_the_one_for_hand_use_with_other_settings() -> None:
+def test_script_is_the_one_for_use_by_hand_with_other_settings() -> None:
     by_hand = (ROOT / "slurm" / "train.sbatch").read_text()
     words = ("slurm.gpus_per_node=4", "trainer.global_batch=64", "slurm.partition=gpu", "slurm.dry_run=true")
     text = points("optim.lr=1e-3,3e-3", *words)
@@ -281,7 +279,7 @@ def test_preflight_in_a_job_prints_its_script(capsys: pytest.CaptureFixture[str]
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
-def test_a_slurm_without_a_configuration_is_one_line(
+def test_slurm_without_a_configuration_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sbatch = tmp_path / "sbatch"
@@ -312,7 +310,7 @@ def end_a_start(run_dir: Path, job: str = "1", saved: int | None = None, **statu
     return verdict(run_dir, start)
 
 
-def test_what_is_worth_another_start(tmp_path: Path) -> None:
+def test_stopped_and_killed_runs_are_queued_again(tmp_path: Path) -> None:
     assert end_a_start(tmp_path, saved=5, state="stopped", step=5, reason="SIGUSR1 on all ranks")[0] == 75
     (tmp_path / "slurm" / "1.stopped").touch()
     assert end_a_start(tmp_path)[0] == 75, "a signal while the processes were joining"
@@ -327,7 +325,7 @@ def test_what_is_worth_another_start(tmp_path: Path) -> None:
     assert end_a_start(tmp_path, state="finished", step=9, exit_code=0)[0] == 0
 
 
-def test_the_same_hang_twice_is_a_crash_loop_and_two_preemptions_are_none(tmp_path: Path) -> None:
+def test_same_hang_twice_is_a_crash_loop_but_two_preemptions_are_not(tmp_path: Path) -> None:
     assert end_a_start(tmp_path, state="stopped", step=8, reason="rank 5 hangs in data.next for 61 s")[0] == 75
     assert end_a_start(tmp_path, state="stopped", step=8, reason="rank 3 hangs in data.next for 60 s")[0] == 70
     for _ in range(3):
@@ -339,7 +337,7 @@ def test_the_same_hang_twice_is_a_crash_loop_and_two_preemptions_are_none(tmp_pa
     assert end_a_start(tmp_path)[0] == 70, "one node failed, and Slurm ended the other"
 
 
-def test_two_starts_that_save_nothing_are_a_crash_loop(tmp_path: Path) -> None:
+def test_two_starts_without_a_checkpoint_are_a_crash_loop(tmp_path: Path) -> None:
     """Whatever ends them, and wherever: a limit too short for a step would be queued again for ever."""
     assert end_a_start(tmp_path, saved=100, state="stopped", step=130, reason="rank 1 in data.next")[0] == 75
     assert end_a_start(tmp_path, state="running", step=150)[0] == 75
@@ -354,7 +352,7 @@ def test_two_starts_that_save_nothing_are_a_crash_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reason", ["control: stop", "trainer.stop_at=5"])
-def test_what_a_person_has_stopped_is_not_queued_again(reason: str, tmp_path: Path) -> None:
+def test_run_stopped_by_its_user_is_not_queued_again(reason: str, tmp_path: Path) -> None:
     code, line = end_a_start(tmp_path, saved=5, state="stopped", step=5, reason=reason, exit_code=75)
     assert code == 0
     assert "Not queued again; run the same command to resume" in line

@@ -45,7 +45,7 @@ def told(*others: dict[str, Any]) -> str:
     return "\n".join(report(facts, findings, {"NVIDIA H200": 989e12}))
 
 
-def test_sound_nodes_are_fit() -> None:
+def test_equal_nodes_are_fit() -> None:
     text = told()
     assert text.endswith("verdict    fit: 5 nodes, 5 ranks")
     assert "600 TFLOP/s (61% of peak)" in text
@@ -67,7 +67,7 @@ def test_sound_nodes_are_fit() -> None:
         ({"problems": ["disk: OSError: no space"], "disk": None}, "rank 3: disk: OSError: no space"),
     ],
 )
-def test_the_node_that_is_not_fit_is_named_and_left_out(finding: dict[str, Any], expected: str) -> None:
+def test_unfit_node_is_named_and_excluded(finding: dict[str, Any], expected: str) -> None:
     text = told(node(3, **{key: value for key, value in finding.items() if value is not None}, **_nothing(finding)))
     assert f"unfit      node3: {expected}" in text
     assert text.count("unfit") == 1
@@ -80,14 +80,14 @@ def _nothing(finding: dict[str, Any]) -> dict[str, None]:
     return {key: None for key, value in finding.items() if value is None}
 
 
-def test_whose_part_arrives_wrong_at_all_others_sends_it_wrong() -> None:
+def test_rank_whose_data_is_wrong_at_all_others_is_at_fault() -> None:
     wrong = {"collectives": {"is_reduce_wrong": True, "gather_wrong": [2]}}
     text = told(*(node(rank, **wrong) for rank in (0, 1, 3, 4)))
     assert "unfit      node2: rank 2: its data arrives wrong in an all-gather" in text
     assert "--exclude=node2" in text
 
 
-def test_what_all_have_in_common_excludes_nobody() -> None:
+def test_problem_of_all_nodes_excludes_none() -> None:
     full = {"disk": {"free_bytes": GIB}}
     text = told(*(node(rank, **full) for rank in range(5)))
     assert "runs/x has 1.0GiB free, and the kept checkpoints and one being written take 10.0GiB; use " in text
@@ -97,7 +97,7 @@ def test_what_all_have_in_common_excludes_nobody() -> None:
     assert "unfit      collectives give wrong results on rank 0, 1, 2, 3, 4" in text
 
 
-def test_what_may_do_harm_later_is_a_warning() -> None:
+def test_possible_later_problems_are_warnings() -> None:
     text = told(node(1, shared_memory=64 * 2**20), node(2, unresolved=["node4"]))
     assert "WARNING    node1: /dev/shm has 64.0MiB, below 1 x 128 MiB" in text
     assert "WARNING    node2: no address for node4" in text
@@ -105,7 +105,7 @@ def test_what_may_do_harm_later_is_a_warning() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 6, 7])
-def test_in_a_tournament_each_meets_each_once(count: int) -> None:
+def test_tournament_pairs_each_two_members_once(count: int) -> None:
     rounds = list(probes.tournament(list(range(count))))
     assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
     assert sorted(tuple(sorted(pair)) for pairs in rounds for pair in pairs) == list(combinations(range(count), 2))
@@ -158,7 +158,7 @@ def test_a_bad_rank_of_three_is_found(how: str, expected: str, cluster: Cluster,
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
-def test_of_two_that_differ_neither_is_excluded(cluster: Cluster, tmp_path: Path) -> None:
+def test_two_different_nodes_are_both_kept(cluster: Cluster, tmp_path: Path) -> None:
     answers = cluster.run(2, "tests.test_preflight:examine", run_dir=str(tmp_path), bad=1, how="older")
     assert {answer.value for answer in answers} == {70}
     assert "unfit      torch differs: " in answers[0].printed
@@ -166,13 +166,13 @@ def test_of_two_that_differ_neither_is_excluded(cluster: Cluster, tmp_path: Path
     assert "--exclude" not in answers[0].printed
 
 
-def test_two_sound_ranks_are_fit(cluster: Cluster, tmp_path: Path) -> None:
+def test_two_equal_ranks_are_fit(cluster: Cluster, tmp_path: Path) -> None:
     answers = cluster.run(2, "tests.test_preflight:examine", run_dir=str(tmp_path), bad=-1, how="")
     assert {answer.value for answer in answers} == {0}
     assert "verdict    fit: 2 nodes, 2 ranks" in answers[0].printed
 
 
-def test_the_command_alone(tmp_path: Path) -> None:
+def test_command_runs_on_one_process(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "serried", "preflight", f"run.dir={tmp_path}", "launch.device=cpu"],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,

@@ -133,7 +133,7 @@ def test_two_nodes_train_what_one_process_trains(slurm: SlurmCluster, text: Path
     assert "step   6/6, loss " in shown
 
 
-def test_before_the_time_limit_it_saves_and_is_queued_again_and_goes_on(
+def test_run_saves_before_the_time_limit_and_resumes_when_queued_again(
     slurm: SlurmCluster, text: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -154,7 +154,7 @@ def test_before_the_time_limit_it_saves_and_is_queued_again_and_goes_on(
     check_nothing_was_lost(run_dir, text, tmp_path)
 
 
-def test_it_goes_on_after_preemption_and_after_a_requeue(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+def test_run_resumes_after_preemption_and_after_a_requeue(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     job = submit(slurm, *tiny_overrides(text, run_dir, *_ENDLESS), "slurm.partition=low")
     wait_for_steps(run_dir, 5)
@@ -190,7 +190,7 @@ def test_a_sweep_is_one_array_job(slurm: SlurmCluster, text: Path, tmp_path: Pat
     assert (tmp_path / "runs" / "sweep-seed" / "sweep.json").exists()
 
 
-def test_a_mistake_of_the_nodes_is_not_queued_again(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+def test_mistake_found_on_the_nodes_is_not_queued_again(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     argv = tiny_overrides(text, run_dir, f"data.path={tmp_path}/nowhere", "checkpoint.resume=auto")
     job = submit(slurm, *argv)
@@ -200,7 +200,7 @@ def test_a_mistake_of_the_nodes_is_not_queued_again(slurm: SlurmCluster, text: P
     assert "error: data.path=" in printed(run_dir)
 
 
-def test_what_slurm_refuses_is_one_line(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+def test_job_refused_by_slurm_is_one_line(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(text, tmp_path / "run", "slurm.partition=no-such", "launch.nodes=2")
     done = at_login(slurm, "serried", "submit", *argv)
     assert done.returncode == 78
@@ -222,9 +222,7 @@ def slow_start(tmp_path: Path, begun: Path, seconds: int) -> str:
     return f"slurm.setup='[ -e {begun} ] || export PYTHONPATH={slow.parent}'"
 
 
-def test_a_run_that_is_preempted_while_python_starts_is_queued_again(
-    slurm: SlurmCluster, text: Path, tmp_path: Path
-) -> None:
+def test_run_preempted_while_python_starts_is_queued_again(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
     """Nobody but the script can tell: no handler is there yet, neither torchrun's nor the ranks'."""
     run_dir, begun = tmp_path / "run", tmp_path / "begun"
     setup = slow_start(tmp_path, begun, 60)
@@ -238,7 +236,7 @@ def test_a_run_that_is_preempted_while_python_starts_is_queued_again(
     assert slurm.job(job)["Restarts"] == "1"
 
 
-def test_a_signal_while_python_starts_is_not_forgotten(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+def test_signal_while_python_starts_stops_the_run(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
     """torchrun has to ignore SIGUSR1, and so would the ranks, which come later."""
     run_dir, begun = tmp_path / "run", tmp_path / "begun"
     job = submit(slurm, *tiny_overrides(text, run_dir, *_ENDLESS), slow_start(tmp_path, begun, 5))
@@ -250,7 +248,7 @@ def test_a_signal_while_python_starts_is_not_forgotten(slurm: SlurmCluster, text
     wait_for_steps(run_dir, 1)
 
 
-def test_modules_setup_and_container_are_those_of_the_ranks(
+def test_modules_setup_and_container_apply_to_the_ranks(
     slurm: SlurmCluster, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``module`` is a shell function, where there is one; a container is any command that runs another."""
@@ -272,7 +270,7 @@ def test_modules_setup_and_container_are_those_of_the_ranks(
         assert any(re.fullmatch(r"SLURM_JOB_END_TIME=\d+", line) for line in lines), "the ranks look at the clock"
 
 
-def test_preflight_is_a_job_that_is_waited_for(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+def test_preflight_submits_a_job_and_waits_for_it(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
     argv = [*tiny_overrides(text, tmp_path / "run"), "launch=slurm", "launch.nodes=2", "launch.device=cpu"]
     done = at_login(slurm, "serried", "preflight", *argv)
     assert re.match(r"submitted  job \d+: 2 nodes x 1 process\n", done.stdout), done.stderr
@@ -285,7 +283,7 @@ def test_preflight_is_a_job_that_is_waited_for(slurm: SlurmCluster, text: Path, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_preflight_that_is_interrupted_leaves_no_job(
+def test_interrupted_preflight_leaves_no_job(
     number: signal.Signals, slurm: SlurmCluster, text: Path, tmp_path: Path
 ) -> None:
     argv = [*tiny_overrides(text, tmp_path / "run"), "launch=slurm", "launch.device=cpu", "slurm.setup=sleep 1000"]
@@ -303,7 +301,7 @@ def test_preflight_that_is_interrupted_leaves_no_job(
     slurm.wait_for_state(job, "CANCELLED")
 
 
-def test_preflight_names_the_node_that_is_not_fit(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+def test_preflight_names_the_unfit_node(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
     """One of two has another disk in place of the shared one, in a container as it were."""
     disk, container = tmp_path / "disk", tmp_path / "container.sh"
     disk.mkdir()

@@ -468,7 +468,7 @@ def test_search_as_an_array_job_is_refused(more: list[str], capsys: pytest.Captu
     assert "sbatch ... --wrap" in capsys.readouterr().err
 
 
-def test_inside_torchrun_it_says_what_to_type(
+def test_sweep_inside_torchrun_is_refused_with_the_command_to_use(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     environment = {
@@ -488,7 +488,7 @@ def test_inside_torchrun_it_says_what_to_type(
 
 @pytest.mark.parametrize("dry_run", ["slurm.dry_run=true", "dry_run=true"])
 @pytest.mark.parametrize("swept", ["launch.processes=1,2", "slurm.qos=null,a"])
-def test_the_runs_of_an_array_job_ask_for_the_same(
+def test_runs_of_an_array_job_must_ask_for_the_same_nodes(
     swept: str, dry_run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-m", "launch=slurm", "launch.device=cpu", dry_run, swept]) == 78
@@ -509,7 +509,7 @@ def fake_slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) ->
     monkeypatch.setenv("PATH", str(folder), prepend=":")
 
 
-def test_while_squeue_does_not_answer_nothing_is_submitted_twice(
+def test_nothing_is_submitted_twice_while_squeue_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs, submitted = tmp_path / "runs", tmp_path / "submitted"
@@ -526,7 +526,7 @@ def test_while_squeue_does_not_answer_nothing_is_submitted_twice(
     assert submitted.read_text() == "x\n"
 
 
-def test_a_look_at_the_nodes_does_not_wait_for_squeue_for_ever(
+def test_preflight_does_not_wait_forever_for_squeue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("serried.launch.slurm._SILENT_SECONDS", 0)
@@ -541,7 +541,7 @@ def test_a_look_at_the_nodes_does_not_wait_for_squeue_for_ever(
 # The table and the report
 
 
-def test_the_table_has_the_best_first_and_what_never_trained_last() -> None:
+def test_table_has_the_best_run_first_and_untrained_runs_last() -> None:
     outcomes = [
         Outcome(Path("a"), {"optim.lr": "0.0123456789"}, "finished", 6, loss=2.0, validation_loss=3.0),
         Outcome(Path("b"), {"optim.lr": "0.2"}, "failed", 3),
@@ -558,7 +558,7 @@ def test_the_table_has_the_best_first_and_what_never_trained_last() -> None:
     ]
 
 
-def test_the_report_compares_what_has_begun_and_may_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_compares_started_runs_and_may_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = read_sweep(["trainer.seed=1,2,3", f"run.dir={tmp_path}"])
     for point, loss in zip(sweep.points[:2], (2.0, 1.0), strict=True):
         run_dir = point.config.run.dir

@@ -74,7 +74,7 @@ class Subject:
             section=config.parallel, low_dtype=None, device=session.device,
         )  # fmt: skip
         self.module: nn.Module = self._parallel.module
-        self.optimizer = build_optimizer(self.module.parameters(), config.optim)
+        self.optimizer = build_optimizer(self.module.named_parameters(), config.optim)
         for state in self.optimizer.state.values():
             for key in ("exp_avg", "exp_avg_sq"):
                 local(state[key]).normal_().square_()  # memory that was never written is not there yet

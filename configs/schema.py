@@ -515,8 +515,8 @@ class ParameterGroup(Section):
 
     parameters: str = Field(min_length=1)
     """Pattern of parameter names, as in ``decoder.*`` or ``*.bias``. The first group that matches a name has it."""
-    lr: Annotated[Number, Field(ge=0)] | None = None
-    """Peak learning rate; ``optim.lr`` when null."""
+    lr_scale: Number = Field(default=1.0, ge=0)
+    """Learning rate, as a multiple of ``optim.lr``."""
     weight_decay: Annotated[Number, Field(ge=0)] | None = None
     """Weight decay, vectors included; when null ``optim.weight_decay`` for matrices and 0 for vectors."""
     frozen: bool = False

@@ -171,11 +171,11 @@ def preflight(words: list[str]) -> int:
 def _preflight_here(config: RunConfig) -> int:
     from serried.launch.preflight import preflight as examine
     from serried.recipes.causal_lm import CausalLM
-    from serried.trainer.optimizer import state_bytes
+    from serried.trainer.optimizer_state import checkpoint_bytes
     from serried.trainer.peak_flops import PEAK_FLOPS
 
     parameters = sum(parameter.numel() for parameter in CausalLM(config).build_model().parameters())
-    needed_bytes = (config.checkpoint.keep + 1) * state_bytes(parameters)
+    needed_bytes = (config.checkpoint.keep + 1) * checkpoint_bytes(parameters, config.optim)
     peaks = {name: peaks["bf16"] for name, peaks in PEAK_FLOPS.items() if "bf16" in peaks}  # what it measures
     return examine(config.launch, config.run.dir, needed_bytes, peaks, config.slurm.exclude)
 

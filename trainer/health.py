@@ -138,7 +138,7 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
         if number == 0:
             total = torch.zeros((), dtype=torch.int64, device=tensor.device)
             factors = torch.arange(1, 2 * _CHUNK_WORDS, 2, dtype=torch.int64, device=tensor.device) * _ODD
-        for words in _words(tensor.contiguous().view(-1)):
+        for words in _words(tensor.contiguous().view(-1).to(total.device)):
             for chunk in words.split(_CHUNK_WORDS):
                 total = total * _FOLD + (factors[: len(chunk)] * chunk).sum()
     return total

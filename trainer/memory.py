@@ -11,6 +11,7 @@ from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.shard_specs import shard_specs
 from serried.parallel.units import units_of
+from serried.trainer.optimizer_state import state_bytes
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task
 
@@ -40,19 +41,21 @@ def planned_memory(
     config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
 ) -> Memory:
     """What a run of ``config`` holds. ``model`` may be on meta."""
-    whole = sum(parameter.numel() for parameter in model.parameters())
+    first = layout.coordinates(0)  # no rank holds more
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     specs = shard_specs(shapes, layout, unshardable(model))
-    first = layout.coordinates(0)  # no rank holds more
-    share = sum(spec.box(layout, first).numel for spec in specs.values())
+    held = {name: spec.box(layout, first).numel for name, spec in specs.items()}
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    share, share_trained = sum(held.values()), sum(held[name] for name in trained)
+    whole = sum(shapes[name].numel() for name in trained)
     is_sharded = layout.shard > 1
     holds_whole_gradients = is_sharded and accumulation > 1 and not config.parallel.sync_every_micro_batch
     low_dtype = LOW_DTYPES[config.precision.name]
     return Memory(
         parameters=share * _FP32_BYTES,
-        gradients=share * _FP32_BYTES,
+        gradients=share_trained * _FP32_BYTES,
         gradients_while_accumulating=whole * _FP32_BYTES if holds_whole_gradients else 0,
-        optimizer_state=2 * share * _FP32_BYTES,
+        optimizer_state=share_trained * state_bytes(config.optim),
         gathered=_gathered(config, model, plan) if is_sharded else 0,
         activations=task.activation_bytes(
             config.trainer.micro_batch,

@@ -22,7 +22,7 @@ from serried.parallel.phases import BACKWARD, FORWARD
 from serried.records.run_folder import PROFILES
 from serried.runtime.session import Session
 from serried.trainer.memory import Memory, planned_memory
-from serried.trainer.optimizer import state_bytes
+from serried.trainer.optimizer_state import checkpoint_bytes
 from serried.trainer.snapshot import write_snapshot
 from serried.trainer.task import Task
 from serried.trainer.watchdog import EVALUATE, SET_UP, Pulse
@@ -169,7 +169,7 @@ def _held(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
     if optimizer is None:
         return {}
     parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    state = [value for p in parameters for value in optimizer.state[p].values() if isinstance(value, Tensor)]
+    state = [value for p in parameters for value in optimizer.state.get(p, {}).values() if isinstance(value, Tensor)]
     kinds = {
         "parameters": parameters,
         "gradients": [p.grad for p in parameters if p.grad is not None],
@@ -282,7 +282,7 @@ def _that_keep_the_numbers(planned: _Planned, stage: str, usage: _Usage) -> Iter
         name = "more ranks" if layout.shard > 1 else "more ranks and parallel=fsdp"
         yield f"{name}, such as {2 * world}", planned.saved_by("parallel", ranks=2, **fully), " on each"
     if usage.others is None and config.checkpoint.mode == "async" and stage != SET_UP:
-        copy = state_bytes(planned.parameters) // world
+        copy = checkpoint_bytes(planned.parameters, config.optim) // world
         yield "checkpoint.mode=sync", copy, " where a save is under way"
 
 

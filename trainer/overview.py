@@ -8,7 +8,9 @@ from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.memory import planned_memory
-from serried.trainer.optimizer import learning_rate, state_bytes
+from serried.trainer.optimizer import learning_rate
+from serried.trainer.optimizer_state import checkpoint_bytes
+from serried.trainer.parameter_groups import freeze
 from serried.trainer.sampler import passes
 from serried.trainer.task import Dataset, Task
 
@@ -81,6 +83,7 @@ def overview(
 def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) -> str:
     """The plan of a run that is not started."""
     model = task.build_model()
+    freeze(model, config.optim)
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
     plan = task.parallel_plan(model)
     lines = overview(config, task, layout, accumulation, model, plan, place)
@@ -121,7 +124,7 @@ def _saving(config: RunConfig, layout: Layout, parameters: int) -> str:
     rest += [f"every {checkpoint.keep_every} steps one for good"] if checkpoint.keep_every else []
     rest += ["the best stays"] if checkpoint.keep_best else []
     when = f"every {checkpoint.every} steps and at the end" if checkpoint.every else "at the end"
-    whole = state_bytes(parameters)
+    whole = checkpoint_bytes(parameters, config.optim)
     copy = f" (a copy of {size(whole / layout.world)} a rank in host memory)" if checkpoint.mode == "async" else ""
     return f"{when}, {checkpoint.mode}{copy}, {size(whole)} each; {', '.join(rest)}"
 

@@ -108,7 +108,7 @@ class TrainStep:
             self._window.add(mean_loss, norm, ~rejected)
             clip = (norm / self._max_grad_norm).clamp(min=1.0)
             for group in self._optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["lr_scale"]
             # A gradient of NaN times zero is NaN: a rejected step must not be computed at all.
             take_step(self._optimizer, divisor * clip, rejected)
             self.scaler.update(failed)

@@ -25,8 +25,9 @@ from serried.trainer.evaluator import Evaluator
 from serried.trainer.health import digest
 from serried.trainer.loop import Loop
 from serried.trainer.metrics import PROFILING, Meter
-from serried.trainer.optimizer import state_bytes
+from serried.trainer.optimizer_state import checkpoint_bytes
 from serried.trainer.overview import overview
+from serried.trainer.parameter_groups import freeze
 from serried.trainer.peak_flops import device_name, peak_flops
 from serried.trainer.profile import StepProfiler, remember_allocations
 from serried.trainer.report import Report
@@ -61,7 +62,8 @@ class Trainer:
             console.say(line)
         for line in task.describe_sample():
             console.say(line)
-        for note in session.once(partial(_begin, context.folder, start, config_yaml, parameters)):
+        needed = checkpoint_bytes(parameters, config.optim)
+        for note in session.once(partial(_begin, context.folder, start, config_yaml, needed)):
             console.say(note)
         console.open(config.run.dir)
         self._report = report = Report(context, start)
@@ -148,6 +150,7 @@ def _build_model(context: Context, start: Start) -> nn.Module:
     if not any(parameter.is_meta for parameter in model.parameters()):
         bits = digest(parameter.detach() for parameter in model.parameters())
         context.session.same_everywhere("the model that build_model() returned", f"{int(bits):x}")
+    freeze(model, context.config.optim)
     if start.weights is not None:
         context.session.once(partial(context.task.check_weights, start.weights))
     if start.source is not None:
@@ -155,12 +158,12 @@ def _build_model(context: Context, start: Start) -> nn.Module:
     return model
 
 
-def _begin(folder: RunFolder | None, start: Start, config_yaml: str, parameters: int) -> list[str]:
+def _begin(folder: RunFolder | None, start: Start, config_yaml: str, needed_bytes: int) -> list[str]:
     """Claim the run folder's records, on rank 0, after every check of the user's input. Returns notes for the user."""
     assert folder is not None
     try:
         notes = sweep(folder.path / CHECKPOINTS)
-        if problem := lack_of_space(folder.path, state_bytes(parameters)):
+        if problem := lack_of_space(folder.path, needed_bytes):
             raise UserError(f"{problem}; use run.dir=FOLDER on another disk, or free some")
         notes += make_room(folder, start)
         folder.begin(config_yaml, environment(), start.step)

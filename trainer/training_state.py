@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from serried.parallel.apply import parallelize
 from serried.parallel.mesh import Layout
@@ -16,6 +16,7 @@ from serried.trainer.checkpoint.state import load_state, load_weights, state_par
 from serried.trainer.context import Context
 from serried.trainer.loader import PADDING_ID, read_batch
 from serried.trainer.optimizer import build_optimizer
+from serried.trainer.optimizer_state import group_values, load_plain_state, plain_state
 from serried.trainer.precision import LOW_DTYPES, GradScaler
 from serried.trainer.step import TrainStep
 from serried.trainer.task import Dataset, to_device
@@ -40,7 +41,8 @@ class TrainingState:
             phases=context.pulse.phases,
         )
         self.module = self.parallel.module
-        self.optimizer = build_optimizer(self.module.parameters(), config.optim)
+        self.optimizer = build_optimizer(self.module.named_parameters(), config.optim)
+        self._configured = group_values(self.optimizer)
         self.step = TrainStep(
             self.parallel,
             self.optimizer,
@@ -60,7 +62,10 @@ class TrainingState:
         assert start.checkpoint is not None
         load_state(start.checkpoint, self.parallel, self.optimizer, self._task.export_name)
         with taking_from(start.checkpoint):
-            self.step.load(start.state["step_state"])
+            state = start.state["step_state"]
+            if "optimizer" in state:
+                load_plain_state(self.optimizer, self._named(), self._configured, state["optimizer"])
+            self.step.load(state)
 
     def rehearse(self, context: Context, dataset: Dataset) -> None:
         """Run one backward pass that changes nothing, on a micro-batch of ``dataset``; see ``TrainStep.rehearse``."""
@@ -77,8 +82,12 @@ class TrainingState:
 
     def learning_rates(self, lr: float) -> dict[str, float]:
         """Return the learning rate of each parameter group by name."""
-        return {group["name"]: lr for group in self.optimizer.param_groups}
+        return {group["name"]: lr * group["lr_scale"] for group in self.optimizer.param_groups}
 
     def step_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside tensors. Waits for the device."""
-        return self.step.state()
+        return self.step.state() | {"optimizer": plain_state(self.optimizer, self._named(), self._configured)}
+
+    def _named(self) -> dict[str, Tensor]:
+        """Parameters by name in a checkpoint."""
+        return {self._task.export_name(name): parameter for name, parameter in self.module.named_parameters()}

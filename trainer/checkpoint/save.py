@@ -75,14 +75,19 @@ class Checkpointer:
         # Blocks of one rank have nothing to exchange.
         self._block = session.background_group(blocks) if 1 < layout.block < session.world_size else self._world
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        held = list(parts())
+        self._plan_save()
+        self._running: Future[Saved] | None = None
+        self._is_closed = False
+        self._stall_seconds = 0.0
+
+    def _plan_save(self) -> None:
+        """Plan who writes what, for the tensors that exist now."""
+        held = list(self._parts())
+        self._planned = [part.spec for _, part in held]
         self._plan = self._make_plan(held)
         mine = {piece.name for bucket in self._plan.writes for piece in bucket if piece.source == self._rank_of_block}
         self._kept = mine | {piece.name for sends in self._plan.sends for send in sends for piece in send}
         self._staged = self._allocate([part for _, part in held if part.spec.name in self._kept])
-        self._running: Future[Saved] | None = None
-        self._is_closed = False
-        self._stall_seconds = 0.0
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Begin to save ``step``; with ``checkpoint.mode=sync`` also end it. ``state`` is plain data, for state.json.
@@ -91,6 +96,8 @@ class Checkpointer:
         """
         assert self._running is None, "one save at a time"
         started = time.perf_counter()
+        if [part.spec for _, part in self._parts()] != self._planned:  # optimizer state that the first step created
+            self._plan_save()
         staged = self._stage()
         self._running = self._thread.submit(self._save, step, state, staged, started)
         if self._section.mode == "sync":

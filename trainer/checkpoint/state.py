@@ -12,6 +12,7 @@ from serried.parallel.model import DistributedModel
 from serried.records.tensors import TensorFolder, TensorSpec
 from serried.trainer.checkpoint.plan import Part
 from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER
+from serried.trainer.optimizer_state import ensure_state, tensor_state
 
 _NAMES_SHOWN = 3
 _PIECE_BYTES = 16 * 2**20
@@ -45,7 +46,7 @@ def _optimizer_state(
     return {
         f"{export_name(held.name)}.{key}": parallel.held_like(held, value)
         for held in parallel.parameters
-        for key, value in optimizer.state.get(held.tensor, {}).items()
+        for key, value in tensor_state(optimizer, held.tensor).items()
     }
 
 
@@ -61,8 +62,21 @@ def load_state(
     Raises:
         UserError: the checkpoint is of another model.
     """
+    folder = TensorFolder(checkpoint, OPTIMIZER) if any(checkpoint.glob(f"{OPTIMIZER}*")) else None
+    saved = folder.specs.keys() if folder is not None else set()  # SGD without momentum has no state
+    tensors = {export_name(held.name): held.tensor for held in parallel.parameters}
+    with_state = {id(tensors.get(name.rpartition(".")[0])) for name in saved}
+    ensure_state(optimizer, lambda parameter: id(parameter) in with_state)
     load_weights(checkpoint, parallel, export_name)
-    _fill(TensorFolder(checkpoint, OPTIMIZER), _optimizer_state(parallel, optimizer, export_name))
+    states = _optimizer_state(parallel, optimizer, export_name)
+    if states.keys() != saved:
+        differing = _some(sorted(states.keys() ^ saved))
+        raise UserError(
+            f"{checkpoint} holds the state of another optimizer ({differing}); "
+            "use the optim it was trained with, or its weights alone: serried export, then checkpoint.resume=FOLDER"
+        )
+    if folder is not None:
+        _fill(folder, states)
 
 
 @torch.no_grad()

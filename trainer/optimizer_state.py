@@ -1,0 +1,120 @@
+"""What an optimizer keeps between steps: what a checkpoint saves of it, and how many bytes it takes.
+
+Tensors go into the optimizer's files of a checkpoint as ``<parameter>.<key>``, numbers and text into ``state.json``.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from serried.configs.errors import UserError
+from serried.configs.schema import OptimSection
+from serried.trainer.optimizer import build_optimizer, create_state, parameters_of
+
+_FP32_BYTES = 4
+_PROBE_ROWS = 64
+_SET_BY_THE_RUN = ("params", "name", "lr", "lr_scale")
+"""Keys of a parameter group that each step or each start sets."""
+
+GroupValues = dict[str, dict[str, Any]]
+
+
+def tensor_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Return the tensors that the optimizer keeps for ``parameter``, by name.
+
+    Raises:
+        UserError: the parameter is sharded, and one of them is not sharded like it.
+    """
+    tensors = {key: value for key, value in optimizer.state.get(parameter, {}).items() if isinstance(value, Tensor)}
+    for key, value in tensors.items():
+        if isinstance(parameter, DTensor) and value.ndim and not _is_sharded_like(parameter, value):
+            raise UserError(
+                f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for a sharded parameter of shape "
+                f"{list(parameter.shape)}, from which no other layout could resume; use parallel=ddp, or another optim"
+            )
+    return tensors
+
+
+def _is_sharded_like(parameter: DTensor, value: Tensor) -> bool:
+    is_alike = isinstance(value, DTensor) and value.placements == parameter.placements
+    return is_alike and value.shape == parameter.shape
+
+
+def ensure_state(optimizer: torch.optim.Optimizer, has_state: Callable[[Tensor], bool]) -> None:
+    """Have state for those parameters that ``has_state``, and no others, before it is filled from a checkpoint.
+
+    Parameters may be of no use afterwards: fill them too.
+    """
+    parameters = parameters_of(optimizer)
+    if any(has_state(parameter) and not optimizer.state.get(parameter) for parameter in parameters):
+        create_state(optimizer)
+    for parameter in parameters:
+        if not has_state(parameter):
+            optimizer.state.pop(parameter, None)
+
+
+def group_values(optimizer: torch.optim.Optimizer) -> GroupValues:
+    """Return the numbers of each parameter group, by its name. Some optimizers count in them."""
+    return {
+        group["name"]: {key: value for key, value in group.items() if key not in _SET_BY_THE_RUN and _is_plain(value)}
+        for group in optimizer.param_groups
+    }
+
+
+def plain_state(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], configured: GroupValues
+) -> dict[str, Any]:
+    """Return what the optimizer keeps for the parameters ``named`` beside tensors, and the numbers of its groups that
+    are not as ``configured`` (their ``group_values`` at the start), as JSON data.
+
+    Raises:
+        UserError: something is neither a tensor nor JSON data.
+    """
+    states: dict[str, dict[str, Any]] = {}
+    for name, parameter in named.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                states.setdefault(name, {})[key] = value
+                if not _is_plain(value):
+                    raise UserError(
+                        f"{type(optimizer).__name__} keeps a {type(value).__name__} ({key} of {name}), and a "
+                        "checkpoint holds tensors, numbers and text; use another optim"
+                    )
+    groups = {
+        name: {key: value for key, value in values.items() if value != configured[name].get(key)}
+        for name, values in group_values(optimizer).items()
+    }
+    return {"parameters": states, "groups": {name: values for name, values in groups.items() if values}}
+
+
+def load_plain_state(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], configured: GroupValues, state: Mapping[str, Any]
+) -> None:
+    """Set what ``plain_state`` returned."""
+    for name, values in state["parameters"].items():
+        optimizer.state[named[name]].update(values)
+    for group in optimizer.param_groups:
+        group.update(configured[group["name"]] | state["groups"].get(group["name"], {}))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def state_bytes(section: OptimSection) -> int:
+    """Return the bytes of optimizer state per parameter, measured on a small matrix."""
+    matrix = nn.Parameter(torch.zeros(_PROBE_ROWS, _PROBE_ROWS))
+    try:
+        optimizer = build_optimizer([("", matrix)], section.model_copy(update={"groups": {}}))
+        create_state(optimizer)
+    except Exception:  # it may run on another device only: as many as AdamW has
+        return 2 * _FP32_BYTES
+    return round(sum(value.nbytes for value in tensor_state(optimizer, matrix).values() if value.ndim) / matrix.numel())
+
+
+def checkpoint_bytes(parameters: int, section: OptimSection) -> int:
+    """Return the bytes of a checkpoint of so many parameters with their optimizer state, over all ranks."""
+    return parameters * (_FP32_BYTES + state_bytes(section))

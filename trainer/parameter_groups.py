@@ -1,0 +1,73 @@
+"""Groups of parameters by name pattern: learning rate, weight decay, frozen."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from serried.configs.errors import UserError
+from serried.configs.near import nearest
+from serried.configs.schema import OptimSection, ParameterGroup
+
+_WHOLE = ", whole"
+
+
+def freeze(model: nn.Module, section: OptimSection) -> None:
+    """Mark the parameters of frozen groups as not trained. Call it before the model is sharded.
+
+    Raises:
+        UserError: the pattern of a group matches no parameter, or all parameters are frozen.
+    """
+    group_of = _groups_by_name([name for name, _ in model.named_parameters()], section.groups)
+    for name, parameter in model.named_parameters():
+        if name in group_of and section.groups[group_of[name]].frozen:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        groups = " and ".join(f"optim.groups.{name}.frozen=true" for name in section.groups) or "requires_grad=False"
+        raise UserError(f"{groups} leaves no parameter to train; freeze fewer")
+
+
+def parameter_groups(named: Iterable[tuple[str, Tensor]], section: OptimSection) -> list[dict[str, Any]]:
+    """Return the trained parameters as torch's optimizers take them, each group with a name and ``lr_scale``.
+
+    Matrices and vectors of a group are apart: vectors (norms, biases) have no weight decay unless the group sets one.
+    So are sharded and whole parameters, which no kernel takes in one list.
+    """
+    everything = list(named)
+    group_of = _groups_by_name([name for name, _ in everything], section.groups)
+    found: dict[str, list[tuple[str, Tensor]]] = {own: [] for own in ("", *section.groups)}
+    for name, parameter in everything:
+        if parameter.requires_grad:
+            kind = ("matrices" if parameter.ndim >= 2 else "norms") + _WHOLE * (not isinstance(parameter, DTensor))
+            found[group_of.get(name, "")].append((kind, parameter))
+    return [group for own, members in found.items() for group in _split(own, members, section)]
+
+
+def _split(own: str, members: list[tuple[str, Tensor]], section: OptimSection) -> Iterator[dict[str, Any]]:
+    kinds = {kind: [parameter for each, parameter in members if each == kind] for kind in sorted(dict(members))}
+    is_mixed = len({kind.endswith(_WHOLE) for kind in kinds}) > 1
+    group = section.groups[own] if own else ParameterGroup(parameters="*")
+    for kind, parameters in kinds.items():
+        decay = group.weight_decay
+        if decay is None:
+            decay = section.weight_decay if kind.startswith("matrices") else 0.0
+        name = kind if is_mixed else kind.removesuffix(_WHOLE)
+        name = name if not own else own if len(kinds) == 1 else f"{own}.{name}"
+        yield {"name": name, "params": parameters, "weight_decay": decay, "lr_scale": group.lr_scale}
+
+
+def _groups_by_name(names: Collection[str], groups: Mapping[str, ParameterGroup]) -> dict[str, str]:
+    """Return parameter name -> group, for those of ``names`` that a group matches; the first one that does counts."""
+    group_of: dict[str, str] = {}
+    for group, section in groups.items():
+        matched = [name for name in names if fnmatchcase(name, section.parameters)]
+        if not matched:
+            near = nearest(section.parameters, names) or [*names][:3]
+            raise UserError(
+                f"optim.groups.{group}.parameters={section.parameters} matches none of the {len(names)} parameters; "
+                f"near names: {', '.join(near)}; e.g. 'optim.groups.{group}.parameters={near[0].rpartition('.')[0]}*'"
+            )
+        group_of = dict.fromkeys(matched, group) | group_of
+    return group_of

@@ -1,36 +1,36 @@
-"""When Slurm ends this job."""
+"""The time at which Slurm ends this job."""
 
 import os
 import time
 from dataclasses import dataclass
 
 _SPARE_SECONDS = 60.0
-_FAR_SECONDS = 3e8  # ten years: an end that far is none
+_FAR_SECONDS = 3e8  # ten years: no limit
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """An end that nobody can put off."""
+    """A time limit that cannot be extended."""
 
     at: float
     """In Unix seconds."""
     spare_seconds: float
-    """How long before it to stop, at least: less where a job is short."""
+    """How long before it to stop, at least; less for a short job."""
 
     def __str__(self) -> str:
         return f"Slurm ends this job at {time.strftime('%H:%M', time.localtime(self.at))}"
 
     def left_seconds(self) -> float:
-        """Until it is time to stop; negative from then on."""
+        """Return the time until the run must stop; negative after that."""
         return self.at - self.spare_seconds - time.time()
 
     def is_near(self, needed_seconds: float) -> bool:
-        """Whether it is time to stop, for who needs so long to."""
+        """Return whether it is time to stop, if stopping takes ``needed_seconds``."""
         return self.left_seconds() <= max(0.0, needed_seconds - self.spare_seconds)
 
 
 def deadline_of_job() -> Deadline | None:
-    """As Slurm said when the job began; None: it did not, never, or the job that this is left over from has ended."""
+    """Return the limit that Slurm set for this job; None: there is none, or it belongs to a job that has ended."""
     try:
         at = float(os.environ["SLURM_JOB_END_TIME"])
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""How a process ends: what is said, by whom, and the exit code."""
+"""How a process ends: what is printed, by which rank, and the exit code."""
 
 import os
 import sys
@@ -23,29 +23,29 @@ from serried.configs.words import repeated
 from serried.runtime.ranks import speaks
 
 STATUS_DECIDES = "SERRIED_STATUS_DECIDES"
-"""Environment variable: whoever waits for the ranks reads ``status.json``, not exit codes. Its value is a file to make
-where a rank stops on request: before the first step there is no status."""
+"""Environment variable: the job script reads ``status.json``, not exit codes. Its value is a file to create when a rank
+stops on request: before the first step there is no status."""
 
 
 class Failure(NamedTuple):
     """Why a run ended."""
 
     rank: int
-    """Who failed first: the others' errors are its echo."""
+    """The rank that failed first: the other ranks' errors are consequences."""
     reason: str
     """One line."""
     exit_code: int
 
 
 def in_one_line(error: BaseException) -> str:
-    """What went wrong, for a line of its own."""
+    """Return what went wrong as one line."""
     text = str(error).strip().splitlines()
     named = "" if isinstance(error, UserError | TrainingFailed) else f"{type(error).__name__}: "
     return f"{named}{text[0]}" if text else type(error).__name__
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code of a process that ``error`` ended."""
+    """Return the exit code of a process that ``error`` ended."""
     if isinstance(error, StopRequested | TrainingStopped):
         return EXIT_STOPPED
     return EXIT_MISTAKE if isinstance(error, UserError) else EXIT_FAILED
@@ -58,7 +58,7 @@ def note_repeated(words: Sequence[str]) -> None:
 
 
 def report_mistake(error: UserError) -> int:
-    """Print ``error`` from rank 0 alone: without a session all processes are about to make the same mistake.
+    """Print ``error`` from rank 0 only: without a session all processes make the same mistake.
 
     Returns the exit code.
     """
@@ -66,7 +66,7 @@ def report_mistake(error: UserError) -> int:
 
 
 def report_alone(error: UserError | TrainingFailed | StopRequested, *, is_heard: bool) -> int:
-    """Print what ended this process before it had joined the others. Returns the exit code."""
+    """Print what ended this process before it joined the others. Returns the exit code."""
     if isinstance(error, StopRequested):
         if is_heard:
             say_why(f"stopped: {error} while the processes were joining; go on: the same command")
@@ -78,22 +78,22 @@ def report_alone(error: UserError | TrainingFailed | StopRequested, *, is_heard:
 
 
 def say_why(line: str) -> None:
-    """Print ``line`` where mistakes and failures go."""
+    """Print ``line`` to standard error."""
     with suppress(OSError, ValueError):  # nobody is left to read it
         print(printable(line), file=sys.stderr, flush=True)
 
 
 def let_another_end_first() -> None:
-    """torchrun ends all processes as soon as one has ended: the one that speaks must be it."""
+    """Wait for the process that reports the error to end first: torchrun ends all others as soon as one has ended."""
     with suppress(KeyboardInterrupt):
         time.sleep(10)
 
 
 def code_for_agent(code: int) -> int:
-    """The code to end with where the run's own is ``code``.
+    """Return the exit code of the process for a run that ended with ``code``.
 
-    An agent of torchrun takes every code but 0 for a failure. With restarts left it would start a run again that was
-    stopped on request, and a Slurm job of ours asks ``status.json`` anyway: for these, stopped is 0.
+    torchrun's agent treats every code but 0 as a failure. With restarts left it would restart a run that was stopped on
+    request, and our Slurm job reads ``status.json`` anyway: for these, stopped is 0.
     """
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if code != EXIT_STOPPED or not (restarts or STATUS_DECIDES in os.environ):
@@ -106,11 +106,11 @@ def code_for_agent(code: int) -> int:
 def leave(code: int) -> NoReturn:
     """End the process at once.
 
-    Past the point where work is done, Gloo's threads can abort an interpreter that is shutting down
-    (https://github.com/pytorch/pytorch/issues/179291), which would turn success into exit code -6.
+    Gloo's threads can abort an interpreter that is shutting down (https://github.com/pytorch/pytorch/issues/179291),
+    which would turn success into exit code -6.
     """
     code = code_for_agent(code)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # whoever listened is gone
+        with suppress(OSError):  # nobody is left to read it
             stream.flush()
     os._exit(code)

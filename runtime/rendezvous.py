@@ -1,4 +1,4 @@
-"""Where processes meet: the store that torchrun hosts, and the group they form there."""
+"""Rendezvous: the store that torchrun hosts, in which the processes of a run find each other."""
 
 import os
 import time
@@ -13,10 +13,10 @@ _LOOK_SECONDS, _LONGEST_NAP_SECONDS = 0.01, 0.5
 
 
 def meet(rank: int, world_size: int, patience: timedelta) -> str:
-    """Agree with all ranks on a name for this attempt, which no process of an earlier one knows.
+    """Agree with all ranks on a name for this attempt that no process of an earlier attempt knows.
 
     Raises:
-        RuntimeError: some did not come within ``patience``.
+        RuntimeError: some ranks did not arrive within ``patience``.
     """
     if not _agent_hosts():
         return "only"
@@ -24,7 +24,7 @@ def meet(rank: int, world_size: int, patience: timedelta) -> str:
 
 
 def connect(rank: int, world_size: int, patience: timedelta, *, again: bool = False) -> "Store":
-    """A connection to the store in which the processes meet; ``again``: one more, where this process has one."""
+    """Connect to the store; ``again``: with a second connection of this process."""
     import torch.distributed as dist
 
     hosts = rank == 0 and not _agent_hosts() and not again
@@ -37,10 +37,11 @@ def _agent_hosts() -> bool:
 
 
 def _agree(tcp: "Store", rank: int, world_size: int, patience: timedelta) -> str:
-    """A restart under the same agents meets the store of the attempt before, with addresses of dead processes in it.
+    """Return a name that rank 0 chooses, on all ranks.
 
-    No variable of torchrun's will do: agents count restarts each for itself, and a node that joins begins at 0. So rank
-    0 makes a name up and answers everybody who asks for it, the dead too, until all of its own ranks have checked in.
+    A restart under the same agents uses the store of the previous attempt, which holds addresses of dead processes. No
+    variable of torchrun's identifies the attempt: each agent counts restarts for itself, and a node that joins begins
+    at 0. So rank 0 answers every request in the store, also those of dead processes, until all its ranks checked in.
     """
     import torch.distributed as dist
 
@@ -64,7 +65,7 @@ def _agree(tcp: "Store", rank: int, world_size: int, patience: timedelta) -> str
         unanswered |= set(range(seen + 1, asked + 1))
         seen = asked
         for number in sorted(unanswered):
-            if store.check([f"asks/{number}"]):  # who died in between will never have written it
+            if store.check([f"asks/{number}"]):  # a process that died in between never writes it
                 store.set(f"answer/{store.get(f'asks/{number}').decode()}", mine)
                 unanswered.discard(number)
         if time.monotonic() > deadline:

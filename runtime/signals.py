@@ -19,7 +19,7 @@ from serried.runtime.early import LAUNCHER
 from serried.runtime.ending import STATUS_DECIDES, code_for_agent
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""Preemption and torchrun, Ctrl-C, Slurm before a time limit, a terminal that is gone."""
+"""From preemption and torchrun, Ctrl-C, Slurm before a time limit, and a terminal that closed."""
 
 SWEEP = "SERRIED_SWEEP"
 """Environment variable: the process of the sweep that started this run."""
@@ -40,29 +40,29 @@ class _Phase(Enum):
 
 
 class Signals:
-    """Handlers of the main thread, from ``with`` to its end.
+    """Signal handlers of the main thread. A context manager.
 
-    At first a signal raises ``StopRequested``: there is nothing to save. After ``hold`` it only leaves its name in
-    ``received``, for whoever knows a good moment. While what has failed is cleaned up nothing interrupts. Ctrl-C twice,
-    or during that clean-up, ends the process at once.
+    At first a signal raises ``StopRequested``: there is nothing to save. After ``hold`` it is only recorded in
+    ``received``, and the training loop acts on it between steps. During the cleanup after a failure nothing interrupts.
+    A second Ctrl-C, or one during that cleanup, ends the process at once.
 
-    Python calls handlers between two of its own instructions, and the main thread may be inside a call that waits for a
-    peer. So a thread listens, too: where there is nothing to save, it ends a process that does not hear.
+    Python calls handlers between two of its own instructions, and the main thread may be inside a call that waits for
+    another rank. So a thread listens too: while there is nothing to save, it ends a process that does not react.
 
-    Under Slurm another thread looks, until the first step is done, for a request that came before there were handlers
-    (the script of the job has made a file of it) and at the clock. Later whoever trains looks at the clock.
+    Under Slurm, until the first step is done, another thread watches the clock and looks for a request that arrived
+    before there were handlers (the job script leaves it in a file). Later the training loop watches the clock.
     """
 
     def __init__(self) -> None:
         self.last_words: Callable[[], int | None] | None = None
-        """Called before the process is ended at once. Returns the exit code where that is settled."""
+        """Called before the process is ended at once. Returns the exit code if that is decided."""
         self.last_words_unheard: Callable[[], int] | None = None
-        """Called where nothing was to save and the main thread did not hear. Returns the exit code."""
+        """Called if there is nothing to save and the main thread does not react. Returns the exit code."""
         self._phase = _Phase.RAISE
         self._received: int | None = None
         self.deadline = deadline_of_job()
         self.is_overdue = False
-        """Whether the time of the job was up before the first step was done."""
+        """Whether the job's time was up before the first step was done."""
         self._told: str | None = None
         self._looked_enough = threading.Event()
         self._interrupted_at: float | None = None
@@ -98,14 +98,14 @@ class Signals:
 
     @property
     def end_of_parent(self) -> str | None:
-        """In words, that the torchrun which started this process is gone; None: it is not, or there was none."""
+        """That the torchrun which started this process is gone, in words; None: it is not, or there was none."""
         if _UNDER_TORCHRUN not in os.environ or os.getppid() == self._parent:
             return None
         return f"the end of torchrun (process {self._parent})"
 
     @property
     def received(self) -> str | None:
-        """What asked first, in words; None: nothing."""
+        """The first request to stop, in words; None: there was none."""
         if self._told is not None:
             return self._told
         if self._received == signal.SIGTERM and self.end_of_parent is not None:
@@ -113,21 +113,21 @@ class Signals:
         return None if self._received is None else signal.Signals(self._received).name
 
     def hold(self) -> None:
-        """From here on a signal only leaves its name."""
+        """Only record signals from now on."""
         if self._phase is _Phase.RAISE:
             self._phase = _Phase.HOLD
 
     def has_begun(self) -> None:
-        """The first step is done: from here on there is something to save, and the clock is another's to look at."""
+        """Stop watching the clock: the first step is done, and the training loop watches it from now on."""
         self._looked_enough.set()
 
     def clean_up(self) -> None:
-        """From here on nothing interrupts but Ctrl-C."""
+        """Let nothing but Ctrl-C interrupt from now on."""
         if self._phase is not _Phase.LEAVE:
             self._phase = _Phase.CLEAN_UP
 
     def leave(self) -> None:
-        """From here on nothing interrupts: how the run ended is settled and told."""
+        """Let nothing interrupt from now on: how the run ended is decided and recorded."""
         self._phase = _Phase.LEAVE
 
     def _handle(self, number: int, _: FrameType | None) -> None:
@@ -135,7 +135,7 @@ class Signals:
             self._interrupted()
         if self._received is None:
             self._received = number
-        # Where an error is being handled already, it must not be cut short: _listen sees to it that the process ends.
+        # Handling of an error must not be interrupted: _listen ends the process if that takes too long.
         if self._phase is _Phase.RAISE and sys.exc_info()[1] is None:
             self._phase = _Phase.CLEAN_UP
             raise StopRequested(self.received)
@@ -159,7 +159,7 @@ class Signals:
         os._exit(EXIT_FAILED if code is None else code)
 
     def _listen(self, pipe: int) -> None:
-        """Read the numbers of signals from ``pipe`` as they come, and act where the main thread does not."""
+        """Read signal numbers from ``pipe`` as they arrive, and act if the main thread does not."""
         first_interrupt: float | None = None
         while number := os.read(pipe, 1):
             now = time.monotonic()
@@ -183,7 +183,7 @@ class Signals:
         os._exit(code_for_agent(code))
 
     def _look_out(self) -> None:
-        """Until the first step is done: act on a request that was made before, and on the end of the job."""
+        """Act on an earlier request and on the end of the job, until the first step is done."""
         while True:
             if self._told is None and (asked := _asked_before()) is not None:
                 self._tell(asked)
@@ -195,12 +195,12 @@ class Signals:
         assert self.deadline is not None
         self.is_overdue = True
         self._tell(str(self.deadline))
-        # Half of what is left is for the first step to end. It cannot be broken off otherwise, and has nothing to save.
+        # The first step may use half of the remaining time to end. It cannot be interrupted, and has nothing to save.
         if not self._looked_enough.wait(self.deadline.spare_seconds / 2) and self._phase is _Phase.HOLD:
             self._end_unheard(signal.SIGUSR1)
 
     def _tell(self, asked: str) -> None:
-        """Have ``asked`` heard, as if a signal had come."""
+        """Treat ``asked`` as if a signal had arrived."""
         if self._received is not None or self._looked_enough.is_set():
             return
         self._told = asked
@@ -211,32 +211,32 @@ class Signals:
 
 
 def _asked_before() -> str | None:
-    """Who had asked this start of a Slurm job to stop before this process could hear; None: nobody, as far as known."""
+    """Return who asked this start of a Slurm job to stop before this process had handlers; None: nobody is known."""
     try:
-        # Opened, not looked for: a network disk may show a file of the start before, which is gone.
+        # Opened, not only looked for: a network disk may still list the file of the previous start.
         return Path(os.environ[STATUS_DECIDES]).read_text(encoding="utf-8").strip() or "a request"
     except (OSError, KeyError):
         return None
 
 
 def end_with_torchrun() -> None:
-    """Have the kernel send SIGTERM to this process when its torchrun dies, which itself may have no time to.
+    """Let the kernel send SIGTERM to this process when its torchrun dies, which may have no time to do so.
 
-    Otherwise a torchrun that is killed (SIGUSR1 is enough, by default) leaves its processes behind, training. Linux
-    only; nothing where torchrun did not start this process, or somebody chose a signal before.
+    Otherwise a torchrun that is killed (by default SIGUSR1 is enough) leaves its processes behind, training. Linux
+    only; does nothing if torchrun did not start this process, or a signal was chosen before.
     """
     if _UNDER_TORCHRUN in os.environ:
         _end_with_parent(lambda parent: os.environ.get(LAUNCHER, str(parent)) != str(parent) or _is_orphan(parent))
 
 
 def end_with_sweep() -> None:
-    """The same for a run that a sweep started: it saves and stops when the sweep is killed."""
+    """Do the same for a run that a sweep started: it saves and stops when the sweep is killed."""
     if SWEEP in os.environ:
         _end_with_parent(lambda parent: os.environ[SWEEP] != str(parent))
 
 
 def _end_with_parent(is_another: Callable[[int], bool]) -> None:
-    """``is_another`` says whether the parent is no longer the process that started this one."""
+    """``is_another`` returns whether a process is not the one that started this one."""
     if sys.platform != "linux":
         return
     parent = os.getppid()
@@ -245,13 +245,13 @@ def _end_with_parent(is_another: Callable[[int], bool]) -> None:
     if prctl(_GET_DEATH_SIGNAL, ctypes.byref(chosen)) != 0 or chosen.value:
         return
     prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
-    if os.getppid() != parent or is_another(parent):  # it died before the kernel was asked
+    if os.getppid() != parent or is_another(parent):  # it died before the request to the kernel
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _is_orphan(parent: int) -> bool:
-    """Whether ``parent`` is the init process and not a torchrun, which in a container may be process 1 itself."""
+    """Return whether ``parent`` is the init process, and not a torchrun: in a container that may be process 1."""
     try:
         return parent == 1 and not Path("/proc/1/exe").samefile("/proc/self/exe")
-    except OSError:  # not ours to look at, so not ours
+    except OSError:  # no permission to look, so not ours
         return True

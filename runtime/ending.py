@@ -69,7 +69,7 @@ def report_alone(error: UserError | TrainingFailed | StopRequested, *, is_heard:
     """Print what ended this process before it joined the others. Returns the exit code."""
     if isinstance(error, StopRequested):
         if is_heard:
-            say_why(f"stopped: {error} while the processes were joining; go on: the same command")
+            say_why(f"stopped: {error} while the processes were joining; run the same command to resume")
     elif is_heard:
         say_why(f"{'error' if isinstance(error, UserError) else 'failed'}: {error}")
     else:

@@ -295,7 +295,7 @@ def _report(error: BaseException, session: Session) -> int:
         return failure.exit_code
     if failure.exit_code == EXIT_STOPPED:
         if session.is_main:  # the user reads its console, whichever rank was asked
-            say_why(f"stopped: {failure.reason}; go on: the same command")
+            say_why(f"stopped: {failure.reason}; run the same command to resume")
         return EXIT_STOPPED
     if failure.rank != session.rank:
         if isinstance(error, UserError):

@@ -195,7 +195,7 @@ def test_too_little_space_is_seen_beforehand(text: Path, small_disk: Path) -> No
     assert len(warnings) == 2
     for step, warning in zip((4, 5), warnings, strict=True):
         assert f"no checkpoint of step {step}: a checkpoint takes 133.0KiB and" in warning
-        assert "Training goes on; the newest is that of step 3" in warning
+        assert "Training continues; the newest is that of step 3" in warning
     assert steps_saved(run_dir) == [3, 6]
     assert len(list((run_dir / "checkpoints").iterdir())) == 2
     fill(small_disk, 2**20)
@@ -226,7 +226,7 @@ def test_the_disk_fills_up_during_a_save(left: int, text: Path, small_disk: Path
     for step, warning in zip((4, 5), warnings, strict=True):
         assert f"no checkpoint of step {step}: cannot write " in warning
         assert os.strerror(errno.ENOSPC) in warning
-        assert "Training goes on; the newest is that of step 3" in warning
+        assert "Training continues; the newest is that of step 3" in warning
     # One line for as long as it lasts; metrics.jsonl may have room left in its last page.
     assert len(lines(printed, f"WARNING    cannot write {run_dir / 'status.json'}: ")) == (left == 0)
     assert len(lines(printed, f"WARNING    cannot write {run_dir / 'metrics.jsonl'}: ")) <= (left == 0)

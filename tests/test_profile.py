@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_made_costs_the_profile_alone(text: Path, tmp_pa
     (tmp_path / "run/profile").write_text("in the way")
     ended = run_here(tiny_overrides(text, tmp_path / "run", "profile.steps=[2,3]"))
     assert ended.code == 0
-    assert "WARNING    no profile of profile.steps=[2,3]: File exists. Training goes on" in ended.printed
+    assert "WARNING    no profile of profile.steps=[2,3]: File exists. Training continues" in ended.printed
     assert metrics(tmp_path / "run")[-1]["step"] == 6
 
 

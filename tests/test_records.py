@@ -79,7 +79,7 @@ def test_a_signal_while_a_failure_is_recorded_changes_nothing(text: Path, tmp_pa
     assert ended.code == 70
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["step"], status["reason"]) == ("failed", 3, "ZeroDivisionError: here")
-    assert "the newest checkpoint is that of step 2: the same command goes on from there" in ended.printed
+    assert "the newest checkpoint is that of step 2; run the same command to resume from there" in ended.printed
     assert [line["step"] for line in metrics(tmp_path / "run", "checkpoint")] == [2]
 
 

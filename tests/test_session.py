@@ -164,7 +164,7 @@ def test_a_second_signal_does_not_break_the_clean_up() -> None:
         "leave(run_in_session(LaunchSection(), work))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    told = "stopped: SIGINT before the first step; go on: the same command\n"
+    told = "stopped: SIGINT before the first step; run the same command to resume\n"
     assert (done.returncode, done.stdout, done.stderr) == (75, "cleaned up\n", told)
 
 

@@ -156,7 +156,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_that_goes_on_bit_by_bit(
     assert step in steps
     assert status(run_dir) == {"state": "stopped", "step": step, "reason": reason, "exit_code": 75, "failures": 0}
     assert f"stopping   {reason}: saving, then the run ends" in first.printed
-    assert first.printed.rstrip().endswith(f"next       go on: the same command; up to step {STEPS}")
+    assert first.printed.rstrip().endswith(f"next       run the same command to resume ({step} of {STEPS} steps done)")
     assert [(line["step"], line["state"], line["reason"]) for line in metrics(run_dir, "stop")] == [
         (step, "stopped", reason)
     ]
@@ -465,7 +465,9 @@ def test_before_the_first_step_a_run_ends_before_slurm_ends_it(text: Path, tmp_p
     ]  # fmt: skip
     (code, said), *others = [ended(process) for process in processes]
     assert code == 75
-    assert re.fullmatch(rf"stopped: {_OUT_OF_TIME} while the processes were joining; go on: the same command\n", said)
+    assert re.fullmatch(
+        rf"stopped: {_OUT_OF_TIME} while the processes were joining; run the same command to resume\n", said
+    )
     assert [code for code, _ in others] == [75, 75, 0], others  # for 75 torchrun would start it again
     for number in (1, 2, 3):
         now = status(tmp_path / str(number))
@@ -480,10 +482,10 @@ def test_a_request_from_before_there_was_a_process_is_heard(text: Path, tmp_path
     argv = tiny_overrides(text, tmp_path / "run")
     waits = start_apart("", *argv, **_OF_TWO, SERRIED_STATUS_DECIDES=str(before))
     prepares = start_apart(_PREPARE, *argv, SERRIED_STATUS_DECIDES=str(later))
-    assert ended(waits) == (0, "stopped: SIGUSR1 while the processes were joining; go on: the same command\n")
+    assert ended(waits) == (0, "stopped: SIGUSR1 while the processes were joining; run the same command to resume\n")
     until(lambda: (tmp_path / "run" / ".lock").exists())
     later.write_text("SIGUSR1\n")
-    assert ended(prepares) == (0, "stopped: SIGUSR1 before the first step; go on: the same command\n")
+    assert ended(prepares) == (0, "stopped: SIGUSR1 before the first step; run the same command to resume\n")
     assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["exit_code"]) == ("stopped", 75)
 
 

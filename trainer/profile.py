@@ -107,7 +107,7 @@ class StepProfiler:
             work()
         except Exception as error:
             told = getattr(error, "strerror", None) or (str(error).splitlines() or [repr(error)])[0]
-            self._warn(f"{told}. Training goes on")
+            self._warn(f"{told}. Training continues")
             self._listen(is_on=False)
             self._profile, self._wanted = None, None
         self._pause(time.perf_counter() - started)

@@ -193,7 +193,7 @@ class Report:
                     f"checkpoints, {last}: mend that and give the same command again"
                 )
             self._console.say(
-                f"WARNING    no checkpoint of step {saved.step}: {saved.problem}. Training goes on; {last}"
+                f"WARNING    no checkpoint of step {saved.step}: {saved.problem}. Training continues; {last}"
             )
             return
         self.saved_step, self.last_save_seconds = saved.step, saved.seconds
@@ -212,8 +212,8 @@ class Report:
         """Say what there is to go on from, where something ended the run at ``step``."""
         if self.saved_step:
             self._console.say(
-                f"ended      at step {step}; the newest checkpoint is that of step {self.saved_step}: the same "
-                "command goes on from there"
+                f"ended      at step {step}; the newest checkpoint is that of step {self.saved_step}; run the "
+                "same command to resume from there"
             )
 
     def ended(self, step: int, seconds: float, sample: str | None, request: str | None) -> int:
@@ -238,7 +238,7 @@ class Report:
                 f"run.dir={config.run.dir}"
             )
         if sample is not None:
-            self._console.say("sample     what the model writes by itself:")
+            self._console.say("sample     unconditional text from the trained model:")
             self._console.say("\n".join(f"  | {line}" for line in sample.splitlines()))
         checkpoint = f"{CHECKPOINTS}/{folder_name(step)}"
         asked = {"wandb": config.track.wandb != "off", "tensorboard": config.track.tensorboard, PROFILES: False}
@@ -260,10 +260,10 @@ class Report:
         """The next thing to type."""
         config = self._config
         if step < config.trainer.steps and request is not None:
-            return f"go on: the same command; up to step {config.trainer.steps}"
+            return f"run the same command to resume ({step} of {config.trainer.steps} steps done)"
         if step < config.trainer.steps:
             return (
-                "go on: the same command without trainer.stop_at, or with a higher one; up to step "
+                "run the same command without trainer.stop_at, or with a higher one, to resume; up to step "
                 f"{config.trainer.steps}"
             )
         return self._task.next_command(self._session.command())

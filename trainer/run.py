@@ -49,7 +49,7 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         failure = session.cause.of(StopRequested(session.signals.received))
         _tell_end(config, start.step, failure)
         if failure.exit_code == EXIT_STOPPED:
-            console.say(f"stopped    {failure.reason}; go on: the same command")
+            console.say(f"stopped    {failure.reason}; run the same command to resume")
         return failure.exit_code
 
     session.signals.last_words_unheard = stop_unheard
@@ -153,14 +153,15 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
             folder.status("stopped", step=start.step, reason=f"trainer.stop_at={stop_at}", exit_code=EXIT_STOPPED)
         console.say(
             f"{start.checkpoint} is at step {start.step}, {end}. "
-            f"Nothing to do.\ngo on: leave trainer.stop_at out, or raise it, up to trainer.steps={config.trainer.steps}"
+            "Nothing to do.\nto resume: leave out trainer.stop_at, or raise it, up to "
+            f"trainer.steps={config.trainer.steps}"
         )
         return EXIT_STOPPED
     if folder is not None:  # of a run that was killed after its last checkpoint
         folder.status("finished", step=start.step, reason=DONE, exit_code=EXIT_FINISHED)
     console.say(
         f"{config.run.dir} is finished: {start.step} steps, the model is in {start.checkpoint}. Nothing to do."
-        f"\nstart anew: checkpoint.resume=never (keeps these files in {config.run.dir}/earlier-N) "
+        f"\nstart again: checkpoint.resume=never (keeps these files in {config.run.dir}/earlier-N) "
         f"· elsewhere: run.name=OTHER"
     )
     return EXIT_FINISHED

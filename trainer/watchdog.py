@@ -373,7 +373,7 @@ class Watchdog:
         stands = min(beat.stands_seconds for beat in beats)
         if stands < _WARN_AT * self._section.step_timeout_seconds:
             if self._warned is not None:
-                self._say(f"goes on    after standing still for {_seconds(self._warned.stands_seconds)}")
+                self._say(f"resumed    after standing still for {_seconds(self._warned.stands_seconds)}")
                 self._warned = None
             return
         verdict = diagnose(beats)
@@ -414,8 +414,8 @@ class Watchdog:
         self._store.set("end", json.dumps(end))
         self._prepare_to_end(end)
         self._say(
-            f"stopped    {reason}. The same command goes on from the newest checkpoint; the stacks of all ranks are in "
-            f"{self._run_dir / 'log' / 'hang.txt'}"
+            f"stopped    {reason}. Run the same command to resume from the newest checkpoint; the stacks of all ranks are "
+            f"in {self._run_dir / 'log' / 'hang.txt'}"
         )
         with suppress(OSError):
             text = "\n".join([reason, *_told_at_length(beats)])

@@ -195,12 +195,12 @@ def _next(run: Records, state: str) -> dict[str, str]:
     if state == "running":
         return {"text": "How it stands now", "command": f"serried status run.dir={folder}"}
     if state == "stopped" and run.status and run.config.get("trainer.stop_at") == run.status.step:
-        return {"text": "The same command without trainer.stop_at, or with a higher one, goes on"}
+        return {"text": "To resume, run the same command without trainer.stop_at, or with a higher one"}
     if state in ("stopped", "failed") and saved:
-        return {"text": f"The same command goes on from its newest checkpoint, that of step {max(saved)}"}
+        return {"text": f"Run the same command to resume from its newest checkpoint, that of step {max(saved)}"}
     if state in ("stopped", "failed"):
-        return {"text": "It has saved no checkpoint: the same command begins again"}
-    return {"text": "The same command begins it"} if state == "not begun" else {"text": "The same command goes on"}
+        return {"text": "It has saved no checkpoint; the same command starts again"}
+    return {"text": "Run the same command to start it" if state == "not begun" else "Run the same command to resume"}
 
 
 def _metrics(run: Records) -> list[dict[str, Any]]:

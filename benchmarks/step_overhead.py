@@ -48,9 +48,9 @@ from serried.trainer.context import Context
 from serried.trainer.loader import BatchLoader
 from serried.trainer.metrics import RATES, Meter
 from serried.trainer.optimizer import learning_rate
+from serried.trainer.pulse import Pulse
 from serried.trainer.sampler import SampleOrder
 from serried.trainer.trainer import Trainer
-from serried.trainer.watchdog import Pulse
 from tests.cluster import Cluster
 from tests.runs import write_text
 

@@ -30,10 +30,10 @@ from serried.runtime.session import Session, open_session
 from serried.trainer.checkpoint.resume import find_start
 from serried.trainer.checkpoint.retention import committed
 from serried.trainer.context import Context
+from serried.trainer.pulse import Pulse
 from serried.trainer.run import train
 from serried.trainer.step import TrainStep
 from serried.trainer.trainer import Trainer
-from serried.trainer.watchdog import Pulse
 
 
 def write_text(folder: Path) -> None:

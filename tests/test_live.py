@@ -19,7 +19,7 @@ from serried.runtime.console import Console
 from serried.runtime.live import Doing, Live
 from serried.runtime.session import Session
 from serried.trainer.activity import Activity
-from serried.trainer.watchdog import DATA, LOG, TRAIN, Pulse
+from serried.trainer.pulse import DATA, LOG, TRAIN, Pulse
 from tests.cluster import ROOT
 from tests.runs import run_here, tiny_overrides
 

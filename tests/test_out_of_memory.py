@@ -17,7 +17,7 @@ from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models.transformer import Transformer, activation_bytes
 from serried.trainer.out_of_memory import _advice, _asked_bytes, _Planned, _Usage, is_out_of_memory
-from serried.trainer.watchdog import SET_UP
+from serried.trainer.pulse import SET_UP
 from tests.cluster import ROOT
 from tests.greedy import ABSURD, train_out_of_memory
 from tests.runs import metrics, tiny_overrides

@@ -62,9 +62,9 @@ class _Struck(ObservedRecipe):
         self.strike("set-up")
         return super().prepare(*arguments)
 
-    def collate(self, samples: Any, ids: Any) -> Any:
+    def collate_numbered(self, samples: Any, ids: Any) -> Any:
         self.strike("data")
-        return super().collate(samples, ids)
+        return super().collate_numbered(samples, ids)
 
     def loss(self, model: Any, batch: Any) -> Any:
         self.strike("step" if torch.is_grad_enabled() else "evaluation")

@@ -20,22 +20,11 @@ from serried.configs.schema import LaunchSection
 from serried.program import main
 from serried.runtime.ending import leave
 from serried.runtime.session import open_session
+from serried.trainer.diagnosis import Beat, diagnose, judge_silent_by_others
 from serried.trainer.loader import BatchLoader
 from serried.trainer.loop import Loop
-from serried.trainer.watchdog import (
-    DATA,
-    END,
-    LOG,
-    SAVE,
-    SET_UP,
-    TRAIN,
-    Beat,
-    Patience,
-    Pulse,
-    diagnose,
-    judge_silent_by_others,
-    last_collectives,
-)
+from serried.trainer.pulse import DATA, END, LOG, SAVE, SET_UP, TRAIN, Patience, Pulse
+from serried.trainer.watchdog import last_collectives
 from tests.cluster import ROOT, Cluster
 from tests.runs import metrics, steps_saved, tiny_overrides
 

@@ -4,7 +4,7 @@ from serried.configs.formats import duration, short
 from serried.runtime.console import Console
 from serried.runtime.live import Doing
 from serried.runtime.session import Session
-from serried.trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse
+from serried.trainer.pulse import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN, Pulse
 
 _WORDS = {
     DATA: "waiting for the data of step {step}",

@@ -6,8 +6,8 @@ from serried.configs.schema import RunConfig
 from serried.records.run_folder import RunFolder
 from serried.runtime.console import Console
 from serried.runtime.session import Session
+from serried.trainer.pulse import Pulse
 from serried.trainer.task import Task
-from serried.trainer.watchdog import Pulse
 
 
 @dataclass(frozen=True)

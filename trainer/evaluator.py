@@ -8,11 +8,11 @@ import torch
 from serried.trainer.context import Context
 from serried.trainer.evaluation import source_losses
 from serried.trainer.metrics import Meter
+from serried.trainer.pulse import EVALUATE
 from serried.trainer.report import Report
 from serried.trainer.shutdown import Shutdown
 from serried.trainer.task import Dataset, to_device
 from serried.trainer.training_state import TrainingState
-from serried.trainer.watchdog import EVALUATE
 
 
 class Evaluator:

@@ -14,6 +14,7 @@ from serried.trainer.evaluator import Evaluator
 from serried.trainer.health import GoBack
 from serried.trainer.loader import BatchLoader
 from serried.trainer.profile import StepProfiler
+from serried.trainer.pulse import DATA, LOG, SAVE, TRAIN
 from serried.trainer.rollback import Rollback
 from serried.trainer.saver import Saver
 from serried.trainer.shutdown import Action, Shutdown
@@ -21,7 +22,6 @@ from serried.trainer.step import StepResult
 from serried.trainer.step_log import StepLog
 from serried.trainer.task import to_device
 from serried.trainer.training_state import TrainingState
-from serried.trainer.watchdog import DATA, LOG, SAVE, TRAIN
 
 _COLLECT_GARBAGE_EVERY = 50
 _STEPS_BETWEEN_TIMED = 10

@@ -23,9 +23,9 @@ from serried.records.run_folder import PROFILES
 from serried.runtime.session import Session
 from serried.trainer.memory import Memory, planned_memory
 from serried.trainer.optimizer_state import checkpoint_bytes
+from serried.trainer.pulse import EVALUATE, SET_UP, Pulse
 from serried.trainer.snapshot import write_snapshot
 from serried.trainer.task import Task
-from serried.trainer.watchdog import EVALUATE, SET_UP, Pulse
 
 _TEXTS = (  # of errors that have no class of their own
     "can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",

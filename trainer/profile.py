@@ -27,8 +27,8 @@ from serried.records.run_folder import PROFILES
 from serried.runtime.console import Console
 from serried.runtime.session import Session
 from serried.trainer.health import GoBack
+from serried.trainer.pulse import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN
 from serried.trainer.snapshot import record_history, write_snapshot
-from serried.trainer.watchdog import DATA, END, EVALUATE, LOG, SAVE, SET_UP, TRAIN
 
 _ANNOTATIONS = {
     SET_UP: "set-up", DATA: "data", TRAIN: "copy to device", FORWARD: "forward", BACKWARD: "backward",

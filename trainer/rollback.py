@@ -6,10 +6,10 @@ from serried.trainer.context import Context
 from serried.trainer.data import Data
 from serried.trainer.health import GoBack
 from serried.trainer.metrics import Meter
+from serried.trainer.pulse import SET_UP
 from serried.trainer.report import Report
 from serried.trainer.saver import Saver
 from serried.trainer.training_state import TrainingState
-from serried.trainer.watchdog import SET_UP
 
 
 class Rollback:

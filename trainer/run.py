@@ -18,10 +18,11 @@ from serried.trainer.checkpoint.state import check_names
 from serried.trainer.context import Context
 from serried.trainer.data import Data
 from serried.trainer.out_of_memory import explained
+from serried.trainer.pulse import END
 from serried.trainer.report import DONE
 from serried.trainer.task import Task
 from serried.trainer.trainer import Trainer
-from serried.trainer.watchdog import END, Watchdog
+from serried.trainer.watchdog import Watchdog
 
 
 def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> int:

@@ -30,6 +30,7 @@ from serried.trainer.overview import overview
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.peak_flops import device_name, peak_flops
 from serried.trainer.profile import StepProfiler, remember_allocations
+from serried.trainer.pulse import END
 from serried.trainer.report import Report
 from serried.trainer.rollback import Rollback
 from serried.trainer.saver import Saver
@@ -37,7 +38,6 @@ from serried.trainer.shutdown import Shutdown
 from serried.trainer.step_log import StepLog
 from serried.trainer.task import TextTask
 from serried.trainer.training_state import TrainingState
-from serried.trainer.watchdog import END
 
 
 class Trainer:

@@ -170,7 +170,7 @@ def test_the_reasoning_of_the_last_reply_is_learned(tokenizer: HuggingFaceTokeni
 def test_reasoning_that_a_template_drops_is_refused(template: str, tokenizer: HuggingFaceTokenizer) -> None:
     thought = {"role": "assistant", "content": "<think>\n2 + 2\n</think>\n\nFour"}
     with pytest.raises(
-        UserError, match=r"^row 5 of chats\.jsonl: the template renders message 2 \(assistant\) in another"
+        UserError, match=r"^row 5 of chats\.jsonl: the template renders message 2 \(assistant\) differently"
     ):
         encode(tokenizer, template, [PLAIN[0], thought, *PLAIN[2:]])
 

@@ -1,6 +1,9 @@
-"""The tables of docs/configuration.md: ``python -m serried.configs.key_tables``."""
+"""Tables of docs/configuration.md, and with the argument ``coming-from`` those of docs/coming-from.md:
+``python -m serried.configs.key_tables``."""
 
 import json
+import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +12,9 @@ from serried.configs.help import choices_of
 from serried.configs.keys import Key, all_keys, readers
 from serried.configs.plain_data import flatten
 from serried.configs.run_config import CHOSEN
+from serried.configs.suggest import names_of
+
+_FRAMEWORKS = {"hf": "HF Trainer", "titan": "torchtitan", "lightning": "Lightning", "nanogpt": "nanoGPT"}
 
 
 def key_tables() -> str:
@@ -62,5 +68,22 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
 
 
+def coming_from() -> str:
+    """Other frameworks' names for each key, as the Markdown tables of docs/coming-from.md."""
+    rows: dict[bool, list[list[str]]] = {True: [], False: []}
+    for target, row in names_of().by_framework:
+        is_key = "=" not in target and " " not in target
+        cells = [", ".join(f"`{name}`" for name in row.get(tag, [])) for tag in [*_FRAMEWORKS, ""]]
+        meaning = target if " " in target and "=" not in target.partition(" ")[0] else f"`{target}`"
+        if not is_key:
+            cells = [", ".join(filter(None, cells))]
+        elif not any(cells[:-1]):
+            continue
+        rows[is_key].append([re.sub(r"\{\w+\}", "N", meaning), *cells])
+    return "\n".join(
+        [*_table(["Here", *_FRAMEWORKS.values(), "Also"], rows[True]), "", *_table(["Here", "Elsewhere"], rows[False])]
+    )
+
+
 if __name__ == "__main__":
-    print(key_tables())
+    print(coming_from() if sys.argv[1:] == ["coming-from"] else key_tables())

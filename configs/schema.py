@@ -127,8 +127,7 @@ class ModelSection(Section):
         "kv_heads": "hf:num_key_value_heads titan:n_kv_heads n_kv_head num_kv_heads num_query_groups",
         "hidden_dim": "hf:intermediate_size ffn_dim ffn_hidden_size d_ff mlp_dim ffn_hidden_dim",
         "vocab_size": "hf:vocab_size vocab vocabulary_size n_vocab padded_vocab_size",
-        "vocab_multiple": "hf:pad_to_multiple_of make_vocab_size_divisible_by vocab_size_multiple "
-        "pad_vocab_size_multiple pad_vocab_size_to_multiple_of",
+        "vocab_multiple": "hf:pad_to_multiple_of make_vocab_size_divisible_by vocab_size_multiple",
         "tie_embeddings": "hf:tie_word_embeddings tied_embeddings weight_tying",
         "norm_eps": "hf:rms_norm_eps layer_norm_eps layernorm_epsilon",
         "rope_theta": "hf:rope_theta rotary_base rope_base theta",
@@ -136,16 +135,12 @@ class ModelSection(Section):
         "max_sequence_length": "hf:max_position_embeddings n_positions",
     }
     advice: ClassVar[Sequence[tuple[str, str]]] = (
-        (
-            "hf:attention_dropout nanogpt:dropout dropout_rate",
-            "models of the Llama 3 family have no dropout; leave it out",
-        ),
-        (
-            "hf:model_name_or_path titan:model.hf_assets_path pretrained_model_name_or_path",
-            "to start from downloaded weights, run hf download {value} --local-dir FOLDER, then use recipe=sft "
-            "checkpoint.resume=FOLDER data.tokenizer=FOLDER",
-        ),
-    )
+        ("hf:attention_dropout nanogpt:dropout dropout_rate",
+         "models of the Llama 3 family have no dropout; leave it out"),
+        ("hf:model_name_or_path titan:model.hf_assets_path pretrained_model_name_or_path",
+         "to start from downloaded weights, run hf download {value} --local-dir FOLDER, then use recipe=sft "
+         "checkpoint.resume=FOLDER data.tokenizer=FOLDER"),
+    )  # fmt: skip
 
     name: str
     """Name of the model config, for display."""
@@ -227,8 +222,7 @@ class SourceSection(Section):
     """Where documents come from."""
 
     aliases: ClassVar[Mapping[str, str]] = {
-        "path": "hf:train_file titan:training.dataset_path data_path data_dir dataset_path train_files data_files "
-        "file files folder input input_file corpus",
+        "path": "hf:train_file titan:training.dataset_path data_path data_dir dataset_path train_files data_files",
         "subset": "hf:dataset_config_name dataset_config subset_name",
         "split": "hf:dataset_train_split dataset_split train_split",
         "revision": "dataset_revision",
@@ -283,8 +277,7 @@ class DataSection(SourceSection):
     """Training data."""
 
     aliases: ClassVar[Mapping[str, str]] = {
-        "sequence_length": "hf:max_length titan:training.seq_len nanogpt:block_size seq_len seq_length max_seq_len "
-        "max_seq_length context_length context_size n_ctx",
+        "sequence_length": "hf:max_length titan:training.seq_len nanogpt:block_size seq_len seq_length max_seq_len",
         "streaming": "hf:dataset_streaming use_streaming",
         "tokenizer": "tokenizer_name tokenizer_path tokenizer_type tokenizer_name_or_path",
         "validation_fraction": "val_fraction val_split_fraction test_size",
@@ -297,16 +290,12 @@ class DataSection(SourceSection):
         "isolate_documents=true": "reset_position_ids reset_attention_mask document_mask",
     }
     advice: ClassVar[Sequence[tuple[str, str]]] = (
-        (
-            "blend data_blend data_mixture mixture_weights domain_weights dataset_weights interleave_datasets",
-            "several sources are data=mixture data.sources.NAME.name=text data.sources.NAME.path=FOLDER "
-            "data.sources.NAME.weight=0.7",
-        ),
-        (
-            "hf:assistant_only_loss completion_only_loss train_on_inputs train_on_responses_only",
-            "in a conversation only the assistant's messages are trained on; use recipe=sft data.path=CHATS.jsonl",
-        ),
-    )
+        ("blend data_blend data_mixture mixture_weights domain_weights dataset_weights interleave_datasets",
+         "several sources are data=mixture data.sources.NAME.name=text data.sources.NAME.path=FOLDER "
+         "data.sources.NAME.weight=0.7"),
+        ("hf:assistant_only_loss completion_only_loss train_on_inputs train_on_responses_only",
+         "in a conversation only the assistant's messages are trained on; use recipe=sft data.path=CHATS.jsonl"),
+    )  # fmt: skip
 
     name: Literal["stdlib", "text", "hf", "tokens", "mixture"]  # type: ignore[assignment]
     """``stdlib`` (Python's own sources), ``text`` (your files), ``hf`` (a Hugging Face dataset), ``tokens`` (made
@@ -450,37 +439,25 @@ class ParallelSection(Section):
     """How the work is cut. ``replicate x shard`` must equal the number of processes."""
 
     aliases: ClassVar[Mapping[str, str]] = {
-        "replicate": "titan:parallelism.data_parallel_replicate_degree dp dp_size data_parallel data_parallel_size "
-        "dp_replicate data_parallel_replicate_degree",
-        "shard": "titan:parallelism.data_parallel_shard_degree dp_shard fsdp_size sharding data_parallel_shard_degree "
-        "num_shards",
+        "replicate": "titan:parallelism.data_parallel_replicate_degree dp dp_size data_parallel data_parallel_size",
+        "shard": "titan:parallelism.data_parallel_shard_degree dp_shard fsdp_size sharding data_parallel_shard_degree",
         "reshard_after_forward": "titan:parallelism.fsdp_reshard_after_forward",
     }
     advice: ClassVar[Sequence[tuple[str, str]]] = (
-        (
-            "zero_stage zero sharding_strategy",
-            "ZeRO-3 is parallel=fsdp, ZeRO-2 is parallel=fsdp parallel.reshard_after_forward=false",
-        ),
-        (
-            "titan:parallelism.tensor_parallel_degree parallel.tensor tp tp_size tensor_parallel "
-            "tensor_parallel_size tensor_model_parallel_size parallel=tensor parallel=tp",
-            "tensor parallelism is not in this version yet; leave it out",
-        ),
-        (
-            "titan:parallelism.context_parallel_degree parallel.context cp cp_size context_parallel "
-            "context_parallel_size sequence_parallel",
-            "context parallelism is not in this version yet; leave it out",
-        ),
-        (
-            "titan:parallelism.pipeline_parallel_degree parallel.pipeline pp pp_size pipeline_parallel "
-            "pipeline_parallel_size pipeline_model_parallel_size parallel=pipeline parallel=pp",
-            "pipeline parallelism is not in this version yet; leave it out",
-        ),
-        (
-            "titan:parallelism.expert_parallel_degree parallel.expert ep ep_size expert_parallel expert_parallel_size",
-            "expert parallelism is not in this version yet; leave it out",
-        ),
-    )
+        ("zero_stage zero sharding_strategy",
+         "ZeRO-3 is parallel=fsdp, ZeRO-2 is parallel=fsdp parallel.reshard_after_forward=false"),
+        ("titan:parallelism.tensor_parallel_degree parallel.tensor tp tp_size tensor_parallel tensor_parallel_size "
+         "tensor_model_parallel_size parallel=tensor parallel=tp",
+         "tensor parallelism is not in this version yet; leave it out"),
+        ("titan:parallelism.context_parallel_degree parallel.context cp cp_size context_parallel "
+         "context_parallel_size sequence_parallel",
+         "context parallelism is not in this version yet; leave it out"),
+        ("titan:parallelism.pipeline_parallel_degree parallel.pipeline pp pp_size pipeline_parallel "
+         "pipeline_parallel_size pipeline_model_parallel_size parallel=pipeline parallel=pp",
+         "pipeline parallelism is not in this version yet; leave it out"),
+        ("titan:parallelism.expert_parallel_degree parallel.expert ep ep_size expert_parallel expert_parallel_size",
+         "expert parallelism is not in this version yet; leave it out"),
+    )  # fmt: skip
 
     strategy: Literal["single", "ddp", "fsdp", "hsdp"]
     """``ddp`` replicates the model, ``fsdp`` shards it, ``hsdp`` replicates groups of shards. One process is always
@@ -500,7 +477,7 @@ class PrecisionSection(Section):
 
     advice: ClassVar[Sequence[tuple[str, str]]] = (
         ("precision=float8 precision=fp8", "float8 arithmetic is not in this version yet; leave it out"),
-    )
+    )  # fmt: skip
 
     name: Literal["fp32", "bf16", "fp16"]
     """Dtype of matrix products."""
@@ -527,22 +504,17 @@ class OptimSection(Section):
     """What all optimizers have in common; each has a section of its own with its other keys."""
 
     aliases: ClassVar[Mapping[str, str]] = {
-        "lr": "hf:learning_rate titan:optimizer.lr lightning:learning_rate nanogpt:learning_rate peak_lr max_lr "
-        "base_lr",
+        "lr": "hf:learning_rate titan:optimizer.lr lightning:learning_rate nanogpt:learning_rate peak_lr max_lr",
         "betas": "adam_betas",
         "eps": "hf:adam_epsilon titan:optimizer.eps epsilon adam_eps",
         "weight_decay": "hf:weight_decay titan:optimizer.weight_decay nanogpt:weight_decay wd decay",
     }
     advice: ClassVar[Sequence[tuple[str, str]]] = (
-        (
-            "hf:adam_beta1 titan:optimizer.beta1 nanogpt:beta1",
-            "both betas are one list; use optim.betas=[{beta},{old_beta2}]",
-        ),
-        (
-            "hf:adam_beta2 titan:optimizer.beta2 nanogpt:beta2",
-            "both betas are one list; use optim.betas=[{old_beta1},{beta}]",
-        ),
-    )
+        ("hf:adam_beta1 titan:optimizer.beta1 nanogpt:beta1",
+         "both betas are one list; use optim.betas=[{beta},{old_beta2}]"),
+        ("hf:adam_beta2 titan:optimizer.beta2 nanogpt:beta2",
+         "both betas are one list; use optim.betas=[{old_beta1},{beta}]"),
+    )  # fmt: skip
 
     name: str = "adamw"
     """Name of the optimizer; ``optim=NAME`` sets it."""
@@ -567,21 +539,15 @@ class ScheduleSection(Section):
     """What all schedules have in common: learning rate as a pure function of the step, after a linear warm-up."""
 
     aliases: ClassVar[Mapping[str, str]] = {
-        "warmup_steps": "hf:warmup_steps titan:lr_scheduler.warmup_steps nanogpt:warmup_iters warmup num_warmup_steps "
-        "lr_warmup_steps",
+        "warmup_steps": "hf:warmup_steps titan:lr_scheduler.warmup_steps nanogpt:warmup_iters warmup num_warmup_steps",
         "min_lr_ratio": "titan:lr_scheduler.min_lr_factor final_lr_fraction min_lr_rate",
         "decay_fraction": "titan:lr_scheduler.decay_ratio",
     }
     advice: ClassVar[Sequence[tuple[str, str]]] = (
-        (
-            "hf:warmup_ratio warmup_fraction",
-            "warm-up is counted in steps; use schedule.warmup_steps={warmup_of_share}",
-        ),
-        (
-            "nanogpt:min_lr min_learning_rate eta_min",
-            "the last learning rate is a fraction of the peak; use schedule.min_lr_ratio={share_of_lr}",
-        ),
-    )
+        ("hf:warmup_ratio warmup_fraction", "warm-up is counted in steps; use schedule.warmup_steps={warmup_of_share}"),
+        ("nanogpt:min_lr min_learning_rate eta_min",
+         "the last learning rate is a fraction of the peak; use schedule.min_lr_ratio={share_of_lr}"),
+    )  # fmt: skip
 
     name: str
     """Name of the schedule; ``schedule=NAME`` sets it."""
@@ -593,46 +559,31 @@ class TrainerSection(Section):
     """The loop. A step is one optimizer step; batches are counted in sequences."""
 
     aliases: ClassVar[Mapping[str, str]] = {
-        "steps": "hf:max_steps lightning:max_steps titan:training.steps nanogpt:max_iters num_steps n_steps "
-        "total_steps train_steps num_train_steps max_train_steps num_training_steps train_iters iterations",
+        "steps": "hf:max_steps lightning:max_steps titan:training.steps nanogpt:max_iters num_steps n_steps",
         "epochs": "hf:num_train_epochs lightning:max_epochs epochs num_epochs n_epochs",
-        "global_batch": "titan:training.global_batch_size batch_size train_batch_size global_batch_size "
-        "total_batch_size",
-        "micro_batch": "hf:per_device_train_batch_size titan:training.local_batch_size nanogpt:batch_size "
-        "per_device_batch_size device_batch_size micro_batch_size train_micro_batch_size_per_gpu local_batch_size "
-        "mbs",
-        "max_grad_norm": "hf:max_grad_norm lightning:gradient_clip_val titan:training.max_norm nanogpt:grad_clip clip "
-        "clip_grad gradient_clipping clip_grad_norm grad_norm_clip",
+        "global_batch": "titan:training.global_batch_size batch_size train_batch_size global_batch_size",
+        "micro_batch": "hf:per_device_train_batch_size titan:training.local_batch_size nanogpt:batch_size",
+        "max_grad_norm": "hf:max_grad_norm lightning:gradient_clip_val titan:training.max_norm nanogpt:grad_clip clip",
         "workers": "hf:dataloader_num_workers lightning:num_workers",
         "seed": "hf:seed lightning:seed_everything titan:debug.seed random_seed manual_seed rng_seed",
-        "log_every": "hf:logging_steps lightning:log_every_n_steps titan:metrics.log_freq nanogpt:log_interval "
-        "log_freq log_steps",
-        "eval_every": "hf:eval_steps lightning:val_check_interval titan:validation.freq nanogpt:eval_interval "
-        "evaluation_steps eval_freq validate_every",
-        "eval_batches": "lightning:limit_val_batches titan:validation.steps nanogpt:eval_iters max_eval_batches "
-        "val_batches",
-        "deterministic": "hf:full_determinism lightning:deterministic titan:debug.deterministic determinism "
-        "use_deterministic_algorithms",
+        "log_every": "hf:logging_steps lightning:log_every_n_steps titan:metrics.log_freq nanogpt:log_interval",
+        "eval_every": "hf:eval_steps lightning:val_check_interval titan:validation.freq nanogpt:eval_interval",
+        "eval_batches": "lightning:limit_val_batches titan:validation.steps nanogpt:eval_iters max_eval_batches",
+        "deterministic": "hf:full_determinism lightning:deterministic titan:debug.deterministic determinism",
         "sample_tokens": "max_new_tokens",
         "stop_at": "stop_step stop_after exit_interval",
         "max_minutes": "lightning:max_time exit_duration_in_mins exit_duration_minutes time_limit max_duration",
     }
     advice: ClassVar[Sequence[tuple[str, str]]] = (
-        (
-            "hf:gradient_accumulation_steps lightning:accumulate_grad_batches nanogpt:gradient_accumulation_steps "
-            "gradient_accumulation grad_accum grad_accum_steps accumulation_steps accumulation",
-            "accumulation is derived, trainer.global_batch / (trainer.micro_batch x data ranks); use "
-            "trainer.global_batch={accumulated}",
-        ),
-        (
-            "trainer.tokens max_tokens train_tokens total_tokens num_tokens token_budget",
-            "training is counted in optimizer steps, not tokens; use trainer.steps={steps_of_tokens}",
-        ),
-        (
-            "epochs num_epochs num_train_epochs max_epochs n_epochs",
-            "training is counted in optimizer steps, not epochs; use trainer.steps=1000",
-        ),
-    )
+        ("hf:gradient_accumulation_steps lightning:accumulate_grad_batches nanogpt:gradient_accumulation_steps "
+         "gradient_accumulation grad_accum grad_accum_steps accumulation_steps accumulation",
+         "accumulation is derived, trainer.global_batch / (trainer.micro_batch x data ranks); use "
+         "trainer.global_batch={accumulated}"),
+        ("trainer.tokens max_tokens train_tokens total_tokens num_tokens token_budget",
+         "training is counted in optimizer steps, not tokens; use trainer.steps={steps_of_tokens}"),
+        ("epochs num_epochs num_train_epochs max_epochs n_epochs",
+         "training is counted in optimizer steps, not epochs; use trainer.steps=1000"),
+    )  # fmt: skip
 
     steps: PositiveCount
     """Number of optimizer steps of the whole run."""
@@ -699,9 +650,8 @@ class CheckpointSection(Section):
     """Saving and resuming. Checkpoints are Hugging Face model folders in ``run.dir/checkpoints``."""
 
     aliases: ClassVar[Mapping[str, str]] = {
-        "every": "hf:save_steps lightning:every_n_train_steps titan:checkpoint.interval save_every save_interval "
-        "checkpoint_every save_freq checkpoint_interval",
-        "keep": "hf:save_total_limit lightning:save_top_k titan:checkpoint.keep_latest_k keep_latest_k max_checkpoints",
+        "every": "hf:save_steps lightning:every_n_train_steps titan:checkpoint.interval save_every save_interval",
+        "keep": "hf:save_total_limit lightning:save_top_k titan:checkpoint.keep_latest_k keep_latest_k",
         "mode": "titan:checkpoint.async_mode",
         "resume": "hf:resume_from_checkpoint lightning:ckpt_path titan:checkpoint.initial_load_path nanogpt:init_from "
         "resume resume_from load_checkpoint auto_resume pretrained initial_load_path",
@@ -735,16 +685,13 @@ class ProfileSection(Section):
 
     aliases: ClassVar[Mapping[str, str]] = {
         "steps": "profile_steps profiling_steps profiler_steps",
-        "memory": "titan:profiling.enable_memory_snapshot memory_snapshot enable_memory_snapshot "
-        "record_memory_history profile_memory",
+        "memory": "titan:profiling.enable_memory_snapshot memory_snapshot enable_memory_snapshot",
     }
     advice: ClassVar[Sequence[tuple[str, str]]] = (
-        (
-            "lightning:profiler titan:profiling.enable_profiling titan:profiling.profile_freq enable_profiling "
-            "use_profiler use_pytorch_profiler profile_step_start profile_step_end profile_freq",
-            "a profile covers a range of steps, the first and the last; use 'profile.steps=[10,13]'",
-        ),
-    )
+        ("lightning:profiler titan:profiling.enable_profiling titan:profiling.profile_freq enable_profiling "
+         "use_profiler use_pytorch_profiler profile_step_start profile_step_end profile_freq",
+         "a profile covers a range of steps, the first and the last; use 'profile.steps=[10,13]'"),
+    )  # fmt: skip
 
     steps: tuple[Count, Count] | None = None
     """First and last step to profile, inclusive; null: none. Traces and a table of operators go to
@@ -786,26 +733,19 @@ class LaunchSection(Section):
         "device=auto": "gpu",
         "device=cuda": "cuda nvidia",
         "start_timeout_seconds": "titan:comm.init_timeout_seconds",
-        "step_timeout_seconds": "hf:ddp_timeout titan:comm.train_timeout_seconds comm_timeout nccl_timeout "
-        "train_timeout_seconds hang_timeout",
+        "step_timeout_seconds": "hf:ddp_timeout titan:comm.train_timeout_seconds comm_timeout nccl_timeout",
     }
     advice: ClassVar[Sequence[tuple[str, str]]] = (
-        (
-            "lightning:devices num_gpus n_gpus gpus ngpus nproc nproc_per_node num_processes num_procs world_size "
-            "n_procs",
-            "the number of processes is launch=local launch.processes={value} (starts them here), or torchrun's: "
-            "torchrun --nproc_per_node={value} train.py ...",
-        ),
-        (
-            "lightning:num_nodes nnodes n_nodes",
-            "the number of nodes is launch=slurm launch.nodes={value} (submits a job), or torchrun's: torchrun "
-            "--nnodes={value} train.py ...",
-        ),
-        (
-            "local_rank rank node_rank master_addr master_port",
-            "torchrun gives each process its rank; start with: torchrun --nproc_per_node=2 train.py ...",
-        ),
-    )
+        ("lightning:devices num_gpus n_gpus gpus ngpus nproc nproc_per_node num_processes num_procs world_size "
+         "n_procs",
+         "the number of processes is launch=local launch.processes={value} (starts them here), or torchrun's: "
+         "torchrun --nproc_per_node={value} train.py ..."),
+        ("lightning:num_nodes nnodes n_nodes",
+         "the number of nodes is launch=slurm launch.nodes={value} (submits a job), or torchrun's: torchrun "
+         "--nnodes={value} train.py ..."),
+        ("local_rank rank node_rank master_addr master_port",
+         "torchrun gives each process its rank; start with: torchrun --nproc_per_node=2 train.py ..."),
+    )  # fmt: skip
 
     name: Literal["torchrun", "local", "slurm"] = "torchrun"
     """``torchrun`` (you start the processes), ``local`` (this command does, here) or ``slurm`` (it submits a job)."""
@@ -836,8 +776,7 @@ class TrackSection(Section):
     """Trackers: each has a process that follows ``metrics.jsonl``. None can stop training or change its numbers."""
 
     aliases: ClassVar[Mapping[str, str]] = {
-        "wandb=online": "titan:metrics.enable_wandb nanogpt:wandb_log wandb use_wandb enable_wandb log_to_wandb true "
-        "on yes",
+        "wandb=online": "titan:metrics.enable_wandb nanogpt:wandb_log wandb use_wandb enable_wandb log_to_wandb true",
         "wandb=off": "false no none null disabled",
         "wandb": "wandb_mode",
         "tensorboard=true": "titan:metrics.enable_tensorboard tensorboard use_tensorboard",
@@ -972,22 +911,19 @@ class RunConfig(Section):
         "data=hf": "huggingface hub datasets",
         "data=tokens": "bin pretokenized",
         "data=fineweb_edu": "fineweb fineweb-edu",
-        "parallel": "lightning:strategy hf:parallelism_config distributed_strategy accelerator_strategy parallelism "
-        "distributed",
+        "parallel": "lightning:strategy hf:parallelism_config distributed_strategy accelerator_strategy parallelism",
         "parallel=fsdp parallel.reshard_after_forward=false": "zero2",
         "parallel=fsdp": "hf:fsdp hf:deepspeed fsdp2 zero3 full_shard fully_shard deepspeed",
         "parallel=hsdp": "hsdp hybrid_shard",
         "parallel=ddp": "ddp dp",
         "parallel=single": "none",
-        "precision": "lightning:precision nanogpt:dtype titan:training.mixed_precision_param dtype mixed_precision "
-        "amp amp_dtype torch_dtype precision_type param_dtype",
+        "precision": "lightning:precision nanogpt:dtype titan:training.mixed_precision_param dtype mixed_precision",
         "precision=bf16": "hf:bf16 lightning:bf16-mixed bfloat16 bf16-true true",
         "precision=fp16": "hf:fp16 lightning:16-mixed float16 16 half",
         "precision=fp32": "hf:tf32 lightning:32-true fp32 float32 float full 32 no",
         "optim": "hf:optim titan:optimizer.name optimizer optimizer_name opt",
         "optim=adamw": "hf:adamw_torch adamw_torch_fused",
-        "schedule": "hf:lr_scheduler_type titan:lr_scheduler.decay_type nanogpt:decay_lr scheduler lr_scheduler "
-        "lr_schedule lr_decay_style",
+        "schedule": "hf:lr_scheduler_type titan:lr_scheduler.decay_type nanogpt:decay_lr scheduler lr_scheduler",
         "schedule=cosine": "cosine_with_warmup",
         "schedule=wsd": "warmup_stable_decay",
         "schedule=constant": "constant_with_warmup",
@@ -996,25 +932,17 @@ class RunConfig(Section):
         "launch": "launcher",
     }
     advice: ClassVar[Sequence[tuple[str, str]]] = (
-        (
-            "hf:torch_compile titan:compile.enable nanogpt:compile use_compile",
-            "compiling the model is not in this version yet; leave it out",
-        ),
-        (
-            "hf:gradient_checkpointing titan:activation_checkpoint.mode activation_checkpointing "
-            "use_gradient_checkpointing",
-            "activation checkpointing is not in this version yet; leave it out",
-        ),
-        (
-            "multirun sweep hydra/sweeper",
-            "a sweep is -m and several values for a key; write python train.py -m optim.lr=1e-3,3e-3",
-        ),
-        (
-            "n_trials num_trials max_trials search.trials",
-            "trials belong to a search: python train.py -m search.trials=20 'optim.lr=tag(log, interval(1e-5, 1e-2))'",
-        ),
+        ("hf:torch_compile titan:compile.enable nanogpt:compile use_compile",
+         "compiling the model is not in this version yet; leave it out"),
+        ("hf:gradient_checkpointing titan:activation_checkpoint.mode activation_checkpointing "
+         "use_gradient_checkpointing",
+         "activation checkpointing is not in this version yet; leave it out"),
+        ("multirun sweep hydra/sweeper",
+         "a sweep is -m and several values for a key; write python train.py -m optim.lr=1e-3,3e-3"),
+        ("n_trials num_trials max_trials search.trials",
+         "trials belong to a search: python train.py -m search.trials=20 'optim.lr=tag(log, interval(1e-5, 1e-2))'"),
         ("hydra", "the run folder is run.dir, and Hydra makes none of its own; use run.dir=runs/first-try"),
-    )
+    )  # fmt: skip
 
     recipe: str
     """Name of the recipe that chose the rest."""

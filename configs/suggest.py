@@ -1,7 +1,6 @@
 """From what was typed to what was meant: nearest names, and names that other frameworks use.
 
-The names live beside the fields they stand for, in ``Section.aliases`` and ``Section.advice``. ``python -m
-serried.configs.suggest`` prints them as the tables of docs/coming-from.md.
+The names live beside the fields they stand for, in ``Section.aliases`` and ``Section.advice``.
 """
 
 import functools
@@ -21,7 +20,6 @@ from serried.configs.near import nearest
 from serried.configs.run_config import registered_sections
 from serried.configs.schema import Section, TextRunConfig, parse_count
 
-FRAMEWORKS = {"hf": "HF Trainer", "titan": "torchtitan", "lightning": "Lightning", "nanogpt": "nanoGPT"}
 _A_SLIP = 0.85
 """Likeness of a key and the same key with one wrong letter, or more."""
 _NO_VALUE: Mapping[str, Any] = {}
@@ -308,29 +306,3 @@ def unknown_choice(group: str, choice: str, choices: Sequence[str], source: str 
     near = nearest_choice(group, choice, choices)[:1]
     hint = f" Did you mean {pasteable(group, near[0])}?" if near else ""
     return f"no {group} {choice!r}{where}.{hint} {plural}: {', '.join(choices)}"
-
-
-def coming_from() -> str:
-    """Other frameworks' names for each key, as the Markdown tables of docs/coming-from.md."""
-    rows = {True: [], False: []}  # type: dict[bool, list[list[str]]]
-    for target, row in names_of().by_framework:
-        is_key = "=" not in target and " " not in target
-        cells = [", ".join(f"`{name}`" for name in row.get(tag, [])) for tag in [*FRAMEWORKS, ""]]
-        meaning = target if " " in target and "=" not in target.partition(" ")[0] else f"`{target}`"
-        if not is_key:
-            cells = [", ".join(filter(None, cells))]
-        elif not any(cells[:-1]):
-            continue
-        rows[is_key].append([re.sub(r"\{\w+\}", "N", meaning), *cells])
-    return "\n".join(
-        [*_table(["Here", *FRAMEWORKS.values(), "Also"], rows[True]), "", *_table(["Here", "Elsewhere"], rows[False])]
-    )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
-
-
-if __name__ == "__main__":
-    print(coming_from())

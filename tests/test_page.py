@@ -18,6 +18,7 @@ import yaml
 
 import serried.trainer.run
 from serried.cli import main
+from serried.launch.summary import Outcome, write_summary
 from serried.records.page import write_report
 from serried.records.page.page import render
 from serried.records.page.records import Curve, read_records
@@ -617,6 +618,15 @@ def test_mistakes_are_one_line(
     assert printed.startswith("error: ")
     assert len(printed.splitlines()) == 1
     assert expected in printed
+
+
+def test_the_folder_of_the_sweep_among_its_runs_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / f"sweep-{name}", 4) for name in "ab"]
+    write_summary(tmp_path / "sweep-lr", ["optim.lr"], [Outcome(runs[0], {"optim.lr": "0.1"}, "finished")])
+    given = sorted(str(path) for path in tmp_path.glob("sweep-*"))
+    assert len(given) == 3
+    assert main(["report", *given, f"out={tmp_path / 'x.html'}"]) == 0
+    assert "2 runs compared" in capsys.readouterr().out
 
 
 @pytest.mark.page

@@ -9,9 +9,10 @@ import pytest
 from serried.configs.compose import FOLDER, compose
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of
+from serried.configs.key_tables import coming_from
 from serried.configs.keys import all_keys
 from serried.configs.schema import Section, TextRunConfig
-from serried.configs.suggest import coming_from, meant, names_of, unknown_choice, unknown_key
+from serried.configs.suggest import meant, names_of, unknown_choice, unknown_key
 
 GROUPS = choices_of()
 NAMES = names_of()
@@ -144,5 +145,9 @@ def test_no_name_from_another_framework_is_a_key_of_ours() -> None:
 
 def test_the_page_for_newcomers_is_what_the_command_prints() -> None:
     page = (FOLDER.parent / "docs" / "coming-from.md").read_text(encoding="utf-8")
-    committed = page.partition("<!-- python -m serried.configs.suggest -->\n")[2].partition("\n<!-- end -->")[0]
-    assert committed == coming_from(), "put the output of `python -m serried.configs.suggest` into docs/coming-from.md"
+    committed = page.partition("<!-- python -m serried.configs.key_tables coming-from -->\n")[2].partition(
+        "\n<!-- end -->"
+    )[0]
+    assert committed == coming_from(), (
+        "put the output of `python -m serried.configs.key_tables coming-from` into docs/coming-from.md"
+    )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import yaml
 from hydra import compose as hydra_compose
@@ -29,6 +29,7 @@ from omegaconf.errors import (
 )
 from pydantic import ValidationError
 
+from serried.configs.declaration import declared
 from serried.configs.errors import UserError
 from serried.configs.explain import Layer, Origins, explain, shown, unfit, value_at
 from serried.configs.help import choices_of, files_of, help_text
@@ -59,6 +60,8 @@ _COMMAND_LINE = "command line"
 def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
     """Split the flags ``--help``, ``--cfg job`` and ``-m`` from the overrides; the first in this order wins.
 
+    ``--config-dir FOLDER`` stays among them as one word, for ``config_dirs``.
+
     Other flags stay among the overrides, where ``compose`` refuses them together with every other mistake.
     """
     action: Action = "train"
@@ -68,6 +71,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
         word = words.pop(0)
         if word in ("--help", "-h"):
             return "help", []
+        if word == "--config-dir" and words:
+            word = f"{word}={words.pop(0)}"
         if word in ("--cfg", "-c") and words[:1] == ["job"]:
             word = f"{word}={words.pop(0)}"
         if word in ("--cfg=job", "-c=job"):
@@ -77,6 +82,23 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
         else:
             overrides.append(word)
     return action, overrides
+
+
+def config_dirs(argv: Sequence[str]) -> tuple[list[str], tuple[Path, ...]]:
+    """Split ``--config-dir=FOLDER`` from overrides.
+
+    Raises:
+        UserError: there is no such folder, or a file in it has the name of a shipped one, which would win.
+    """
+    flag = "--config-dir="
+    folders = tuple(Path(word.removeprefix(flag)).expanduser().absolute() for word in argv if word.startswith(flag))
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"--config-dir {folder} is no folder; give the one that holds recipe/, model/, data/, ...")
+        hidden = [path for path in folder.glob("*/*.yaml") if (FOLDER / path.relative_to(folder)).exists()]
+        if hidden:
+            raise UserError(f"{hidden[0]} has the name of a shipped choice, which would be used instead; rename it")
+    return [word for word in argv if not word.startswith(flag)], folders
 
 
 def compose(argv: Sequence[str], folder: Path = FOLDER, told: Sequence[str] = ()) -> TextRunConfig:
@@ -89,7 +111,8 @@ def compose(argv: Sequence[str], folder: Path = FOLDER, told: Sequence[str] = ()
     """
     groups = choices_of(folder)
     command = _Command(groups)
-    command.read(argv)
+    given = {word.partition("=")[0].lstrip("+") for word in argv}
+    command.read([*(word for word in declared().defaults if word.partition("=")[0] not in given), *argv])
     mistakes, plain = [*told], {}
     try:
         plain = _composed(folder, command)
@@ -101,7 +124,7 @@ def compose(argv: Sequence[str], folder: Path = FOLDER, told: Sequence[str] = ()
         # Once overrides were refused, the rest may contradict itself for that reason alone.
         mistakes += explain(error, plain, _origins(folder, command), groups, alone=bool(mistakes))
     _refuse(mistakes)
-    return checked
+    return cast(TextRunConfig, checked)  # of a user's task: a RunConfig, which has no model and no data
 
 
 _SOURCE = (*SourceSection.model_fields, "sources", "weigh_by", "token_dtype", "validation_split", "streaming")
@@ -136,7 +159,7 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...], fold
             composed = _composed(folder, _Command(groups, dict(command.typed), [*known, *command.overrides]))
             for key in command.typed:
                 _take_over(key, composed, plain)
-        return check(plain)
+        return cast(TextRunConfig, check(plain))
     except ValidationError as error:
         _refuse(explain(error, plain, origins, groups, alone=False))
         raise
@@ -203,10 +226,10 @@ def _composed(folder: Path, command: "_Command") -> dict[str, Any]:
     """
     try:
         with initialize_config_dir(str(folder), version_base=None):
-            config = hydra_compose("train", _for_hydra(command.overrides, folder), return_hydra_config=True)
+            config = hydra_compose(declared().root, _for_hydra(command.overrides, folder), return_hydra_config=True)
         with open_dict(config):
             choices = config.pop("hydra").runtime.choices
-            config.recipe = choices.recipe
+            config.recipe = choices.recipe or declared().name
             for group, registry in CHOSEN.items():  # a choice without a YAML file, or whose file leaves the name out
                 name = command.typed.get(group, choices.get(group))
                 config[group] = {registry.key: name, **(config.get(group) or {})}
@@ -217,7 +240,8 @@ def _composed(folder: Path, command: "_Command") -> dict[str, Any]:
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_not_composed(error, folder, command.groups)) from None
     try:
-        return _without_missing(OmegaConf.to_container(config, resolve=True))
+        plain = _without_missing(OmegaConf.to_container(config, resolve=True))
+        return {**plain, "task": {"name": declared().name, **plain.get("task", {})}} if declared().name else plain
     except OmegaConfBaseException as error:
         key = str(error.full_key).partition("[")[0]
         reason = next((reason for kind, reason in _UNRESOLVED.items() if isinstance(error, kind)), "it has no value")
@@ -229,7 +253,9 @@ def _for_hydra(overrides: Sequence[str], folder: Path) -> list[str]:
     """``overrides`` without choices that have no YAML file: the defaults of their section apply."""
     files = files_of(folder)
     pairs = [override.partition("=") for override in overrides]
-    return [f"{key}={value if key not in CHOSEN or value in files.get(key, ()) else '[]'}" for key, _, value in pairs]
+    words = [f"{key}={value if key not in CHOSEN or value in files.get(key, ()) else '[]'}" for key, _, value in pairs]
+    folders = [f"file://{folder}" for folder in declared().config_dirs]
+    return [*words, *([f"hydra.searchpath=[{','.join(folders)}]"] if folders else [])]
 
 
 def _origins(folder: Path, command: "_Command") -> Origins:
@@ -237,8 +263,9 @@ def _origins(folder: Path, command: "_Command") -> Origins:
     with initialize_config_dir(str(folder), version_base=None):
         loader = GlobalHydra.instance().config_loader()
         overrides = _for_hydra(command.overrides, folder)
-        defaults = loader.compute_defaults_list("train", overrides, RunMode.RUN).defaults
-    files = [(folder / f"{default.config_path}.yaml", default.package or "") for default in defaults]
+        defaults = loader.compute_defaults_list(declared().root, overrides, RunMode.RUN).defaults
+    folders = [folder, *declared().config_dirs]
+    files = [(each / f"{default.config_path}.yaml", default.package or "") for default in defaults for each in folders]
     # Hydra's own settings are in the list too; their files are elsewhere.
     return Origins(command.typed, [Layer(file, section) for file, section in files if file.exists()], folder.parent)
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from serried.configs.declaration import declared
 from serried.configs.keys import all_keys
 from serried.configs.run_config import CHOSEN
 
@@ -60,37 +61,46 @@ def choices_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
 
 def files_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
     """The groups in ``folder`` and the choices that have a YAML file there."""
-    groups = sorted(
-        (path for path in folder.iterdir() if path.is_dir()), key=lambda path: (path.name != "recipe", path)
-    )
-    choices = {group.name: [file.stem for file in group.glob("*.yaml")] for group in groups}
-    return {group: names for group, names in choices.items() if names}
+    found: dict[str, list[str]] = {"recipe": []}
+    for path in sorted(path for each in _folders(folder) for path in each.glob("*/*.yaml")):
+        found.setdefault(path.parent.name, []).append(path.stem)
+    own = () if declared().sections else ("model", "data")
+    if not declared().sections:  # the shipped recipes are for the built-in tasks
+        found["recipe"] = [path.stem for each in declared().config_dirs for path in each.glob("recipe/*.yaml")]
+    return {group: names for group, names in found.items() if names and group not in own}
 
 
-def help_text(folder: Path = _FOLDER) -> str:
-    """Usage, recipes, groups, common keys and examples."""
-    groups = choices_of(folder)
-    del groups["recipe"]
-    keys = [(path, _first_sentence(all_keys()[path].purpose, _WIDTH - 34)) for path in _COMMON_KEYS]
+def _folders(folder: Path) -> list[Path]:
+    return [folder, *declared().config_dirs]
+
+
+def help_text(program: str = "train.py", folder: Path = _FOLDER) -> str:
+    """Usage of ``program``, its recipes, groups, the common keys with their units, and examples."""
+    groups, known = choices_of(folder), all_keys()
+    has_recipes = bool(groups.pop("recipe", None))
+    own = [path for path in known if path.startswith("task.") and path != "task.name"]
+    keys = [
+        (path, _first_sentence(known[path].purpose, _WIDTH - 34)) for path in (*own, *_COMMON_KEYS) if path in known
+    ]
+    is_built_in = bool(declared().sections)
+    about = "Train a language model" if is_built_in else f"Train {declared().name}"
+    recipes = "recipe=NAME chooses everything below; overrides come on top" + " (default: tiny)" * is_built_in
     return "\n".join(
         [
-            "Train a language model, on one process or many.",
+            f"{about}, on one process or many.",
             "",
-            "usage: python train.py [key=value ...]",
-            "       torchrun --nproc_per_node=N train.py [key=value ...]",
-            "       python train.py [key=value ...] --cfg job      print the config and stop",
+            f"usage: python {program} [key=value ...]",
+            f"       torchrun --nproc_per_node=N {program} [key=value ...]",
+            f"       python {program} [key=value ...] --cfg job      print the config and stop",
+            f"       python {program} --config-dir FOLDER ...        YAML presets of your own: FOLDER/recipe/NAME.yaml",
             "",
-            "recipes: recipe=NAME chooses everything below; overrides come on top (default: tiny)",
-            recipes_text(folder),
-            "",
+            *([f"recipes: {recipes}", recipes_text(folder), ""] if has_recipes else []),
             "groups: each chooses a set of keys",
             *_table([(group, " | ".join(choices)) for group, choices in groups.items()]),
             "",
             "common keys; counts may be written 1e3, 10k, 2M (all keys: --cfg job, explained in configs/schema.py)",
             *_table(keys),
-            "",
-            "examples",
-            *_table(_EXAMPLES),
+            *(["", "examples", *_table(_EXAMPLES)] if is_built_in else []),
         ]
     )
 
@@ -98,7 +108,12 @@ def help_text(folder: Path = _FOLDER) -> str:
 def recipes_text(folder: Path = _FOLDER) -> str:
     """Recipes with their first comment."""
     names = choices_of(folder)["recipe"]
-    return "\n".join(_table([(name, _first_comment(folder / "recipe" / f"{name}.yaml")) for name in names]))
+    return "\n".join(_table([(name, _first_comment(_recipe_file(folder, name))) for name in names]))
+
+
+def _recipe_file(folder: Path, name: str) -> Path:
+    files = [each / "recipe" / f"{name}.yaml" for each in _folders(folder)]
+    return next(file for file in files if file.exists())
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> list[str]:

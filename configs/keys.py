@@ -9,8 +9,8 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serried.configs.run_config import CHOSEN, registered_sections
-from serried.configs.schema import NAME_PATTERN, RunConfig, Section, TextRunConfig
+from serried.configs.run_config import CHOSEN, base_schema, registered_sections
+from serried.configs.schema import NAME_PATTERN, RunConfig, Section
 
 _EXAMPLES = {  # keys for which a value made up from the type alone would mislead
     "trainer.steps": "1000, 10k, 2M",
@@ -158,7 +158,7 @@ def all_keys(schema: type[RunConfig] | None = None) -> Keys:
     of all optimizers, schedules, ... that are registered."""
     if schema is not None:
         return _keys_of_class(schema)
-    return _keys_of_any(registered_sections())
+    return _keys_of_any(base_schema(), registered_sections())
 
 
 def readers(path: str) -> list[str]:
@@ -169,15 +169,15 @@ def readers(path: str) -> list[str]:
 
 
 @functools.cache
-def _keys_of_any(sections: tuple[tuple[str, type[Section]], ...]) -> Keys:
+def _keys_of_any(schema: type[RunConfig], sections: tuple[tuple[str, type[Section]], ...]) -> Keys:
     keys = Keys()
-    for path, key in _keys_of_class(TextRunConfig).items():
+    for path, key in _keys_of_class(schema).items():
         group = path.partition(".")[0]
         for own, section in sections:
             if own == group:
                 keys |= {path: key for path, key in _keys_of_section(group, section).items() if path not in keys}
         keys.setdefault(path, key)
-    keys.named = _keys_of_class(TextRunConfig).named
+    keys.named = _keys_of_class(schema).named
     for group, section in sections:
         keys.named = _keys_of_section(group, section).named | keys.named
     return keys

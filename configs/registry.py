@@ -129,6 +129,7 @@ schedules = Registry(
 )
 models = Registry("model family", "model", "serried.models")
 tasks = Registry("task", "task", "serried.tasks")
+tasks.register("causal_lm", Section, lambda: import_module("serried.recipes.causal_lm").CausalLM)
 data_sources = Registry("data source", "data", "serried.data")
 
 

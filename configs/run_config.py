@@ -6,8 +6,9 @@ from typing import Any, TypeVar
 
 from pydantic import create_model
 
+from serried.configs.declaration import Declaration, declared
 from serried.configs.registry import Registry, optimizers, schedules
-from serried.configs.schema import RunConfig, Section, TextRunConfig
+from serried.configs.schema import RunConfig, Section, TaskSection, TextRunConfig
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -27,14 +28,33 @@ def run_config_class(plain: Mapping[str, Any], schema: type[Config]) -> type[Con
     )
 
 
-def check(plain: Mapping[str, Any]) -> TextRunConfig:
-    """Turn a resolved config, as nested dicts, into a ``RunConfig``.
+def base_schema() -> type[RunConfig]:
+    """Return the ``RunConfig`` of the declared task, before any name in it is looked up."""
+    return _of_task(declared())
+
+
+@functools.cache
+def _base_of(section: type[Section], name: str, is_text: bool) -> type[RunConfig]:
+    base: type[RunConfig] = TextRunConfig if is_text else RunConfig
+    if section is Section and not name:
+        return base
+    doc = section.__doc__
+    task = create_model(section.__name__, __base__=(section, TaskSection), __doc__=doc, name=(str, name))
+    return create_model(base.__name__, __base__=base, __module__=base.__module__, task=(task, ...))
+
+
+def _of_task(declaration: Declaration) -> type[RunConfig]:
+    return _base_of(declaration.section, declaration.name, bool(declaration.sections))
+
+
+def check(plain: Mapping[str, Any]) -> RunConfig:
+    """Turn a resolved config, as nested dicts, into the ``RunConfig`` of the declared task.
 
     Raises:
         UserError: it names something that is not registered.
         ValidationError: it does not fit.
     """
-    return run_config_class(plain, TextRunConfig).model_validate(plain)
+    return run_config_class(plain, base_schema()).model_validate(plain)
 
 
 def registered_sections() -> tuple[tuple[str, type[Section]], ...]:

@@ -603,6 +603,8 @@ class TrainerSection(Section):
     """Steps between evaluations on the validation data; 0: none. Otherwise the last step is evaluated too."""
     eval_batches: PositiveCount = 8
     """Number of validation batches of ``global_batch`` sequences per evaluation; fewer if the data has fewer."""
+    patience: CountOrZero = 0
+    """Finish after this many evaluations in a row without a better ``checkpoint.best_metric``; 0: never."""
     stop_at: PositiveCount | None = None
     """Save and stop after this step, to resume later; the schedule still assumes ``steps``."""
     max_minutes: Annotated[Number, Field(gt=0)] | None = None
@@ -664,7 +666,11 @@ class CheckpointSection(Section):
     keep_every: CountOrZero = 0
     """Checkpoints whose step is a multiple of this are kept permanently; 0: none."""
     keep_best: bool = False
-    """Also keep the checkpoint with the lowest validation loss; only steps that are evaluated and saved count."""
+    """Also keep the checkpoint with the best ``best_metric``; only steps that are evaluated and saved count."""
+    best_metric: str = Field(default="loss", min_length=1)
+    """What ``keep_best`` and ``trainer.patience`` compare on the validation set: ``loss`` or a metric of the task."""
+    best_mode: Literal["min", "max"] = "min"
+    """``min`` if a lower ``best_metric`` is better, ``max`` if a higher one is."""
     mode: Literal["async", "sync"] = "async"
     """``async``: training continues while a checkpoint is written. ``sync``: it waits; no copy on a CPU."""
     resume: str = Field(default="auto", min_length=1)
@@ -968,6 +974,11 @@ class RunConfig(Section):
             raise ValueError(
                 "checkpoint.keep_best=true but trainer.eval_every=0 evaluates nothing; "
                 f"use trainer.eval_every={self.checkpoint.every or self.trainer.steps}"
+            )
+        if self.trainer.patience and not self.trainer.eval_every:
+            raise ValueError(
+                f"trainer.patience={self.trainer.patience} but trainer.eval_every=0 evaluates nothing; "
+                f"use trainer.eval_every={max(1, (self.trainer.steps or 100) // 10)}"
             )
         if self.profile.steps is not None and self.profile.steps[1] > (end := self.trainer.last_step):
             first, last = self.profile.steps

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from serried.configs.errors import UserError
 from serried.parallel.data import GradientSync
 from serried.parallel.gradient import global_sum_of_squares
 from serried.parallel.held import HeldTensor, held_parameters, local
@@ -26,6 +27,8 @@ class Totals(NamedTuple):
     loss_sum: Tensor
     weight: Tensor
     votes: Tensor
+    metrics: Tensor
+    """Sum and weight of each named metric, [2 x metrics]; ``DistributedModel.metric_names`` has the names."""
     by_source: Tensor
     """Valid targets of each source of a mixture, [sources]; empty: there is one source."""
 
@@ -79,6 +82,8 @@ class DistributedModel:
         """``.grad`` times this is the sum over ranks."""
         self._sync, self._buffer_names, self._autocast_dtype = sync, buffers, autocast_dtype
         self._runner = Direct(sync, phases, self.autocast)
+        self.metric_names: tuple[str, ...] | None = None
+        """Names of the metrics that the loss returns in training; None before the first step."""
 
     @property
     def buffers(self) -> list[HeldTensor]:
@@ -121,6 +126,7 @@ class DistributedModel:
 
         def ended(index: int, terms: LossTerms) -> Tensor:
             nonlocal totals, travelling
+            self.metric_names = same_names(self.metric_names, terms)
             mine, is_last = terms.totals(), index == len(batches) - 1
             if index == 0:  # the vote comes last
                 totals = mine.new_zeros(len(mine) + 1)
@@ -135,19 +141,25 @@ class DistributedModel:
         self._share_buffers()
         if travelling is not None:
             travelling.wait()
-        return Totals(totals[0], totals[1], totals[-1], totals[2:-1])
+        metrics = 2 + 2 * len(self.metric_names or ())
+        return Totals(totals[0], totals[1], totals[-1], totals[2:metrics], totals[metrics:-1])
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any], loss: LossFunction) -> LossTerms:
         """Totals of ``batches`` over all ranks, no gradients. Every rank must bring the same number of batches."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        totals, names = torch.zeros(2, dtype=torch.float64, device=self.device), None
         with _evaluating(self.module):
             for terms in self._runner.predict(batches, loss):
-                totals += torch.stack((terms.loss_sum.double(), terms.weight.double()))
+                is_first, names = names is None, same_names(names, terms)
+                mine = terms.totals()[: 2 + 2 * len(names)]
+                totals = mine if is_first else totals + mine
         if dist.is_initialized():
             dist.all_reduce(totals)
         self.reshard()
-        return LossTerms(totals[0], totals[1])
+        pairs = totals[2:].view(-1, 2).unbind()
+        return LossTerms(
+            totals[0], totals[1], {name: (pair[0], pair[1]) for name, pair in zip(names or (), pairs, strict=True)}
+        )
 
     def sum_squares(self) -> Tensor:
         """Sum of squares of the whole reduced gradient (``.grad``), fp64 scalar, equal bits on all ranks."""
@@ -169,6 +181,21 @@ class DistributedModel:
         if self._buffer_names and dist.is_initialized():
             for each in self.buffers:
                 dist.broadcast(each.tensor, 0)
+
+
+def same_names(names: tuple[str, ...] | None, terms: LossTerms) -> tuple[str, ...]:
+    """Return the names of the metrics in ``terms``, which must be ``names`` unless that is None.
+
+    Raises:
+        UserError: they differ, so that sums of different things would be added.
+    """
+    found = tuple(terms.metrics)
+    if names is not None and found != names:
+        raise UserError(
+            f"loss() returned the metrics {', '.join(found) or '(none)'} for one batch and "
+            f"{', '.join(names) or '(none)'} for another; return the same names from every batch, with (0, 0) for none"
+        )
+    return found
 
 
 def _whole(name: str, tensor: Tensor) -> HeldTensor:

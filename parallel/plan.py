@@ -1,26 +1,43 @@
-"""What a recipe says to the library: how its model may be cut, and what its loss came to. No ranks, no devices."""
+"""What a task tells the library: the sums of its loss, and how its model may be sharded. No ranks, no devices."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+Number = Tensor | float
+
 
 class LossTerms(NamedTuple):
-    """An un-normalised loss of this rank's part of a batch."""
+    """Sums over this rank's part of a batch, not means: the library divides once, by the weight of the global batch."""
 
     loss_sum: Tensor
-    """Summed over valid targets, scalar."""
-    weight: Tensor
-    """Number of valid targets, scalar."""
+    """Loss summed over valid targets, scalar."""
+    weight: Number
+    """Number of valid targets."""
+    metrics: Mapping[str, tuple[Number, Number]] = MappingProxyType({})
+    """Named metrics as (sum, weight). Reduced over micro-batches and ranks like the loss, then divided and logged.
+
+    Every batch must give the same names in the same order.
+    """
     by_source: Tensor | None = None
     """Valid targets of each source of a mixture, [sources]; None: there is one source. Either on all ranks or none."""
 
+    def zeroed(self) -> "LossTerms":
+        """Return the same names with all sums 0, for a batch that only keeps ranks in step."""
+        zero = torch.zeros_like(self.loss_sum)
+        by_source = None if self.by_source is None else torch.zeros_like(self.by_source)
+        return LossTerms(zero, zero, dict.fromkeys(self.metrics, (zero, zero)), by_source)
+
     def totals(self) -> Tensor:
-        """All of it, detached: fp64 [2 + sources]."""
-        pair = torch.stack((self.loss_sum.detach().double(), self.weight.double()))
-        return pair if self.by_source is None else torch.cat((pair, self.by_source.double()))
+        """Return all sums, detached, fp64: loss and weight, sum and weight of each metric, weight of each source."""
+        device = self.loss_sum.device
+        numbers = [self.loss_sum, self.weight, *(number for metric in self.metrics.values() for number in metric)]
+        sums = torch.stack([torch.as_tensor(number, device=device).detach().double() for number in numbers])
+        return sums if self.by_source is None else torch.cat((sums, self.by_source.double()))
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ class CausalLM(TextTask):
         loss_sum = model(batch.tokens, batch.targets, batch.positions)
         training = self._datasets.get("train")
         by_source = training.targets_by_source(batch) if isinstance(training, MixtureDataset) else None
-        return LossTerms(loss_sum, (batch.targets != IGNORE).sum(), by_source)
+        return LossTerms(loss_sum, (batch.targets != IGNORE).sum(), by_source=by_source)
 
     def flops_per_sample(self, parameters: int) -> float:
         length = self._data.sequence_length

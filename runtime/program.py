@@ -7,6 +7,7 @@ from pathlib import Path
 from serried.configs.errors import UserError
 
 _training_command: tuple[str, ...] = ("-m", "serried.program")
+_flags: tuple[str, ...] = ()
 
 
 def check_surroundings(words: Sequence[str]) -> None:
@@ -24,7 +25,10 @@ def check_surroundings(words: Sequence[str]) -> None:
 
 
 def remember_script() -> None:
-    """Record that ``__main__`` is a script that trains: ``train.py``, or a user's that ends in ``serried.main``."""
+    """Record that ``__main__`` is a script that trains: ``train.py``, or a user's that ends in ``serried.main``.
+
+    The processes that this one starts are to run it too.
+    """
     global _training_command
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
@@ -32,6 +36,17 @@ def remember_script() -> None:
         _training_command = (str(Path(file).resolve()),)
 
 
+def remember_flags(flags: Sequence[str]) -> None:
+    """Record flags that the processes started from this one need too."""
+    global _flags
+    _flags = tuple(flags)
+
+
 def training_command() -> tuple[str, ...]:
     """Return what follows the interpreter on a command line that trains; overrides come after it."""
-    return _training_command
+    return (*_training_command, *_flags)
+
+
+def typed_command() -> str:
+    """Return how the user starts this program: ``train.py``, or the name of their script."""
+    return Path(_training_command[0]).name if len(_training_command) == 1 else "train.py"

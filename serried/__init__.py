@@ -3,16 +3,29 @@
 from importlib import import_module
 from typing import Any
 
-_PUBLIC = {
+_HOMES = {
+    "Task": "serried.trainer.task",
+    "TextTask": "serried.trainer.task",
+    "Event": "serried.trainer.task",
+    "LossTerms": "serried.parallel.plan",
+    "ParallelPlan": "serried.parallel.plan",
     "Section": "serried.configs.schema",
+    "main": "serried.api",
+    "fit": "serried.api",
+    "Result": "serried.api",
+    "load_model": "serried.api",
     "register_model": "serried.configs.registry",
     "register_optimizer": "serried.configs.registry",
 }
-__all__ = list(_PUBLIC)
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: ``import serried`` itself imports nothing, torch least of all."""
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'serried' has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    """Import a public name when it is first used: ``import serried`` alone does not import torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'serried' has no attribute {name!r}; it has {', '.join(_HOMES)}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(_HOMES)

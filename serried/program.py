@@ -1,28 +1,44 @@
 """Train a recipe: ``python train.py --help``, ``torchrun --nproc_per_node=8 train.py recipe=llama8b``."""
 
 import sys
+from typing import TYPE_CHECKING
 
 import serried.runtime.early  # noqa: F401 -- first: from here on a signal ends this program in one line
-from serried.configs.compose import compose, config_yaml, help_text, parse_arguments
+from serried.configs.compose import Action, compose, config_dirs, config_yaml, help_text, parse_arguments
+from serried.configs.declaration import BUILT_IN, Declaration, declared, declaring
 from serried.configs.errors import UserError
+from serried.configs.registry import tasks
 from serried.configs.schema import RunConfig
 from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.records.page import write_report
 from serried.runtime.ending import leave, note_repeated, report_mistake
-from serried.runtime.program import check_surroundings, remember_script
+from serried.runtime.program import check_surroundings, remember_flags, remember_script, typed_command
 from serried.runtime.ranks import planned_processes, say
 from serried.runtime.session import Session, run_in_session
 
+if TYPE_CHECKING:
+    from serried.trainer.task import Task
 
-def main(arguments: list[str]) -> int:
-    """Do what the command line says and return the exit code. Mistakes and failures are printed here, not raised."""
+
+def main(arguments: list[str], declaration: Declaration = BUILT_IN) -> int:
+    """Train the declared task as the command line says, and return the exit code. Mistakes are printed, not raised."""
     try:
         check_surroundings(arguments)
-        action, overrides = parse_arguments(arguments)
+        action, words = parse_arguments(arguments)
+        overrides, folders = config_dirs(words)
+    except UserError as error:
+        return report_mistake(error)
+    remember_flags([f"--config-dir={folder}" for folder in folders])
+    with declaring(declaration._replace(config_dirs=folders)):
+        return _do(action, overrides)
+
+
+def _do(action: Action, overrides: list[str]) -> int:
+    try:
         note_repeated(overrides)
         if action == "help":
-            return say(help_text())
+            return say(help_text(typed_command()))
         sweep = planned_sweep(overrides) if action == "sweep" else None
         configs = [point.config for point in sweep.points] if sweep else [compose(overrides)]
         config, (plan, *_) = configs[0], [_plan(config) for config in configs]
@@ -40,19 +56,24 @@ def _plan(config: RunConfig) -> tuple[Layout, int]:
 
 
 def _overview(config: RunConfig, layout: Layout, accumulation: int) -> str:
-    from serried.recipes.causal_lm import CausalLM
     from serried.trainer.overview import dry_run
 
-    return dry_run(config, CausalLM(config), layout, accumulation)
+    return dry_run(config, _task(config), layout, accumulation)
+
+
+def _task(config: RunConfig) -> "Task":
+    """Return the declared task, or the built-in or installed one that ``config`` names, for the run of ``config``."""
+    task: Task = (declared().task or tasks.get(config.task.name).load())()
+    task.configure(config)
+    return task
 
 
 def _run(config: RunConfig) -> int:
     def work(session: Session) -> int:
-        from serried.recipes.causal_lm import CausalLM
         from serried.trainer.run import train
 
         session.same_everywhere("the config", text := config_yaml(config))
-        return train(config, CausalLM(config), session, text)
+        return train(config, _task(config), session, text)
 
     return run_in_session(config.launch, work)
 

@@ -237,9 +237,9 @@ def changes_by_step(argv: list[str], fault: dict[str, Any]) -> list[str]:
         return [local(tensor).detach().clone() for tensor in tensors]
 
     class Watched(TrainStep):
-        def __call__(self, batches: Any, lr: float, vote: Callable[[], float]) -> Tensor:
+        def __call__(self, *arguments: Any) -> Tensor:
             before = snapshot(self._optimizer)
-            result = super().__call__(batches, lr, vote)
+            result = super().__call__(*arguments)
             after = snapshot(self._optimizer)
             before += [torch.empty(0)] * (len(after) - len(before))  # the first step makes the state
             same = [old.equal(new) for old, new in zip(before, after, strict=True) if new.numel()]

@@ -1,11 +1,13 @@
 """The data of a run: its data sets, and which samples come next."""
 
+import hashlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from serried.configs.errors import UserError
 from serried.configs.schema import DEFAULT_VALIDATION, TRAINING, RunConfig
+from serried.parallel.mesh import Layout
 from serried.runtime.console import Console
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.resume import Start
@@ -74,6 +76,15 @@ class Data:
             first_index=self._sample,
             on_starved=on_starved,
         )
+
+    def micro_batch_seeds(self, step: int, seed: int, count: int, layout: Layout, data_rank: int) -> list[int]:
+        """Return a seed for each of this rank's ``count`` micro-batches of ``step``: of its place in the global batch.
+
+        With equal ``trainer.micro_batch`` they are the same for the same samples, whatever the layout.
+        """
+        places = range(data_rank, count * layout.data_ranks, layout.data_ranks)
+        texts = [f"{seed}/{self.samples(step)}/{place}" for place in places]
+        return [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") for text in texts]
 
     def state(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint of ``step`` keeps. A collective."""

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from serried.configs.errors import EXIT_FINISHED, UserError
 from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig
 from serried.parallel.apply import parallelize
 from serried.parallel.mesh import resolve_layout
 from serried.parallel.model import DistributedModel
+from serried.parallel.plan import LossTerms
 from serried.runtime.console import Console
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, read_manifest
@@ -29,7 +32,16 @@ Batches = Iterable[Any]
 _LARGEST_EXPONENT = 709.0
 
 
-def source_losses(
+class Sums(NamedTuple):
+    """Sums over a data set and all ranks."""
+
+    loss_sum: float
+    weight: float
+    metrics: dict[str, tuple[float, float]]
+    """Sum and weight of each named metric."""
+
+
+def evaluate_by_source(
     parallel: DistributedModel,
     task: Task,
     dataset: Dataset,
@@ -37,12 +49,18 @@ def source_losses(
     samples: int,
     micro_batch: int,
     on_device: Callable[[Batches], Batches],
-) -> Iterator[tuple[str, float, int]]:
-    """Yield loss sum and weight of the first ``samples`` samples (of all, if there are fewer), by source of a mixture,
-    or under the name "" if there is one source. A collective: each rank reads its share.
+) -> Iterator[tuple[str, Sums]]:
+    """Evaluate the first ``samples`` samples (all, if there are fewer), by source of a mixture, or under the name "" if
+    there is one source. A collective: each rank reads its share.
 
-    ``on_device`` is handed the batches, and hands them on where the model is.
+    ``on_device`` is given pairs of a batch and whether it counts, and yields them with the batch on the device.
     """
+
+    def loss(model: nn.Module, pair: tuple[Any, bool]) -> LossTerms:
+        batch, counts = pair
+        terms = task.loss(model, batch)
+        return terms if counts else terms.zeroed()
+
     for source, numbers in evaluation_samples(dataset, samples).items():
         batches = evaluation_batches(
             dataset,
@@ -52,8 +70,10 @@ def source_losses(
             data_ranks=parallel.layout.data_ranks,
             data_rank=parallel.place.data_rank,
         )
-        terms = parallel.evaluate(on_device(batches), task.loss)
-        yield source, terms.loss_sum.item(), int(terms.weight.item())
+        terms = parallel.evaluate(on_device(batches), loss)
+        loss_sum, weight, *metrics = terms.totals().tolist()
+        pairs = zip(metrics[::2], metrics[1::2], strict=True)
+        yield source, Sums(loss_sum, weight, dict(zip(terms.metrics, pairs, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -198,16 +218,16 @@ def _evaluate_on(
         nonlocal done, text_bytes
         for batch in batches:
             console.doing(f"evaluating {name}: {min(done, total):,} of {total:,} sequences", f"evaluating {name}")
-            text_bytes += task.target_bytes(batch) if isinstance(task, TextTask) else 0
+            text_bytes += task.target_bytes(batch[0]) if isinstance(task, TextTask) else 0
             yield to_device(batch, session.device)
             done += micro_batch * parallel.layout.data_ranks
 
     each: list[Evaluated] = []
-    losses = source_losses(parallel, task, dataset, samples=wanted, micro_batch=micro_batch, on_device=on_device)
-    for source, loss_sum, tokens in losses:
+    found = evaluate_by_source(parallel, task, dataset, samples=wanted, micro_batch=micro_batch, on_device=on_device)
+    for source, sums in found:
         of_source = f"{name}/{source}" if source else name
         all_bytes, text_bytes = sum(dict(session.gather((parallel.place.data_rank, text_bytes))).values()), 0
-        each.append(Evaluated(of_source, sizes[source], len(dataset), tokens, all_bytes, loss_sum))
+        each.append(Evaluated(of_source, sizes[source], len(dataset), int(sums.weight), all_bytes, sums.loss_sum))
     if len(each) == 1:
         return each
     tokens, all_bytes = sum(part.tokens for part in each), sum(part.text_bytes for part in each)

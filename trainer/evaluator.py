@@ -1,12 +1,13 @@
 """Evaluations while a model is trained."""
 
+import math
 import time
 from typing import Any
 
 import torch
 
 from serried.trainer.context import Context
-from serried.trainer.evaluation import source_losses
+from serried.trainer.evaluation import evaluate_by_source
 from serried.trainer.metrics import Meter
 from serried.trainer.pulse import EVALUATE
 from serried.trainer.report import Report
@@ -42,7 +43,8 @@ class Evaluator:
             return to_device(batch, session.device)
 
         losses, weights = {}, {}
-        found = source_losses(
+        metrics: dict[str, list[float]] = {}
+        found = evaluate_by_source(
             self._state.parallel,
             self._context.task,
             dataset,
@@ -50,10 +52,13 @@ class Evaluator:
             micro_batch=trainer.micro_batch,
             on_device=lambda batches: self._shutdown.unless_stopped(map(on_device, batches)),
         )
-        for source, loss_sum, weight in found:
+        for source, sums in found:
             if self._shutdown.stops:
                 return
-            losses[source], weights[source] = loss_sum, weight
+            losses[source], weights[source] = sums.loss_sum, sums.weight
+            for metric, (total, weight) in sums.metrics.items():
+                metrics.setdefault(metric, [0.0, 0.0])
+                metrics[metric] = [metrics[metric][0] + total, metrics[metric][1] + weight]
         seconds = time.perf_counter() - started
         self._meter.pause(name, seconds)
         total = sum(weights.values())
@@ -61,4 +66,8 @@ class Evaluator:
             self._report.not_evaluated(step, name)
             return
         by_source = {source: losses[source] / weights[source] for source in losses if source and weights[source]}
-        self._report.evaluated(step, name, sum(losses.values()) / total, total, seconds, by_source)
+        means = {metric: sums / weight if weight else math.nan for metric, (sums, weight) in metrics.items()}
+        means = {"loss": sum(losses.values()) / total, **means}
+        self._report.evaluated(step, name, means, int(total), seconds, by_source)
+        if self._report.progress.early_stop is not None:
+            self._shutdown.end_early(self._report.progress.early_stop)

@@ -196,10 +196,13 @@ def evaluation_batches(
     micro_batch: int,
     data_ranks: int,
     data_rank: int,
-) -> Iterator[Any]:
-    """One rank's batches of an evaluation on ``samples``, numbers [samples]; see ``evaluation_ids``."""
+) -> Iterator[tuple[Any, bool]]:
+    """Yield one rank's batches of an evaluation on samples ``samples`` [samples], and whether each has any of them.
+
+    A batch that has none only keeps the rank in step with the others; see ``evaluation_ids``.
+    """
     for ids in evaluation_ids(samples, micro_batch=micro_batch, data_ranks=data_ranks, data_rank=data_rank):
-        yield read_batch(dataset, collate, ids, "of the evaluation")
+        yield read_batch(dataset, collate, ids, "of the evaluation"), bool((ids >= 0).any())
 
 
 def read_batch(dataset: MapDataset, collate: Collate, ids: Sequence[int] | np.ndarray, where: str = "") -> Any:

@@ -100,7 +100,9 @@ class Loop:
         self.step = step
         self._context.pulse.enter(TRAIN, step)
         on_device = [to_device(batch, self._context.session.device) for batch in batches]
-        result = self._state.step(on_device, self._log_results.learning_rate(step), self._shutdown.vote)
+        parallel, seed = self._state.parallel, self._context.config.trainer.seed
+        seeds = self._data.micro_batch_seeds(step, seed, len(batches), parallel.layout, parallel.place.data_rank)
+        result = self._state.step(on_device, self._log_results.learning_rate(step), self._shutdown.vote, seeds)
         self.steps_done = step
         self._context.pulse.phases.end()
         self._log_results.meter.add(step, result)

@@ -67,12 +67,12 @@ def overview(
             + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping"),
         ),
         ("memory", _memory(config, task, layout, accumulation, model, plan)),
-        ("data", task.describe_data() + (_passes(config, training) if training is not None else "")),
+        ("data", _data(task, training) + (_passes(config, training) if training is not None else "")),
         ("save", _saving(config, layout, parameters)),
         ("run", f"{config.run.dir}, {_beginning(start)}" if start else str(config.run.dir)),
     ]
     if training is not None:
-        lines += [("WARNING", text) for text in _repetitions(config, training)]
+        lines += [("WARNING", text) for text in _repetitions(config, training) if task.unit == "tokens"]
     if layout.data_ranks > 1 and any(isinstance(each, _BATCH_NORMS) for each in model.modules()):
         lines.append(("WARNING", _STATISTICS))
     if start is not None:
@@ -95,6 +95,10 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) ->
             f"hint       {size(needed)} are more than a GPU of 80 GB has; to plan for a node of 8: launch.processes=8"
         )
     return "\n".join([*lines, "dry run: no model was allocated and no process started"])
+
+
+def _data(task: Task, training: Dataset | None) -> str:
+    return task.describe_data() or (f"{len(training):,} samples" if training is not None else "the task's own")
 
 
 def _passes(config: RunConfig, training: Dataset) -> str:

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed
+from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, TrainingFailed, UserError
 from serried.configs.formats import duration, short, size
+from serried.configs.near import nearest
 from serried.configs.plain_data import is_count, is_number
 from serried.configs.schema import DEFAULT_VALIDATION
 from serried.parallel.mesh import Layout
@@ -18,6 +19,7 @@ from serried.trainer.checkpoint.saved_state import taking_from
 from serried.trainer.context import Context
 from serried.trainer.peak_flops import device_name
 from serried.trainer.step import StepResult
+from serried.trainer.task import Event
 
 DONE = "all steps done"
 
@@ -31,6 +33,15 @@ class Progress:
     last_loss: float | None = None
     validation_loss: float | None = None
     validated_step: int = 0
+    validation: dict[str, float] = field(default_factory=dict)
+    """Loss and named metrics of the last evaluation on the validation set, those that are finite."""
+    to_minimise: float | None = None
+    """``checkpoint.best_metric`` of that evaluation, with the sign that makes lower better."""
+    best: float | None = None
+    """The lowest ``to_minimise`` so far."""
+    evaluations_since_best: int = 0
+    early_stop: str | None = None
+    """Why the run is finished before its last step."""
     source_tokens: dict[str, int] = field(default_factory=dict)
     """Of a mixture's sources, by name."""
 
@@ -99,9 +110,16 @@ class Report:
             flops_per_sample=flops_per_sample,
             tracker_run_id=tracker_run_id,
         )
+        if self._session.is_main:
+            self._task.on_start(Event(start.step, path=self._config.run.dir))
 
-    def step(self, step: int, result: StepResult, lr: Mapping[str, float], samples: int, rates: dict[str, Any]) -> None:
-        """Tell of a step; ``lr`` is by parameter group, ``rates`` are ``RATES``, None each between two log lines."""
+    def step(
+        self, step: int, result: StepResult, lr: Mapping[str, float], samples: int, rates: dict[str, Any],
+        names: Sequence[str],
+    ) -> None:  # fmt: skip
+        """Report a step. ``lr`` is by parameter group; ``rates`` are ``RATES``, None between two log lines; ``names``
+        are those of ``result.metrics``."""
+        metrics = dict(zip(names, result.metrics, strict=True))
         values = {
             "step": step,
             "loss": result.loss,
@@ -111,13 +129,16 @@ class Report:
             "samples": samples,
             "tokens": self.progress.tokens,
             **({"source_tokens": dict(self.progress.source_tokens)} if result.by_source else {}),
+            **metrics,
             **rates,
             "skipped": bool(result.skipped),
             "scale": result.scale if self._config.precision.name == "fp16" else None,
         }
         self._record("step", **values)
         self._console.last_step = {**values, "is_first": step == self._first_step + 1}
-        self._console.say(step_line(values, self._config.trainer.steps, self._session.world_size))
+        self._console.say(step_line(values, metrics, self._config.trainer.steps, self._task.unit))
+        if self._session.is_main:
+            self._task.on_step(Event(step, {"loss": result.loss, **metrics}))
 
     def spiked(self, step: int, result: StepResult, text: str) -> None:
         """Tell of a step whose loss or gradient jumped."""
@@ -153,20 +174,47 @@ class Report:
             self._folder.status("running", step=step)
 
     def evaluated(
-        self, step: int, name: str, loss: float, tokens: int, seconds: float, by_source: Mapping[str, float]
-    ) -> None:
-        """Tell of an evaluation on the set ``name``; ``by_source`` are the losses of a mixture's sources."""
+        self, step: int, name: str, means: Mapping[str, float], weight: int, seconds: float,
+        by_source: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        """Report an evaluation on the set ``name``: ``means`` are loss and named metrics, ``by_source`` the losses of a
+        mixture's sources.
+
+        Raises:
+            UserError: there is no ``checkpoint.best_metric`` among them.
+        """
+        loss = means["loss"]
         finite = {source: _finite(each) for source, each in by_source.items()}
         if name == DEFAULT_VALIDATION:
             self.progress.validation_loss = _finite(loss)
             self.progress.validated_step = step
+            self._judge({metric: value for metric, value in means.items() if math.isfinite(value)}, means)
         more: dict[str, Any] = {"source_losses": finite} if finite else {}
-        self._record("eval", step=step, set=name, loss=loss, tokens=tokens, **more)
+        self._record("eval", step=step, set=name, tokens=weight, **means, **more)
         parts = ", ".join(f"{source} {each:.4f}" for source, each in by_source.items())
         self._console.say(
             f"eval {step:>{len(str(self._config.trainer.steps))}}/{self._config.trainer.steps}  {name} loss "
-            f"{loss:.4f}{f' ({parts})' if parts else ''}  over {short(tokens)} tokens in {duration(seconds)}"
+            f"{loss:.4f}{f' ({parts})' if parts else ''}{_named(means)}  over {short(weight)} {self._task.unit} in "
+            f"{duration(seconds)}"
         )
+        if self._session.is_main:
+            self._task.on_evaluate(Event(step, dict(means), split=name))
+
+    def _judge(self, finite: dict[str, float], means: Mapping[str, float]) -> None:
+        """Compare an evaluation on the validation set with the best so far; the same on all ranks."""
+        progress, checkpoint, patience = self.progress, self._config.checkpoint, self._config.trainer.patience
+        metric = checkpoint.best_metric
+        if metric not in means:
+            near = nearest(metric, list(means)) or list(means)
+            raise UserError(f"checkpoint.best_metric={metric} is no metric of this task; use one of {', '.join(near)}")
+        progress.validation, value = finite, finite.get(metric)
+        progress.to_minimise = -value if value is not None and checkpoint.best_mode == "max" else value
+        if progress.to_minimise is not None and (progress.best is None or progress.to_minimise < progress.best):
+            progress.best, progress.evaluations_since_best = progress.to_minimise, 0
+        else:
+            progress.evaluations_since_best += 1
+        if patience and progress.evaluations_since_best >= patience:
+            progress.early_stop = f"{metric} has not improved in {patience} evaluations (trainer.patience)"
 
     def not_evaluated(self, step: int, name: str) -> None:
         """Tell of an evaluation on the set ``name`` that found nothing to predict, and so has no loss."""
@@ -207,6 +255,8 @@ class Report:
             "checkpoint", step=saved.step, path=str(saved.path), seconds=saved.seconds,
             stall_seconds=saved.stall_seconds, bytes=saved.nbytes,
         )  # fmt: skip
+        if self._session.is_main:
+            self._task.on_save(Event(saved.step, path=saved.path))
 
     def broken_off(self, step: int) -> None:
         """Say what there is to go on from, where something ended the run at ``step``."""
@@ -222,7 +272,7 @@ class Report:
         ``sample`` is text of the model's; ``request`` says who asked to stop, None: nobody.
         """
         config, progress = self._config, self.progress
-        is_finished = step == config.trainer.steps
+        is_finished = step == config.trainer.steps or progress.early_stop is not None
         is_validated = not config.trainer.eval_every or progress.validated_step == step
         validation = "" if progress.validation_loss is None else f", validation {progress.validation_loss:.4f}"
         validation += "" if is_validated or not validation else f" (step {progress.validated_step})"
@@ -250,10 +300,14 @@ class Report:
         )
         self._console.say(f"next       {self._next(step, request)}")
         state, code = ("finished", EXIT_FINISHED) if is_finished else ("stopped", EXIT_STOPPED)
-        reason = DONE if is_finished else request or f"trainer.stop_at={config.trainer.stop_at}"
+        reason = (
+            (progress.early_stop or DONE) if is_finished else request or f"trainer.stop_at={config.trainer.stop_at}"
+        )
         if self._folder is not None:
             self._folder.record("stop", step=step, state=state, reason=reason)
             self._folder.status(state, step=step, reason=reason, exit_code=code)
+        if self._session.is_main:
+            self._task.on_end(Event(step, progress.validation, path=config.run.dir))
         return code
 
     def _next(self, step: int, request: str | None) -> str:
@@ -273,18 +327,25 @@ class Report:
             self._folder.record(event, **values)
 
 
-def step_line(values: dict[str, Any], steps: int, ranks: int) -> str:
-    """The line of one step; one that was skipped between two log lines has no rates."""
+def _named(means: Mapping[str, float]) -> str:
+    """Named metrics for a console line."""
+    return "".join(f"  {name} {value:.4g}" for name, value in means.items() if name != "loss")
+
+
+def step_line(values: dict[str, Any], metrics: Mapping[str, float], steps: int, unit: str) -> str:
+    """Return the console line of a step. A step that was skipped between two log lines has no rates."""
     parts = [
         f"step {values['step']:>{len(str(steps))}}/{steps}",
         f"loss {values['loss']:.4f}",
+        *([_named(metrics).strip()] if metrics else []),
         f"grad {values['grad_norm']:.2f}",
         f"lr {values['lr']:.1e}",
     ]
     rate = values["tokens_per_second"]
     if rate is not None:
-        each = f" ({short(values['tokens_per_second_per_device'])}/rank)" if ranks > 1 else ""
-        parts.append(f"tok/s {short(rate)}{each}")
+        per_device = values["tokens_per_second_per_device"]
+        each = f" ({short(per_device)}/rank)" if per_device < rate else ""
+        parts.append(f"{'tok' if unit == 'tokens' else unit}/s {short(rate)}{each}")
     if values["mfu"] is not None:
         parts.append(f"mfu {values['mfu']:.1%}")
     if values["scale"] is not None:

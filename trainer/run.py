@@ -58,7 +58,8 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         start = find_start(config, session)
         for note in start.notes:
             console.say(note)
-        if start.checkpoint is not None and start.step >= config.trainer.last_step:
+        is_over = start.step >= config.trainer.last_step or (config.trainer.patience and _ended_early(start))
+        if start.checkpoint is not None and is_over:
             check_data(start, Data(task, session, console).fingerprint, config)
             check_names(start.checkpoint, task.build_model(), task.export_name)
             return _nothing_to_do(config, start, console, folder)
@@ -138,6 +139,13 @@ def _settled(console: Console, code: int | None) -> int | None:
     return code
 
 
+def _ended_early(start: Start) -> str | None:
+    """Return why the run of the checkpoint finished before its last step, if it did."""
+    progress = start.state.get("progress")
+    reason = progress.get("early_stop") if isinstance(progress, dict) else None
+    return str(reason) if reason else None
+
+
 def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: RunFolder | None) -> int:
     if not start.continues(config.run.dir):
         end = f"trainer.steps={config.trainer.steps}"
@@ -147,7 +155,8 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
             f"{start.checkpoint} is at step {start.step}, and {end} leaves nothing to train; raise that, or take its "
             "weights alone: export them, and use checkpoint.resume=FOLDER with what was exported"
         )
-    if start.step < config.trainer.steps:
+    early = _ended_early(start)
+    if start.step < config.trainer.steps and early is None:
         stop_at = config.trainer.stop_at
         end = f"where trainer.stop_at={stop_at} stops" if start.step == stop_at else f"past trainer.stop_at={stop_at}"
         if folder is not None:  # a batch script looks there whether to queue this again
@@ -159,7 +168,7 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
         )
         return EXIT_STOPPED
     if folder is not None:  # of a run that was killed after its last checkpoint
-        folder.status("finished", step=start.step, reason=DONE, exit_code=EXIT_FINISHED)
+        folder.status("finished", step=start.step, reason=early or DONE, exit_code=EXIT_FINISHED)
     console.say(
         f"{config.run.dir} is finished: {start.step} steps, the model is in {start.checkpoint}. Nothing to do."
         f"\nstart again: checkpoint.resume=never (keeps these files in {config.run.dir}/earlier-N) "

@@ -76,6 +76,10 @@ class Shutdown:
         """Whether all ranks have agreed to stop."""
         return self.action is Action.STOP
 
+    def end_early(self, reason: str) -> None:
+        """Make this step the last. Call it on all ranks at the same step, with the same reason."""
+        self.action, self.reason = Action.STOP, reason
+
     def check_folder(self) -> None:
         """Check that the run folder is still this run's. Call before anything is written there.
 

@@ -1,15 +1,16 @@
 """One optimizer step: a transaction that all ranks commit or none does, without waiting for the device."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from serried.configs.schema import HealthSection
 from serried.parallel.model import DistributedModel, LossFunction
 from serried.parallel.phases import OPTIMIZER
+from serried.parallel.plan import LossTerms
 from serried.trainer.optimizer import take_step
 from serried.trainer.precision import GradScaler
 from serried.trainer.spikes import SpikeWindow
@@ -39,14 +40,16 @@ class StepResult(NamedTuple):
     """Rejected steps in a row, this one included, less those that a smaller loss scale may cure."""
     votes: float
     """Sum of what the ranks voted; see ``trainer.shutdown``."""
+    metrics: tuple[float, ...] = ()
+    """Named metrics of the task, means over the global batch; NaN if their weight is 0."""
     by_source: tuple[float, ...] = ()
     """Valid targets of each source of a mixture; empty: there is one source."""
 
     @classmethod
-    def read(cls, row: Sequence[float]) -> "StepResult":
-        """From what ``TrainStep`` returned."""
-        single = len(cls._fields) - 1
-        return cls._make([*row[:single], tuple(row[single:])])
+    def read(cls, row: Sequence[float], metrics: int = 0) -> "StepResult":
+        """Return what ``TrainStep`` returned, of a task with ``metrics`` named metrics, as named fields."""
+        single = len(cls._fields) - 2
+        return cls._make([*row[:single], tuple(row[single : single + metrics]), tuple(row[single + metrics :])])
 
     @property
     def is_finite(self) -> bool:
@@ -84,12 +87,24 @@ class TrainStep:
         self._window, self._skips_spikes = SpikeWindow(health, parallel.device), health.spike == "skip"
         self._failed_in_row = torch.zeros((), dtype=torch.float64, device=parallel.device)
 
-    def __call__(self, batches: Sequence[Any], lr: float, vote: Callable[[], float]) -> Tensor:
-        """Train on ``batches``, this rank's micro-batches of one global batch. Returns a StepResult as fp64 [9 +
-        sources of a mixture], for ``StepResult.read``."""
+    def __call__(
+        self, batches: Sequence[Any], lr: float, vote: Callable[[], float], seeds: Iterable[int] = ()
+    ) -> Tensor:
+        """Train on ``batches``, this rank's micro-batches of one global batch.
+
+        ``seeds`` are those of torch's random numbers in each micro-batch: a resumed run draws the same dropout masks.
+        Returns a StepResult as fp64 [9 + metrics + sources of a mixture], for ``StepResult.read``.
+        """
         scale = self.scaler.scale
-        loss_sum, weight, votes, by_source = self._parallel.forward_backward(
-            batches, self._loss, scale / self._nominal_weight, vote
+        left = iter(seeds)
+
+        def loss(model: nn.Module, batch: Any) -> LossTerms:
+            if (seed := next(left, None)) is not None:
+                torch.manual_seed(seed)
+            return self._loss(model, batch)
+
+        loss_sum, weight, votes, metrics, by_source = self._parallel.forward_backward(
+            batches, loss, scale / self._nominal_weight, vote
         )
         self._parallel.phases.enter(OPTIMIZER)
         with torch.no_grad():
@@ -115,7 +130,8 @@ class TrainStep:
             result = torch.stack(
                 (mean_loss, weight, norm, rejected.double(), scale.double(), *limits, self._failed_in_row, votes)
             )
-            return torch.cat((result, by_source)) if len(by_source) else result
+            sums = metrics.view(-1, 2)
+            return torch.cat((result, sums[:, 0] / sums[:, 1], by_source))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside weights and optimizer state. Waits for the device."""

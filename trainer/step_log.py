@@ -42,13 +42,14 @@ class StepLog:
 
     def read_all(self, newest: int, loader: BatchLoader | None = None) -> None:
         """Read all results that were not read yet; with ``loader``, log that of step ``newest``."""
-        for step, result in self.meter.read():
+        names = self._state.parallel.metric_names or ()
+        for step, result in self.meter.read(len(names)):
             self._report.progress.add(result, self._sources)
             is_logged = loader is not None and step == newest
             if is_logged or result.skipped:
                 rates = self._rates(step, loader) if is_logged and loader is not None else dict.fromkeys(RATES)
                 lr = self._state.learning_rates(self.learning_rate(step))
-                self._report.step(step, result, lr, self._samples(step), rates)
+                self._report.step(step, result, lr, self._samples(step), rates, names)
             self._respond(step, result)
 
     def _rates(self, step: int, loader: BatchLoader) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """What is trained: a model, data and a loss. Users subclass ``Task``; ``recipes`` has the built-in tasks."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +65,11 @@ class Task:
     """The values of ``Config`` in this run. Set before any method is called."""
     run: RunConfig
     """The configuration of the run."""
+
+    @classmethod
+    def task_name(cls) -> str:
+        """Return the name of the task: the class name in lower case, with underscores between words."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
 
     def configure(self, run: RunConfig) -> None:
         """Take the configuration of the run. Called once, before any other method."""

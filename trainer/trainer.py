@@ -117,7 +117,8 @@ class Trainer:
     def _sample(self) -> str | None:
         """Return text of the trained model if the run asks for some and is finished. A collective."""
         trainer, task = self.context.config.trainer, self.context.task
-        if not trainer.sample_tokens or self.loop.step < trainer.steps or not isinstance(task, TextTask):
+        is_finished = self.loop.step == trainer.steps or self._report.progress.early_stop is not None
+        if not trainer.sample_tokens or not is_finished or not isinstance(task, TextTask):
             return None
         parallel = self.state.parallel
         with parallel.autocast():
@@ -133,6 +134,7 @@ class Trainer:
             "validation_loss": progress.validation_loss if progress.validated_step == step else None,
             "progress": asdict(progress),
             "step_state": self.state.step_state(),
+            "to_minimise": progress.to_minimise if progress.validated_step == step else None,
             **self._data.state(step),
             "origin": self._origin,
             "tracker_run_id": self._tracker_run_id,

@@ -164,7 +164,8 @@ def _has_its_sizes(path: Path) -> bool:
 def _validation_loss(path: Path) -> float | None:
     try:
         check_file(path, STATE, read_manifest(path)[STATE])
-        loss = read_json(path / STATE).get("validation_loss")
+        state = read_json(path / STATE)
+        loss = state.get("to_minimise", state.get("validation_loss"))
     except (OSError, Damaged, NotPlainData, KeyError):
         return None
     return float(loss) if is_number(loss) else None

@@ -1,0 +1,57 @@
+"""A trained model, opened from its run folder or checkpoint."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from serried.configs.declaration import BUILT_IN, Declaration, declaring
+from serried.configs.errors import UserError
+from serried.configs.plain_data import NotPlainData, read_yaml
+from serried.configs.registry import tasks
+from serried.configs.run_config import check
+from serried.parallel.apply import parallelize
+from serried.parallel.mesh import Layout
+from serried.trainer.checkpoint.resume import CHECKPOINTS
+from serried.trainer.checkpoint.retention import committed
+from serried.trainer.checkpoint.state import load_weights
+from serried.trainer.evaluation import check_weights
+from serried.trainer.task import Task
+
+
+def open_model(path: Path, declaration: Declaration | None) -> nn.Module:
+    """Return the model of a run folder (its newest checkpoint) or of a checkpoint, on the CPU, in evaluation mode.
+
+    Raises:
+        UserError: there is no checkpoint, it is damaged, or it is of another model or task.
+    """
+    found = committed(path / CHECKPOINTS)
+    checkpoint = found[-1] if found else path
+    saved = checkpoint.parent.parent / "config.yaml"
+    try:
+        plain = read_yaml(saved)
+    except (OSError, NotPlainData) as error:
+        raise UserError(
+            f"{path} is neither a run folder nor a checkpoint in one: cannot read {saved}: {error}"
+        ) from None
+    name = plain.get("task", {}).get("name")
+    if declaration is None and "model" not in plain:
+        raise UserError(f"{path} was trained by the task {name}; give its class: serried.load_model(path, task=...)")
+    with declaring(declaration or BUILT_IN):
+        config = check(plain)
+    task: Task = (declaration.task if declaration else tasks.get(config.task.name).load())()
+    task.configure(config)
+    check_weights(checkpoint)
+    model = task.build_model()
+    parallel = parallelize(
+        model,
+        task.parallel_plan(model),
+        None,
+        seed=config.trainer.seed,
+        layout=Layout("single"),
+        section=config.parallel,
+        low_dtype=None,
+        device=torch.device("cpu"),
+    )
+    load_weights(checkpoint, parallel, task.export_name)
+    return parallel.module.eval()

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import serried.recipes.causal_lm
 import serried.trainer.training_state
 from serried.configs.compose import compose, config_yaml
+from serried.configs.declaration import BUILT_IN
 from serried.parallel.held import local
 from serried.parallel.plan import LossTerms
 from serried.program import main
@@ -134,7 +134,7 @@ def weights(run_dir: Path, stem: str = "model") -> dict[str, Tensor]:
 class ObservedRecipe(CausalLM):
     """The product's recipe, with ragged masks where asked, samples written down, and a fault where asked."""
 
-    def __init__(self, config: Any, *, ragged: bool, fault: dict[str, Any] | None) -> None:
+    def __init__(self, config: Any = None, *, ragged: bool = False, fault: dict[str, Any] | None = None) -> None:
         super().__init__(config)
         self._ragged, self._fault = ragged, fault or {}
         self.sample_ids: list[list[int]] = []
@@ -173,10 +173,7 @@ class _Poison(torch.autograd.Function):
 
 def train_reported(argv: list[str], fault: dict[str, Any] | None = None) -> int:
     """As ``train.py`` does it: failures are printed, the exit code is returned."""
-    with patch.object(
-        serried.recipes.causal_lm, "CausalLM", lambda config: ObservedRecipe(config, ragged=False, fault=fault)
-    ):
-        return main(argv)
+    return main(argv, BUILT_IN._replace(task=lambda: ObservedRecipe(fault=fault)))
 
 
 def tiny_overrides(text: Path, run_dir: Path, *more: str) -> list[str]:
@@ -200,8 +197,8 @@ def run_here(argv: list[str], after_step: Callable[[Trainer, int], None] | None 
     made: list[ObservedRecipe] = []
     steps, printed = Trainer.steps, io.StringIO()
 
-    def make(config: Any) -> ObservedRecipe:
-        made.append(ObservedRecipe(config, ragged=False, fault=None))
+    def make() -> ObservedRecipe:
+        made.append(ObservedRecipe())
         return made[-1]
 
     def watched(self: Trainer) -> Iterator[int]:
@@ -211,13 +208,12 @@ def run_here(argv: list[str], after_step: Callable[[Trainer, int], None] | None 
             yield step
 
     with (
-        patch.object(serried.recipes.causal_lm, "CausalLM", make),
         patch.object(Trainer, "steps", watched),
         patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}),
         redirect_stdout(printed),
         redirect_stderr(printed),
     ):
-        code = main(argv)
+        code = main(argv, BUILT_IN._replace(task=make))
     return Ended(code, printed.getvalue(), [sample for recipe in made for ids in recipe.sample_ids for sample in ids])
 
 

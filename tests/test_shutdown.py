@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,8 +16,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import serried.recipes.causal_lm
 from benchmarks.disturb import family, is_alive, torchrun
+from serried.configs.declaration import BUILT_IN
 from serried.configs.errors import StopRequested
 from serried.configs.schema import LaunchSection
 from serried.program import main
@@ -47,8 +46,8 @@ def status(run_dir: Path) -> dict[str, Any]:
 class _Struck(ObservedRecipe):
     """Sends signals to its own process while it computes or reads."""
 
-    def __init__(self, config: Any, at: str, count: int, numbers: list[int]) -> None:
-        super().__init__(config, ragged=False, fault=None)
+    def __init__(self, at: str, count: int, numbers: list[int]) -> None:
+        super().__init__()
         self._at, self._count, self._numbers = at, count, numbers
 
     def strike(self, at: str) -> None:
@@ -79,18 +78,16 @@ def train_struck(argv: list[str], at: str, count: int, numbers: list[int], ranks
     write = Checkpointer._write
     struck: list[_Struck] = []
 
-    def make(config: Any) -> _Struck:
-        struck.append(_Struck(config, at, count, numbers))
+    def make() -> _Struck:
+        struck.append(_Struck(at, count, numbers))
         return struck[-1]
 
     def strike_and_write(self: Checkpointer, *arguments: Any) -> Any:
         struck[-1].strike("save")
         return write(self, *arguments)
 
-    with ExitStack() as patches:
-        patches.enter_context(patch.object(serried.recipes.causal_lm, "CausalLM", make))
-        patches.enter_context(patch.object(Checkpointer, "_write", strike_and_write))
-        return main(argv)
+    with patch.object(Checkpointer, "_write", strike_and_write):
+        return main(argv, BUILT_IN._replace(task=make))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The command ``serried``: everything that is not training. ``serried export runs/tiny out=my-model``."""
 
-import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -331,7 +330,7 @@ def _config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
     from serried.recipes.models.transformer import hugging_face_differences
 
     try:
-        found = json.loads((folder / "config.json").read_text("utf-8"))
+        found = read_json(folder / "config.json")
         tiny = compose([]).model
         changes = [shlex.split(each)[0] for each in hugging_face_differences(tiny, 0, found)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

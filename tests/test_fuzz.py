@@ -1,12 +1,15 @@
-"""Hostile configurations: whatever is typed, the program plans a run or refuses in one line."""
+"""Hostile configurations and run folders: whatever is typed or found, the program works or refuses in one line."""
 
 import random
+from pathlib import Path
 
 import pytest
 
+from serried.cli import main as serried
 from serried.configs.help import choices_of
 from serried.configs.keys import all_keys
 from serried.program import main
+from tests.runs import run_here, tiny_overrides
 
 GROUPS = choices_of()
 VALUES = [
@@ -46,3 +49,47 @@ def test_mutated_command_line_is_planned_or_refused_without_a_traceback(
         assert "Traceback" not in printed + refused, words
         if code == 78:
             assert sum(line.startswith("error: ") for line in refused.splitlines()) == 1, (words, refused)
+
+
+ODD_CONTENT = (
+    b"", b"[]", b"3", b"null", b"\x00", b"\xff\xfe", b"[" * 5000, b"{" * 5000, b"a: &a [*a]", b"- " * 500,
+    b"{1: {2: 3}}", b'{"event": "step", "step": 1e999}', b'{"event": "start", "mesh": 3, "hosts": {}, "time": "x"}',
+    b"9" * 5000,
+)  # fmt: skip
+
+
+def damaged(content: bytes, random_: random.Random) -> bytes:
+    place = random_.randrange(len(content) + 1)
+    match random_.randrange(5):
+        case 0:
+            return random_.choice(ODD_CONTENT)
+        case 1:
+            return content[:place]
+        case 2:
+            return content[:place] + bytes([random_.randrange(256)]) + content[place + 1 :]
+        case 3:
+            return content[:place] + random_.choice(ODD_CONTENT) + content[place:]
+        case _:
+            return content[place:] + content[:place]
+
+
+@pytest.mark.slow
+def test_mutated_run_folder_is_reported_and_refused_in_one_line(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = tiny_overrides(text, tmp_path / "run")
+    assert run_here([*argv, "trainer.stop_at=2"]).code == 75
+    names = ("config.yaml", "status.json", "metrics.jsonl", "environment.json")
+    good = {name: (tmp_path / "run" / name).read_bytes() for name in names}
+    random_ = random.Random(1)
+    capfd.readouterr()
+    for _ in range(100):
+        name = random_.choice(names)
+        for file, content in good.items():
+            (tmp_path / "run" / file).write_bytes(damaged(content, random_) if file == name else content)
+        odd = (tmp_path / "run" / name).read_bytes()[:200]
+        for words in (["report", str(tmp_path / "run")], ["status", f"run.dir={tmp_path / 'run'}"]):
+            assert serried(words) == 0, (name, odd)
+        printed = "".join(capfd.readouterr())
+        assert "Traceback" not in printed, (name, odd)
+        assert "\x00" not in printed, (name, odd)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from serried.configs.errors import UserError
 from serried.configs.formats import size
+from serried.configs.plain_data import read_json
 from serried.records.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_file, fsync_folder, read_manifest
 from serried.trainer.checkpoint.saved_state import STATE
@@ -165,7 +166,7 @@ def _convert(values: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def _write_configs(folder: Path, specs: list[TensorSpec]) -> None:
-    config = json.loads((folder / "config.json").read_bytes())
+    config = read_json(folder / "config.json")
     floating = [spec for spec in specs if spec.dtype.is_floating_point]
     if floating:
         largest = max(floating, key=lambda spec: spec.nbytes)

@@ -7,11 +7,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from serried.configs.schema import ParallelSection
-from serried.parallel.mesh import Layout, build_mesh
+from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 
 
@@ -160,3 +161,8 @@ class Sharded:
         """Free gathered units, and let the model show its shards again."""
         for unit in self._units:
             unit.reshard()
+
+
+def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """Return the mesh of the started process group, with axes ``replicate`` and ``shard`` (both kept at size 1)."""
+    return init_device_mesh(device_type, (layout.replicate, layout.shard), mesh_dim_names=("replicate", "shard"))

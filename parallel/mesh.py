@@ -1,17 +1,12 @@
-"""Degrees -> layout -> DeviceMesh. Every refusal states the equation with its numbers and a value that works."""
+"""The degrees of the mesh axes, resolved and checked. Errors state the equation and a value that works."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from serried.configs.divisors import nearest_divisors
 from serried.configs.errors import UserError
 from serried.configs.schema import ParallelSection, TrainerSection
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Mesh axes, outermost first: ranks are numbered row-major over them."""
@@ -165,13 +160,6 @@ def gradient_accumulation(trainer: TrainerSection, layout: Layout) -> int:
         f"trainer.global_batch={trainer.global_batch} is not a multiple of {per_pass} = trainer.micro_batch "
         f"{trainer.micro_batch} x {layout.data_ranks} data ranks; use {' or '.join(fixes)}"
     )
-
-
-def build_mesh(layout: Layout, device_type: str) -> "DeviceMesh":
-    """The mesh of the started process group, axes ``replicate`` and ``shard`` (both kept at size 1)."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device_type, (layout.replicate, layout.shard), mesh_dim_names=("replicate", "shard"))
 
 
 def _processes(count: int) -> str:

@@ -1,7 +1,7 @@
-"""What the training thread is at: for whoever reports or traces it; in a step now and then, how long each part took.
+"""The phase that the training thread is in, and in some steps how long each phase took.
 
 On a GPU a mark is an event in the stream that computes, so phases are times of the device, and nothing is waited for
-until the step is read. On a CPU it is the clock. Each moment of a marked step belongs to one phase: the parts add up.
+until the step is read. On a CPU it is the clock. Each moment of a marked step belongs to one phase: the phases add up.
 """
 
 import time
@@ -17,24 +17,24 @@ _Mark = float | torch.cuda.Event
 
 
 class Phases:
-    """One phase at a time. To enter the next is an attribute write, where nobody listens and the step is not marked."""
+    """One phase at a time. Entering one is an attribute write, unless there is a listener or the step is marked."""
 
     def __init__(self) -> None:
         self.now = ""
-        """What was entered last; waiting for other ranks is part of it."""
+        """The phase entered last; waiting for other ranks is part of it."""
         self.listener: Callable[[str], None] | None = None
-        """Told of what is entered."""
+        """Called with the name of each phase that is entered."""
         self._device = torch.device("cpu")
         self._marks: list[tuple[str, _Mark]] | None = None
         self._marked: list[tuple[str, _Mark]] = []
 
     def begin(self, device: torch.device) -> None:
-        """Mark the step that begins now, with waiting for its data; it is computed on ``device``."""
+        """Mark the step that begins now, on ``device``, in phase ``data``."""
         self._device, self._marks = device, []
         self._mark(DATA)
 
     def enter(self, name: str) -> None:
-        """What comes from now on is ``name``."""
+        """Begin phase ``name``."""
         self.now = name
         if self.listener is not None:
             self.listener(name)
@@ -42,15 +42,15 @@ class Phases:
             self._mark(name if name in PHASES else HOST)
 
     def end(self) -> None:
-        """The step is done; if it was marked, it can be read."""
+        """End the step; if it was marked, ``take`` returns it."""
         if self._marks is not None:
             self._mark(HOST)
             self._marked, self._marks = self._marks, None
 
     def take(self) -> dict[str, float] | None:
-        """Seconds of each phase of the step that was marked since this was last asked; None: there was none.
+        """Return the seconds of each phase of the step marked since the last call; None if there was none.
 
-        On a GPU, ask when the results of that step have been read: the events lie before them.
+        On a GPU, call it after the results of that step have been read: the events lie before them.
         """
         if not self._marked:
             return None

@@ -48,5 +48,5 @@ class ParallelPlan:
     """Groups of module names whose parameters are gathered and freed together under sharding, in forward order.
 
     Parameters in no unit stay gathered through the whole forward and backward. The last unit is not freed after its
-    forward, since backward starts there.
+    forward, since backward starts there. None: one unit per repeated block, see ``parallel.units``.
     """

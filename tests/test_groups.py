@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from serried.configs.schema import LaunchSection
-from serried.parallel.mesh import Layout, build_mesh
+from serried.parallel.data import build_mesh
+from serried.parallel.mesh import Layout
 from serried.runtime.session import open_session
 from tests.cluster import Cluster
 

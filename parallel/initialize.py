@@ -1,4 +1,4 @@
-"""First weights: the same bits for every way of cutting, on every device, with every numpy that keeps its stream.
+"""Initial values: the same bits on every parallel layout, on every device, with every numpy that keeps its stream.
 
 Each parameter is drawn in blocks of rows, each block from its own stream keyed by (seed, parameter name, block), so a
 rank draws just the blocks that touch its shard and no two layouts can differ. Numbers come from numpy's Philox

@@ -36,7 +36,7 @@ class Layout:
     context: int = 1
     tensor: int = 1
     expert: int = 1
-    """Not a factor of the number of processes: experts divide the ranks of a block anew."""
+    """Not a factor of the number of processes: experts divide the ranks of a block in another way."""
 
     @property
     def world(self) -> int:

@@ -59,7 +59,7 @@ class Direct:
 class DistributedModel:
     """A model on this rank: a runner, a gradient synchronization, and who holds what.
 
-    Parameters are those of ``module``; ``module`` itself may be called only within ``run``.
+    ``module`` holds the parameters. Call ``model`` in its place: under FSDP2 it has only shards of them.
     """
 
     def __init__(
@@ -105,11 +105,7 @@ class DistributedModel:
     @property
     def model(self) -> Any:
         """What to call in place of the module, for its forward. Several ranks must call it together."""
-        return partial(self._sync.root, nn.Module.__call__)
-
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``function(module, ...)``, which may call whatever the module has. A collective."""
-        return self._sync.root(function, *args, **kwargs)
+        return partial(self._sync.root, nn.Module.__call__) if self.layout.is_sharded else self.module
 
     def forward_backward(
         self, batches: Sequence[Any], loss: LossFunction, scale: float | Tensor, vote: Callable[[], float]

@@ -92,7 +92,7 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
             )  # fmt: skip
 
         model = parallel()
-        optimizer = build_optimizer([held.tensor for held in model.parameters], config.optim)
+        optimizer = build_optimizer(model.module.named_parameters(), config.optim)
         losses, norms = [], []
         rows = torch.arange(BATCH).chunk(layout.data_ranks)[model.place.data_rank]
         for step in range(STEPS):
@@ -119,7 +119,7 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
         assert saved is not None
         assert saved.problem is None
         again = parallel()
-        load_state(saved.path, again, build_optimizer([held.tensor for held in again.parameters], config.optim), str)
+        load_state(saved.path, again, build_optimizer(again.module.named_parameters(), config.optim), str)
         for mine, theirs in zip((*again.parameters, *again.buffers), (*model.parameters, *model.buffers), strict=True):
             assert torch.equal(mine.local, theirs.local), mine.name
         saver.close()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -164,6 +165,8 @@ def _report_end(ranks: _Ranks, config: RunConfig, output: Path, *, since: float,
         print(_NOT_STARTED, flush=True)
     if code in (EXIT_FAILED, EXIT_MISTAKE):
         report = "" if killed else _report_of_another_rank(output)
+        if code == EXIT_MISTAKE:
+            _remove_output(output)
         if report or killed:
             print(report or f"failed: {killed}", file=sys.stderr, flush=True)
     return code
@@ -192,6 +195,14 @@ def _first_killed(ranks: _Ranks, stop_timeout_seconds: float, *, was_asked_to_st
         limit = f"launch.stop_timeout_seconds={stop_timeout_seconds:g}"
         return f"rank {rank} was killed by SIGKILL (stopping took longer than {limit})"
     return f"rank {rank} was {killed_by(number)}"
+
+
+def _remove_output(output: Path) -> None:
+    """Remove the output of a refused command, and the folders that hold nothing else."""
+    with suppress(OSError):
+        shutil.rmtree(output)
+        output.parent.rmdir()
+        output.parent.parent.rmdir()
 
 
 def _report_of_another_rank(output: Path) -> str:

@@ -22,6 +22,8 @@ RECORDS = (
 )  # fmt: skip
 """What a run leaves in its folder, and what is set aside when another starts there."""
 
+_UNFINISHED = ".partial"
+
 
 class RunFolder:
     """``run.dir``, claimed by one process at a time. Only rank 0 has one."""
@@ -36,17 +38,20 @@ class RunFolder:
         self._metrics: IO[bytes] | None = None
         self._unwritten = b""
         self._failing: set[str] = set()
-        self._earlier = read_status(path) or NO_STATUS
         self._made_folder, self._made_lock = not path.exists(), not (path / LOCK).exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(path)
+            for unfinished in path.glob(f".earlier-*{_UNFINISHED}"):
+                self._finish(unfinished)
         except BlockingIOError:
             raise UserError(
                 f"another process is training in {path}; wait for it, or use run.name=OTHER or run.dir=FOLDER"
             ) from None
         except OSError as error:
             raise UserError(f"cannot write the run folder {path}: {error.strerror}; use run.dir=FOLDER") from None
+
+        self._earlier = read_status(path) or NO_STATUS
 
     @property
     def is_ours(self) -> bool:
@@ -67,16 +72,37 @@ class RunFolder:
         status = read_status(self.path)
         return f"{status.state} at step {status.step}" if status else "state unknown"
 
+    def set_run_aside(self) -> Path:
+        """Move an earlier run's records into the next free ``earlier-N``. Returns that.
+
+        A start that is killed meanwhile leaves a hidden folder, and the next start moves the rest.
+        """
+        aside = self._next_aside()
+        unfinished = aside.with_name(f".{aside.name}{_UNFINISHED}")
+        unfinished.mkdir()
+        self._finish(unfinished)
+        return aside
+
+    def _finish(self, unfinished: Path) -> None:
+        self._move(RECORDS, unfinished)
+        unfinished.rename(self.path / unfinished.name[1:].removesuffix(_UNFINISHED))
+
     def set_aside(self, names: Iterable[str]) -> Path:
         """Move ``names``, paths within this folder, into the next free ``earlier-N``. Returns that."""
-        number = 1 + max((int(p.name[8:]) for p in self.path.glob("earlier-*") if p.name[8:].isdigit()), default=0)
-        aside = self.path / f"earlier-{number}"
+        aside = self._next_aside()
         aside.mkdir()
+        self._move(names, aside)
+        return aside
+
+    def _next_aside(self) -> Path:
+        number = 1 + max((int(p.name[8:]) for p in self.path.glob("earlier-*") if p.name[8:].isdigit()), default=0)
+        return self.path / f"earlier-{number}"
+
+    def _move(self, names: Iterable[str], aside: Path) -> None:
         for name in names:
             if (self.path / name).exists():
                 (aside / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.path / name).rename(aside / name)
-        return aside
 
     def begin(self, config_yaml: str, environment: dict[str, Any], step: int) -> None:
         """Write ``config.yaml`` and ``environment.json``, open ``metrics.jsonl``; ``step`` steps are done already.

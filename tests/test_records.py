@@ -230,6 +230,22 @@ def test_a_refused_command_leaves_nothing_behind(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "new"]
 
 
+def test_a_run_that_was_half_set_aside_when_the_start_was_killed_is_set_aside_whole(tmp_path: Path) -> None:
+    records = ("config.yaml", "status.json", "checkpoints")
+    for name in records:
+        (tmp_path / name).mkdir()
+    folder = RunFolder(tmp_path)
+    assert folder.set_run_aside() == tmp_path / "earlier-1"
+    (tmp_path / "earlier-1").rename(tmp_path / ".earlier-1.partial")
+    (tmp_path / ".earlier-1.partial" / "checkpoints").rename(tmp_path / "checkpoints")  # not moved before the kill
+    folder.close()
+    folder = RunFolder(tmp_path)
+    assert not folder.holds_a_run()
+    assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == sorted(records)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "earlier-1"]
+    folder.close()
+
+
 def test_a_folder_that_is_claimed_is_refused(tmp_path: Path) -> None:
     first = RunFolder(tmp_path / "run")
     with pytest.raises(UserError, match="another process is training"):

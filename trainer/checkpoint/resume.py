@@ -16,7 +16,7 @@ from serried.configs.plain_data import flatten
 from serried.configs.run_config import CHOSEN
 from serried.configs.schema import RunConfig
 from serried.configs.suggest import nearest
-from serried.records.run_folder import RECORDS, RunFolder
+from serried.records.run_folder import RunFolder
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest
 from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER, named, step_of
@@ -200,7 +200,7 @@ def make_room(folder: RunFolder, start: Start) -> list[str]:
             notes.append(f"newer checkpoints ({', '.join(newer)}) are kept in {aside}")
     elif folder.holds_a_run():
         end = folder.earlier_end()
-        notes.append(f"an earlier run here ({end}) is kept in {folder.set_aside(RECORDS)}; starting anew")
+        notes.append(f"an earlier run here ({end}) is kept in {folder.set_run_aside()}; starting anew")
     try:
         checkpoints.mkdir(exist_ok=True)
         fsync_folder(folder.path)

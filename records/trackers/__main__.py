@@ -52,7 +52,7 @@ class Follower:
                     is_rollback = True
         except Exception as error:
             traceback.print_exc()
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             if not self._option:
                 self._restart(reason)
             self._report("warning", reason)

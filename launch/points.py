@@ -21,7 +21,7 @@ class Point:
 
 
 Evaluate = Callable[[Point], float | None]
-"""Trains a point and returns its best validation loss; None if it failed or has none."""
+"""Trains a point and returns its result, lower being better; None if it failed or has none."""
 
 
 @dataclass(frozen=True)

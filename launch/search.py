@@ -115,7 +115,7 @@ def read_search(words: Words, folder: Path) -> Sweep:
     trainer = points[0].config.trainer
     if not trainer.eval_every:
         raise UserError(
-            "a search compares validation losses, and trainer.eval_every=0 evaluates nothing; "
+            "a search compares validation results, and trainer.eval_every=0 evaluates nothing; "
             f"use trainer.eval_every={max(1, trainer.steps // 4)}"
         )
     earlier = _earlier(builder.sweep_folder, space)

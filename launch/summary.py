@@ -11,7 +11,7 @@ from statistics import median
 
 from serried.configs.plain_data import is_number, read_json
 from serried.configs.schema import DEFAULT_VALIDATION
-from serried.launch.points import labels
+from serried.launch.points import Point, labels
 from serried.records.files import write_atomically
 from serried.records.metrics import METRICS, read_events
 from serried.records.status import read_status
@@ -40,6 +40,11 @@ class Outcome:
     """The lowest."""
     tokens_per_second: float | None = None
     """The median of the logged steps."""
+    metric: str = "loss"
+    """What runs are compared by on the validation set: ``checkpoint.best_metric``."""
+    metric_value: float | None = None
+    """The best value of a metric other than the loss."""
+    is_maximised: bool = False
     time: float = field(default_factory=time.time)
     """When this was written, in Unix seconds."""
 
@@ -47,31 +52,48 @@ class Outcome:
     def is_finished(self) -> bool:
         return self.state == "finished"
 
+    @property
+    def to_minimise(self) -> float | None:
+        """The result of the run, with the sign that makes lower better."""
+        value = self.validation_loss if self.metric == "loss" else self.metric_value
+        return -value if value is not None and self.is_maximised else value
+
     def rank(self) -> tuple[bool, float, float]:
-        """Return a sort key, best first: by validation loss, or by loss without one, and runs without either last."""
-        last = float("inf")
-        by_validation = last if self.validation_loss is None else self.validation_loss
-        return self.validation_loss is None, by_validation, last if self.loss is None else self.loss
+        """Return a sort key, best first: by result, or by loss without one, and runs without either last."""
+        last, result = float("inf"), self.to_minimise
+        return result is None, last if result is None else result, last if self.loss is None else self.loss
 
 
-def read_outcome(run_dir: Path, values: Mapping[str, str]) -> Outcome:
+def read_outcome(
+    run_dir: Path, values: Mapping[str, str], metric: str = "loss", *, is_maximised: bool = False
+) -> Outcome:
     """Return the outcome of the run in ``run_dir``."""
     status = read_status(run_dir)
     if status is None:
-        return Outcome(run_dir, values)
+        return Outcome(run_dir, values, metric=metric, is_maximised=is_maximised)
     losses: list[float | None] = []
     rates: list[float] = []
-    validation: list[float] = []
+    evaluated: dict[str, list[float]] = {"loss": [], metric: []}
     for line in read_events(run_dir / METRICS):
         if line.get("event") == "step":
             losses.append(line["loss"] if is_number(line.get("loss")) else None)
             rates += [line["tokens_per_second"]] if is_number(line.get("tokens_per_second")) else []
-        elif line.get("event") == "eval" and line.get("set") == DEFAULT_VALIDATION and is_number(line.get("loss")):
-            validation.append(line["loss"])
+        elif line.get("event") == "eval" and line.get("set") == DEFAULT_VALIDATION:
+            for name, found in evaluated.items():
+                found += [line[name]] if is_number(line.get(name)) else []
+    best = max if is_maximised else min
     return Outcome(
         run_dir, values, status.state, status.step, status.reason, status.exit_code, losses[-1] if losses else None,
-        min(validation, default=None), median(rates) if rates else None, status.time,
+        min(evaluated["loss"], default=None), median(rates) if rates else None, metric,
+        best(evaluated[metric], default=None) if metric != "loss" else None, is_maximised, status.time,
     )  # fmt: skip
+
+
+def outcome_of(point: Point) -> Outcome:
+    """Return the outcome of a run of a sweep."""
+    compared = point.config.checkpoint
+    is_maximised = compared.best_mode == "max"
+    return read_outcome(point.config.run.dir, point.values, compared.best_metric, is_maximised=is_maximised)
 
 
 def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]) -> None:
@@ -86,7 +108,17 @@ def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]
     write_atomically(
         folder / RECORD, json.dumps({"name": folder.name, "keys": list(keys), "runs": runs}, indent=2) + "\n"
     )
-    columns = ["loss", "validation_loss", "tokens_per_second", "state", "step", "reason", "run_dir"]
+    columns = [
+        "loss",
+        "validation_loss",
+        "metric",
+        "metric_value",
+        "tokens_per_second",
+        "state",
+        "step",
+        "reason",
+        "run_dir",
+    ]
     text = io.StringIO(newline="")
     rows = csv.DictWriter(text, [*keys, *columns], extrasaction="ignore")
     rows.writeheader()
@@ -99,7 +131,7 @@ def read_summary(folder: Path) -> tuple[list[str], list[Outcome]]:
     try:
         record = read_json(folder / RECORD)
         names = [each.name for each in fields(Outcome)]
-        noted = [Outcome(**{name: run[name] for name in names}) for run in record["runs"]]
+        noted = [Outcome(**{name: run[name] for name in names if name in run}) for run in record["runs"]]
         keys = [str(key) for key in record["keys"]]
     except (OSError, ValueError, KeyError, TypeError):
         return [], []
@@ -108,16 +140,18 @@ def read_summary(folder: Path) -> tuple[list[str], list[Outcome]]:
 
 def newer(noted: Outcome) -> Outcome:
     """Return the outcome in the run folder, unless ``noted`` is newer: a run that fails at start writes no status."""
-    found = read_outcome(noted.run_dir, noted.values)
+    found = read_outcome(noted.run_dir, noted.values, noted.metric, is_maximised=noted.is_maximised)
     return found if found.state != "not started" and found.time >= noted.time else noted
 
 
 def table(keys: Sequence[str], outcomes: Sequence[Outcome]) -> str:
-    """Return the runs, best first: swept values, losses, rate, state and folder."""
+    """Return the runs, best first: swept values, losses, metric, rate, state and folder."""
     label = labels(keys)
-    rows = [[*label.values(), "loss", "validation", "tok/s", "state", "folder"]]
+    metrics = [each.metric for each in outcomes[:1] if each.metric != "loss"]
+    rows = [[*label.values(), "loss", "validation", *metrics, "tok/s", "state", "folder"]]
     for each in sorted(outcomes, key=Outcome.rank):
-        numbers = [_number(each.loss, ".4f"), _number(each.validation_loss, ".4f"), _number(each.tokens_per_second)]
+        results = [each.loss, each.validation_loss, *([each.metric_value] if metrics else [])]
+        numbers = [*(_number(result, ".4f") for result in results), _number(each.tokens_per_second)]
         rows.append([*(shown(each.values.get(key, "")) for key in keys), *numbers, _state(each), str(each.run_dir)])
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(

@@ -19,7 +19,7 @@ from serried.launch.forward import NotedSignals
 from serried.launch.points import Point, Sweep, labels
 from serried.launch.queue import jobs_of, queued_before_another
 from serried.launch.slurm import submit
-from serried.launch.summary import Outcome, read_outcome, read_summary, shown, table, write_summary
+from serried.launch.summary import Outcome, outcome_of, read_summary, shown, table, write_summary
 from serried.launch.sweep_run import CONSOLE, train
 from serried.records.lock import is_locked, lock_folder
 from serried.runtime.ending import in_one_line, say_why
@@ -115,7 +115,7 @@ def submit_sweep(sweep: Sweep, write_report: WriteReport) -> int:
     """
     if sweep.points[0].config.slurm.dry_run:
         return submit({point.argv: point.config for point in sweep.points})
-    outcomes = [read_outcome(point.config.run.dir, point.values) for point in sweep.points]
+    outcomes = [outcome_of(point) for point in sweep.points]
     unfinished = [
         (number, point)
         for number, (point, outcome) in enumerate(zip(sweep.points, outcomes, strict=True))
@@ -182,13 +182,13 @@ class _Runs:
     def __init__(self, sweep: Sweep, signals: NotedSignals, train: Train) -> None:
         self._sweep, self._signals, self._train = sweep, signals, train
         grid = sweep.points if sweep.search is None else ()
-        self.outcomes = {each.config.run.dir: read_outcome(each.config.run.dir, each.values) for each in grid}
+        self.outcomes = {each.config.run.dir: outcome_of(each) for each in grid}
         self.started = 0
         self._fruitless = 0
         self._last_reason = ""
 
     def evaluate(self, point: Point) -> float | None:
-        """Train ``point``, unless it is finished. Return its best validation loss; None if it failed or has none.
+        """Train ``point``, unless it is finished. Return its result, lower being better; None if it has none.
 
         Raises:
             TrainingFailed: several runs in a row failed for the same reason before their first step.
@@ -199,11 +199,11 @@ class _Runs:
             what = f"{self._sweep.runs} runs: {' x '.join(self._sweep.keys)}"
             tell("sweep", f"{what}; the output of each is in its folder, {CONSOLE}")
         self.started += 1
-        before = read_outcome(point.config.run.dir, point.values)
+        before = outcome_of(point)
         if _is_done(point, before):
             self._keep(before)
             self._print(point, f"finished before; {_losses(before)}")
-            return before.validation_loss
+            return before.to_minimise
         self._print(point, f"{'resumes' if before.step else 'starts'} in {before.run_dir}")
         self._keep(replace(before, state="running"))
         started = time.monotonic()
@@ -214,7 +214,7 @@ class _Runs:
         if self._signals.received:
             raise _AskedToStop
         self._count_fruitless(outcome, before)
-        return None if outcome.state == "failed" else outcome.validation_loss
+        return None if outcome.state == "failed" else outcome.to_minimise
 
     def _keep(self, outcome: Outcome) -> None:
         self.outcomes[outcome.run_dir] = outcome
@@ -238,7 +238,8 @@ class _Runs:
 def _is_done(point: Point, outcome: Outcome) -> bool:
     """Return whether ``point`` is finished with these settings. If anything changed, the run itself decides."""
     config = point.config
-    if not outcome.is_finished or outcome.step < config.trainer.steps or config.checkpoint.resume == "never":
+    has_ended = outcome.step >= config.trainer.steps or "trainer.patience" in (outcome.reason or "")
+    if not outcome.is_finished or not has_ended or config.checkpoint.resume == "never":
         return False
     try:
         earlier = read_yaml(config.run.dir / "config.yaml")
@@ -252,5 +253,5 @@ def _compared(settings: dict[str, object]) -> dict[str, object]:
 
 
 def _losses(outcome: Outcome) -> str:
-    parts = [("loss", outcome.loss), ("validation", outcome.validation_loss)]
+    parts = [("loss", outcome.loss), ("validation", outcome.validation_loss), (outcome.metric, outcome.metric_value)]
     return ", ".join(f"{name} {value:.4f}" for name, value in parts if value is not None) or "no loss"

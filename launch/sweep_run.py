@@ -14,7 +14,7 @@ from serried.configs.announce import tell
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED
 from serried.launch.forward import NotedSignals, killed_by, send
 from serried.launch.points import Point
-from serried.launch.summary import Outcome, read_outcome
+from serried.launch.summary import Outcome, outcome_of
 from serried.records.lock import is_locked
 from serried.records.status import record_kill
 from serried.runtime.program import training_command
@@ -42,7 +42,7 @@ def train(point: Point, signals: NotedSignals) -> Outcome:
     with console:
         start = console.tell()
         if not _wait_for_another_process(run_dir, signals):
-            return _stopped_before_start(Outcome(run_dir, point.values))
+            return _stopped_before_start(outcome_of(point))
         process = subprocess.Popen(
             [sys.executable, *training_command(), *point.argv],
             stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT,
@@ -53,7 +53,7 @@ def train(point: Point, signals: NotedSignals) -> Outcome:
     if code < 0 and not signals.received:
         with suppress(OSError):
             record_kill(run_dir, killed_by(-code), since=started)
-    outcome = read_outcome(run_dir, point.values)
+    outcome = outcome_of(point)
     ended_here = outcome.time >= started and outcome.state in ("stopped", "failed")
     if code == EXIT_FINISHED or ended_here:
         return outcome

@@ -17,7 +17,7 @@ from serried.configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, User
 from serried.launch.forward import NotedSignals
 from serried.launch.grid import read_sweep
 from serried.launch.points import Point
-from serried.launch.summary import Outcome, read_outcome, table, write_summary
+from serried.launch.summary import Outcome, outcome_of, read_outcome, table, write_summary
 from serried.launch.sweep import run_sweep, summarize
 from serried.program import main
 from tests.cluster import ROOT
@@ -242,9 +242,9 @@ def ended(point: Point, state: str = "finished", **more: object) -> Outcome:
     (run_dir / "config.yaml").write_text(config_yaml(point.config))
     status = {"state": state, "step": step, "reason": more.get("reason"), "exit_code": more.get("exit_code", 0)}
     (run_dir / "status.json").write_text(json.dumps(status))
-    event = {"event": "eval", "step": step, "set": "validation", "loss": loss}
+    event = {"event": "eval", "step": step, "set": "validation", "loss": loss, "accuracy": more.get("accuracy")}
     (run_dir / "metrics.jsonl").write_text(json.dumps(event) + "\n")
-    return read_outcome(run_dir, point.values)
+    return outcome_of(point)
 
 
 def tried(
@@ -352,6 +352,23 @@ def test_sweep_of_stopped_runs_ends_with_what_to_type(
 
     assert conduct(["optim.lr=1e-3,3e-3", f"run.dir={tmp_path}"], stops) == EXIT_STOPPED
     assert capsys.readouterr().out.splitlines()[-1] == f"stopped    {reason}: 0 of 2 runs are finished; {expected}"
+
+
+def test_search_maximises_the_metric_of_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[float | None] = []
+
+    def train(point: Point, _: NotedSignals) -> Outcome:
+        ended(point, validation_loss=1.0, accuracy=0.5 if point.name == "trial-0" else 0.75)
+        told.append(outcome_of(point).to_minimise)
+        return outcome_of(point)
+
+    metric = ("checkpoint.best_metric=accuracy", "checkpoint.best_mode=max", "trainer.steps=6", "search.trials=2")
+    sweep = read_sweep([f"run.dir={tmp_path}", *metric, *_SPACE])
+    run_sweep(sweep, lambda *_: None, train)
+    assert told == [-0.5, -0.75]
+    assert list(summary(sweep.folder)) == ["trial-1", "trial-0"]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["lr", "schedule", "loss", "validation", "accuracy", "tok/s", "state", "folder"] in rows
 
 
 # The words of a sweep

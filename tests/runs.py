@@ -229,7 +229,8 @@ def changes_by_step(argv: list[str], fault: dict[str, Any]) -> list[str]:
 
     def snapshot(optimizer: torch.optim.Optimizer) -> list[Tensor]:
         tensors = [p for group in optimizer.param_groups for p in group["params"]]
-        tensors += [value for p in list(tensors) for value in optimizer.state[p].values()]
+        state = [value for p in tensors for value in optimizer.state.get(p, {}).values()]
+        tensors += [torch.as_tensor(value) for value in state if value is not None]
         return [local(tensor).detach().clone() for tensor in tensors]
 
     class Watched(TrainStep):

@@ -1,0 +1,342 @@
+"""Any torch optimizer trains: registered by name, transactional, its state in checkpoints, groups by name pattern."""
+
+import json
+import math
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import serried
+from serried.configs.compose import compose, config_yaml
+from serried.configs.errors import UserError
+from serried.configs.registry import optimizers
+from serried.configs.run_config import check
+from serried.configs.schema import OptimSection
+from serried.parallel.plan import LossTerms
+from serried.runtime.session import open_session
+from serried.trainer.optimizer import build_optimizer, create_state, learning_rate
+from serried.trainer.optimizer_state import (
+    ensure_state,
+    group_values,
+    load_plain_state,
+    plain_state,
+    state_bytes,
+    tensor_state,
+)
+from serried.trainer.parameter_groups import freeze, parameter_groups
+from serried.trainer.run import train
+from tests.cluster import Cluster
+from tests.runs import ObservedRecipe, changes_by_step, metrics, overrides, train_small, weights
+
+OWN_OPTIMIZER = '''
+import serried
+import torch
+
+
+class Section(serried.Section):
+    """A user's optimizer."""
+
+    friction: float = 0.1
+    """Share of the velocity lost per step."""
+
+
+class Rolling(torch.optim.Optimizer):
+    def step(self):
+        for group in self.param_groups:
+            group["updates"] = group.get("updates", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                velocity = state.setdefault("velocity", torch.zeros_like(parameter))
+                state["count"] = state.get("count", 0) + 1
+                velocity.mul_(1 - group["friction"]).add_(parameter.grad)
+                with torch.no_grad():
+                    parameter.sub_(velocity, alpha=group["lr"] / state["count"] ** 0.1)
+
+
+@serried.register_optimizer("rolling", section=Section)
+def build(groups, section):
+    return Rolling(groups, {"lr": section.lr, "friction": section.friction})
+'''
+ACCUMULATION = 3
+
+
+@pytest.fixture
+def own_optimizer(tmp_path: Path) -> Path:
+    """A file outside the checkout that registers an optimizer, without a YAML file."""
+    file = tmp_path / "rolling.py"
+    file.write_text(OWN_OPTIMIZER)
+    return file
+
+
+def with_own(file: str | Path) -> None:
+    if "rolling" not in optimizers.names():
+        runpy.run_path(str(file))
+
+
+def changes_with_own(argv: list[str], fault: dict[str, Any], file: str) -> list[str]:
+    with_own(file)
+    return changes_by_step(argv, fault)
+
+
+def train_with_own(argv: list[str], file: str) -> dict[str, Any]:
+    with_own(file)
+    return train_small(argv)
+
+
+# the step -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("optim", "layout"), [("sgd", "fsdp"), ("rolling", "ddp"), ("rolling", "fsdp")])
+def test_nan_on_one_rank_leaves_parameters_and_state_bit_unchanged_on_all(
+    optim: str, layout: str, cluster: Cluster, text: Path, tmp_path: Path, own_optimizer: Path
+) -> None:
+    argv = overrides(
+        text, tmp_path / "run", f"parallel={layout}", f"optim={optim}", "trainer.global_batch=12",
+        "trainer.micro_batch=2", "trainer.steps=4", "health.replica_check_every=1",
+    )  # fmt: skip
+    forwards = [(step - 1) * ACCUMULATION + 2 for step in (1, 3)]  # the first step would create the state
+    fault = {"rank": 1, "forwards": forwards, "value": math.nan}
+    answers = cluster.run(2, "tests.test_optimizers:changes_with_own", argv=argv, fault=fault, file=str(own_optimizer))
+    for answer in answers:
+        assert [what == "nothing" for what in answer.value] == [True, False, True, False]
+
+
+def losses_by_hand(argv: list[str]) -> tuple[list[float], list[float]]:
+    """Losses of a run on this process, and those of a loop in plain torch over the same batches."""
+    batches: list[Any] = []
+    first: dict[str, Tensor] = {}
+
+    class Recorded(ObservedRecipe):
+        def loss(self, model: nn.Module, batch: Any) -> LossTerms:
+            if not first:
+                first.update({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+            batches.append(batch)
+            return super().loss(model, batch)
+
+    config = compose(argv)
+    recipe = Recorded(config, ragged=False, fault=None)
+    with open_session(config.launch) as session:
+        assert train(config, recipe, session, config_yaml(config)) == 0
+    run = [line["loss"] for line in metrics(config.run.dir)]
+
+    model = recipe.build_model().to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(first[name])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    losses = []
+    for step in range(1, config.trainer.steps + 1):
+        mine = batches[(step - 1) * ACCUMULATION : step * ACCUMULATION]
+        terms = [ObservedRecipe.loss(recipe, model, batch) for batch in mine]
+        loss = sum(term.loss_sum for term in terms) / sum(term.weight for term in terms)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.max_grad_norm)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, config.trainer.steps, config.optim.lr, config.schedule)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return run, losses
+
+
+def test_losses_equal_those_of_a_loop_in_plain_torch(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    argv = overrides(
+        text, tmp_path / "run", "parallel=single", "optim=sgd", "optim.lr=0.3", "trainer.steps=8",
+        "trainer.global_batch=12", "trainer.micro_batch=4", "trainer.max_grad_norm=0.5",
+    )  # fmt: skip
+    (answer,) = cluster.run(1, "tests.test_optimizers:losses_by_hand", argv=argv)
+    run, by_hand = answer.value
+    assert run == pytest.approx(by_hand, rel=1e-5)
+    assert run[-1] < run[0] - 0.1
+
+
+# state and checkpoints ------------------------------------------------------------------------------------------------
+
+
+def test_own_optimizer_resumes_bitwise_with_its_tensors_and_numbers(
+    cluster: Cluster, text: Path, tmp_path: Path, own_optimizer: Path
+) -> None:
+    def run(name: str, *more: str) -> Path:
+        small = ["trainer.steps=6", "trainer.global_batch=4", "trainer.micro_batch=2", "optim=rolling", *more]
+        argv = overrides(text, tmp_path / name, "parallel=fsdp", *small)
+        cluster.run(2, "tests.test_optimizers:train_with_own", argv=argv, file=str(own_optimizer))
+        return tmp_path / name
+
+    whole = run("whole")
+    run("stopped", "trainer.stop_at=3")
+    stopped = run("stopped")
+    assert [line["loss"] for line in metrics(stopped)] == [line["loss"] for line in metrics(whole)]
+    for stem in ("model", "optimizer"):
+        ours, theirs = weights(stopped, stem), weights(whole, stem)
+        assert ours.keys() == theirs.keys()
+        assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())
+    state = json.loads((stopped / "checkpoints" / "step-00000006" / "state.json").read_text())["step_state"][
+        "optimizer"
+    ]
+    assert {values["count"] for values in state["parameters"].values()} == {6}
+    assert state["groups"]["matrices"] == {"updates": 6}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "rmsprop", "adafactor", "lion"])
+def test_state_that_was_saved_is_restored(name: str) -> None:
+    section = check(compose([f"optim={name}"]).model_dump(mode="json")).optim
+
+    def made() -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        named = {"matrix": nn.Parameter(torch.randn(4, 3)), "unused": nn.Parameter(torch.ones(2))}
+        return named, build_optimizer(named.items(), section)
+
+    def step(named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
+        named["matrix"].grad = torch.arange(12.0).view(4, 3) - 5
+        optimizer.step()
+
+    named, optimizer = made()
+    configured = group_values(optimizer)
+    step(named, optimizer)
+    tensors = {
+        (key, name): value.clone() for name in named for key, value in tensor_state(optimizer, named[name]).items()
+    }
+    plain = json.loads(json.dumps(plain_state(optimizer, named, configured)))
+    at_save = named["matrix"].detach().clone()
+    step(named, optimizer)
+
+    again, resumed = made()
+    saved = {name for _, name in tensors}
+    ensure_state(resumed, lambda parameter: any(again[name] is parameter for name in saved))
+    with torch.no_grad():
+        again["matrix"].copy_(at_save)
+        for name, parameter in again.items():
+            for key, value in tensor_state(resumed, parameter).items():
+                value.copy_(tensors.pop((key, name)))
+    assert not tensors
+    load_plain_state(resumed, again, configured, plain)
+    step(again, resumed)
+    assert again["matrix"].equal(named["matrix"])
+
+
+def test_bytes_of_state_are_those_of_the_optimizer() -> None:
+    assert [state_bytes(compose([f"optim={name}"]).optim) for name in ("adamw", "sgd", "lion", "adafactor")] == [
+        8,
+        4,
+        4,
+        0,
+    ]
+    assert state_bytes(compose(["optim=sgd", "optim.momentum=0"]).optim) == 0
+
+
+def test_state_that_no_checkpoint_can_hold_is_refused() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([{"params": [parameter], "name": "norms"}])
+    optimizer.state[parameter]["history"] = [torch.ones(2)]
+    with pytest.raises(UserError, match="SGD keeps a list \\(history of bias\\)"):
+        plain_state(optimizer, {"bias": parameter}, group_values(optimizer))
+
+
+# parameter groups -----------------------------------------------------------------------------------------------------
+
+
+def model() -> nn.Module:
+    return nn.ModuleDict({"encoder": nn.Linear(2, 2), "decoder": nn.Linear(2, 3), "head": nn.Linear(3, 1, bias=False)})
+
+
+def section(**groups: dict[str, Any]) -> OptimSection:
+    return OptimSection.model_validate({"lr": 0.1, "weight_decay": 0.2, "groups": groups})
+
+
+def groups_of(module: nn.Module, chosen: OptimSection) -> dict[str, tuple[int, float, float]]:
+    found = parameter_groups(module.named_parameters(), chosen)
+    return {group["name"]: (len(group["params"]), group["weight_decay"], group["lr_scale"]) for group in found}
+
+
+def test_without_groups_only_matrices_have_weight_decay() -> None:
+    assert groups_of(model(), section()) == {"matrices": (3, 0.2, 1.0), "norms": (2, 0.0, 1.0)}
+
+
+def test_groups_by_pattern_have_a_rate_and_a_decay_of_their_own() -> None:
+    chosen = section(slow={"parameters": "decoder.*", "lr_scale": 0.1}, head={"parameters": "head*", "weight_decay": 0})
+    assert groups_of(model(), chosen) == {
+        "matrices": (1, 0.2, 1.0),
+        "norms": (1, 0.0, 1.0),
+        "slow.matrices": (1, 0.2, 0.1),
+        "slow.norms": (1, 0.0, 0.1),
+        "head": (1, 0.0, 1.0),
+    }
+
+
+def test_frozen_group_is_not_trained_and_has_no_state() -> None:
+    module, chosen = model(), section(still={"parameters": "encoder.*", "frozen": True})
+    freeze(module, chosen)
+    assert [name for name, each in module.named_parameters() if not each.requires_grad] == [
+        "encoder.weight",
+        "encoder.bias",
+    ]
+    optimizer = build_optimizer(module.named_parameters(), compose(["optim=lion"]).optim)
+    create_state(optimizer)
+    assert len(optimizer.state) == 3
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"slow": {"parameters": "decodr.weight"}}, "matches none of the 5 parameters; near names: decoder.weight"),
+        ({"all": {"parameters": "*", "frozen": True}}, "optim.groups.all.frozen=true leaves no parameter to train"),
+    ],
+)
+def test_group_that_cannot_be_is_one_line(groups: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        freeze(model(), section(**groups))
+
+
+def test_groups_have_the_same_curve_on_every_layout(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    groups = [
+        "optim.groups.embedding.parameters='embed*'", "optim.groups.embedding.frozen=true",
+        "optim.groups.attention.parameters='*attn*'", "optim.groups.attention.lr_scale=0.1", "trainer.steps=4",
+    ]  # fmt: skip
+    lines = {}
+    for processes, layout in ((1, "single"), (2, "fsdp")):
+        argv = overrides(text, tmp_path / layout, f"parallel={layout}", *groups)
+        cluster.run(processes, "tests.runs:train_small", argv=argv)
+        lines[layout] = metrics(tmp_path / layout)
+    assert [line["loss"] for line in lines["fsdp"]] == pytest.approx(
+        [line["loss"] for line in lines["single"]], rel=1e-5
+    )
+    last = lines["fsdp"][1]
+    assert last["lr_by_group"] == {
+        "matrices": last["lr"], "norms": last["lr"], "attention": pytest.approx(last["lr"] * 0.1),
+    }  # fmt: skip
+    names = [name for name in weights(tmp_path / "fsdp", "optimizer") if "embed" in name]
+    assert names == []
+
+
+# the registry ---------------------------------------------------------------------------------------------------------
+
+
+def test_registered_optimizer_is_chosen_by_name_with_its_own_keys(own_optimizer: Path) -> None:
+    with_own(own_optimizer)
+    chosen: Any = compose(["optim=rolling", "optim.friction=0.3", "optim.lr=0.5"]).optim
+    assert (chosen.name, chosen.friction, chosen.lr) == ("rolling", 0.3, 0.5)
+    with pytest.raises(UserError, match=r"optim.friction=0.3 .* is read by optim=rolling, and this is optim=adamw"):
+        compose(["optim.friction=0.3"])
+    with pytest.raises(UserError, match="optimizer rolling is registered twice"):
+        serried.register_optimizer("rolling")(print)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["optim=lionn"], "no optim 'lionn'. Did you mean optim=lion\\?"),
+        (["optim.name=lionn"], "no optimizer 'lionn' is registered; did you mean optim=lion\\?"),
+        (["optim=sgd", "optim.betas=[0.9,0.95]"], "is read by optim=adamw, adam, lion, and this is optim=sgd"),
+        (["schedule=constant", "schedule.min_lr_ratio=0.2"], "is read by schedule=cosine, linear, wsd"),
+        (["optim=lion", "optim.betas=[0.9,1]"], "both must be at least 0 and below 1"),
+    ],
+)
+def test_optimizer_or_key_that_is_not_there_is_one_line(argv: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose(argv)

@@ -312,8 +312,8 @@ def test_long_runs_are_thinned_and_keep_their_spikes(chromium: Browser, long_pag
     ("count", "charts", "drawn", "told"),
     [
         (40, 13, 40, ""),
-        (400, 2, 400, "So many runs"),
-        (1000, 2, 100, "Of so many runs the best 100 "),
+        (400, 2, 400, "With so many runs only loss and validation are drawn."),
+        (1000, 2, 100, "With so many runs only loss and validation of the best 100 "),
     ],
 )
 def test_many_runs_fit_a_page(count: int, charts: int, drawn: int, told: str, run_dir: Path) -> None:
@@ -347,7 +347,7 @@ def test_so_many_runs_are_told_of(chromium: Browser, run_dir: Path, tmp_path: Pa
     file = tmp_path / "report.html"
     file.write_text(render([replace(records, path=Path(f"run-{number}")) for number in range(800)]), encoding="utf-8")
     with chromium.page(file) as page:
-        assert "Of so many runs the best" in page.js("document.getElementById('summary').innerText")
+        assert "loss and validation of the best" in page.js("document.getElementById('summary').innerText")
         assert page.js("charts.map((chart) => chart.spec.id)") == ["loss"]
         assert colours_drawn(page, "loss") > 100
         assert page.js("document.querySelectorAll('.results tbody tr').length") == 800

@@ -28,21 +28,21 @@ _OWN_SCRIPTS = ("format", "specs", "charts", "marks", "sections", "page")
 _SCRIPTS = ("uplot/uPlot.iife.min.js", *(f"template/{name}.js" for name in _OWN_SCRIPTS))
 _STYLES = ("uplot/uPlot.min.css", "template/page.css")
 _POINTS, _POINTS_OF_A_RUN, _FEWEST_POINTS = 60_000, 50, 10_000
-"""Of all curves of a page together, about 2 MB, less the room that each run takes with what is told of it in words."""
+"""Of all curves of a page together, about 2 MB, less the space that the text about each run takes."""
 _WEIGHTS = {"loss": 4, "grad_norm": 2}
-"""How many points a curve of a chart may have, to those of other charts: these two show what is looked at closely."""
+"""Points of a curve of a chart, relative to other charts: readers look at these two most closely."""
 _MOST_BUCKETS, _FEWEST_BUCKETS = 1500, 10
-"""Of a curve whose weight is 1. Where there are too many runs for the fewest, they have their main curves alone, and
-where there are too many for that the best have."""
+"""Of a curve of weight 1. If there are too many runs for the fewest, only their main curves are drawn; if there are too
+many for that, only those of the best runs."""
 _MAIN_CURVES = (("loss", "training"), ("validation", DEFAULT_VALIDATION))
 _MARKS = 3000
-"""Of each kind, on a page."""
+"""Marks of each kind on a page."""
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> None:
-    """Write the page of the runs in ``run_dirs``, in this order, to the file ``out``, which is replaced whole.
+    """Write the report of the runs in ``run_dirs``, in this order, to the file ``out``, atomically.
 
-    Run folders are taken as they are: one that is empty, of a run that still runs or that crashed has its page too.
+    Run folders are read as they are: empty, of a running run, or of one that crashed.
 
     Raises:
         OSError: ``out`` cannot be written.
@@ -51,7 +51,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
 
 
 def render(runs: Sequence[Records]) -> str:
-    """The page of ``runs`` as HTML."""
+    """Return the report of ``runs`` as HTML."""
     names = _names([run.path for run in runs])
     script = "\n".join(['"use strict";', *((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)])
     fillings = {
@@ -68,7 +68,7 @@ def render(runs: Sequence[Records]) -> str:
 
 
 def _for_html(payload: dict[str, Any]) -> str:
-    """JSON that ends no ``<script>``, whatever its strings say."""
+    """Return JSON in which no string can end the ``<script>``."""
     text = json.dumps(payload, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -116,7 +116,7 @@ _Curves = dict[tuple[str, str], Curve]
 
 
 def _curves_to_draw(runs: Sequence[Records]) -> tuple[list[_Curves], str]:
-    """The curves of each run that a page has room for, and in words what it has none for."""
+    """Return the curves of each run that fit on a page, and a sentence about those that do not."""
     most = _points(runs) // 2 // _FEWEST_BUCKETS  # weight
 
     def weight(of_runs: Iterable[_Curves]) -> int:
@@ -127,24 +127,24 @@ def _curves_to_draw(runs: Sequence[Records]) -> tuple[list[_Curves], str]:
         return every, ""
     main = [{key: run.curves[key] for key in _MAIN_CURVES if key in run.curves} for run in runs]
     if weight(main) <= most:
-        return main, "So many runs have their loss and validation drawn alone. A page of fewer has all charts."
+        return main, "With so many runs only loss and validation are drawn. A report of fewer runs has all charts."
     order = sorted(range(len(runs)), key=lambda index: _rank(runs[index]))
     drawn = set(order[: most // weight([dict.fromkeys(_MAIN_CURVES, Curve([], []))])])
     return (
         [curves if index in drawn else {} for index, curves in enumerate(main)],
-        f"Of so many runs the best {len(drawn)} have their loss and validation drawn, and no more. A page of fewer has "
-        "all charts.",
+        f"With so many runs only loss and validation of the best {len(drawn)} are drawn. A report of fewer has all "
+        "charts.",
     )
 
 
 def _rank(run: Records) -> tuple[float, float]:
-    """Lower is better: by validation loss, without which a run comes after those that have one, and by loss."""
+    """Return a sort key, lower is better: validation loss, then loss; runs without validation come last."""
     best, last = _lowest(_of(run, "validation", DEFAULT_VALIDATION)), _at(_of(run, "loss", "training"), -1)
     return (best["value"] if best else math.inf, last["value"] if last else math.inf)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Short names of ``folders`` that tell them apart: the last part of the path, or more where that is shared."""
+    """Return short, distinct names for ``folders``: the last part of the path, or more if several share that."""
     parts = [folder.absolute().parts for folder in folders]
     names = [folder[-1:] for folder in parts]
     for length in range(2, max(map(len, parts), default=0) + 1):
@@ -184,7 +184,7 @@ def _summary(run: Records) -> dict[str, Any]:
 
 
 def _next(run: Records, state: str) -> dict[str, str]:
-    """What to do now, in words and, where there is one, as a command."""
+    """Return what to do next, in words and, if there is one, as a command."""
     folder = shlex.quote(str(run.path))
     saved = [mark.step for mark in run.marks if mark.kind == "checkpoint"]
     if state == "finished":
@@ -204,7 +204,7 @@ def _next(run: Records, state: str) -> dict[str, str]:
 
 
 def _metrics(run: Records) -> list[dict[str, Any]]:
-    """The last value of each metric of the task: on the validation set if it was measured there, else in training."""
+    """Return the last value of each metric of the task: on the validation set if measured there, else in training."""
     names = sorted({chart for chart, _ in run.curves if chart.startswith("metric:")})
     found = []
     for chart in names:
@@ -216,7 +216,7 @@ def _metrics(run: Records) -> list[dict[str, Any]]:
 
 
 def _sources(run: Records) -> list[dict[str, Any]]:
-    """Of a mixture's sources: tokens, and the loss on what is kept back of each."""
+    """Return tokens and held-out loss of each source of a mixture."""
     losses = run.evaluated.get(DEFAULT_VALIDATION, {}).get("source_losses")
     tokens = {name: curve.values[-1] for (chart, name), curve in run.curves.items() if chart == "source_tokens"}
     by_name = losses if isinstance(losses, dict) else {}
@@ -224,7 +224,7 @@ def _sources(run: Records) -> list[dict[str, Any]]:
 
 
 def _start(start: dict[str, Any], is_last: bool) -> dict[str, Any]:
-    """The hosts are shown of the last start."""
+    """Return a start for the page, with its hosts if it is the last."""
     end = start["end"] or {}
     mesh, hosts, device = start.get("mesh"), start.get("hosts"), start.get("device")
     return {
@@ -240,7 +240,7 @@ def _start(start: dict[str, Any], is_last: bool) -> dict[str, Any]:
 
 
 def _drawn(run: Records, curves: _Curves, points: float, most_marks: int) -> dict[str, Any]:
-    """``curves`` of ``run``, thinned to ``points`` buckets for a chart of weight 1, and ``most_marks`` of each kind.
+    """Return ``curves`` of ``run``, thinned to ``points`` buckets in a chart of weight 1, and some marks of each kind.
 
     ``x`` has a row for each step that one of them needs, and they refer to those rows. Numbers that only grow are given
     as differences: that is a third of their length.
@@ -289,7 +289,7 @@ _Points = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 
 def _thin(run: Records, chart: str, curve: Curve, points: float) -> tuple[_Points, _Points]:
-    """Steps and values to draw, and those to smooth: none where what is drawn is all there is."""
+    """Return steps and values to draw, and those to smooth: empty if all values are drawn."""
     buckets = max(_FEWEST_BUCKETS, min(_MOST_BUCKETS, int(points * _WEIGHTS.get(chart, 1))))
     steps, values = np.array(curve.steps, dtype=np.int64), np.array(curve.values)
     # What is stacked needs its parts at the same steps: where their sum has its spikes.
@@ -302,7 +302,7 @@ def _thin(run: Records, chart: str, curve: Curve, points: float) -> tuple[_Point
 
 
 def _clocks(run: Records, rows: NDArray[np.int64]) -> dict[str, Any]:
-    """Tokens, and milliseconds of training, up to each step of ``rows``; None where no line tells of them."""
+    """Return tokens and milliseconds of training up to each step of ``rows``; None if no line has them."""
 
     def clock(told: Sequence[float], unit: float) -> list[int] | None:
         at = np.array(told)
@@ -323,7 +323,7 @@ def _differences(numbers: NDArray[Any]) -> list[int]:
 
 
 def _numbers(values: Iterable[float]) -> list[float | int | None]:
-    """As they were recorded; null where they were not finite."""
+    """Return values as recorded; null if not finite."""
     return [None if math.isnan(value) else int(value) if value == int(value) else value for value in map(float, values)]
 
 
@@ -332,7 +332,7 @@ def _of(run: Records, chart: str, name: str) -> Curve:
 
 
 def _at(curve: Curve, index: int) -> dict[str, Any] | None:
-    """The first (0) or last (-1) finite value of ``curve``, and its step."""
+    """Return the first (0) or last (-1) finite value of ``curve``, and its step."""
     finite = [(step, value) for step, value in zip(curve.steps, curve.values, strict=True) if not math.isnan(value)]
     return {"step": finite[index][0], "value": finite[index][1]} if finite else None
 
@@ -351,7 +351,7 @@ def _known(value: Any) -> float | None:
 
 
 def _counted(value: Any) -> str:
-    """As ``_text``; of a list, such as that of the GPUs, each different entry once."""
+    """Return ``_text`` of a value; of a list, such as the GPUs, each distinct entry once with its count."""
     if not isinstance(value, list):
         return _text(value)
     each = [_text(entry) for entry in value]
@@ -359,6 +359,6 @@ def _counted(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value of the config as one would type it; without the password of an address."""
+    """Return a config value as typed on the command line, without the password of an address."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return masked(text)

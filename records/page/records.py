@@ -1,4 +1,4 @@
-"""A run folder as plain data: what its records say, in whatever state a crash or a full disk left them."""
+"""The records of a run folder as plain data, in whatever state a crash or a full disk left them."""
 
 import math
 from collections.abc import Callable
@@ -21,11 +21,11 @@ _WHERE_KNOWN = {
 }
 _BY_NAME = {"lr_by_group": "lr", "source_tokens": "source_tokens", "time_split": "time_split"}
 _KEPT_MARKS = 1000
-"""Of each kind; more are counted, not drawn."""
+"""Marks of each kind; more are counted, not drawn."""
 
 
 class Curve(NamedTuple):
-    """One thing that was measured, at the steps where it was."""
+    """A measured value, at the steps that have it."""
 
     steps: list[int]
     values: list[float]
@@ -33,7 +33,7 @@ class Curve(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that happened at a step."""
+    """An event at a step."""
 
     kind: str
     """restart, rollback, spike, skipped or checkpoint."""
@@ -43,11 +43,11 @@ class Mark(NamedTuple):
 
 @dataclass
 class Records:
-    """What the records of one run say."""
+    """The records of one run."""
 
     path: Path
     config: dict[str, Any]
-    """Values by dotted key; empty where there is no ``config.yaml`` that can be read."""
+    """Values by dotted key; empty if there is no readable ``config.yaml``."""
     environment: dict[str, Any]
     status: Status | None
     starts: list[dict[str, Any]] = field(default_factory=list)
@@ -57,19 +57,19 @@ class Records:
     """By chart and name within the chart; the charts of a task's metrics are called ``metric:NAME``."""
     marks: list[Mark] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
-    """Of the marks, by kind."""
+    """Number of marks by kind."""
     steps: list[int] = field(default_factory=list)
-    """Steps with a line of their own; beside them tokens and seconds of training up to there."""
+    """Logged steps; tokens and seconds of training up to each are in the lists below."""
     tokens: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)
     """The last event ``step``."""
     last_time: float | None = None
-    """Of the last line, in Unix seconds."""
+    """Time of the last line, in Unix seconds."""
     evaluated: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The last event ``eval`` of each validation set."""
     waited_seconds: float = 0.0
-    """For data, in the steps of ``timed_seconds``."""
+    """Time spent waiting for data, within ``timed_seconds``."""
     timed_seconds: float = 0.0
     undone_lines: int = 0
     """Logged steps that a crash or a rollback undid."""
@@ -81,7 +81,7 @@ class Records:
 
 
 def read_records(run_dir: Path) -> Records:
-    """The records in ``run_dir``. What is missing, torn or of the wrong kind is left out: nothing is raised for it."""
+    """Return the records in ``run_dir``. Missing, torn or malformed ones are left out; nothing is raised."""
     config = flatten(_mapping(read_yaml, run_dir / "config.yaml"))
     environment = _mapping(read_json, run_dir / "environment.json")
     records = Records(run_dir, config, environment, read_status(run_dir))
@@ -137,7 +137,7 @@ def _add(records: Records, event: dict[str, Any]) -> None:
         _mark(records, "spike", step, f"a spike in step {step}{', which was skipped' if event.get('skipped') else ''}")
     elif kind == "rollback":
         since = f" from step {event['from_step']}" if is_count(event.get("from_step")) else ""
-        _mark(records, "rollback", step, f"gone back to step {step}{since}: {event.get('reason') or 'no reason told'}")
+        _mark(records, "rollback", step, f"returned to step {step}{since}: {event.get('reason') or 'no reason given'}")
 
 
 def _add_step(records: Records, step: int, event: dict[str, Any]) -> None:

@@ -1,14 +1,14 @@
-"""Fewer points that look the same: of each stretch of a curve its lowest and its highest, so spikes survive."""
+"""Fewer points that look the same: the lowest and highest of each stretch of a curve, so spikes survive."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 
 def thinned(values: NDArray[np.float64], buckets: int) -> NDArray[np.intp]:
-    """Indices of at most about ``2 * buckets`` of ``values``: all of them where there are no more.
+    """Return indices of about ``2 * buckets`` of ``values`` at most; all if there are no more.
 
-    The first and the last stay, and of each of ``buckets`` stretches the lowest and the highest; where one holds values
-    that are not finite, the first of those too.
+    Keeps the first and last value, the lowest and highest of each of ``buckets`` stretches, and the first value of a
+    stretch that is not finite.
     """
     count = len(values)
     if count <= 2 * buckets:
@@ -23,7 +23,7 @@ def thinned(values: NDArray[np.float64], buckets: int) -> NDArray[np.intp]:
 
 
 def means(values: NDArray[np.float64], buckets: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """The mean of each stretch of ``values`` that has one, and the index in its middle: what is smoothed further."""
+    """Return the middle index and the mean of each stretch of ``values`` that has one, for further smoothing."""
     table, first = _table(values, buckets)
     found = ~np.isnan(table)
     counts = found.sum(axis=1)

@@ -38,8 +38,8 @@ def _base_of(section: type[Section], name: str, is_text: bool) -> type[RunConfig
     base: type[RunConfig] = TextRunConfig if is_text else RunConfig
     if section is Section and not name:
         return base
-    doc = section.__doc__
-    task = create_model(section.__name__, __base__=(section, TaskSection), __doc__=doc, name=(str, name))
+    bases = (section, TaskSection) if section is not Section else TaskSection  # a task without keys of its own
+    task = create_model(section.__name__, __base__=bases, __doc__=section.__doc__, name=(str, name))
     return create_model(base.__name__, __base__=base, __module__=base.__module__, task=(task, ...))
 
 

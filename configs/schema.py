@@ -947,6 +947,8 @@ class RunConfig(Section):
          "a sweep is -m and several values for a key; write python train.py -m optim.lr=1e-3,3e-3"),
         ("n_trials num_trials max_trials search.trials",
          "trials belong to a search: python train.py -m search.trials=20 'optim.lr=tag(log, interval(1e-5, 1e-2))'"),
+        ("hydra.searchpath config_path config_search_path",
+         "your own YAML files: python train.py --config-dir FOLDER"),
         ("hydra", "the run folder is run.dir, and Hydra makes none of its own; use run.dir=runs/first-try"),
     )  # fmt: skip
 

@@ -90,7 +90,7 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
     words = [
         word for word in overrides_in(said) if word.partition("=")[0] in all_keys() or word.partition("=")[0] in GROUPS
     ]
-    assert words or any(hint in said for hint in ("leave it out", "torchrun", "-m "))
+    assert words or any(hint in said for hint in ("leave it out", "torchrun", "-m ", "--config-dir"))
     if "launch=slurm" not in words and "," not in "".join(word for word in words if "[" not in word):
         compose([word for word in words if not word.startswith("hydra")])
 

@@ -6,17 +6,20 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution
 
 from serried.cli import main as serried
 from serried.configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, UserError
 from serried.launch.forward import NotedSignals
 from serried.launch.grid import read_sweep
 from serried.launch.points import Point
+from serried.launch.search import Search
 from serried.launch.summary import Outcome, outcome_of, read_outcome, table, write_summary
 from serried.launch.sweep import run_sweep, summarize
 from serried.program import main
@@ -267,18 +270,38 @@ def by_rate(point: Point) -> float:
     return abs(point.config.optim.lr - 1e-3) + len(point.config.schedule.name)
 
 
-def test_interrupted_search_suggests_what_an_uninterrupted_one_does(tmp_path: Path) -> None:
-    at_once = tried(tmp_path / "a", by_rate, 12, *_SPACE)
-    for trials in (1, 5, 12):
-        in_parts = tried(tmp_path / "b", by_rate, trials, *_SPACE)
+def suggested(
+    trials: int, loss: Callable[[Mapping[str, str]], float], earlier: Mapping[str, Mapping[str, str]], seed: int = 0
+) -> dict[str, Mapping[str, str]]:
+    """Return the values of each trial of a search, of which ``earlier`` were made by an earlier start."""
+    found: dict[str, Mapping[str, str]] = {}
+
+    def evaluate(point: Point) -> float:
+        found[point.name] = point.values
+        return loss(point.values)
+
+    space = {"rate": FloatDistribution(1e-5, 1e-2, log=True), "schedule": CategoricalDistribution(["cosine", "wsd"])}
+    parameters = {name: {**values, "rate": float(values["rate"])} for name, values in earlier.items()}
+    builder = SimpleNamespace(point=lambda name, values: Point(name, values, (), None))
+    Search(space, trials, "tpe", seed, parameters, builder)(evaluate)
+    return found
+
+
+def test_interrupted_search_suggests_what_an_uninterrupted_one_does() -> None:
+    def loss(values: Mapping[str, str]) -> float:
+        return abs(float(values["rate"]) - 1e-3) + len(values["schedule"])
+
+    at_once = suggested(13, loss, {})
+    in_parts: dict[str, Mapping[str, str]] = {}
+    for trials in range(1, 14):
+        in_parts = suggested(trials, loss, in_parts)
         assert len(in_parts) == trials
     assert in_parts == at_once
-    assert len({str(values) for values in at_once.values()}) == 12
-    other_seed = tried(tmp_path / "c", by_rate, 1, *_SPACE, "search.seed=1")
-    assert other_seed["trial-0"] != at_once["trial-0"]
-    other_results = tried(tmp_path / "d", lambda point: -by_rate(point), 12, *_SPACE)
+    assert len({str(values) for values in at_once.values()}) == 13
+    assert suggested(1, loss, {}, seed=1)["trial-0"] != at_once["trial-0"]
+    other_results = suggested(13, lambda values: -loss(values), {})
     differs = [at_once[name] != other_results[name] for name in at_once]
-    assert differs == [False] * 10 + [True] * 2, "the sampler uses results from the eleventh trial on"
+    assert differs == [False] * 10 + [True] * 3, "the sampler uses results from the eleventh trial on"
 
 
 def test_failed_trial_is_tried_again_with_its_values(tmp_path: Path) -> None:

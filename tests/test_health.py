@@ -115,7 +115,7 @@ def test_a_run_goes_back_and_leaves_the_samples_since_the_checkpoint_out(
     argv = tiny_overrides(text, tmp_path, *DDP2, "health.spike=rollback")
     answers = cluster.run(2, "tests.runs:train_small", argv=argv, fault=spike_at(8))
     assert [answer.value["code"] for answer in answers] == [0, 0]
-    assert "Gone back to " in answers[0].printed
+    assert "Returned to " in answers[0].printed
     assert "the 8 samples since are left out" in answers[0].printed
     (event,) = metrics(tmp_path, "rollback")
     assert (event["step"], event["from_step"], event["samples"], event["left_out"]) == (6, 8, 8 * BATCH, 2 * BATCH)
@@ -150,7 +150,7 @@ def test_a_run_that_goes_back_in_the_step_that_stops_it_stops_behind_the_spike(
     answers = cluster.run(2, "tests.test_health:spike_and_be_asked_to_stop", argv=argv, at=8)
     assert [answer.value["code"] for answer in answers] == [75, 75]
     printed = answers[0].printed
-    assert printed.count("stopping   SIGTERM on rank 1") == printed.count("Gone back to ") == 1
+    assert printed.count("stopping   SIGTERM on rank 1") == printed.count("Returned to ") == 1
     state = json.loads((tmp_path / "checkpoints" / "step-00000007" / "state.json").read_text())
     assert (state["samples"], state["rollbacks"]) == (9 * BATCH, 1), "the step that saves that it has gone back"
     again = cluster.run(2, "tests.runs:train_small", argv=argv)
@@ -162,7 +162,7 @@ def test_a_run_that_goes_back_in_the_step_that_stops_it_stops_behind_the_spike(
 def test_a_run_goes_back_only_so_many_times(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     fault = spike_at(8, 10, 12, 14, 16)
     printed = run(cluster, text, tmp_path, "health.spike=rollback", "health.max_rollbacks=2", fault=fault)
-    assert printed.count("Gone back to ") == 2
+    assert printed.count("Returned to ") == 2
     assert "stopped: spike at step 8" in printed
     assert "health.max_rollbacks=2 are used up" in printed
     status = json.loads((tmp_path / "status.json").read_text())
@@ -177,7 +177,7 @@ def test_numbers_that_are_not_finite_can_stop_the_run_or_take_it_back(
     printed = run(cluster, text, tmp_path / "a", "health.non_finite=stop", fault=spike_at(5, value=nan))
     assert "stopped: loss or gradient was not finite at step 5 (health.non_finite=stop)" in printed
     printed = run(cluster, text, tmp_path / "b", "health.non_finite=rollback", fault=spike_at(7, 8, 9, value=nan))
-    assert "in 3 steps in a row, to step 9. Gone back to " in printed
+    assert "in 3 steps in a row, to step 9. Returned to " in printed
     assert metrics(tmp_path / "b", "stop")[-1]["state"] == "finished"
 
 

@@ -1,4 +1,4 @@
-"""What a run says and records of itself: console lines, ``metrics.jsonl``, ``status.json``."""
+"""Console and metrics.jsonl output of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ DONE = "all steps done"
 
 @dataclass
 class Progress:
-    """What a run tells of itself, carried from one start to the next."""
+    """What the report needs from one start to the next."""
 
     tokens: int = 0
     first_loss: float | None = None
@@ -43,7 +43,7 @@ class Progress:
     early_stop: str | None = None
     """Why the run is finished before its last step."""
     source_tokens: dict[str, int] = field(default_factory=dict)
-    """Of a mixture's sources, by name."""
+    """Tokens of a mixture's sources, by name."""
 
     def add(self, result: StepResult, sources: Sequence[str]) -> None:
         """Count a step; ``sources`` names those of a mixture, in the order of the result."""
@@ -73,7 +73,7 @@ def saved_progress(start: Start) -> Progress:
 
 
 class Report:
-    """The voice of one run. Every rank has one; rank 0's speaks and, with ``folder``, records."""
+    """Console and metrics.jsonl output of a run. Every rank has one; only rank 0 prints and records."""
 
     def __init__(self, context: Context, start: Start) -> None:
         config = context.config
@@ -97,7 +97,7 @@ class Report:
         hosts: Sequence[str],
         tracker_run_id: str,
     ) -> None:
-        """Record how the run began. ``hosts``: of each rank; ``peak_flops``: of one device, None where not known."""
+        """Record the start. ``hosts``: of each rank; ``peak_flops``: of one device, None if not known."""
         self._record(
             "start",
             world_size=self._session.world_size,
@@ -141,7 +141,7 @@ class Report:
             self._task.on_step(Event(step, {"loss": result.loss, **metrics}))
 
     def spiked(self, step: int, result: StepResult, text: str) -> None:
-        """Tell of a step whose loss or gradient jumped."""
+        """Report a step with a loss or gradient spike."""
         self._record(
             "spike", step=step, loss=result.loss, grad_norm=result.grad_norm, loss_limit=result.loss_limit,
             norm_limit=result.norm_limit, skipped=bool(result.skipped),
@@ -149,14 +149,14 @@ class Report:
         self._console.say(f"WARNING    {text}")
 
     def slow(self, rank: int, host: str, share: float) -> None:
-        """Tell of a rank whose device is slower than the others', for which all wait."""
+        """Report a rank whose device is slower than the others, so that all wait for it."""
         self._console.say(
             f"WARNING    rank {rank} on {host} is slow: the same arithmetic takes {share:.2f}x the median of the ranks "
             "there, and all wait for it. Is its device hot, or shared?"
         )
 
     def went_back(self, start: Start, from_step: int, samples: int, reason: str) -> None:
-        """Tell that the run goes on from the checkpoint ``start``, at the sample ``samples`` of the order."""
+        """Report a rollback to the checkpoint ``start``, which continues with sample number ``samples``."""
         self.progress = saved_progress(start)
         if self._folder is not None:
             self._folder.go_back(start.step)
@@ -165,11 +165,11 @@ class Report:
             "rollback", step=start.step, from_step=from_step, samples=samples, left_out=left_out, reason=reason
         )
         self._console.say(
-            f"WARNING    {reason}. Gone back to {start.checkpoint}; the {left_out} samples since are left out"
+            f"WARNING    {reason}. Returned to {start.checkpoint}; the {left_out} samples since are left out"
         )
 
     def running(self, step: int) -> None:
-        """Have ``status.json`` say where the run is."""
+        """Record the current step in ``status.json``."""
         if self._folder is not None:
             self._folder.status("running", step=step)
 
@@ -217,7 +217,7 @@ class Report:
             progress.early_stop = f"{metric} has not improved in {patience} evaluations (trainer.patience)"
 
     def not_evaluated(self, step: int, name: str) -> None:
-        """Tell of an evaluation on the set ``name`` that found nothing to predict, and so has no loss."""
+        """Report an evaluation on the set ``name`` without targets, which has no loss."""
         self._record("eval", step=step, set=name, loss=None, tokens=0)
         self._console.say(
             f"WARNING    the evaluation on {name} found nothing to predict in its sequences, so it has no loss; "
@@ -226,7 +226,7 @@ class Report:
         )
 
     def saved(self, saved: Saved | None, *, is_last: bool = False) -> None:
-        """Tell of a save that has ended, if one has.
+        """Report a save that has ended, if one has.
 
         Raises:
             TrainingFailed: it was that of the last step, and failed: there is nothing to show for the steps since.
@@ -259,7 +259,7 @@ class Report:
             self._task.on_save(Event(saved.step, path=saved.path))
 
     def broken_off(self, step: int) -> None:
-        """Say what there is to go on from, where something ended the run at ``step``."""
+        """Report the newest checkpoint, after an error ended the run at ``step``."""
         if self.saved_step:
             self._console.say(
                 f"ended      at step {step}; the newest checkpoint is that of step {self.saved_step}; run the "
@@ -267,7 +267,7 @@ class Report:
             )
 
     def ended(self, step: int, seconds: float, sample: str | None, request: str | None) -> int:
-        """Tell of the end at ``step`` after ``seconds``. Returns the exit code.
+        """Report the end at ``step`` after ``seconds``. Returns the exit code.
 
         ``sample`` is text of the model's; ``request`` says who asked to stop, None: nobody.
         """
@@ -311,7 +311,7 @@ class Report:
         return code
 
     def _next(self, step: int, request: str | None) -> str:
-        """The next thing to type."""
+        """Return what to do next."""
         config = self._config
         if step < config.trainer.steps and request is not None:
             return f"run the same command to resume ({step} of {config.trainer.steps} steps done)"

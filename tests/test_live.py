@@ -143,8 +143,10 @@ def test_status_line_of_a_step_has_what_was_logged_last() -> None:
     logged = {"step": 6, "loss": 2.5, "tokens_per_second": 1234.0, "step_seconds": 2.0, "eta_seconds": 588.0}
     console.last_step = {**logged, "is_first": True}
     assert shown(activity).line == "step   8/300  loss 2.5000 at step 6"
-    console.last_step = {**logged, "is_first": False}
+    console.last_step = {**logged, "is_first": False, "unit": "tokens"}
     assert shown(activity).line == "step   8/300  loss 2.5000 at step 6  tok/s 1.2k  eta 9m44s"
+    console.last_step |= {"unit": "samples"}
+    assert "samples/s 1.2k" in shown(activity).line
 
 
 def shown(activity: Activity) -> Doing:

@@ -41,4 +41,5 @@ class Activity:
         if last["tokens_per_second"] is None or last["is_first"]:  # the first step takes longer
             return line
         left = max(0.0, last["eta_seconds"] - (step - last["step"]) * last["step_seconds"])
-        return f"{line}  tok/s {short(last['tokens_per_second'])}  eta {duration(left)}"
+        unit = "tok" if last["unit"] == "tokens" else last["unit"]
+        return f"{line}  {unit}/s {short(last['tokens_per_second'])}  eta {duration(left)}"

@@ -135,7 +135,7 @@ class Report:
             "scale": result.scale if self._config.precision.name == "fp16" else None,
         }
         self._record("step", **values)
-        self._console.last_step = {**values, "is_first": step == self._first_step + 1}
+        self._console.last_step = {**values, "is_first": step == self._first_step + 1, "unit": self._task.unit}
         self._console.say(step_line(values, metrics, self._config.trainer.steps, self._task.unit))
         if self._session.is_main:
             self._task.on_step(Event(step, {"loss": result.loss, **metrics}))

@@ -60,7 +60,9 @@ class Registry:
         self._load_built_in()
         if name in self._entries:
             raise UserError(f"{self.kind} {name} is registered twice; give one of the two another name")
-        if not issubclass(section, self.base):  # the section has its own keys only: add those that all have
+        if section is Section:
+            section = self.base
+        elif not issubclass(section, self.base):  # the section has its own keys only: add those that all have
             section = create_model(section.__name__, __base__=(section, self.base), __doc__=section.__doc__)
         self._entries[name] = Entry(name, section, load)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import serried
-from serried.configs.compose import compose, config_yaml
+from serried.configs.compose import FOLDER, compose, config_yaml
 from serried.configs.errors import UserError
-from serried.configs.registry import optimizers
+from serried.configs.registry import optimizers, register_schedule, schedules
 from serried.configs.run_config import check
 from serried.configs.schema import OptimSection
 from serried.parallel.plan import LossTerms
@@ -336,3 +337,35 @@ def test_registered_optimizer_is_chosen_by_name_with_its_own_keys(own_optimizer:
 def test_optimizer_or_key_that_is_not_there_is_one_line(argv: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         compose(argv)
+
+
+def test_registered_schedule_is_a_function_of_the_step_after_the_warm_up() -> None:
+    class Root(serried.Section):
+        """A user's schedule."""
+
+        power: float = 0.5
+        """The learning rate falls as step to minus this power."""
+
+    if "root" not in schedules.names():
+        register_schedule("root", section=Root)(
+            lambda step, _, peak, own: peak * (own.warmup_steps / step) ** own.power
+        )
+    chosen = compose(["schedule=root", "schedule.power=1", "schedule.warmup_steps=4"]).schedule
+    assert [learning_rate(step, 100, 2.0, chosen) for step in (2, 4, 8)] == [1.0, 2.0, 1.0]
+
+
+def test_documented_optimizer_and_schedule_run() -> None:
+    page = (FOLDER.parent / "docs" / "extending.md").read_text(encoding="utf-8")
+    optimizer, schedule = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    for code, name in ((optimizer, "my_lion"), (schedule, "root")):
+        registry = optimizers if name == "my_lion" else schedules
+        if name not in registry.names():
+            exec(code, {"__name__": "documented"})
+    chosen = compose(["optim=my_lion", "optim.beta=0.5", "optim.lr=0.1"]).optim
+    parameter = nn.Parameter(torch.ones(2, 2))
+    own = build_optimizer([("weight", parameter)], chosen)
+    parameter.grad = torch.ones(2, 2)
+    own.step()
+    assert parameter.allclose(torch.full((2, 2), 1 - 0.1 * 0.1 - 0.1))
+    rate = learning_rate(40, 100, 2.0, compose(["schedule=root", "schedule.warmup_steps=10"]).schedule)
+    assert rate == pytest.approx(1.0)

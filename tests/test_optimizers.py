@@ -346,11 +346,10 @@ def test_registered_schedule_is_a_function_of_the_step_after_the_warm_up() -> No
         power: float = 0.5
         """The learning rate falls as step to minus this power."""
 
-    if "root" not in schedules.names():
-        register_schedule("root", section=Root)(
-            lambda step, _, peak, own: peak * (own.warmup_steps / step) ** own.power
-        )
-    chosen = compose(["schedule=root", "schedule.power=1", "schedule.warmup_steps=4"]).schedule
+    if "falling" not in schedules.names():
+        register = register_schedule("falling", section=Root)
+        register(lambda step, _, peak, own: peak * (own.warmup_steps / step) ** own.power)
+    chosen = compose(["schedule=falling", "schedule.power=1", "schedule.warmup_steps=4"]).schedule
     assert [learning_rate(step, 100, 2.0, chosen) for step in (2, 4, 8)] == [1.0, 2.0, 1.0]
 
 

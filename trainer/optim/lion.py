@@ -32,7 +32,9 @@ def build(groups: list[dict[str, Any]], section: LionSection) -> Any:
         ) -> None:
             state, gradient = self.state[parameter], parameter.grad
             assert gradient is not None
-            mean = state.setdefault("exp_avg", torch.zeros_like(parameter))
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter)
+            mean = state["exp_avg"]
             parameter.mul_(1 - lr * weight_decay)
             parameter.add_(mean.lerp(gradient, 1 - betas[0]).sign_(), alpha=-lr)
             mean.lerp_(gradient, 1 - betas[1])

@@ -35,8 +35,8 @@ from serried.configs.explain import Layer, Origins, explain, shown, unfit, value
 from serried.configs.help import choices_of, files_of, help_text
 from serried.configs.keys import Key, all_keys, is_section
 from serried.configs.plain_data import read_yaml
-from serried.configs.run_config import CHOSEN, check
-from serried.configs.schema import RunConfig, SourceSection, TextRunConfig
+from serried.configs.run_config import CHOSEN, check, config_yaml
+from serried.configs.schema import SourceSection, TextRunConfig
 from serried.configs.suggest import (
     advice,
     listing,
@@ -213,11 +213,6 @@ def _refuse(mistakes: Sequence[str]) -> None:
         raise UserError(*dict.fromkeys(" ".join(mistake.split()) for mistake in mistakes))
 
 
-def config_yaml(config: RunConfig) -> str:
-    """The resolved config as YAML; validating what a YAML parser reads from it gives an equal ``TextRunConfig``."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
-
-
 def _composed(folder: Path, command: "_Command") -> dict[str, Any]:
     """The YAML files and overrides, composed by Hydra, as plain data.
 
@@ -231,8 +226,9 @@ def _composed(folder: Path, command: "_Command") -> dict[str, Any]:
             choices = config.pop("hydra").runtime.choices
             config.recipe = choices.recipe or declared().name
             for group, registry in CHOSEN.items():  # a choice without a YAML file, or whose file leaves the name out
-                name = command.typed.get(group, choices.get(group))
-                config[group] = {registry.key: name, **(config.get(group) or {})}
+                if registry.key == "name":
+                    name = command.typed.get(group, choices.get(group))
+                    config[group] = {"name": name, **(config.get(group) or {})}
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{_relative(mark.name, folder)}:{mark.line + 1}" if mark else f"a file in {folder.name}"

@@ -9,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from serried.configs.keys import Key, all_keys, is_section, keys_of, readers
+from serried.configs.run_config import CHOSEN
 from serried.configs.suggest import listing, nearest_choice, unknown_key, unknown_section
 
 _LONGEST_VALUE = 80
@@ -124,10 +125,13 @@ def _sentence(
     source = origins.of(path) or "configs"
     if kind == "extra_forbidden":
         if names := readers(path):  # a key of another optimizer, schedule, ...
-            group, chosen = path.partition(".")[0], value_at(path.partition(".")[0], config)["name"]
+            section = path.partition(".")[0]
+            key = CHOSEN[section].key
+            group, chosen = f"{section}.{key}" if key != "name" else section, value_at(section, config)[key]
+            add = f", or add {group}={names[0]}" if key == "name" else ""
             return (
                 f"{path}={shown(mistake['input'])} ({source}) is read by {group}={', '.join(names)}, and this is "
-                f"{group}={chosen}; leave it out, or add {group}={names[0]}"
+                f"{group}={chosen}; leave it out{add}"
             )
         if isinstance(mistake["input"], dict):
             return unknown_section(path, source)

@@ -18,7 +18,7 @@ from pydantic import create_model
 
 from serried.configs.errors import UserError
 from serried.configs.near import nearest
-from serried.configs.schema import OptimSection, ScheduleSection, Section
+from serried.configs.schema import LlamaSection, ModelSection, OptimSection, ScheduleSection, Section
 
 _Built = TypeVar("_Built", bound=Callable[..., Any])
 
@@ -129,7 +129,8 @@ optimizers = Registry(
 schedules = Registry(
     "schedule", "schedule", "serried.schedules", ScheduleSection, built_in_package="serried.trainer.schedules"
 )
-models = Registry("model family", "model", "serried.models")
+models = Registry("model family", "model", "serried.models", ModelSection, key="family")
+models.register("llama", LlamaSection, lambda: import_module("serried.recipes.models.transformer").Llama)
 tasks = Registry("task", "task", "serried.tasks")
 tasks.register("causal_lm", Section, lambda: import_module("serried.recipes.causal_lm").CausalLM)
 data_sources = Registry("data source", "data", "serried.data")
@@ -151,6 +152,10 @@ def register_schedule(name: str, *, section: type[Section] = ScheduleSection) ->
     return schedules.registering(name, section)
 
 
-def register_model(name: str, *, section: type[Section] = Section) -> Callable[[_Built], _Built]:
-    """Register a model family; a decorator."""
+def register_model(name: str, *, section: type[Section] = ModelSection) -> Callable[[_Built], _Built]:
+    """Register a ``ModelFamily``, or a function ``build(section, vocab_size) -> nn.Module``, as ``model.family=NAME``.
+
+    A decorator. The module of a function maps ``tokens`` [B, S] to logits [B, S, V]. ``section`` declares its keys
+    beside those that all families have (``vocab_size``, ``max_sequence_length``, ...).
+    """
     return models.registering(name, section)

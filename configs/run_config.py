@@ -4,15 +4,16 @@ import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import yaml
 from pydantic import create_model
 
 from serried.configs.declaration import Declaration, declared
-from serried.configs.registry import Registry, optimizers, schedules
+from serried.configs.registry import Registry, models, optimizers, schedules
 from serried.configs.schema import RunConfig, Section, TaskSection, TextRunConfig
 
 Config = TypeVar("Config", bound=RunConfig)
 
-CHOSEN: dict[str, Registry] = {registry.group: registry for registry in (optimizers, schedules)}
+CHOSEN: dict[str, Registry] = {registry.group: registry for registry in (optimizers, schedules, models)}
 """Sections of ``RunConfig`` whose class depends on a name, by section."""
 
 
@@ -22,7 +23,8 @@ def run_config_class(plain: Mapping[str, Any], schema: type[Config]) -> type[Con
     Raises:
         UserError: it names something that is not registered.
     """
-    names = {group: _name(plain, registry, schema) for group, registry in CHOSEN.items()}
+    chosen = {group: registry for group, registry in CHOSEN.items() if group in schema.model_fields}
+    names = {group: _name(plain, registry, schema) for group, registry in chosen.items()}
     return _with_sections(
         schema, tuple((group, CHOSEN[group].get(name).section) for group, name in names.items() if name)
     )
@@ -75,3 +77,8 @@ def _name(plain: Mapping[str, Any], registry: Registry, schema: type[RunConfig])
 def _with_sections(schema: type[Config], sections: tuple[tuple[str, type[Section]], ...]) -> type[Config]:
     fields: dict[str, Any] = {group: (section, schema.model_fields[group]) for group, section in sections}
     return create_model(schema.__name__, __base__=schema, __module__=schema.__module__, **fields)
+
+
+def config_yaml(config: RunConfig) -> str:
+    """The resolved config as YAML; validating what a YAML parser reads from it gives an equal ``TextRunConfig``."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)

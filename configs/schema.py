@@ -118,6 +118,27 @@ def _nearest(key: str, values: Sequence[int]) -> str:
 
 
 class ModelSection(Section):
+    """What all families of language models have in common; each has a section of its own with its other keys."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "vocab_size": "hf:vocab_size vocab vocabulary_size n_vocab padded_vocab_size",
+        "vocab_multiple": "hf:pad_to_multiple_of make_vocab_size_divisible_by vocab_size_multiple",
+        "max_sequence_length": "hf:max_position_embeddings n_positions",
+    }
+
+    name: str
+    """Name of the model config, for display."""
+    family: str = "llama"
+    """Name of the model family; a YAML file in ``model/`` sets it."""
+    vocab_size: Size | None = None
+    """Rows of the embedding table, in tokens; the tokenizer's size when null."""
+    vocab_multiple: Size = 1
+    """Round the tokenizer's size up to a multiple of this (128 suits GPUs). ``vocab_size`` is not rounded."""
+    max_sequence_length: Annotated[Count, Field(ge=1, le=10**8)] = 131072
+    """Longest sequence that the model supports, in tokens; ``data.sequence_length`` must not exceed it."""
+
+
+class LlamaSection(ModelSection):
     """Architecture of a decoder-only transformer of the Llama 3 family."""
 
     aliases: ClassVar[Mapping[str, str]] = {
@@ -126,13 +147,10 @@ class ModelSection(Section):
         "heads": "hf:num_attention_heads titan:n_heads nanogpt:n_head num_heads attention_heads",
         "kv_heads": "hf:num_key_value_heads titan:n_kv_heads n_kv_head num_kv_heads num_query_groups",
         "hidden_dim": "hf:intermediate_size ffn_dim ffn_hidden_size d_ff mlp_dim ffn_hidden_dim",
-        "vocab_size": "hf:vocab_size vocab vocabulary_size n_vocab padded_vocab_size",
-        "vocab_multiple": "hf:pad_to_multiple_of make_vocab_size_divisible_by vocab_size_multiple",
         "tie_embeddings": "hf:tie_word_embeddings tied_embeddings weight_tying",
         "norm_eps": "hf:rms_norm_eps layer_norm_eps layernorm_epsilon",
         "rope_theta": "hf:rope_theta rotary_base rope_base theta",
         "initializer_std": "hf:initializer_range init_std",
-        "max_sequence_length": "hf:max_position_embeddings n_positions",
     }
     advice: ClassVar[Sequence[tuple[str, str]]] = (
         ("hf:attention_dropout nanogpt:dropout dropout_rate",
@@ -142,8 +160,6 @@ class ModelSection(Section):
          "checkpoint.resume=FOLDER data.tokenizer=FOLDER"),
     )  # fmt: skip
 
-    name: str
-    """Name of the model config, for display."""
     dim: Size
     """Width of the residual stream."""
     layers: Annotated[Count, Field(ge=1, le=1000)]
@@ -157,10 +173,6 @@ class ModelSection(Section):
     """Width of one head; ``dim / heads`` when null."""
     hidden_dim: DerivedSize
     """Inner width of the SwiGLU feed-forward; 8/3 of ``dim``, rounded up to a multiple of 128, when null."""
-    vocab_size: Size | None = None
-    """Rows of the embedding table, in tokens; the tokenizer's size when null."""
-    vocab_multiple: Size = 1
-    """Round the tokenizer's size up to a multiple of this (128 suits GPUs). ``vocab_size`` is not rounded."""
     tie_embeddings: bool = False
     """Use the embedding table as the output projection too."""
     norm_eps: Number = Field(default=1e-5, gt=0)
@@ -169,8 +181,6 @@ class ModelSection(Section):
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Llama 3.1 frequency scaling; null for none."""
-    max_sequence_length: Annotated[Count, Field(ge=1, le=10**8)] = 131072
-    """Longest sequence that the model supports, in tokens; ``data.sequence_length`` must not exceed it."""
     initializer_std: Number = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
 
@@ -193,7 +203,7 @@ class ModelSection(Section):
         return values
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> "ModelSection":
+    def _heads_divide(self) -> "LlamaSection":
         if self.head_dim is None and self.dim % self.heads:
             if self.dim % 2:  # rotary embeddings turn pairs, so no number of heads would do
                 pairs = 2 * self.heads
@@ -581,12 +591,12 @@ class TrainerSection(Section):
          "trainer.global_batch={accumulated}"),
         ("trainer.tokens max_tokens train_tokens total_tokens num_tokens token_budget",
          "training is counted in optimizer steps, not tokens; use trainer.steps={steps_of_tokens}"),
-        ("epochs num_epochs num_train_epochs max_epochs n_epochs",
-         "training is counted in optimizer steps, not epochs; use trainer.steps=1000"),
     )  # fmt: skip
 
     steps: PositiveCount
     """Number of optimizer steps of the whole run."""
+    epochs: Annotated[Number, Field(gt=0, le=10**6)] | None = None
+    """Passes over the training data, in place of ``steps``: rounded up to whole steps."""
     global_batch: PositiveCount
     """Sequences per optimizer step, over all processes and micro-batches."""
     micro_batch: PositiveCount
@@ -995,7 +1005,7 @@ class RunConfig(Section):
 class TextRunConfig(RunConfig):
     """The whole of a run that trains a built-in language model."""
 
-    model: ModelSection
+    model: LlamaSection  # or the section of another family, see configs.run_config
     data: DataSection
 
     @model_validator(mode="after")

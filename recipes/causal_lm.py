@@ -11,6 +11,7 @@ from torch import nn
 from serried.configs.errors import UserError
 from serried.configs.formats import printable
 from serried.configs.plain_data import read_json
+from serried.configs.registry import models
 from serried.configs.schema import (
     DEFAULT_VALIDATION,
     WHOLE,
@@ -41,7 +42,7 @@ from serried.recipes.data.summary import summary_of
 from serried.recipes.data.text_bytes import TextBytes
 from serried.recipes.data.tokenizer import Tokenizer, hugging_face_files
 from serried.recipes.generation import Piece, TextStream, chooser, continued, until_end
-from serried.recipes.models import transformer
+from serried.recipes.models.family import ModelFamily, family_of
 from serried.recipes.models.head import IGNORE
 from serried.trainer.task import TextTask
 
@@ -52,6 +53,7 @@ class CausalLM(TextTask):
     """A transformer that learns to predict the next token of packed text."""
 
     sections = ("model", "data")
+    opens_in = "transformers"
 
     _model: ModelSection
     _data: DataSection
@@ -72,6 +74,7 @@ class CausalLM(TextTask):
         """Validation sets by name, and those of a mixture's sources that are not as they were prepared."""
         self._left_out: dict[str, int] = {}
         self._text_bytes: TextBytes | None = None
+        self._built: ModelFamily | None = None
         self._datasets: dict[str, TokenDataset | PackedDataset | MixtureDataset | StreamDataset] = {}
 
     # data -----------------------------------------------------------------------------------------------------------
@@ -222,44 +225,39 @@ class CausalLM(TextTask):
         assert tokenizer is not None
         return tokenizer.vocab_size
 
-    def build_model(self) -> transformer.Transformer:
-        with torch.device("meta"):
-            return transformer.Transformer(self._model, self.vocab_size())
+    def _family(self) -> ModelFamily:
+        if self._built is None:
+            self._built = family_of(models.get(self._model.family).load(), self._model, self.vocab_size())
+        return self._built
+
+    def build_model(self) -> nn.Module:
+        return self._family().build()
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
-        assert isinstance(model, transformer.Transformer)
-        return model.parallel_plan()
+        return self._family().parallel_plan(model)
 
     def initial_std(self, name: str) -> float | None:
-        return transformer.initial_std(self._model, name)
+        return self._family().initial_std(name)
 
     def describe_model(self) -> str:
-        model = self._model
-        tied = ", embeddings tied" if model.tie_embeddings else ""
-        return (
-            f"{model.name}: {model.layers} layers, dim {model.dim}, feed-forward {model.hidden_dim}, "
-            f"heads {model.heads} (key/value {model.kv_heads}), "
-            f"vocabulary {self._vocabulary()}{tied}"
-        )
+        return f"{self._model.name}: {self._family().describe()}, vocabulary {self._vocabulary()}"
 
     def _vocabulary(self) -> str:
         rows, ids = self.vocab_size(), self._tokenizer_size()
         return f"{ids:,} padded to {rows:,}" if self._model.vocab_size is None and ids != rows else f"{rows:,}"
 
     def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
-        loss_sum = model(batch.tokens, batch.targets, batch.positions)
+        loss_sum = self._family().loss_sum(model, batch)
         training = self._datasets.get("train")
         by_source = training.targets_by_source(batch) if isinstance(training, MixtureDataset) else None
         return LossTerms(loss_sum, (batch.targets != IGNORE).sum(), by_source=by_source)
 
     def flops_per_sample(self, parameters: int) -> float:
         length = self._data.sequence_length
-        return length * transformer.flops_per_token(self._model, parameters, self.vocab_size(), length)
+        return length * self._family().flops_per_token(parameters, length)
 
-    def activation_bytes(self, samples: int, dtype: torch.dtype, *, autocast: bool) -> int:
-        return transformer.activation_bytes(
-            self._model, self.vocab_size(), samples, self._data.sequence_length, dtype, autocast=autocast
-        )
+    def activation_bytes(self, samples: int, dtype: torch.dtype, *, autocast: bool) -> int | None:
+        return self._family().activation_bytes(samples, self._data.sequence_length, dtype, autocast=autocast)
 
     @torch.no_grad()
     def sample(self, model: nn.Module, tokens: int, seed: int, device: torch.device) -> str:
@@ -275,7 +273,7 @@ class CausalLM(TextTask):
         prompt = self._beginning(tokenizer)
         fitting = min(tokens, self._model.max_sequence_length - len(prompt))
         ids = continued(
-            model, prompt, layers=self._model.layers, tokens=fitting, choose=never_the_end, device=device
+            model, prompt, layers=self._family().cached_layers, tokens=fitting, choose=never_the_end, device=device
         )  # fmt: skip
         return printable(tokenizer.decode(ids))
 
@@ -320,7 +318,7 @@ class CausalLM(TextTask):
         ids, end_of_turn = self._asked(prompt)
         choose = chooser(temperature=temperature, top_p=top_p, seed=seed)
         following = continued(
-            model, ids, layers=self._model.layers, tokens=tokens, device=device,
+            model, ids, layers=self._family().cached_layers, tokens=tokens, device=device,
             choose=lambda logits: choose(logits[: tokenizer.vocab_size]),  # not the rows that only pad the vocabulary
         )  # fmt: skip
         stream = TextStream(tokenizer, ids)
@@ -361,13 +359,13 @@ class CausalLM(TextTask):
     # export ---------------------------------------------------------------------------------------------------------
 
     def export_name(self, name: str) -> str:
-        return transformer.hugging_face_name(name)
+        return self._family().export_name(name)
 
     def check_weights(self, folder: Path) -> None:
         path = folder / "config.json"
         try:
             found = read_json(path)
-            changes = transformer.hugging_face_differences(self._model, self.vocab_size(), found)
+            changes = self._family().differences(found)
         except OSError as error:
             raise UserError(
                 f"cannot read {path}: {error.strerror}; it says what the weights beside it compute"
@@ -381,7 +379,7 @@ class CausalLM(TextTask):
     def export_files(self, folder: Path) -> None:
         assert self._prepared is not None, "open_data comes first"
         tokenizer = self._prepared.tokenizer
-        config = transformer.hugging_face_config(self._model, self.vocab_size(), tokenizer.end_id)
+        config = self._family().export_config(tokenizer.end_id)
         files = {"config.json": json.dumps(config, indent=2) + "\n", **hugging_face_files(tokenizer)}
         for name, content in files.items():
             (folder / name).write_text(content, "utf-8")

@@ -50,16 +50,19 @@ def chooser(*, temperature: float, top_p: float, seed: int) -> Choose:
 
 @torch.no_grad()
 def continued(
-    model: nn.Module, prompt: Sequence[int], *, layers: int, tokens: int, choose: Choose, device: torch.device
+    model: nn.Module, prompt: Sequence[int], *, layers: int | None, tokens: int, choose: Choose, device: torch.device
 ) -> Iterator[int]:
-    """Up to ``tokens`` tokens that follow ``prompt``, which has one at least. ``layers`` of the model; it may be one
+    """Up to ``tokens`` tokens that follow ``prompt``, which has one at least. ``layers``: those of its cache; None: it
+    has none, and all tokens are computed again. The model may be one
     that is cut, and then all ranks call this together."""
-    cache = Cache(layers, len(prompt) + tokens)
+    cache = None if layers is None else Cache(layers, len(prompt) + tokens)
     following = list(prompt)
     for _ in range(tokens):
-        logits = model(torch.tensor([following], device=device), cache=cache)[0, -1]
-        following = [choose(logits.float().cpu())]
-        yield following[0]
+        ids = torch.tensor([following], device=device)
+        logits = model(ids)[0, -1] if cache is None else model(ids, cache=cache)[0, -1]
+        token = choose(logits.float().cpu())
+        following = [*following, token] if cache is None else [token]
+        yield token
 
 
 def until_end(tokens: Iterator[int], end_id: int, end_of_turn: Sequence[int]) -> Iterator[int]:

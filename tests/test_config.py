@@ -20,7 +20,7 @@ from serried.configs.help import choices_of
 from serried.configs.key_tables import key_tables
 from serried.configs.keys import all_keys
 from serried.configs.run_config import check
-from serried.configs.schema import ModelSection
+from serried.configs.schema import LlamaSection
 from serried.configs.suggest import unknown_key
 from serried.configs.trackers import asked_for
 from serried.configs.words import repeated
@@ -155,7 +155,7 @@ def test_composing_is_a_pure_function_of_its_arguments(tmp_path: Path, monkeypat
 # The models
 
 
-def parameters(model: ModelSection) -> int:
+def parameters(model: LlamaSection) -> int:
     """Parameters of a Llama 3 model, by hand."""
     assert model.vocab_size
     head_dim = model.dim // model.heads

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from serried.configs.schema import ModelSection, RopeScaling
+from serried.configs.schema import LlamaSection, RopeScaling
 from serried.parallel.held import held_parameters
 from serried.parallel.initialize import initialize, normal_rows
 from serried.parallel.mesh import Layout
@@ -22,15 +22,15 @@ from serried.recipes.models.transformer import (
 LLAMA31_SCALING = RopeScaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_sequence_length=64)
 
 
-def section(**changes: object) -> ModelSection:
+def section(**changes: object) -> LlamaSection:
     values = {
         "name": "small", "dim": 48, "layers": 3, "heads": 4, "kv_heads": 2, "hidden_dim": 80, "vocab_size": 131,
         "max_sequence_length": 512,
     }  # fmt: skip
-    return ModelSection(**{**values, **changes})  # type: ignore[arg-type]
+    return LlamaSection(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def build(config: ModelSection, seed: int = 0) -> Transformer:
+def build(config: LlamaSection, seed: int = 0) -> Transformer:
     with torch.device("meta"):
         model = Transformer(config, config.vocab_size or 0)
     model.to_empty(device="cpu")

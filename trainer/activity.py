@@ -1,5 +1,7 @@
 """What a rank is doing, in words for the status line."""
 
+from collections.abc import Callable
+
 from serried.configs.formats import duration, short
 from serried.runtime.console import Console
 from serried.runtime.live import Doing
@@ -19,7 +21,7 @@ _WORDS = {
 class Activity:
     """Returns what ``pulse`` is at; None during set-up, of which the console knows more."""
 
-    def __init__(self, pulse: Pulse, session: Session, console: Console, steps: int) -> None:
+    def __init__(self, pulse: Pulse, session: Session, console: Console, steps: Callable[[], int]) -> None:
         """``steps``: of the whole run."""
         self._pulse, self._session, self._console, self._steps = pulse, session, console, steps
 
@@ -34,7 +36,7 @@ class Activity:
         return Doing(what, key, self._line(moment.step) if moment.phase in (DATA, TRAIN, LOG) else "")
 
     def _line(self, step: int) -> str:
-        line, last = f"step {step:>{len(str(self._steps))}}/{self._steps}", self._console.last_step
+        line, last = f"step {step:>{len(str(self._steps()))}}/{self._steps()}", self._console.last_step
         if last is None:
             return line
         line += f"  loss {last['loss']:.4f} at step {last['step']}"

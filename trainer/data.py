@@ -1,7 +1,9 @@
 """The data of a run: its data sets, and which samples come next."""
 
 import hashlib
+import math
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -28,7 +30,7 @@ class Data:
         """
         console.doing("preparing data")
         task.open_data(session.once_per_node(partial(task.prepare, console.progress)))
-        self.training = _training_data(task)
+        self.training = training_data(task)
         names = (DEFAULT_VALIDATION, *task.further_validation())
         found = {name: task.dataset(name) for name in names}
         self.validation: dict[str, Dataset] = {name: dataset for name, dataset in found.items() if dataset is not None}
@@ -95,7 +97,27 @@ class Data:
         return state | {"stream": {key: value for part in parts for key, value in part.items()}}
 
 
-def _training_data(task: Task) -> Dataset:
+def with_steps(config: RunConfig, training: Dataset) -> RunConfig:
+    """Return ``config`` with the steps that ``trainer.epochs`` passes over the training data take, if it is set.
+
+    Raises:
+        UserError: the data is a stream, of which the length is unknown.
+    """
+    trainer = config.trainer
+    if trainer.epochs is None:
+        return config
+    if isinstance(training, Stream):
+        raise UserError(f"trainer.epochs={trainer.epochs:g}: the length of streamed data is unknown; use trainer.steps")
+    steps = math.ceil(Fraction(repr(trainer.epochs)) * len(training) / trainer.global_batch)
+    return config.model_copy(update={"trainer": trainer.model_copy(update={"steps": steps})})
+
+
+def training_data(task: Task) -> Dataset:
+    """Return the training data of ``task``.
+
+    Raises:
+        UserError: there is none.
+    """
     training = task.dataset(TRAINING)
     if training is None:
         raise UserError(f"{type(task).__name__}.dataset({TRAINING!r}) returned None: there is nothing to train on")

@@ -7,6 +7,7 @@ from serried.configs.schema import RunConfig
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.trainer.checkpoint.resume import Start
+from serried.trainer.data import training_data, with_steps
 from serried.trainer.memory import planned_memory
 from serried.trainer.optimizer import learning_rate
 from serried.trainer.optimizer_state import checkpoint_bytes
@@ -82,6 +83,9 @@ def overview(
 
 def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) -> str:
     """The plan of a run that is not started."""
+    if config.trainer.epochs is not None:  # only the data tells how many steps that is
+        task.open_data(task.prepare(lambda _: None))
+        config = with_steps(config, training_data(task))
     model = task.build_model()
     freeze(model, config.optim)
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"

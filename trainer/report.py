@@ -295,8 +295,8 @@ class Report:
         # A tracker's process may not have come to making its folder yet.
         more = "".join(f", {name}/" for name, is_asked in asked.items() if is_asked or (config.run.dir / name).is_dir())
         self._console.say(
-            f"files      {config.run.dir}: report.html, metrics.jsonl, config.yaml, status.json{more}; the model, "
-            f"opens in transformers: {checkpoint}"
+            f"files      {config.run.dir}: report.html, metrics.jsonl, config.yaml, status.json{more}; the model"
+            f"{self._task.opens_in and f', opens in {self._task.opens_in}'}: {checkpoint}"
         )
         self._console.say(f"next       {self._next(step, request)}")
         state, code = ("finished", EXIT_FINISHED) if is_finished else ("stopped", EXIT_STOPPED)

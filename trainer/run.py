@@ -4,6 +4,7 @@ import traceback
 from contextlib import suppress
 from functools import partial
 
+from serried.configs import run_config
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
 from serried.configs.schema import RunConfig
 from serried.records.page import write_report
@@ -16,7 +17,7 @@ from serried.trainer.activity import Activity
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
 from serried.trainer.checkpoint.state import check_names
 from serried.trainer.context import Context
-from serried.trainer.data import Data
+from serried.trainer.data import Data, with_steps
 from serried.trainer.out_of_memory import explained
 from serried.trainer.pulse import END
 from serried.trainer.report import DONE
@@ -40,10 +41,9 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
 
     session.once(claim)
     console = Console(session.is_main, session.rank)
-    start, trainer = Start(), None
+    start, trainer, data = Start(), None, None
     watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
-    console.doing("looking for a checkpoint to go on from")
-    console.follow(Activity(watchdog.pulse, session, console, config.trainer.steps))
+    console.follow(Activity(watchdog.pulse, session, console, lambda: config.trainer.steps))
 
     def stop_unheard() -> int:
         console.quiet()
@@ -55,15 +55,20 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
 
     session.signals.last_words_unheard = stop_unheard
     try:
+        if config.trainer.epochs is not None:
+            data = Data(task, session, console)
+            config = with_steps(config, data.training)
+            config_yaml = run_config.config_yaml(config)
+        console.doing("looking for a checkpoint")
         start = find_start(config, session)
         for note in start.notes:
             console.say(note)
         is_over = start.step >= config.trainer.last_step or (config.trainer.patience and _ended_early(start))
         if start.checkpoint is not None and is_over:
-            check_data(start, Data(task, session, console).fingerprint, config)
+            check_data(start, (data or Data(task, session, console)).fingerprint, config)
             check_names(start.checkpoint, task.build_model(), task.export_name)
             return _nothing_to_do(config, start, console, folder)
-        trainer = Trainer(Context(config, task, session, console, folder, watchdog.pulse), config_yaml, start)
+        trainer = Trainer(Context(config, task, session, console, folder, watchdog.pulse), config_yaml, start, data)
         if folder is not None:
             session.signals.last_words = partial(_last_words, console, folder, trainer)
         code = trainer.run()

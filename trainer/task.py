@@ -60,6 +60,8 @@ class Task:
     """Sections of the built-in language models that the task reads: ``model``, ``data``. A user's task needs none."""
     unit: ClassVar[str] = "samples"
     """What ``LossTerms.weight`` counts, for the console and the records."""
+    opens_in: ClassVar[str] = ""
+    """Other software that opens a checkpoint as it is."""
 
     config: Any = None
     """The values of ``Config`` in this run. Set before any method is called."""

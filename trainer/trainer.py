@@ -43,14 +43,14 @@ from serried.trainer.training_state import TrainingState
 class Trainer:
     """One run on one rank."""
 
-    def __init__(self, context: Context, config_yaml: str, start: Start) -> None:
-        """Build everything, in the only order that works."""
+    def __init__(self, context: Context, config_yaml: str, start: Start, data: Data | None = None) -> None:
+        """Build everything, in the only order that works. ``data`` if it is open already."""
         self.context, self._origin = context, start.origin
         config, task, session, console = context.config, context.task, context.session, context.console
         layout = resolve_layout(config.parallel, session.world_size)
         accumulation = gradient_accumulation(config.trainer, layout)
         set_determinism(config.trainer.deterministic)
-        self._data = data = Data(task, session, console)
+        self._data = data = data or Data(task, session, console)
         check_data(start, data.fingerprint, config)
         data.start(start, config.trainer.global_batch)
         remember_allocations(config, session.device, console)

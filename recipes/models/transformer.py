@@ -9,16 +9,18 @@ Shapes: B batch, S sequence, D dim, H query heads, K key/value heads, E head_dim
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serried.configs.schema import ModelSection, RopeScaling
+from serried.configs.schema import LlamaSection, RopeScaling
 from serried.parallel.plan import ParallelPlan
 from serried.recipes.models.attention import Mask, attend, document_mask
 from serried.recipes.models.cache import Cache, LayerCache
+from serried.recipes.models.family import ModelFamily, Tokens
 from serried.recipes.models.head import LanguageModelHead, chunk_tokens
 
 
@@ -75,7 +77,7 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query self-attention."""
 
-    def __init__(self, config: ModelSection) -> None:
+    def __init__(self, config: LlamaSection) -> None:
         super().__init__()
         self.head_dim = config.attention_head_dim
         self.grouped = config.kv_heads != config.heads
@@ -101,7 +103,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: ModelSection) -> None:
+    def __init__(self, config: LlamaSection) -> None:
         super().__init__()
         self.gate_proj = Linear(config.dim, config.hidden_dim, bias=False)
         self.up_proj = Linear(config.dim, config.hidden_dim, bias=False)
@@ -114,7 +116,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each behind its norm and added to the residual stream."""
 
-    def __init__(self, config: ModelSection) -> None:
+    def __init__(self, config: LlamaSection) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.self_attn = Attention(config)
@@ -133,7 +135,7 @@ class Transformer(nn.Module):
     reads the embedding's), so there is nothing that sharding or moving could untie.
     """
 
-    def __init__(self, config: ModelSection, vocab_size: int) -> None:
+    def __init__(self, config: LlamaSection, vocab_size: int) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(vocab_size, config.dim)
@@ -201,7 +203,7 @@ class Transformer(nn.Module):
         return ParallelPlan(units=(("embed_tokens",), *blocks, ("norm", "lm_head")))
 
 
-def initial_std(config: ModelSection, name: str) -> float | None:
+def initial_std(config: LlamaSection, name: str) -> float | None:
     """Standard deviation of the parameter called ``name`` at the start; None where it starts at one.
 
     Projections into the residual stream are scaled down by sqrt(2 x layers), so that its variance does not grow with
@@ -214,7 +216,7 @@ def initial_std(config: ModelSection, name: str) -> float | None:
     return config.initializer_std
 
 
-def flops_per_token(config: ModelSection, parameters: int, vocab_size: int, sequence_length: int) -> float:
+def flops_per_token(config: LlamaSection, parameters: int, vocab_size: int, sequence_length: int) -> float:
     """Forward and backward FLOPs per token, PaLM's formula (https://arxiv.org/abs/2204.02311, appendix B).
 
     6 per parameter that multiplies (the embedding look-up does not, unless it is the head too; the few weights of norms
@@ -227,7 +229,7 @@ def flops_per_token(config: ModelSection, parameters: int, vocab_size: int, sequ
 
 
 def activation_bytes(
-    config: ModelSection, vocab_size: int, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool
+    config: LlamaSection, vocab_size: int, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool
 ) -> int:
     """Bytes that a forward and its backward need at most beside parameters and their gradients: what the forward keeps
     for the backward, and the logits of one chunk.
@@ -258,7 +260,7 @@ def hugging_face_name(name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
-def hugging_face_differences(config: ModelSection, vocab_size: int, found: dict[str, Any]) -> list[str]:
+def hugging_face_differences(config: LlamaSection, vocab_size: int, found: dict[str, Any]) -> list[str]:
     """What to change in ``config`` for it to compute what a Hugging Face ``config.json`` describes, as overrides.
 
     Raises:
@@ -309,7 +311,7 @@ def _override(name: str, value: Any) -> str:
     return f"model.{name}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
 
 
-def hugging_face_config(config: ModelSection, vocab_size: int, end_token: int | None) -> dict[str, Any]:
+def hugging_face_config(config: LlamaSection, vocab_size: int, end_token: int | None) -> dict[str, Any]:
     """``config.json`` with which ``transformers.LlamaForCausalLM`` opens the saved weights."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling:
@@ -344,3 +346,47 @@ def hugging_face_config(config: ModelSection, vocab_size: int, end_token: int | 
         "eos_token_id": end_token,
         "dtype": "float32",
     }
+
+
+class Llama(ModelFamily):
+    """Llama 2 and 3: ``model.family=llama``."""
+
+    def __init__(self, section: LlamaSection, vocab_size: int) -> None:
+        super().__init__(section, vocab_size)
+        self.cached_layers = section.layers
+
+    def build(self) -> Transformer:
+        with torch.device("meta"):
+            return Transformer(self.section, self.vocab_size)
+
+    def loss_sum(self, model: nn.Module, batch: Tokens) -> Tensor:
+        return model(batch.tokens, batch.targets, batch.positions)
+
+    def parallel_plan(self, model: nn.Module) -> ParallelPlan:
+        assert isinstance(model, Transformer)
+        return model.parallel_plan()
+
+    def initial_std(self, name: str) -> float | None:
+        return initial_std(self.section, name)
+
+    def describe(self) -> str:
+        model = self.section
+        return (
+            f"{model.layers} layers, dim {model.dim}, feed-forward {model.hidden_dim}, "
+            f"heads {model.heads} (key/value {model.kv_heads}){', embeddings tied' if model.tie_embeddings else ''}"
+        )
+
+    def flops_per_token(self, parameters: int, sequence_length: int) -> float:
+        return flops_per_token(self.section, parameters, self.vocab_size, sequence_length)
+
+    def activation_bytes(self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool) -> int:
+        return activation_bytes(self.section, self.vocab_size, sequences, sequence_length, dtype, autocast=autocast)
+
+    def export_name(self, name: str) -> str:
+        return hugging_face_name(name)
+
+    def export_config(self, end_token: int | None) -> dict[str, Any]:
+        return hugging_face_config(self.section, self.vocab_size, end_token)
+
+    def differences(self, found: Mapping[str, Any]) -> list[str]:
+        return hugging_face_differences(self.section, self.vocab_size, dict(found))

@@ -228,7 +228,8 @@ _NOT_PART_OF_THE_NUMBERS = (
     "model.max_sequence_length", "model.vocab_", "model.head_dim", "model.initializer_std", "data.name", "data.path",
     "data.subset", "data.split", "data.revision", "data.text_column", "data.messages_column", "data.token_dtype",
     "trainer.workers", "data.cache_dir", "data.validation.", "trainer.micro_batch", "trainer.log_every",
-    "trainer.eval_", "trainer.sample_tokens", "trainer.stop_at", "trainer.max_minutes", "trainer.deterministic",
+    "trainer.eval_", "trainer.epochs", "trainer.patience", "task.name",
+    "trainer.sample_tokens", "trainer.stop_at", "trainer.max_minutes", "trainer.deterministic",
 )  # fmt: skip
 """Beginnings of keys that shape where, how fast and how visibly a run goes, not its numbers. What ``data.path`` leads
 to is compared by its content, and sizes of the model by the shapes of its tensors."""

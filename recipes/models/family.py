@@ -1,0 +1,122 @@
+"""What a family of language models provides; a new one is one file and one YAML."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from serried.configs.errors import UserError
+from serried.configs.schema import ModelSection
+from serried.parallel.plan import ParallelPlan
+from serried.recipes.models.head import IGNORE
+
+
+class Tokens(Protocol):
+    """A batch of sequences; ``recipes.data.dataset.Batch`` is one."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, S], int64"""
+
+    @property
+    def targets(self) -> Tensor:
+        """[B, S], int64; ``IGNORE`` where there is none"""
+
+    @property
+    def positions(self) -> Tensor | None:
+        """[B, S], int64, from 0 in each document; None: documents are not isolated from each other"""
+
+
+class ModelFamily:
+    """A decoder-only language model of one configuration. ``build`` is required; everything else has a default."""
+
+    cached_layers: int | None = None
+    """Layers that keep keys and values, for models whose forward takes a ``cache``; None: text is generated without."""
+
+    def __init__(self, section: Any, vocab_size: int) -> None:
+        """``section``: the family's own section; ``vocab_size``: rows of the embedding."""
+        self.section, self.vocab_size = section, vocab_size
+
+    def build(self) -> nn.Module:
+        """Return the module, on the CPU with its own initial values, or on the meta device with ``initial_std``.
+
+        It maps ``tokens`` [B, S] to logits [B, S, V].
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define build()")
+
+    def loss_sum(self, model: nn.Module, batch: Tokens) -> Tensor:
+        """Return the cross entropy summed over the targets of ``batch`` that are not ``IGNORE``."""
+        if batch.positions is not None:
+            raise UserError("data.isolate_documents=true needs a model family that takes positions; leave it out")
+        logits = model(batch.tokens).flatten(0, 1).float()
+        return F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def parallel_plan(self, model: nn.Module) -> ParallelPlan:
+        """Return how ``model`` may be sharded. The default finds its repeated blocks."""
+        del model
+        return ParallelPlan()
+
+    def initial_std(self, name: str) -> float | None:
+        """Return the standard deviation of the initial values of a parameter of a model on meta; None: ones."""
+        raise UserError(f"{type(self).__name__}.build() returns a model on meta: define initial_std(name) ({name})")
+
+    def describe(self) -> str:
+        """Return the sizes of the model, for the plan."""
+        return type(self).__name__
+
+    def flops_per_token(self, parameters: int, sequence_length: int) -> float:
+        """Return FLOPs of forward and backward: 6 per parameter, attention not counted."""
+        del sequence_length
+        return 6.0 * parameters
+
+    def activation_bytes(
+        self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool
+    ) -> int | None:
+        """Return what forward and backward hold beside parameters and gradients; None: unknown."""
+        del sequences, sequence_length, dtype, autocast
+        return None
+
+    def export_name(self, name: str) -> str:
+        """Return the name in a checkpoint of parameter ``name``."""
+        return name
+
+    def export_config(self, end_token: int | None) -> dict[str, Any]:
+        """Return the content of ``config.json`` beside the weights."""
+        return {"model_type": self.section.family, "vocab_size": self.vocab_size, "eos_token_id": end_token}
+
+    def differences(self, found: Mapping[str, Any]) -> list[str]:
+        """Return overrides that make the section compute what the ``config.json`` ``found`` describes.
+
+        Raises:
+            ValueError: no override can.
+        """
+        if found.get("model_type") != self.section.family:
+            raise ValueError(f"is of model_type {found.get('model_type')}; this is model.family={self.section.family}")
+        return []
+
+
+class BuiltFamily(ModelFamily):
+    """The family of a function ``build(section, vocab_size)``."""
+
+    def __init__(self, build: Any, section: Any, vocab_size: int) -> None:
+        super().__init__(section, vocab_size)
+        self._build = build
+
+    def build(self) -> nn.Module:
+        return self._build(self.section, self.vocab_size)
+
+    def describe(self) -> str:
+        own = {name: getattr(self.section, name) for name in type(self.section).model_fields}
+        sizes = [f"{name} {value}" for name, value in own.items() if name not in ModelSection.model_fields]
+        return ", ".join(sizes) or self.section.family
+
+
+def family_of(registered: Any, section: ModelSection, vocab_size: int) -> ModelFamily:
+    """Return the family that was registered, a class or a function, for a configuration."""
+    if isinstance(registered, type):
+        family = registered(section, vocab_size)
+        assert isinstance(family, ModelFamily), f"{registered.__name__} must be a ModelFamily"
+        return family
+    return BuiltFamily(registered, section, vocab_size)

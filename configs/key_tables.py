@@ -22,7 +22,7 @@ def key_tables() -> str:
     recipes = {name: _texts(compose([f"recipe={name}"]).model_dump(mode="json")) for name in choices_of()["recipe"]}
     values = recipes["tiny"]
     for group, registry in CHOSEN.items():
-        for name in registry.names():
+        for name in registry.names() if registry.key == "name" else ():
             values = _texts(compose([f"{group}={name}"]).model_dump(mode="json")) | values
     named = [key for keys in all_keys().named.values() for key in keys.values()]
     keys = [

@@ -50,8 +50,8 @@ def bigram(folder: Path, *words: str, processes: int = 0) -> subprocess.Complete
 
 
 def overrides(text: Path, run_dir: Path, *more: str) -> list[str]:
-    words = [word for word in tiny_overrides(text, run_dir) if not word.startswith("model.")]
-    return [*words, "model=bigram", "trainer.sample_tokens=4", *more]
+    words = tiny_overrides(text, run_dir, "trainer.sample_tokens=4")
+    return [*(word for word in words if not word.startswith("model.")), "model=bigram", *more]
 
 
 def test_a_family_in_a_users_file_trains_alike_on_every_layout(folder: Path, text: Path) -> None:

@@ -45,8 +45,8 @@ def global_sum_of_squares(parameters: Sequence[HeldTensor], layout: Layout) -> T
     # All holders of a copy contribute, so that a bad number on any rank reaches all.
     table = torch.stack(list(squares.values()))
     dist.all_reduce(table)
-    total = (table / torch.tensor(list(squares), dtype=torch.float64, device=device)).sum()
-    return total if whole is None else total + whole
+    totals = [row / copies for row, copies in zip(table.unbind(), squares, strict=True)]
+    return torch.stack(totals if whole is None else [*totals, whole]).sum()
 
 
 def _row_norms(gradient: Tensor) -> Tensor:

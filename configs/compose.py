@@ -111,7 +111,7 @@ def compose(argv: Sequence[str], folder: Path = FOLDER, told: Sequence[str] = ()
     """
     groups = choices_of(folder)
     command = _Command(groups)
-    given = {word.partition("=")[0].lstrip("+") for word in argv}
+    given = {word.partition("=")[0].lstrip("+") for word in argv} | _keys_of_own_recipe(argv)
     command.read([*(word for word in declared().defaults if word.partition("=")[0] not in given), *argv])
     mistakes, plain = [*told], {}
     try:
@@ -125,6 +125,18 @@ def compose(argv: Sequence[str], folder: Path = FOLDER, told: Sequence[str] = ()
         mistakes += explain(error, plain, _origins(folder, command), groups, alone=bool(mistakes))
     _refuse(mistakes)
     return cast(TextRunConfig, checked)  # of a user's task: a RunConfig, which has no model and no data
+
+
+def _keys_of_own_recipe(argv: Sequence[str]) -> set[str]:
+    """Return the keys that the user's own recipe sets, which the defaults of their task must not override."""
+    name = dict(word.partition("=")[::2] for word in argv).get("recipe")
+    found: set[str] = set()
+    for folder in declared().config_dirs:
+        try:
+            found |= flatten(read_yaml(folder / "recipe" / f"{name}.yaml")).keys()
+        except (OSError, ValueError):
+            continue  # not there; or a mistake in it, which composing reports
+    return found
 
 
 _SOURCE = (*SourceSection.model_fields, "sources", "weigh_by", "token_dtype", "validation_split", "streaming")

@@ -120,7 +120,7 @@ def _text(value: Any) -> str:
 def read_result(run_dir: Path) -> Result:
     """Return how the run in ``run_dir`` ended, from its records."""
     from serried.configs.schema import DEFAULT_VALIDATION
-    from serried.records.metrics import read_events
+    from serried.records.metrics import named_metrics, read_events
     from serried.records.run_folder import METRICS
     from serried.records.status import NO_STATUS, read_status
     from serried.trainer.checkpoint.resume import CHECKPOINTS
@@ -142,5 +142,5 @@ def read_result(run_dir: Path) -> Result:
         evaluation.get("loss"),
         run_dir,
         checkpoints[-1] if checkpoints else None,
-        dict((evaluation or step).get("metrics", {})),
+        named_metrics(evaluation or step),
     )

@@ -34,7 +34,7 @@ from serried.configs.errors import UserError
 from serried.configs.explain import Layer, Origins, explain, shown, unfit, value_at
 from serried.configs.help import choices_of, files_of, help_text
 from serried.configs.keys import Key, all_keys, is_section
-from serried.configs.plain_data import read_yaml
+from serried.configs.plain_data import flatten, read_yaml
 from serried.configs.run_config import CHOSEN, check, config_yaml
 from serried.configs.schema import SourceSection, TextRunConfig
 from serried.configs.suggest import (

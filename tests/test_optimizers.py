@@ -355,7 +355,8 @@ def test_registered_schedule_is_a_function_of_the_step_after_the_warm_up() -> No
 
 def test_documented_optimizer_and_schedule_run() -> None:
     page = (FOLDER.parent / "docs" / "extending.md").read_text(encoding="utf-8")
-    optimizer, schedule = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    optimizer, schedule = (code for name in ("optimizer", "schedule") for code in blocks if f"register_{name}(" in code)
     for code, name in ((optimizer, "my_lion"), (schedule, "root")):
         registry = optimizers if name == "my_lion" else schedules
         if name not in registry.names():

@@ -272,12 +272,13 @@ def unknown_key(
     parts = key.split(".")
     if ".".join(parts[:2]) in all_keys().named and len(parts) > 3 and not is_name(parts[2]):
         return f"{given}: {parts[2]} is not a valid name; use letters, digits, _ and -, starting with a letter"
-    if suggestions := meant(key, value, groups):
+    known = {*all_keys(), *groups}  # a user's task has no model and no data
+    if suggestions := [each for each in meant(key, value, groups) if each.strip("'").partition("=")[0] in known]:
         return f"unknown key {given}; did you mean {' or '.join(suggestions)}?"
     section = key.rpartition(".")[0]
     if is_section(section):
         return f"unknown key {given}; {listing(section)}"
-    return f"unknown key {given}; python train.py --help lists the keys"
+    return f"unknown key {given}; --help lists the keys"
 
 
 def listing(section: str) -> str:

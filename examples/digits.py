@@ -17,12 +17,12 @@ class ViT(nn.Module):
         self.positions = nn.Parameter(0.02 * torch.randn(16, dim))
         block = nn.TransformerEncoderLayer(dim, 4, 4 * dim, dropout=0.1, batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
-        self.head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 10))
+        self.head = nn.Sequential(nn.LayerNorm(dim), nn.Flatten(), nn.Linear(16 * dim, 10))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return class scores [batch, 10] of images [batch, 1, 8, 8]."""
         patches = self.patches(images).flatten(2).transpose(1, 2)  # [batch, 16, dim]
-        return self.head(self.blocks(patches + self.positions).mean(1))
+        return self.head(self.blocks(patches + self.positions))
 
 
 class Digits(serried.Task):
@@ -36,7 +36,7 @@ class Digits(serried.Task):
 
     defaults = {
         "trainer.steps": 400, "trainer.global_batch": 96, "trainer.micro_batch": 48, "trainer.eval_every": 100,
-        "trainer.eval_batches": 10, "trainer.log_every": 20, "optim.lr": 2e-3, "schedule.warmup_steps": 40,
+        "trainer.eval_batches": 4, "trainer.log_every": 20, "optim.lr": 1e-3, "schedule.warmup_steps": 40,
     }  # fmt: skip
 
     def build_model(self) -> nn.Module:
@@ -45,7 +45,7 @@ class Digits(serried.Task):
     def dataset(self, split: str) -> list[tuple[torch.Tensor, int]]:
         images, labels = load_digits(return_X_y=True)
         samples = [(torch.tensor(x).float().view(1, 8, 8) / 16, int(y)) for x, y in zip(images, labels, strict=True)]
-        return samples[:1500] if split == "train" else samples[1500:]
+        return [sample for i, sample in enumerate(samples) if (i % 6 == 0) == (split == "validation")]
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> serried.LossTerms:
         images, labels = batch

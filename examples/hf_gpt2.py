@@ -29,6 +29,9 @@ class GPT2(serried.Task):
         targets = batch[:, 1:].reshape(-1)
         return serried.LossTerms(F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"), targets.numel())
 
+    def weight_per_sample(self) -> int:
+        return 64
+
     def export_files(self, folder) -> None:
         CONFIG.save_pretrained(folder)
 

@@ -183,8 +183,10 @@ def same_names(names: tuple[str, ...] | None, terms: LossTerms) -> tuple[str, ..
     """Return the names of the metrics in ``terms``, which must be ``names`` unless that is None.
 
     Raises:
-        UserError: they differ, so that sums of different things would be added.
+        UserError: they differ, so that sums of different things would be added; or ``terms`` are none.
     """
+    if not isinstance(terms, LossTerms) or getattr(terms.loss_sum, "shape", None) != ():
+        raise UserError("loss() must return serried.LossTerms(loss_sum, weight), with loss_sum a scalar tensor")
     found = tuple(terms.metrics)
     if names is not None and found != names:
         raise UserError(

@@ -1,10 +1,11 @@
 """``metrics.jsonl``: one JSON object a line, read in whatever state a crash or a full disk left it."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, is_count, is_number, open_regular, parse_json
 
 METRICS = "metrics.jsonl"
@@ -33,6 +34,12 @@ def parse_event(line: bytes | str) -> dict[str, Any] | None:
         return None
     has_step, has_time = is_count(event.get("step", 0)), is_number(event.get("time", 0))
     return event if has_step and has_time else None
+
+
+def check_metric_names(names: Iterable[str]) -> None:
+    """Raise ``UserError`` if a task gives a metric the name of a value that every run records."""
+    if taken := [name for name in names if name in _OURS]:
+        raise UserError(f"every run records its own {taken[0]}; give the metric {taken[0]} of the task another name")
 
 
 def named_metrics(event: Mapping[str, Any]) -> dict[str, float]:

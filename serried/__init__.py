@@ -6,13 +6,11 @@ from typing import Any
 _HOMES = {
     "Task": "serried.trainer.task",
     "TextTask": "serried.trainer.task",
-    "Event": "serried.trainer.task",
     "LossTerms": "serried.parallel.plan",
     "ParallelPlan": "serried.parallel.plan",
     "Section": "serried.configs.schema",
     "main": "serried.api",
     "fit": "serried.api",
-    "Result": "serried.api",
     "load_model": "serried.api",
     "register_model": "serried.configs.registry",
     "register_optimizer": "serried.configs.registry",

@@ -1,15 +1,20 @@
 """What a user's own script or notebook calls: ``main``, ``fit`` and ``load_model``."""
 
 import inspect
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
 from serried.configs.compose import compose, config_dirs, config_yaml
 from serried.configs.declaration import BUILT_IN, Declaration, declaring
 from serried.configs.errors import UserError
+from serried.configs.schema import DEFAULT_VALIDATION, Section
 from serried.runtime.early import end_in_one_line
 from serried.runtime.program import remember_script
 
@@ -64,16 +69,37 @@ def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] 
     from serried.runtime.session import open_session
     from serried.trainer.run import train
 
-    instance = task() if inspect.isclass(task) else task
+    kind = task if inspect.isclass(task) else type(task)
     given, folders = config_dirs(words(overrides))
-    with declaring(declaration(type(instance))._replace(config_dirs=folders)):
+    with declaring(declaration(kind)._replace(config_dirs=folders)):
         config = compose(given)
-    if config.launch.name != "torchrun":
-        raise UserError(f"launch={config.launch.name} starts other processes; use serried.main in a script for that")
+    if config.launch.name != "torchrun" or config.dry_run:
+        asked = "dry_run=true trains nothing" if config.dry_run else f"launch={config.launch.name} starts processes"
+        raise UserError(f"{asked}; serried.fit trains in this process; use serried.main in a script for that")
+    instance: Task = task() if inspect.isclass(task) else task
     instance.configure(config)
-    with open_session(config.launch) as session:
+    with _torch_settings_kept(), open_session(config.launch) as session:
         train(config, instance, session, config_yaml(config))
-    return read_result(config.run.dir)
+        ended = session.once(lambda: _read_end(config.run.dir))  # by the rank that wrote it
+    checkpoint = ended.pop("checkpoint")
+    return Result(**ended, run_dir=config.run.dir, checkpoint=Path(checkpoint) if checkpoint else None)
+
+
+@contextmanager
+def _torch_settings_kept() -> Iterator[None]:
+    """Afterwards torch's generator, number of threads and determinism are as they were."""
+    import torch
+
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    deterministic: Any = torch.utils.deterministic
+    mode, fill = torch.get_deterministic_debug_mode(), deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_rng_state(state)
+        torch.set_deterministic_debug_mode(mode)
+        deterministic.fill_uninitialized_memory = fill
 
 
 def load_model(path: str | Path, task: "Task | type[Task] | None" = None) -> "nn.Module":
@@ -90,16 +116,27 @@ def load_model(path: str | Path, task: "Task | type[Task] | None" = None) -> "nn
 
 
 def declaration(task: "type[Task]") -> Declaration:
-    """Return what composing the configuration needs to know of a task class."""
+    """Return what composing the configuration needs to know of a task class.
+
+    Raises:
+        UserError: ``task`` is no task, or its ``Config`` is no section.
+    """
+    from serried.trainer.task import Task
+
+    if not (inspect.isclass(task) and issubclass(task, Task)):
+        raise UserError(f"{getattr(task, '__name__', task)} is no task; give a subclass of serried.Task or an instance")
+    if not (inspect.isclass(task.Config) and issubclass(task.Config, Section)):
+        raise UserError(f"{task.__name__}.Config is no section; write: class Config(serried.Section)")
     return Declaration(task.task_name(), task.Config, task.sections, words(task.defaults), task)
 
 
 def words(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:
     """Return ``overrides``, a nested dict or ``key=value`` strings, as ``key=value`` strings."""
     if not isinstance(overrides, Mapping):
-        if isinstance(overrides, str):
-            raise UserError(f"overrides must be a list of key=value strings or a dict, not {overrides!r}")
-        return list(overrides)
+        given = overrides if isinstance(overrides, str) else list(overrides)
+        if isinstance(given, str) or not all(isinstance(word, str) for word in given):
+            raise UserError(f"overrides must be a list of key=value strings or a dict, not {given!r}")
+        return given
     found: list[str] = []
     for key, value in overrides.items():
         if isinstance(value, Mapping):
@@ -114,12 +151,12 @@ def _text(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
         return f"[{','.join(_text(each) for each in value)}]"
-    return str(value)
+    text = str(value)
+    return QuotedString(text, Quote.double).with_quotes() if re.search("[=,]", text) else text
 
 
-def read_result(run_dir: Path) -> Result:
-    """Return how the run in ``run_dir`` ended, from its records."""
-    from serried.configs.schema import DEFAULT_VALIDATION
+def _read_end(run_dir: Path) -> dict[str, Any]:
+    """Return how the run in ``run_dir`` ended, from its records: fields of ``Result``."""
     from serried.records.metrics import named_metrics, read_events
     from serried.records.run_folder import METRICS
     from serried.records.status import NO_STATUS, read_status
@@ -135,12 +172,11 @@ def read_result(run_dir: Path) -> Result:
         elif event["event"] == "eval" and event["set"] == DEFAULT_VALIDATION:
             evaluation = event
     checkpoints = committed(run_dir / CHECKPOINTS)
-    return Result(
-        status.state,
-        status.step,
-        step.get("loss"),
-        evaluation.get("loss"),
-        run_dir,
-        checkpoints[-1] if checkpoints else None,
-        named_metrics(evaluation or step),
-    )
+    return {
+        "state": status.state,
+        "step": status.step,
+        "loss": step.get("loss"),
+        "validation": evaluation.get("loss"),
+        "checkpoint": str(checkpoints[-1]) if checkpoints else None,
+        "metrics": named_metrics(evaluation or step),
+    }

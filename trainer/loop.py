@@ -152,9 +152,11 @@ def _scheduled_garbage_collection() -> Iterator[Callable[[int], None]]:
         if step % _COLLECT_GARBAGE_EVERY == 0:
             gc.collect(1)
 
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         yield collect
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()

@@ -31,9 +31,8 @@ def open_model(path: Path, declaration: Declaration | None) -> nn.Module:
     try:
         plain = read_yaml(saved)
     except (OSError, NotPlainData) as error:
-        raise UserError(
-            f"{path} is neither a run folder nor a checkpoint in one: cannot read {saved}: {error}"
-        ) from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path} is neither a run folder nor a checkpoint in one: {saved}: {reason}") from None
     name = plain.get("task", {}).get("name")
     if declaration is None and "model" not in plain:
         raise UserError(f"{path} was trained by the task {name}; give its class: serried.load_model(path, task=...)")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from serried.records.metrics import check_metric_names
 from serried.trainer.context import Context
 from serried.trainer.health import respond
 from serried.trainer.loader import BatchLoader
@@ -43,6 +44,7 @@ class StepLog:
     def read_all(self, newest: int, loader: BatchLoader | None = None) -> None:
         """Read all results that were not read yet; with ``loader``, log that of step ``newest``."""
         names = self._state.parallel.metric_names or ()
+        check_metric_names(names)
         for step, result in self.meter.read(len(names)):
             self._report.progress.add(result, self._sources)
             is_logged = loader is not None and step == newest

@@ -84,15 +84,17 @@ class Task:
 
         Random numbers drawn from torch's generator are the same on every process and for every parallel layout.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define build_model()")
+        raise UserError(f"{type(self).__name__} must define build_model()")
 
     def dataset(self, split: str) -> Dataset | None:
         """Return the samples of ``train`` or ``validation``; None if there is no such split."""
-        raise NotImplementedError(f"{type(self).__name__} must define dataset(split)")
+        del split
+        raise UserError(f"{type(self).__name__} must define dataset(split)")
 
     def loss(self, model: nn.Module, batch: Any) -> LossTerms:
         """Run ``model`` on ``batch``. Returns sums over the batch, not means: they are divided once, over all ranks."""
-        raise NotImplementedError(f"{type(self).__name__} must define loss(model, batch)")
+        del model, batch
+        raise UserError(f"{type(self).__name__} must define loss(model, batch)")
 
     # data ------------------------------------------------------------------------------------------------------------
 

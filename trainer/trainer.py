@@ -149,6 +149,8 @@ def _build_model(context: Context, start: Start) -> nn.Module:
     context.console.doing("building the model")
     torch.manual_seed(context.config.trainer.seed)  # the initial values of a model that draws its own
     model = context.task.build_model()
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{type(context.task).__name__}.build_model() returned {model!r}, which is no torch.nn.Module")
     if not any(parameter.is_meta for parameter in model.parameters()):
         bits = digest(parameter.detach() for parameter in model.parameters())
         context.session.same_everywhere("the model that build_model() returned", f"{int(bits):x}")

@@ -1,0 +1,338 @@
+"""``serried.fit``, ``serried.load_model`` and a user's own task, from a folder outside the checkout."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import serried
+from serried.configs.errors import UserError
+from serried.trainer.checkpoint.resume import CHECKPOINTS
+from tests.cluster import ROOT, Cluster
+from tests.runs import metrics, steps_saved, weights
+
+PUBLIC = [
+    "Task", "TextTask", "LossTerms", "ParallelPlan", "Section", "main", "fit", "load_model", "register_model",
+    "register_optimizer",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's script in a folder of its own."""
+    return Path(shutil.copy(ROOT / "tests" / "own_task.py", tmp_path_factory.mktemp("own")))
+
+
+def task_of(script: str | Path, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location("own_task", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["own_task"] = module
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def fit(script: str, name: str, argv: list[str]) -> dict[str, Any]:
+    """``serried.fit`` on this rank: how it ended, and which hooks were called."""
+    task = task_of(script, name)()
+    result = serried.fit(task, argv)
+    return {"state": result.state, "step": result.step, "metrics": result.metrics, "called": task.called}
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run_dir)]
+
+
+# A user's task --------------------------------------------------------------------------------------------------------
+
+
+def test_task_with_two_losses_dict_batches_and_dropout_resumes_bitwise_and_has_one_curve(
+    cluster: Cluster, script: Path, tmp_path: Path
+) -> None:
+    def run(ranks: int, name: str, *more: str) -> list[Any]:
+        argv = [f"run.dir={tmp_path / name}", *more]
+        answers = cluster.run(ranks, "tests.test_api:fit", script=str(script), name="Points", argv=argv)
+        return [answer.value for answer in answers]
+
+    (whole,) = run(1, "whole")
+    (stopped,) = run(1, "parts", "trainer.stop_at=3")
+    assert (stopped["state"], stopped["step"]) == ("stopped", 3)
+    (resumed,) = run(1, "parts")
+    assert resumed["state"] == "finished"
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    for stem in ("model", "optimizer"):
+        expected = weights(tmp_path / "whole", stem)
+        for name, tensor in weights(tmp_path / "parts", stem).items():
+            assert tensor.equal(expected[name]), name
+    first, second = run(2, "ddp", "parallel=ddp")
+    assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    for kind in ("step", "eval"):
+        for mine, theirs in zip(metrics(tmp_path / "ddp", kind), metrics(tmp_path / "whole", kind), strict=True):
+            for key in ("loss", "class_loss", "size_loss", "accuracy"):
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-5), key
+    assert set(whole["metrics"]) == {"class_loss", "size_loss", "accuracy"}
+    assert first["metrics"] == second["metrics"] == pytest.approx(whole["metrics"], rel=1e-5)
+    assert first["state"] == second["state"] == "finished"
+    assert second["called"] == [], "hooks are called on rank 0 alone"
+    named = ["accuracy", "class_loss", "loss", "size_loss"]
+    steps = [["step", step, named] for step in range(1, 9)]
+    evaluated = [["evaluate validation", step, named] for step in (4, 8)]
+    saved = [[f"save step-{step:08d}", step, []] for step in (4, 8)]
+    called = first["called"]
+    assert called[0] == ["start", 0, []]
+    assert called[-1] == ["end", 8, named]
+    assert sorted(called[1:-1]) == sorted([*steps, *evaluated, *saved])
+    assert [each for each in called if each in steps] == steps
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_batches_may_be_tuples_and_named_tuples(script: Path, tmp_path: Path, named: bool) -> None:
+    result = serried.fit(
+        task_of(script, "Tuples"),
+        {"run": {"dir": tmp_path / "a=b,c"}, "task": {"named": named}, "trainer.steps": 3, "trainer.eval_every": 0},
+    )
+    assert (result.state, result.step, result.run_dir) == ("finished", 3, tmp_path / "a=b,c")
+    assert result.validation is None
+    assert result.loss == losses(result.run_dir)[-1]
+
+
+def test_early_stopping_and_keep_best_follow_a_metric(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [
+        f"run.dir={tmp_path}", "trainer.steps=12", "trainer.micro_batch=12", "trainer.eval_batches=1",
+        "trainer.eval_every=2", "checkpoint.every=2", "checkpoint.keep=1", "trainer.patience=2",
+        "checkpoint.keep_best=true", "checkpoint.best_metric=accuracy", "checkpoint.best_mode=max",
+    ]  # fmt: skip
+    task = task_of(script, "Scores")
+    result = serried.fit(task, argv)
+    assert (result.state, result.step) == ("finished", 8)
+    assert result.metrics == pytest.approx({"accuracy": 0.7})
+    assert steps_saved(tmp_path) == [4, 8]
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
+    capsys.readouterr()
+    assert serried.fit(task, argv).step == 8
+    assert "Nothing to do" in capsys.readouterr().out
+
+
+# fit ------------------------------------------------------------------------------------------------------------------
+
+TWICE = """
+import gc, signal, sys
+import serried
+assert "torch" not in sys.modules
+import torch, torch.distributed as dist
+from own_task import Points
+from serried.runtime.signals import ASKING
+
+def settings():
+    return (
+        [signal.getsignal(number) for number in ASKING], signal.set_wakeup_fd(-1), gc.isenabled(),
+        dist.is_initialized(), sys.excepthook,
+        torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory, torch.get_rng_state().sum().item(),
+    )
+
+torch.set_num_threads(3)
+gc.disable()
+before = settings()
+results = [serried.fit(Points, [f"run.dir={name}", "launch.threads=1"]) for name in ("first", "second")]
+assert settings() == before, (settings(), before)
+first, second = results
+assert first.state == second.state == "finished"
+assert (first.loss, first.validation, first.metrics) == (second.loss, second.validation, second.metrics)
+model, again = (serried.load_model(path, task=Points) for path in (first.run_dir, second.checkpoint))
+assert not model.training
+assert all(a.equal(b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+print("all equal")
+"""
+
+
+def test_fit_twice_in_a_fresh_process_gives_one_result_and_leaves_its_settings(script: Path, tmp_path: Path) -> None:
+    shutil.copy(script, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("all equal\n")
+
+
+@pytest.mark.slow
+def test_fit_in_a_jupyter_kernel(script: Path, tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    shutil.copy(script, tmp_path)
+    cells = [
+        "import serried\nfrom own_task import Points",
+        "results = [serried.fit(Points, {'run.dir': f'run{n}', 'trainer.steps': 4}) for n in range(2)]",
+        "assert results[0].loss == results[1].loss\nresults[1].state",
+        "serried.fit(Points, {'run.dir': 'run0', 'trainer.stps': 4})",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    client = NotebookClient(notebook, timeout=120, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    _, trained, state, mistake = (cell.outputs for cell in notebook.cells)
+    assert "finished" in "".join(output.get("text", "") for output in trained)
+    assert state[0]["data"]["text/plain"] == "'finished'"
+    assert (mistake[0]["ename"], "trainer.steps=4" in mistake[0]["evalue"]) == ("UserError", True)
+
+
+class Tiny(serried.Task):
+    """The smallest task."""
+
+    defaults: ClassVar = {
+        "trainer.steps": 2,
+        "trainer.global_batch": 4,
+        "trainer.micro_batch": 2,
+        "trainer.eval_every": 0,
+    }
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(4, 1)
+
+    def dataset(self, split: str) -> list | None:
+        return [torch.full((4,), float(i)) for i in range(20)] if split == "train" else None
+
+    def loss(self, model: nn.Module, batch: Any) -> serried.LossTerms:
+        return serried.LossTerms(model(batch).square().sum(), len(batch))
+
+
+class NoData(Tiny):
+    """Without training data."""
+
+    def dataset(self, split: str) -> None:
+        del split
+
+
+class NoLoss(Tiny):
+    """Without a loss."""
+
+    loss = serried.Task.loss
+
+
+class NoSection(Tiny):
+    """``Config`` is no section."""
+
+    class Config:
+        """No section."""
+
+        dim: int = 1
+
+
+class NoTerms(Tiny):
+    """The loss is a mean, as other libraries want it."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch).loss_sum
+
+
+class NoModel(Tiny):
+    """Forgets to return it."""
+
+    def build_model(self) -> Any:
+        nn.Linear(4, 1)
+
+
+class ChangingNames(Tiny):
+    """Names of metrics differ between batches."""
+
+    def loss(self, model: nn.Module, batch: Any) -> serried.LossTerms:
+        return super().loss(model, batch)._replace(metrics={f"first_{int(batch[0, 0])}": (1, 1)})
+
+
+class TakenName(Tiny):
+    """A metric named as a value that every run records."""
+
+    def loss(self, model: nn.Module, batch: Any) -> serried.LossTerms:
+        return super().loss(model, batch)._replace(metrics={"lr": (1, 1)})
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides", "expected"),
+    [
+        (Tiny, "trainer.steps=2", "must be a list of key=value strings or a dict, not 'trainer.steps=2'"),
+        (Tiny, [2], "must be a list of key=value strings or a dict"),
+        (Tiny, ["trainer.stepz=2"], r"unknown key trainer.stepz=2 .*did you mean trainer.steps=2\?$"),
+        (Tiny, {"trainer": {"stepz": 2}}, r"did you mean trainer.steps=2\?$"),
+        (Tiny, ["model.dim=3"], "unknown key model.dim=3 .*; --help lists the keys$"),
+        (Tiny, ["launch=local"], "launch=local starts processes; .* use serried.main"),
+        (Tiny, ["dry_run=true"], "dry_run=true trains nothing; .* use serried.main"),
+        (nn.Linear, [], "Linear is no task; give a subclass of serried.Task"),
+        (NoData, [], r"NoData.dataset\('train'\) returned None"),
+        (NoLoss, [], r"NoLoss must define loss\(model, batch\)"),
+        (NoSection, [], r"NoSection.Config is no section; write: class Config\(serried.Section\)"),
+        (NoTerms, [], r"must return serried.LossTerms\(loss_sum, weight\)"),
+        (NoModel, [], r"NoModel.build_model\(\) returned None"),
+        (ChangingNames, [], "return the same names from every batch"),
+        (TakenName, [], "give the metric lr of the task another name"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_mistake_is_one_clear_error(task: Any, overrides: Any, expected: str, tmp_path: Path) -> None:
+    given = [*overrides, f"run.dir={tmp_path}"] if isinstance(overrides, list) and overrides != [2] else overrides
+    with pytest.raises(UserError, match=expected) as raised:
+        serried.fit(task, given)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_load_model_refuses_what_is_no_run_and_another_model(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="neither a run folder nor a checkpoint in one"):
+        serried.load_model(tmp_path)
+    result = serried.fit(Tiny, [f"run.dir={tmp_path}"])
+    assert result.checkpoint == tmp_path / CHECKPOINTS / "step-00000002"
+    with pytest.raises(UserError, match=r"was trained by the task tiny; give its class"):
+        serried.load_model(tmp_path)
+
+    class Wide(Tiny):
+        """Another shape."""
+
+        def build_model(self) -> nn.Module:
+            return nn.Linear(5, 1)
+
+    with pytest.raises(UserError, match=r"weight is \[1, 4\] there and \[1, 5\] here"):
+        serried.load_model(tmp_path, task=Wide)
+
+
+def test_public_names_are_those_of_the_documentation() -> None:
+    assert sorted(serried.__all__) == sorted(PUBLIC)
+    for name in PUBLIC:
+        assert getattr(serried, name)
+
+
+# Installed ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_everything_that_a_command_needs(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".venv", ".git", "runs", "build"))
+    wheel = [*pip, "wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={tmp_path}", "."]
+    subprocess.run(wheel, cwd=source, check=True, timeout=120)
+    (built,) = tmp_path.glob("serried-*.whl")
+    names = set(zipfile.ZipFile(built).namelist())
+    shipped = ["configs/recipe/tiny.yaml", "configs/task.yaml", "slurm/train.sbatch", "records/page/template/page.html"]
+    assert {f"serried/{name}" for name in shipped} <= names
+    assert not [name for name in names if name.startswith(("configs/", "trainer/", "tests/"))]
+    installed = tmp_path / "installed"
+    subprocess.run([*pip, "install", "--no-deps", f"--target={installed}", str(built)], check=True, timeout=120)
+    for arguments in (["-m", "serried", "recipes"], ["-m", "serried.program", "recipe=tiny", "--cfg", "job"]):
+        code = f"import sys; sys.path.insert(0, {str(installed)!r}); import serried; print(serried.__file__)"
+        where = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert str(installed) in where.stdout
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env={"PYTHONPATH": str(installed), "PATH": "/usr/bin:/bin"},
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "tiny" in done.stdout

@@ -1,4 +1,4 @@
-"""The scripts of README.md and docs/extending.md run as they are printed."""
+"""What the documentation prints holds: scripts run, files exist, tables are current."""
 
 import os
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lines import table
 from tests.cluster import ROOT
 
 BLOCK = re.compile(r"```python\n# (?P<name>\w+\.py)\n(?P<code>.*?)```", re.DOTALL)
@@ -36,3 +37,25 @@ def test_script_of_the_documentation_trains(names: list[str], printed: str, tmp_
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     assert printed in done.stdout
+
+
+def test_files_that_the_architecture_names_exist() -> None:
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    named = set(re.findall(r"`?((?:configs|launch|parallel|recipes|records|runtime|serried|trainer)/[\w/]+\.py)", page))
+    assert len(named) > 40
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_line_counts_in_the_architecture_are_current() -> None:
+    """Within 500 lines or a tenth, so that not every commit outdates them."""
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    committed = page.partition("<!-- python -m benchmarks.lines -->\n")[2].partition("\n<!-- end -->")[0].splitlines()
+    printed = table().splitlines()
+    assert len(committed) == len(printed)
+    for mine, current in zip(committed, printed, strict=True):
+        *names, count = mine.strip("| ").rsplit("|", 1)
+        *expected_names, expected = current.strip("| ").rsplit("|", 1)
+        assert names == expected_names, "put the output of `python -m benchmarks.lines` into docs/architecture.md"
+        if count.strip()[0].isdigit():
+            lines, lines_now = (int(each.replace(",", "")) for each in (count, expected))
+            assert abs(lines - lines_now) <= max(500, lines_now // 10), f"{mine}: {lines_now:,} now"

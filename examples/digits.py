@@ -15,7 +15,7 @@ class ViT(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(1, dim, kernel_size=2, stride=2)
         self.positions = nn.Parameter(0.02 * torch.randn(16, dim))
-        block = nn.TransformerEncoderLayer(dim, 4, 4 * dim, dropout=0.1, batch_first=True, norm_first=True)
+        block = nn.TransformerEncoderLayer(dim, 4, 4 * dim, 0.1, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
         self.head = nn.Sequential(nn.LayerNorm(dim), nn.Flatten(), nn.Linear(16 * dim, 10))
 

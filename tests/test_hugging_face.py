@@ -125,7 +125,7 @@ def test_which_token_ends_a_document(files: dict[str, str], config: dict[str, An
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"tokenizer.json": "{}"}, "it is no tokenizer"),
+        ({"tokenizer.json": "{}"}, "it is not a tokenizer"),
         ({"tokenizer.json": b"\xff\xfe"}, "is not a tokenizer.json"),
         ({"tokenizer_config.json": '{"eos_token": "<|no|>"}'}, "calls '<|no|>' its eos_token"),
         ({"tokenizer_config.json": "[]"}, "tokenizer_config.json is not JSON"),
@@ -145,7 +145,7 @@ def test_names_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     for name, parts in (
         ("some-owner/some-name", ("not on this machine", "serried prepare", "data.tokenizer=FOLDER")),
-        ("a/b/c", ("no name on the Hugging Face Hub",)),
+        ("a/b/c", ("not a name on the Hub",)),
         (str(write(tmp_path / "empty", {"x": ""})), ("has no tokenizer.json",)),
     ):
         with pytest.raises(UserError) as caught:

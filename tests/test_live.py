@@ -130,7 +130,7 @@ def test_long_activity_is_printed_at_growing_intervals_and_steps_are_not() -> No
 
 def test_status_line_of_a_step_has_what_was_logged_last() -> None:
     pulse, console, session = Pulse(), Console(False, 0), Session((0, 0, 1, 1), torch.device("cpu"), LaunchSection())
-    activity = Activity(pulse, session, console, 300)
+    activity = Activity(pulse, session, console, lambda: 300)
     assert activity() is None, "the console knows more about set-up"
     session.exchange.waits_for = "every rank"
     assert activity() == Doing("waiting for every rank", "every rank")

@@ -182,7 +182,7 @@ def test_evaluation_deals_each_sample_once(size: int, first: int, micro_batch: i
 def test_evaluation_reads_what_it_deals() -> None:
     asked = {"samples": np.arange(5), "micro_batch": 2, "data_ranks": 2}
     last = list(evaluation_batches(Squares(9), collate, data_rank=1, **asked))
-    assert [batch.ids.tolist() for batch in last] == [[2, 3], [PADDING_ID, PADDING_ID]]
-    assert last[0].values.tolist() == [4, 9]
+    assert [(batch.ids.tolist(), counts) for batch, counts in last] == [([2, 3], True), ([PADDING_ID] * 2, False)]
+    assert last[0][0].values.tolist() == [4, 9]
     with pytest.raises(SampleError, match="sample 4 of the evaluation: KeyError"):
         list(evaluation_batches(Squares(9, {4: KeyError("x")}), collate, data_rank=0, **asked))

@@ -40,7 +40,7 @@ MISTAKES = [
     _mistake("section", "trainr.steps=5", "trainer.steps=5"),
     _mistake("deep key", "model.rope_scaling.fctor=8", "model.rope_scaling.factor=8"),
     _mistake("key with plus", "+trainer.stpes=5", "trainer.steps=5"),
-    _mistake("key with two pluses", "++trainer.foo=1", "unknown key trainer.foo=1", "steps, global_batch"),
+    _mistake("key with two pluses", "++trainer.foo=1", "unknown key trainer.foo=1", "steps, epochs, global_batch"),
     _mistake("bare name", "steps=5", "trainer.steps=5"),
     _mistake("capitals", "Trainer.Steps=5", "trainer.steps=5"),
     # names from elsewhere
@@ -52,7 +52,7 @@ MISTAKES = [
     _mistake("nested alias", "trainer.max_steps=100", "trainer.steps=100"),
     _mistake("misspelt alias", "train.learning_rte=1e-3", "optim.lr=1e-3"),
     _mistake("num_gpus", "num_gpus=8", "torchrun --nproc_per_node=8"),
-    _mistake("epochs", "num_train_epochs=3", "steps, not epochs", "trainer.steps="),
+    _mistake("epochs", "num_train_epochs=3", "trainer.epochs=3", "trainer.steps="),
     _mistake("accumulation", "gradient_accumulation_steps=4", "derived", "trainer.global_batch / (trainer.micro_batch"),
     _mistake("bf16", "bf16=true", "precision=bf16"),
     _mistake("a GPU", "launch.device=gpu", "is not one of auto, cpu, cuda; did you mean launch.device=auto?"),
@@ -177,7 +177,9 @@ MISTAKES = [
     _mistake("batch over ranks", "trainer.global_batch=8|trainer.micro_batch=8", "8", "4", stage="run", processes=4),
     _mistake("absent file", "data=text|data.path={absent}", "{absent}", stage="run"),
     _mistake("empty file", "data=text|data.path={empty}", "{empty}", stage="run"),
-    _mistake("short text", "data=text|data.path={short}", "data.sequence_length", "give more text", stage="run"),
+    _mistake(
+        "short text", "data=text|data.path={short}", "data.sequence_length", "use more text in data.path", stage="run"
+    ),
     _mistake("run folder is a file", "run.dir={file}", "{file}", stage="run"),
 ]
 

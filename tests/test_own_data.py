@@ -116,4 +116,4 @@ def test_an_interrupted_prepare_says_so(
     monkeypatch.setattr("serried.recipes.data.prepare.write_shards", interrupt)
     text = many_files(tmp_path / "text")
     assert cli.main(["prepare", "data=text", f"data.path={text}", f"data.cache_dir={tmp_path / 'cache'}"]) == 75
-    assert capsys.readouterr().err == "interrupted; the same command goes on where this one was\n"
+    assert capsys.readouterr().err == "interrupted; run the same command to continue\n"

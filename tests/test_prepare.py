@@ -212,7 +212,7 @@ def test_a_killed_preparation_is_gone_on_with(tmp_path: Path) -> None:
     finished = {path: path.stat().st_ino for path in left.glob("train-*.safetensors")}
     assert len(finished) == 3
     (left / f"train-00003.safetensors.{socket.gethostname()}.x.tmp").write_bytes(b"half")
-    with pytest.raises(UserError, match="not there"):
+    with pytest.raises(UserError, match="does not exist"):
         open_prepared(left)
 
     assert process.pid is not None
@@ -377,7 +377,7 @@ def test_a_damaged_folder_is_refused_and_made_anew(tmp_path: Path, damage: Calla
 
 
 def test_prepared_data_that_this_node_lacks_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"not there.* on {re.escape(socket.gethostname())}; .*data\.cache_dir="):
+    with pytest.raises(UserError, match=rf"does not exist.* on {re.escape(socket.gethostname())}; .*data\.cache_dir="):
         open_prepared(tmp_path / "nowhere")
 
 

@@ -398,7 +398,7 @@ def test_what_the_hub_refuses(
 
 
 def test_a_path_that_is_neither_folder_nor_name(tmp_path: Path) -> None:
-    assert "no folder here, and no name" in refusal(tmp_path / "nowhere", tmp_path / "cache", name="hf")
+    assert "is not a folder here, and not a name" in refusal(tmp_path / "nowhere", tmp_path / "cache", name="hf")
     file = table(tmp_path / "a.parquet")
     assert f"use data=text data.path={file}" in refusal(file, tmp_path / "cache", name="hf")
 

@@ -52,7 +52,7 @@ MISTAKES = [
     _mistake("nested alias", "trainer.max_steps=100", "trainer.steps=100"),
     _mistake("misspelt alias", "train.learning_rte=1e-3", "optim.lr=1e-3"),
     _mistake("num_gpus", "num_gpus=8", "torchrun --nproc_per_node=8"),
-    _mistake("epochs", "num_train_epochs=3", "trainer.epochs=3", "trainer.steps="),
+    _mistake("epochs", "num_train_epochs=3", "trainer.epochs=3"),
     _mistake("accumulation", "gradient_accumulation_steps=4", "derived", "trainer.global_batch / (trainer.micro_batch"),
     _mistake("bf16", "bf16=true", "precision=bf16"),
     _mistake("a GPU", "launch.device=gpu", "is not one of auto, cpu, cuda; did you mean launch.device=auto?"),

@@ -37,7 +37,7 @@ def global_sum_of_squares(parameters: Sequence[HeldTensor], layout: Layout) -> T
         copies: sum_of_squares(gradients) if gradients else torch.zeros((), dtype=torch.float64, device=device)
         for copies, gradients in sorted(by_copies.items())
     }
-    # A gradient that every rank holds whole came out of an all-reduce, so all ranks have the same sum already.
+    # A gradient that every rank holds whole is the result of an all-reduce: all ranks have the same sum already.
     whole = squares.pop(layout.world, None)
     if not squares:
         assert whole is not None, "a model has a parameter to train"

@@ -50,7 +50,7 @@ class Phases:
     def take(self) -> dict[str, float] | None:
         """Return the seconds of each phase of the step marked since the last call; None if there was none.
 
-        On a GPU, call it after the results of that step have been read: the events lie before them.
+        On a GPU, call it after the results of that step have been read: the events come before them.
         """
         if not self._marked:
             return None

@@ -1,4 +1,4 @@
-"""What a task tells the library: the sums of its loss, and how its model may be sharded. No ranks, no devices."""
+"""What a task gives the library: the sums of its loss, and how its model may be sharded. No ranks, no devices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

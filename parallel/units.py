@@ -1,4 +1,4 @@
-"""Units of any module for FSDP2: what is gathered together where a model declares no plan of its own."""
+"""Units of any module for FSDP2: what is gathered together if a model declares no plan."""
 
 from collections import defaultdict
 

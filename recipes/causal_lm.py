@@ -53,7 +53,6 @@ class CausalLM(TextTask):
     """A transformer that learns to predict the next token of packed text."""
 
     sections = ("model", "data")
-    opens_in = "transformers"
 
     _model: ModelSection
     _data: DataSection
@@ -229,6 +228,10 @@ class CausalLM(TextTask):
         if self._built is None:
             self._built = family_of(models.get(self._model.family).load(), self._model, self.vocab_size())
         return self._built
+
+    @property
+    def opens_in(self) -> str:
+        return self._family().opens_in
 
     def build_model(self) -> nn.Module:
         return self._family().build()

@@ -19,7 +19,7 @@ _WORDS = {
 
 
 class Activity:
-    """Returns what ``pulse`` is at; None during set-up, of which the console knows more."""
+    """Returns the phase of ``pulse`` in words; None during set-up, which the console describes."""
 
     def __init__(self, pulse: Pulse, session: Session, console: Console, steps: Callable[[], int]) -> None:
         """``steps``: of the whole run."""

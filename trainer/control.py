@@ -1,4 +1,4 @@
-"""What rank 0 looks for in the run folder while it trains: the file ``control``, and whether the folder is still there.
+"""What rank 0 checks in the run folder during training: the file ``control``, and whether the folder is still there.
 
 A thread looks about once a second: on a network disk that can take long.
 """
@@ -33,11 +33,11 @@ class Control:
         self._seen: str | None = None
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start checking."""
         self._thread.start()
 
     def end(self) -> None:
-        """Stop looking."""
+        """Stop checking."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join(_LOOK_SECONDS)
@@ -53,7 +53,7 @@ class Control:
         self.has_lost_folder = not self._folder.is_ours
 
     def look(self) -> None:
-        """Look once, at the folder and the file."""
+        """Check the folder and the file once."""
         self.look_at_folder()
         if self.has_lost_folder:
             return

@@ -34,7 +34,7 @@ class Beat:
 
     @property
     def stands_seconds(self) -> float:
-        """How long the rank has begun nothing new, as far as is known."""
+        """Seconds since the rank is known to have started something new."""
         return self.age_seconds + self.silent_seconds
 
     def where(self) -> str:

@@ -120,7 +120,7 @@ def print_evaluation(
     batches: int | None,
     as_json: bool,
 ) -> int:
-    """``evaluate``, told on rank 0. Returns the exit code."""
+    """Evaluate and print the result on rank 0. Returns the exit code."""
     console = Console(session.is_main, session.rank)
     global_batch = config.trainer.global_batch
     try:

@@ -36,8 +36,8 @@ def write_text(
     say: Callable[[str], None],
     note: Callable[[str], None],
 ) -> None:
-    """Have ``say`` print ``prompt`` and what the model in ``checkpoint`` writes after it, piece by piece; of a chat the
-    reply alone. ``note`` takes the lines about it.
+    """Pass ``prompt`` and the text that the model in ``checkpoint`` generates after it to ``say``, piece by piece; of a
+    chat only the reply. ``note`` takes the lines about it.
 
     Raises:
         UserError: the prompt is too long for the model, or the checkpoint is damaged.

@@ -1,4 +1,4 @@
-"""Is the run still sound: what is done about steps that went wrong, and replicas that no longer hold the same bits."""
+"""Health of the run: the response to failed steps and spikes, and the bitwise comparison of replicas."""
 
 import math
 from collections import Counter, defaultdict
@@ -21,7 +21,7 @@ _FOLD = 0xD1342543DE82EF95 - 2**64
 
 
 class GoBack(Exception):
-    """The steps up to ``step`` are to be undone, and their samples left out. Raised on all ranks alike."""
+    """Undo the steps up to ``step`` and leave out their samples. Raised on all ranks."""
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(reason)
@@ -29,12 +29,12 @@ class GoBack(Exception):
 
 
 def respond(section: HealthSection, step: int, result: StepResult, advice: str) -> str | None:
-    """What there is to tell of a step that went wrong but does not end the run; None: it is sound, or said already.
+    """Return the message about a step that went wrong but does not end the run; None: there is none, or not again.
 
     ``advice`` ends the sentence of a run that fails.
 
     Raises:
-        GoBack, TrainingStopped, TrainingFailed: as ``section`` wants it.
+        GoBack, TrainingStopped, TrainingFailed: as ``section`` says.
     """
     is_overflow = not result.is_finite and math.isfinite(result.loss) and result.scale > 1  # fp16 finding its scale
     if result.failed_in_row >= FAILURES_THAT_STOP:
@@ -111,8 +111,8 @@ def holders_of_the_same(layout: Layout, axes: Sequence[str]) -> list[list[int]]:
 
 
 def differing(digests: Sequence[int], groups: Iterable[Sequence[int]]) -> tuple[list[int], bool]:
-    """Ranks whose digest is not that of most of their group, and whether there is such a most; where there is none, all
-    that differ."""
+    """Return the ranks that disagree with the majority of their group, and whether there is a majority; if not, all that
+    differ."""
     odd: list[int] = []
     is_majority = True
     for ranks in groups:

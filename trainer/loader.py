@@ -1,4 +1,4 @@
-"""Batches, fetched ahead of the step that wants them."""
+"""Batches, prefetched by threads."""
 
 import time
 from collections import deque
@@ -22,7 +22,7 @@ PADDING_ID = -1
 _LOOKAHEAD_STEPS = 2
 
 _STARVED_SECONDS = 30.0
-"""A wait for data that is worth a word; far below the time after which other ranks give up on this one."""
+"""A wait for data that is reported; far below the time after which other ranks give up on this one."""
 
 _PLANNED_STEPS = 32
 """Steps whose sample numbers are computed at once: 0.3 ms, were it done for a single one."""
@@ -69,9 +69,9 @@ class BatchLoader:
         first_index: int | None = None,
         on_starved: Callable[[float], None] | None = None,
     ) -> None:
-        """``steps`` count from 0; the first of them takes its samples from ``first_index`` of the order on, by default
-        from where all steps before it would have led. ``pin_memory`` puts batches where a GPU copies from without
-        waiting. ``on_starved`` is told of every 30 seconds that a batch is waited for."""
+        """``steps`` count from 0. The first one takes its samples from ``first_index`` of the order on, by default as if all
+        steps before it were done. ``pin_memory``: put batches in pinned memory. ``on_starved`` is called with the
+        seconds after every 30 seconds of waiting for a batch."""
         self._dataset, self._collate, self._order = dataset, collate, order
         self._accumulation, self._micro_batch = accumulation, micro_batch
         self._data_ranks, self._data_rank = data_ranks, data_rank
@@ -206,7 +206,7 @@ def evaluation_batches(
 
 
 def read_batch(dataset: MapDataset, collate: Collate, ids: Sequence[int] | np.ndarray, where: str = "") -> Any:
-    """Read and collate samples ``ids`` [batch]; ``where`` says in errors what they are for.
+    """Read and collate samples ``ids`` [batch]; ``where`` is their purpose, for errors.
 
     Raises:
         SampleError, UserError: a sample cannot be read.

@@ -120,7 +120,7 @@ class Loop:
             raise
 
     def _save(self, checkpoint_state: Callable[[], dict[str, Any]]) -> None:
-        """Begin a checkpoint if one is due, and report one that has ended."""
+        """Begin a checkpoint if one is due, and report one that is complete."""
         self._saver.poll()
         config, is_asked_for = self._context.config, self._shutdown.action is not Action.GO_ON
         is_last = self.step == config.trainer.last_step or self._shutdown.stops

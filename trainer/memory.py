@@ -1,4 +1,4 @@
-"""What the memory of a rank is needed for, computed from sizes: nothing is allocated."""
+"""Memory that a rank needs, computed from sizes: nothing is allocated."""
 
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ class Memory(NamedTuple):
 def planned_memory(
     config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
 ) -> Memory:
-    """What a run of ``config`` holds. ``model`` may be on meta."""
+    """Return the memory of a run of ``config``. ``model`` may be on meta."""
     first = layout.coordinates(0)  # no rank holds more
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     specs = shard_specs(shapes, layout, unshardable(model))

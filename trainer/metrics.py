@@ -16,11 +16,11 @@ from serried.trainer.pace import Pace, SlowRank
 from serried.trainer.step import StepResult
 
 SAVING, PROFILING = "(saving)", "(profiling)"
-"""The pauses that are no evaluations: those have the names of their sets, which begin with a letter."""
+"""Pauses other than evaluations, which have the names of their data sets and begin with a letter."""
 
 _EXCHANGE_SECONDS, _MOST_LINES_WITHOUT = 1.0, 20
-"""How often ranks tell each other their numbers, at most: where steps take milliseconds, to do so for each line of the
-log would cost more than a percent of them. And how many lines may be without, however little the one before took."""
+"""Shortest time between exchanges of numbers between ranks: with steps of milliseconds, an exchange for each log line
+would cost more than a percent. And the most log lines without an exchange."""
 
 RATES = (
     "step_seconds", "tokens_per_second", "tokens_per_second_per_device", "mfu", "memory_bytes", "memory_reserved_bytes",
@@ -39,14 +39,14 @@ class Meter:
     peak_flops: float | None
     """Of one device, FLOP/s; None: not known."""
     pauses: dict[str, float] = field(default_factory=dict)
-    """How long each kind of pause took when it was last made, seconds."""
+    """Seconds of the last pause of each kind."""
     _results: list[tuple[int, Tensor]] = field(default_factory=list)
     _last_time: float = field(default_factory=time.perf_counter)
     _last_step: int = 0
     _last_tokens: int = 0
     _paused_seconds: float = 0.0
     _lines_without: int = 0
-    """How many are to come until ranks exchange their numbers again."""
+    """Log lines left until ranks exchange their numbers again."""
     _of_all_ranks: dict[str, Any] = field(default_factory=dict)
     _data_seconds: float = 0.0
     _data_window_seconds: float = 0.0
@@ -68,7 +68,7 @@ class Meter:
         self._data_seconds, self._data_window_seconds, self._time_split = 0.0, 0.0, {}
 
     def pause(self, what: str, seconds: float) -> None:
-        """Leave ``seconds`` of ``what`` (an evaluation, say) out of the rates."""
+        """Leave ``seconds`` of ``what``, such as an evaluation, out of the rates."""
         self.pauses[what] = seconds
         self._paused_seconds += seconds
 
@@ -86,9 +86,9 @@ class Meter:
     ) -> dict[str, Any]:
         """Rates since the last call, now that ``step`` is done and ``tokens`` are trained. A collective.
 
-        ``data_seconds``: what this rank waited for data since the last call. ``time_split``: seconds of the phases of
-        a step on this rank; all ranks give those of the same one, or none does. What all ranks have a part in may be
-        that of an earlier call, less than a second or so ago; ``time_split`` is None then.
+        ``data_seconds``: how long this rank waited for data since the last call. ``time_split``: seconds of the phases
+        of a step on this rank; all ranks give those of the same step, or none does. Numbers of all ranks may be from
+        an earlier call, about a second ago; ``time_split`` is None then.
         """
         now = time.perf_counter()
         seconds = max(now - self._last_time - self._paused_seconds, 1e-9)
@@ -114,7 +114,7 @@ class Meter:
         }
 
     def _exchange(self, seconds: float) -> None:
-        """Learn what all ranks have a part in, and when to do so again; ``seconds`` since the last line of the log."""
+        """Exchange the numbers of all ranks, and plan the next exchange; ``seconds`` since the last log line."""
         split = self._time_split
         allocated, reserved = peak_memory_bytes(self.device)
         pace = self._pace.seconds() if self.world_size > 1 else 0.0
@@ -142,8 +142,8 @@ class Meter:
 
 
 def eta_seconds(config: RunConfig, step: int, step_seconds: float, pauses: Mapping[str, float]) -> float:
-    """Time left when ``step`` has been trained, until this start of the run ends: what steps take, and what
-    evaluations and saves have been seen to take (``Meter.pauses``), those of this step included."""
+    """Return the seconds left after ``step`` until this start of the run ends: steps, and evaluations and saves as long
+    as the last ones took (``Meter.pauses``), those of this step included."""
     last = config.trainer.last_step
     evaluations = sum(seconds for what, seconds in pauses.items() if what not in (SAVING, PROFILING))
     return (
@@ -154,7 +154,7 @@ def eta_seconds(config: RunConfig, step: int, step_seconds: float, pauses: Mappi
 
 
 def _times_due(every: int, step: int, last: int) -> int:
-    """How often what is due every so many steps, and after the last, is due from ``step`` on."""
+    """Return how many times something due every ``every`` steps and after the last one is due from ``step`` on."""
     return last // every - (step - 1) // every + (last % every > 0) if every else 0
 
 

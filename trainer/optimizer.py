@@ -26,7 +26,7 @@ def takes_verdict(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``step`` reads ``grad_scale`` and ``found_inf`` on the device, and is without effect if the latter
     is 1.
 
-    torch's optimizers tell ``torch.amp.GradScaler`` so by this attribute; there is no public one.
+    torch's optimizers declare it to ``torch.amp.GradScaler`` by this attribute; there is no public one.
     """
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
@@ -54,10 +54,9 @@ def take_step(optimizer: torch.optim.Optimizer, divisor: Tensor, rejected: Tenso
 
 @torch.no_grad()
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer create the state that its first step creates, to be filled from a checkpoint.
+    """Make the optimizer create the state that its first step creates, to be filled from a checkpoint.
 
-    Parameters, state and numbers of the groups are of no use afterwards, unless the optimizer takes the verdict: then
-    they are those of a rejected step.
+    This changes parameters, state and numbers of the groups, unless the optimizer takes the verdict.
     """
     for parameter in parameters_of(optimizer):
         parameter.grad = torch.zeros_like(parameter)

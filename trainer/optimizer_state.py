@@ -44,7 +44,7 @@ def _is_sharded_like(parameter: DTensor, value: Tensor) -> bool:
 
 
 def ensure_state(optimizer: torch.optim.Optimizer, has_state: Callable[[Tensor], bool]) -> None:
-    """Have state for those parameters that ``has_state``, and no others, before it is filled from a checkpoint.
+    """Create state for the parameters in ``has_state``, and for no others, before it is filled from a checkpoint.
 
     Parameters may be of no use afterwards: fill them too.
     """

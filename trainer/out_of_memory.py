@@ -1,4 +1,4 @@
-"""A rank whose memory is used up says what holds it and what would help, without asking any other rank."""
+"""Out of memory: what holds a rank's memory and which overrides help, without asking any other rank."""
 
 import errno
 import os
@@ -63,7 +63,7 @@ def explained(
     pulse: Pulse,
     optimizer: torch.optim.Optimizer | None,
 ) -> BaseException:
-    """``error``, unless the memory is used up: then a failure of a few lines that says what of, and what would help.
+    """Return ``error``, or for out of memory a failure of a few lines: what holds the memory, and what would help.
 
     No collective: the other ranks may be inside one. ``optimizer`` is None as long as there is none.
     """
@@ -73,12 +73,12 @@ def explained(
     where = stage if stage == SET_UP or not step else f"{stage} of step {step}"
     try:
         usage = _measure(session.device)
-    except Exception:  # the device is in no state to be asked; the error itself is still told
+    except Exception:  # the device cannot answer; the error itself is still reported
         return error
     lines = [
         f"rank {session.rank} on {session.host()} ran out of memory in {where}: {_asked_for(error)}{usage.free_text}"
     ]
-    with suppress(Exception):  # what cannot be told must not hide what can
+    with suppress(Exception):  # what fails here must not hide the rest
         planned = _Planned(config, task, session.world_size)
         lines += [f"  {line}" for line in _holdings(planned.memory, _held(optimizer), usage)]
         for number, advice in enumerate(_advice(planned, stage, usage, _asked_bytes(error))):
@@ -138,7 +138,7 @@ def _resident_bytes() -> int:
 
 
 def _machine_bytes() -> tuple[int, int]:
-    """Memory of this machine, and how much of it is to be had."""
+    """Memory of this machine, and how much of it is available."""
     page = os.sysconf("SC_PAGE_SIZE")
     total, available = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
     with suppress(OSError, ValueError, StopIteration):
@@ -165,7 +165,7 @@ def _asked_for(error: BaseException) -> str:
 
 
 def _held(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Bytes of this rank's tensors that are there between steps."""
+    """Bytes of this rank's tensors that exist between steps."""
     if optimizer is None:
         return {}
     parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
@@ -182,7 +182,7 @@ def _holdings(planned: Memory, held: dict[str, int], usage: _Usage) -> list[str]
     """Lines with what the memory is used for: of this run, and of a GPU as a whole."""
     if held:
         parts = [f"{kind} {size(number)}" for kind, number in held.items() if number]
-    else:  # not all is there yet
+    else:  # not all of it is allocated yet
         parts = [
             f"parameters {size(planned.parameters)}", f"gradients {size(planned.gradients)}",
             f"optimizer state {size(planned.optimizer_state)}",
@@ -209,7 +209,7 @@ def _holdings(planned: Memory, held: dict[str, int], usage: _Usage) -> list[str]
 
 
 class _Planned:
-    """What a run of a config needs, and what it would need of others."""
+    """Memory that a run of a config needs, and that it would need with other values."""
 
     def __init__(self, config: RunConfig, task: Task, world_size: int) -> None:
         self.config, self.world_size = config, world_size

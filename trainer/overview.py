@@ -1,4 +1,4 @@
-"""What a run is going to be, in at most twelve lines: shown before it starts, and all that a dry run shows."""
+"""The plan of a run, in at most twelve lines: printed before it starts, and the whole output of a dry run."""
 
 from torch import nn
 
@@ -21,7 +21,7 @@ _STATISTICS = (
     "depends on the layout; on GPUs torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) shares them"
 )
 _LARGE_GPU_BYTES = 80 * 2**30
-"""Of an A100 or H100, for which a plan without a word of its machine is made."""
+"""Of an A100 or H100, assumed by a plan that names no machine."""
 
 _PASSES_THAT_TEACH = 16
 """Muennighoff et al., "Scaling data-constrained language models", 2023: 4 passes are as good as new data, nearly; from
@@ -83,7 +83,7 @@ def overview(
 
 def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) -> str:
     """The plan of a run that is not started."""
-    if config.trainer.epochs is not None:  # only the data tells how many steps that is
+    if config.trainer.epochs is not None:  # the number of steps depends on the data
         task.open_data(task.prepare(lambda _: None))
         config = with_steps(config, training_data(task))
     model = task.build_model()

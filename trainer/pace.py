@@ -1,4 +1,4 @@
-"""Which rank's device is slow: all ranks time the same arithmetic, in which nobody waits for anybody.
+"""Which rank's device is slow: all ranks time the same arithmetic, without waiting for each other.
 
 The time of a step says nothing about who is slow, since in it every rank waits for the slowest, inside collectives that
 overlap with its own work.
@@ -25,7 +25,7 @@ class Pace:
         self._seconds, self._cost, self._measured_at = 0.0, 0.0, float("-inf")
 
     def seconds(self) -> float:
-        """What one product takes: measured anew if that has cost less than a thousandth of the time since."""
+        """Seconds of one product; measured again if that costs less than a thousandth of the time since."""
         now = time.perf_counter()
         if now - self._measured_at >= self._cost / _PROBE_SHARE:
             self._seconds = min(self._measure() for _ in range(_REPEATS))
@@ -56,7 +56,7 @@ class SlowRank:
 
     def judge(self, seconds: list[float]) -> tuple[int, float]:
         """The slowest rank of those whose ``seconds`` these are, and its share of the median."""
-        if seconds != self._last:  # what was not measured anew says nothing new
+        if seconds != self._last:  # only a new measurement counts
             rank = max(range(len(seconds)), key=seconds.__getitem__)
             share = seconds[rank] / statistics.median_low(seconds)
             self._times = self._times * (rank == self._rank) + 1 if share >= _SLOW_SHARE else 0
@@ -64,7 +64,7 @@ class SlowRank:
         return self._rank, self._share
 
     def named(self) -> tuple[int, float] | None:
-        """The rank that has been slow for long enough to be told of, once, and its share."""
+        """Return the rank that has been slow long enough to report, once, and its share."""
         if self._times < _SLOW_TIMES or self._rank in self._told:
             return None
         self._told.add(self._rank)

@@ -52,7 +52,7 @@ PEAK_FLOPS: dict[str, _Peaks] = {
     "Tesla V100-PCIE-32GB": _V100_PCIE,
     "Tesla T4": {"fp16": 65e12, "fp32": 8.1e12},
     # https://www.amd.com/en/products/accelerators/instinct.html; matrix cores. Of MI250 and MI250X each of the two dies
-    # is a device of its own, with half of what the sheet says.
+    # is a device of its own, with half of the sheet's figures.
     "AMD Instinct MI325X": _peaks(1307.4, tf32=653.7, fp32=163.4),
     "AMD Instinct MI300X": _peaks(1307.4, tf32=653.7, fp32=163.4),
     "AMD Instinct MI250X": _peaks(383 / 2, fp32=95.7 / 2),

@@ -11,7 +11,7 @@ LOW_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat1
 class GradScaler:
     """Dynamic loss scaling for fp16 (https://arxiv.org/abs/1710.03740), with the rules of ``torch.amp.GradScaler``.
 
-    Not torch's class: that one judges overflow by the placement of the first gradient it meets, so ranks can disagree
+    Not torch's class: that one judges overflow by the placement of the first gradient it finds, so ranks can disagree
     (pytorch ``found_inf_reduce_handler``), and it spends a pass over all gradients on it. Here the verdict comes from
     the global norm, which is the same number on every rank, and reaches the optimizer on the device. Disabled, the
     scale is 1 for ever.

@@ -1,4 +1,4 @@
-"""A look into some steps: a Chrome trace of each rank, and a table of the operators that took the time.
+"""Profile of some steps: a Chrome trace of each rank, and a table of the operators that took the most time.
 
 The steps themselves compute what they always compute; whatever goes wrong with the profile is a warning.
 """
@@ -41,7 +41,7 @@ _COMPRESSION = 3
 
 
 def remember_allocations(config: RunConfig, device: torch.device, console: Console) -> None:
-    """Have the GPU's allocator keep its history from here on, where ``profile.memory`` asks for that."""
+    """Make the GPU's allocator keep its history from now on, if ``profile.memory`` is set."""
     if config.profile.memory and device.type == "cuda":
         record_history()
     elif config.profile.memory and config.profile.steps is None:
@@ -68,7 +68,7 @@ class StepProfiler:
         *,
         first_step: int,
     ) -> None:
-        """``first_step``: the first that is trained. ``pause`` is told of seconds that belong to no step."""
+        """``first_step``: the first that is trained. ``pause`` receives seconds that belong to no step."""
         self._session, self._console, self._phases, self._pause = session, console, phases, pause
         self._folder, self._with_memory = config.run.dir / PROFILES, config.profile.memory
         self._wanted = config.profile.steps
@@ -87,11 +87,11 @@ class StepProfiler:
     ) -> None:
         if kind is None or issubclass(kind, GoBack):
             self._guard(self._end)
-        else:  # left as it is: to stop it waits for the device, which may wait for a peer that is gone
+        else:  # left as it is: stopping waits for the device, which may wait for a rank that has ended
             self._listen(is_on=False)
 
     def begin(self, step: int) -> None:
-        """Now comes ``step``, beginning with the wait for its data."""
+        """Start ``step``, which begins with the wait for its data."""
         if self._wanted is None:
             return
         first, last = self._wanted
@@ -101,7 +101,7 @@ class StepProfiler:
             self._guard(partial(self._start, step))
 
     def _guard(self, work: Callable[[], None]) -> None:
-        """Do ``work``; if that fails, there is no profile, and training goes on."""
+        """Do ``work``; if that fails, there is no profile, and training continues."""
         started = time.perf_counter()
         try:
             work()
@@ -144,7 +144,7 @@ class StepProfiler:
         self._listen(is_on=True)
 
     def _listen(self, *, is_on: bool) -> None:
-        """Have the trace say what the steps do, or no more."""
+        """Mark phases of the steps in the trace, or stop doing so."""
         self._phases.listener = self._annotate if is_on else None
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
@@ -167,7 +167,7 @@ class StepProfiler:
         self._write(ended)
         self._wanted = None
         del ended
-        gc.collect()  # its many events refer to each other, and between steps nobody collects those
+        gc.collect()  # its many events refer to each other, and garbage is not collected between steps
 
     def _write(self, ended: profile) -> None:
         first, last, rank = self._profiled[0], self._profiled[-1], self._session.rank
@@ -193,14 +193,14 @@ class StepProfiler:
 
 
 def _write_trace(ended: profile, path: Path) -> None:
-    """Write the trace, whole or not at all.
+    """Write the trace completely or not at all.
 
     Raises:
         OSError: the disk fails.
     """
     plain, compressed = (path.with_name(f".{path.stem}{ending}") for ending in ("", ".gz.tmp"))
     try:
-        ended.export_chrome_trace(str(plain))  # where that fails it says nothing, and leaves nothing or a part
+        ended.export_chrome_trace(str(plain))  # a failure is silent, and leaves no file or a partial one
         if not plain.exists() or not _ends_as_json(plain):
             raise OSError(errno.ENOSPC, f"torch cannot write the trace to {path.parent}: is the disk full?")
         with plain.open("rb") as file, gzip.open(compressed, "wb", compresslevel=_COMPRESSION) as target:
@@ -219,7 +219,7 @@ def _ends_as_json(path: Path) -> bool:
 
 
 def operator_table(events: Sequence[Any], steps: Sequence[int], *, on_device: bool) -> list[str]:
-    """The operators that took the most time by themselves, and what the host did, in at most ten lines.
+    """Return the operators with the most self time, and what the host did, in at most ten lines.
 
     ``events`` are the profiler's averages over ``steps``. Times are of one step: on the GPU if ``on_device``, else on
     the CPU.

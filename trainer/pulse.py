@@ -43,8 +43,8 @@ class Pulse:
 
 
 class Patience:
-    """How long a phase may take: short in a step, long for what happens once, and at least twice what it took the first
-    time. A step that is always slow is no hang."""
+    """Time limit of a phase: short in a step, long for what happens once, and at least twice the time of the first one.
+    A step that is always slow is not a hang."""
 
     def __init__(self, section: LaunchSection, *, is_alone: bool) -> None:
         """``is_alone``: no other process waits, so set-up and saving may take any time."""

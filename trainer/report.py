@@ -229,7 +229,7 @@ class Report:
         """Report a save that has ended, if one has.
 
         Raises:
-            TrainingFailed: it was that of the last step, and failed: there is nothing to show for the steps since.
+            TrainingFailed: the checkpoint of the last step could not be saved.
         """
         if saved is None:
             return
@@ -269,7 +269,7 @@ class Report:
     def ended(self, step: int, seconds: float, sample: str | None, request: str | None) -> int:
         """Report the end at ``step`` after ``seconds``. Returns the exit code.
 
-        ``sample`` is text of the model's; ``request`` says who asked to stop, None: nobody.
+        ``sample``: text of the trained model; ``request``: why the run was asked to stop, None: it was not.
         """
         config, progress = self._config, self.progress
         is_finished = step == config.trainer.steps or progress.early_stop is not None
@@ -278,11 +278,13 @@ class Report:
         validation += "" if is_validated or not validation else f" (step {progress.validated_step})"
         since = f" since step {self._first_step}" if self._first_step else ""
         tokens = f"{short(progress.tokens)} {self._task.unit}"
+        if progress.early_stop is not None:
+            self._console.say(f"early stop {progress.early_stop}")
         self._console.say(
             f"{'finished' if is_finished else 'stopped':<10} {step} steps, {tokens}, "
             f"{duration(seconds)}{since}; loss {_loss(progress.first_loss)} -> {_loss(progress.last_loss)}{validation}"
         )
-        if is_finished and not is_validated:  # which nobody would come back for: the run is done
+        if is_finished and not is_validated:  # the run is finished, so no later start evaluates
             self._console.say(
                 f"WARNING    {request} came before the evaluation after step {step}; for its loss: serried evaluate "
                 f"run.dir={config.run.dir}"
@@ -292,7 +294,7 @@ class Report:
             self._console.say("\n".join(f"  | {line}" for line in sample.splitlines()))
         checkpoint = f"{CHECKPOINTS}/{folder_name(step)}"
         asked = {"wandb": config.track.wandb != "off", "tensorboard": config.track.tensorboard, PROFILES: False}
-        # A tracker's process may not have come to making its folder yet.
+        # A tracker's process may not have made its folder yet.
         more = "".join(f", {name}/" for name, is_asked in asked.items() if is_asked or (config.run.dir / name).is_dir())
         self._console.say(
             f"files      {config.run.dir}: report.html, metrics.jsonl, config.yaml, status.json{more}; the model"
@@ -313,6 +315,8 @@ class Report:
     def _next(self, step: int, request: str | None) -> str:
         """Return what to do next."""
         config = self._config
+        if self.progress.early_stop is not None:
+            return self._task.next_command(self._session.command())
         if step < config.trainer.steps and request is not None:
             return f"run the same command to resume ({step} of {config.trainer.steps} steps done)"
         if step < config.trainer.steps:

@@ -19,7 +19,7 @@ class Rollback:
         self, context: Context, data: Data, state: TrainingState, *, saver: Saver, report: Report, meter: Meter,
         count: int,
     ) -> None:  # fmt: skip
-        """``count``: how often the run has gone back already."""
+        """``count``: earlier rollbacks of the run."""
         self._context, self._data, self._state = context, data, state
         self._saver, self._report, self._meter = saver, report, meter
         self.count = count

@@ -1,4 +1,4 @@
-"""A run from beginning to end: where it starts, what it trains, and in what words it ends, whatever ended it."""
+"""A run from start to end: choose where to start, train, and record how it ended."""
 
 import traceback
 from contextlib import suppress
@@ -30,7 +30,7 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
     """Train ``task`` as ``config`` says, on all ranks of ``session``. Returns the exit code.
 
     Raises:
-        UserError: something the user can mend; the same on every rank.
+        UserError: something the user can fix; the same on every rank.
         TrainingFailed: the numbers stopped being finite.
     """
     folder: RunFolder | None = None
@@ -138,8 +138,8 @@ def _last_words(console: Console, folder: RunFolder, trainer: Trainer) -> None:
 
 
 def _settled(console: Console, code: int | None) -> int | None:
-    """Of a run that has told how it ended: only its trackers and its page are still waited for. None: it failed, and
-    why is still to be printed."""
+    """Answer a signal after the end was reported, while only trackers and the page are waited for. ``code`` is None if
+    the run failed and the reason is not printed yet."""
     console.quiet()
     return code
 

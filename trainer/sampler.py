@@ -1,4 +1,4 @@
-"""Which sample comes when: a pure function of (seed, global index).
+"""The order of samples: a pure function of (seed, global index).
 
 Nothing is stored and nothing is shuffled: the sample at any place of any epoch is computed from its index alone, in
 constant memory. Ranks, workers and restarts only choose which indices they ask for, so none of them can change the
@@ -18,11 +18,11 @@ _ROUNDS = 8
 _KEY_BYTES = 8 * _ROUNDS  # 64: what one BLAKE2b gives
 _LARGEST_SIZE = 2**62
 _LARGEST_BLOCK = 2**16
-"""Samples after which the choice of sources repeats, at most: what is kept in memory of a mixture."""
+"""Samples after which the choice of sources repeats, at most: of a mixture, the part kept in memory."""
 
 
 class Order(Protocol):
-    """Which sample comes when."""
+    """The order of samples."""
 
     def __call__(self, indices: np.ndarray) -> np.ndarray:
         """Global indices [n], int64, not negative -> sample numbers [n], int64."""
@@ -111,13 +111,13 @@ class Stream(Protocol):
         ranks, merged by key, are what ``load`` takes."""
 
     def load(self, state: dict[str, Any], samples: int) -> None:
-        """Go on after ``samples`` samples, from what all ranks' ``state`` came to, on whatever ranks."""
+        """Continue after ``samples`` samples, from the merged ``state`` of all ranks, on any number of ranks."""
 
     def rewind(self, samples: int) -> None:
-        """Go on after ``samples`` samples, a few steps before those that were read last, on the same ranks."""
+        """Continue after ``samples`` samples, a few steps before those that were read last, on the same ranks."""
 
     def close(self) -> None:
-        """Nobody waits for samples any more."""
+        """Stop reading: no samples are needed any more."""
 
 
 class MixtureOrder:
@@ -146,7 +146,7 @@ class MixtureOrder:
         return samples
 
     def places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Global indices [n] -> whose turn it is [n], and how many samples of that source came before [n], int64."""
+        """Global indices [n] -> the source [n], and its number of samples before [n], int64."""
         blocks, within = np.divmod(np.asarray(indices, np.int64), len(self._sources))
         sources = self._sources[within]
         return sources, blocks * np.array(self._counts)[sources] + self._earlier[within]
@@ -160,7 +160,7 @@ class MixtureOrder:
 
 
 def sample_order(dataset: Sized, seed: int) -> Order:
-    """The order a data set is trained on in."""
+    """Return the order of training samples of a data set."""
     if isinstance(dataset, Stream):
         return lambda indices: np.asarray(indices, np.int64)
     if isinstance(dataset, Mixture):
@@ -211,7 +211,7 @@ def block_counts(weights: Sequence[float]) -> list[int]:
 
 
 def _spread(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Whose turn it is at each place of a block [block], and how many turns that source had before it [block], int64.
+    """The source at each place of a block [block], and its number of places before that [block], int64.
 
     Sample k of a source may come once its share has reached k + d, and must before it passes k + 1 - d, with d = 1 /
     (2m - 2). Whoever must come first of those who may, comes: that meets every deadline wherever it can be done, which
@@ -257,7 +257,7 @@ def micro_batch_indices(
 
     Step 0 begins at ``first_index``.
 
-    A step takes the next accumulation x data_ranks x micro_batch indices, whoever they are dealt to.
+    A step takes the next accumulation x data_ranks x micro_batch indices, whichever ranks they are dealt to.
     """
     across_ranks = data_ranks * micro_batch
     first = first_index + step * accumulation * across_ranks + data_rank * micro_batch

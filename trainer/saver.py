@@ -1,4 +1,4 @@
-"""Saving a run: the replica check before, the checkpoint, and what is said of it after."""
+"""Saving a run: the replica check before, the checkpoint, and its report after."""
 
 import time
 import traceback
@@ -61,7 +61,7 @@ class Saver:
         self._meter.pause(SAVING, waited_seconds + time.perf_counter() - started)
 
     def end(self, step: int) -> None:
-        """After a failure: let a save under way end, if it does so soon, and report what there is to resume from."""
+        """After a failure: wait a short time for a save under way, and report the checkpoint to resume from."""
         try:
             self._report.saved(self.checkpointer.close())
         except Exception:  # most likely of the same cause, which is reported

@@ -47,9 +47,9 @@ class Shutdown:
     ) -> None:
         """``folder``: on rank 0 only. ``last_save_seconds``: how long the latest save took, 0 if there was none."""
         self.action = Action.GO_ON
-        """What all ranks do at this step boundary."""
+        """Action of all ranks at this step boundary."""
         self.reason: str | None = None
-        """Who asked to stop, once the ranks have agreed; the same on every rank."""
+        """Why the run stops, once the ranks have agreed; the same on every rank."""
         self._config, self._session, self._console = config, session, console
         self._last_save_seconds = last_save_seconds
         self._control = Control(folder, console) if folder is not None else None
@@ -178,7 +178,7 @@ class Shutdown:
         return self._last_save_seconds() + 2 * max(self._step_seconds, default=0.0)
 
     def _settle(self) -> None:
-        """Tell every rank who asked. A collective of the ranks, which have agreed to stop."""
+        """Give every rank the reason. A collective of the ranks, which have agreed to stop."""
         mine = self._mine()
         reasons = [mine]
         if dist.is_initialized():
@@ -206,7 +206,7 @@ def _in_words(reasons: list[str | None]) -> str:
 
 
 class _Votes:
-    """A number on its way from the GPU to the host."""
+    """A number that is copied from the GPU to the host."""
 
     def __init__(self) -> None:
         self._number = torch.empty((), dtype=torch.float64, pin_memory=True)

@@ -1,4 +1,4 @@
-"""What lies in a GPU's memory and who asked for it: the allocator's own record, as JSON."""
+"""Snapshot of a GPU's memory with the stack of each allocation, as JSON."""
 
 import gzip
 import json
@@ -12,14 +12,14 @@ _COMPRESSION = 3
 
 
 def record_history() -> None:
-    """Have the GPU's allocator remember who asked for what from here on, about 2 microseconds an allocation."""
+    """Make the GPU's allocator record the stack of each allocation from now on, about 2 microseconds each."""
     # Private, and there is no public name for it: torch's documentation of memory snapshots uses these two names.
     # tests/test_profile.py guards them.
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=_HISTORY_EVENTS)
 
 
 def write_snapshot(path: Path, device: torch.device) -> None:
-    """Write what ``device`` (a GPU) holds, and how it came to that where the history was recorded.
+    """Write what ``device`` (a GPU) holds, and the history of allocations if it was recorded.
 
     torch's own dump is a pickle, which nothing here writes; this is the same dictionary, and
     docs/performance.md has the command that makes of it what pytorch.org/memory_viz reads.

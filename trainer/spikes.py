@@ -1,4 +1,4 @@
-"""When loss or gradient norm jumps: judged on the device, from the steps before."""
+"""Spikes of loss and gradient norm, detected on the device from the steps before."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ class SpikeWindow:
         return self._limits
 
     def add(self, loss: Tensor, norm: Tensor, accepted: Tensor) -> None:
-        """Take in a step's loss and norm (fp64 scalars) where ``accepted`` (bool scalar); the oldest ones leave.
+        """Add a step's loss and norm (fp64 scalars) if ``accepted`` (bool scalar), and drop the oldest ones.
 
         Steps are taken in a few at a time: kernels this small cost more to start than to run.
         """
@@ -67,7 +67,7 @@ class SpikeWindow:
         }
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Go on from ``state``; of a window of another size the newest values are kept."""
+        """Continue from ``state``; of a window of another size the newest values are kept."""
         state = state or {"values": [[], []], "count": 0, "new": []}
         values, count = torch.tensor(state["values"], dtype=torch.float64), int(state["count"])
         device, size = self._values.device, values.shape[1]

@@ -16,11 +16,11 @@ from serried.trainer.precision import GradScaler
 from serried.trainer.spikes import SpikeWindow
 
 FAILURES_THAT_STOP = 3
-"""After so many failed steps in a row no later step changes a weight, until the host has noticed and stops."""
+"""After so many failed steps in a row every later step is rejected, until the host has read this and stops."""
 
 
 class StepResult(NamedTuple):
-    """What a step came to, over the whole global batch; read from the device when the host cares to wait."""
+    """Result of a step, over the whole global batch; read from the device when the host can wait for it."""
 
     loss: float
     """Mean over all valid targets."""
@@ -76,8 +76,8 @@ class TrainStep:
         nominal_weight: int,
         health: HealthSection,
     ) -> None:
-        """``nominal_weight``: targets of a global batch without masks. The loss is divided by it before backward, a
-        constant that keeps fp16 in range for every cut, and by actual / nominal afterwards, when all ranks know it."""
+        """``nominal_weight``: targets of a global batch without masks. The loss is divided by this constant before
+        backward, which keeps fp16 in range on every layout, and by actual / nominal weight afterwards."""
         self._parallel = parallel
         self._optimizer = optimizer
         self._loss = loss
@@ -109,7 +109,7 @@ class TrainStep:
         self._parallel.phases.enter(OPTIMIZER)
         with torch.no_grad():
             squares = self._parallel.sum_squares()
-            # What .grad has to be divided by to be the gradient of the mean loss.
+            # .grad divided by this is the gradient of the mean loss.
             divisor = scale * (weight / (self._nominal_weight * self._parallel.gradient_divisor))
             norm = squares.sqrt() / divisor
             halted = self._failed_in_row >= FAILURES_THAT_STOP
@@ -142,7 +142,7 @@ class TrainStep:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``."""
+        """Continue from ``state``."""
         self.scaler.load(state["scaler"])
         self._failed_in_row.fill_(state["failed_in_row"])
         self._window.load(state.get("window"))

@@ -33,7 +33,7 @@ def fingerprint(dataset: Dataset) -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """What a hook of a task is told."""
+    """What a hook of a task receives."""
 
     step: int
     """Optimizer steps done."""
@@ -60,8 +60,6 @@ class Task:
     """Sections of the built-in language models that the task reads: ``model``, ``data``. A user's task needs none."""
     unit: ClassVar[str] = "samples"
     """What ``LossTerms.weight`` counts, for the console and the records."""
-    opens_in: ClassVar[str] = ""
-    """Other software that opens a checkpoint as it is."""
 
     config: Any = None
     """The values of ``Config`` in this run. Set before any method is called."""
@@ -99,7 +97,7 @@ class Task:
     # data ------------------------------------------------------------------------------------------------------------
 
     def prepare(self, show: Callable[[str], None]) -> str:
-        """Download or convert the data; called by one process per node. Returns what ``open_data`` is to be given.
+        """Download or convert the data; called by one process per node. Returns the argument of ``open_data``.
 
         ``show`` takes progress lines, each in place of the one before; an empty one ends them.
         """
@@ -170,6 +168,11 @@ class Task:
     def describe_sample(self) -> Sequence[str]:
         """Return lines that show a sample of the training data."""
         return ()
+
+    @property
+    def opens_in(self) -> str:
+        """Other software that opens a checkpoint as it is."""
+        return ""
 
     def next_command(self, start: str) -> str:
         """Return what the user may want to type next after a finished run; ``start`` starts this program again."""

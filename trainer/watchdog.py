@@ -1,4 +1,4 @@
-"""The watchdog: each rank reports what it is doing, and a rank that holds the others up is named.
+"""The watchdog: each rank reports what it is doing, and a rank that holds up the others is reported.
 
 The training thread only records what it begins (``Pulse.enter``, an attribute write). A thread of each rank reports
 that about once a second, through the store in which the processes met, over its own connection. Rank 0's thread reads
@@ -88,7 +88,7 @@ class Watchdog:
                 self._beat(elapsed)
             except RuntimeError:  # the store is out of reach: try again over a new connection
                 self._store = None
-            except Exception as error:  # whatever is wrong with the watchdog, it is no reason to end a run
+            except Exception as error:  # a failure of the watchdog is no reason to end a run
                 if type(error) not in self._failed_by:
                     self._failed_by.add(type(error))
                     self._console.say(f"WARNING    the watchdog of rank {self._session.rank} fails: {error!r}")
@@ -201,7 +201,7 @@ class Watchdog:
             (self._run_dir / "log" / "hang.txt").write_text(f"{text}\n", "utf-8", "backslashreplace")
         status = read_status(self._run_dir)
         if status is not None and status.state == "failed" and not is_consequence(status.reason or ""):
-            pass  # a rank has told why it left; that the others waited for it is only what came of that
+            pass  # a rank has reported why it left; that others waited for it is a consequence
         elif self._folder is not None:
             self._folder.stop_early(step, reason, EXIT_STOPPED)
         else:

@@ -32,6 +32,8 @@ class Tokens(Protocol):
 class ModelFamily:
     """A decoder-only language model of one configuration. ``build`` is required; everything else has a default."""
 
+    opens_in: str = ""
+    """Other software that opens a checkpoint as it is."""
     cached_layers: int | None = None
     """Layers that keep keys and values, for models whose forward takes a ``cache``; None: text is generated without."""
 

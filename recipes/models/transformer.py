@@ -351,6 +351,8 @@ def hugging_face_config(config: LlamaSection, vocab_size: int, end_token: int | 
 class Llama(ModelFamily):
     """Llama 2 and 3: ``model.family=llama``."""
 
+    opens_in = "transformers"
+
     def __init__(self, section: LlamaSection, vocab_size: int) -> None:
         super().__init__(section, vocab_size)
         self.cached_layers = section.layers

@@ -187,7 +187,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _commit(temporary: Path, out: Path) -> None:
-    """Have it all on the disk, then give it its name (which an empty folder may have held)."""
+    """Write everything to the disk, then rename the folder (over an empty one, if there is one)."""
     for path in temporary.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

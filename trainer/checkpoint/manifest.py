@@ -36,7 +36,7 @@ class FileRecord:
 
 
 class Damaged(Exception):
-    """A checkpoint is not as it was written. One line: which file, and what is wrong with it, with numbers."""
+    """A checkpoint differs from what was written. The message names the file and the damage in one line."""
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:
@@ -80,7 +80,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         files = {_name(name): _record(entry) for name, entry in content["files"].items()}
     except (KeyError, TypeError, AttributeError, ValueError):
         raise Damaged(f"{path} does not list files with sizes and checksums") from None
-    # The text is a function of what it says, checksum included, so that every changed byte shows, a space as well.
+    # The text is a function of its content, checksum included, so every changed byte shows, even a space.
     if text != _canonical(files):
         raise Damaged(f"{path} has been changed: its {len(text)} bytes do not match its checksum")
     return files
@@ -136,10 +136,10 @@ def record_of(path: Path) -> FileRecord:
 
 
 def fsync_folder(path: Path) -> None:
-    """Have the disk hold the entries of a folder: files made, renamed and removed in it.
+    """Sync the entries of a folder to the disk: files created, renamed and removed in it.
 
     Raises:
-        OSError: the disk failed, or the folder is not there.
+        OSError: the disk failed, or the folder does not exist.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

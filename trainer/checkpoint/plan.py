@@ -40,7 +40,7 @@ class PlannedFile(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes of one tensor that lie on one rank."""
+    """Bytes of one tensor that one rank holds."""
 
     file: int
     """Index of the file they belong to."""
@@ -93,7 +93,7 @@ def deal_files(specs: Sequence[TensorSpec], stem: str, ranks: int) -> list[Plann
 def make_plan(
     files: list[PlannedFile], shards: Mapping[str, ShardSpec], layout: Layout, rank: int, bucket_bytes: int
 ) -> Plan:
-    """What ``rank`` sends and writes. ``shards`` says for each tensor who holds what."""
+    """Return what ``rank`` sends and writes. ``shards``: which rank holds which part of each tensor."""
     block, me = divmod(rank, layout.block)
     sends: list[list[list[Piece]]] = []
     writes: list[list[Piece]] = []
@@ -119,7 +119,7 @@ def _pieces(
             yield Piece(index, spec.name, owner, 0, spec.nbytes)  # the owner holds all of it
             continue
         for box, source in held.sources(layout):
-            # Whole rows lie in the file as they lie in memory, one box after the other.
+            # Whole rows have the same order in the file as in memory, one box after the other.
             assert box.sizes[1:] == spec.shape[1:], f"{spec.name} is divided along another dim than its first"
             yield Piece(index, spec.name, source, 0, box.numel * spec.dtype.itemsize)
 

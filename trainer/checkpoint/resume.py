@@ -1,4 +1,4 @@
-"""Where a run begins: anew, at a checkpoint of its own, at another's, or with the weights of a model folder."""
+"""Where a run starts: from scratch, at its own checkpoint, at another run's, or with the weights of a model folder."""
 
 import json
 import os
@@ -37,7 +37,7 @@ class Start:
     origin: str | None = None
     """The path that ``checkpoint.resume`` named, of this run or of one that it continues."""
     state: dict[str, Any] = field(default_factory=dict)
-    """What state.json of the checkpoint says."""
+    """Content of the checkpoint's state.json."""
     notes: list[str] = field(default_factory=list)
     """For the user."""
 
@@ -52,16 +52,16 @@ class Start:
         return self.checkpoint or self.weights
 
     def continues(self, run_dir: Path) -> bool:
-        """Whether the run goes on in its own folder, with its own records."""
+        """Whether the run continues in its own folder, with its own records."""
         return self.checkpoint is not None and self.checkpoint.parent == run_dir / CHECKPOINTS
 
 
 def find_start(config: RunConfig, session: Session) -> Start:
-    """Choose, and check what is chosen. A collective: the ranks share the reading.
+    """Choose where to start and check it. A collective: the ranks share the reading.
 
     Raises:
-        UserError: nothing there where ``checkpoint.resume`` demands it, nothing undamaged, or resuming would silently
-            change the run.
+        UserError: there is no checkpoint and ``checkpoint.resume`` requires one, all are damaged, or resuming would
+            silently change the run.
     """
     chosen = session.once(partial(_candidates, config))
     notes, damage = list(chosen["notes"]), []
@@ -115,7 +115,7 @@ def _open(path: Path, config: RunConfig) -> dict[str, Any]:
     found = [path] if (path / MANIFEST).is_file() else list(reversed(named(path / CHECKPOINTS) or named(path)))
     if found:
         own_folder = config.run.dir / CHECKPOINTS
-        if found[0].resolve().parent == own_folder.resolve():  # under the name by which the run goes on in it
+        if found[0].resolve().parent == own_folder.resolve():  # by the path that the run uses for it
             found = [own_folder / checkpoint.resolve().name for checkpoint in found]
         return {"candidates": [str(checkpoint) for checkpoint in found], "weights": None}
     if (path / STATE).exists():
@@ -175,8 +175,8 @@ def _damage(path: Path, session: Session) -> str | None:
 
 
 def _state(path: Path) -> dict[str, Any]:
-    """What the checkpoint says of itself. Files that it does not know of, and a reader would take for its own, are
-    refused: somebody put them there."""
+    """Return the state in a checkpoint. Files that a reader would load but its manifest does not list are refused: they
+    were added later."""
     records = read_manifest(path)
     for stem in (MODEL, OPTIMIZER):
         for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
@@ -186,7 +186,7 @@ def _state(path: Path) -> dict[str, Any]:
 
 
 def make_room(folder: RunFolder, start: Start) -> list[str]:
-    """Set aside whatever in the run folder is not of the run that begins. On one rank. Returns what to tell the user.
+    """Set aside files in the run folder that belong to an earlier run. On one rank. Returns notes for the user.
 
     Raises:
         UserError: there can be no checkpoints.
@@ -246,7 +246,7 @@ def differences(earlier: dict[str, Any], now: dict[str, Any], schema: type[RunCo
     """Return ``key: old -> new`` for all settings that differ between two resolved configs of ``schema``."""
     before, after = flatten(earlier), flatten(now)
     before = {key: _default(key, schema) for key in after} | before  # an older version did not know all keys
-    # Keys of the optimizer or schedule that was chosen then: the names say that there is another one now.
+    # Keys of an optimizer or schedule that is not chosen now: the change of its name is reported already.
     before = {key: value for key, value in before.items() if key in after or key.partition(".")[0] not in CHOSEN}
     named_before, named_now = _named(earlier), _named(now)
     whole = {name: f"{name} is {'new' if name in named_now else 'gone'}" for name in named_before ^ named_now}

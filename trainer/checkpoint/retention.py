@@ -1,7 +1,7 @@
-"""What lies in ``<run>/checkpoints``, and what of it may go. Read from the disk each time: no memory to be wrong.
+"""Which checkpoints are in ``<run>/checkpoints``, and which may be deleted. Read from the disk each time.
 
 A checkpoint is written as ``.step-00000100.partial`` and renamed to ``step-00000100`` once it is whole; it is deleted
-by renaming it to ``.step-00000100.deleting`` first. So whatever moment a process dies at, a name without a dot is a
+by renaming it to ``.step-00000100.deleting`` first. So at whatever moment a process dies, a name without a dot is a
 whole checkpoint.
 """
 
@@ -95,12 +95,12 @@ def prune(
 ) -> list[Path]:
     """Delete the checkpoints that need not stay, oldest first. Returns the paths that are gone.
 
-    The newest ``keep`` stay, every one whose step is a multiple of ``keep_every`` (0: none), and with ``keep_best`` the
+    The newest ``keep`` are kept, those whose step is a multiple of ``keep_every`` (0: none), and with ``keep_best`` the
     one with the lowest ``validation_loss`` in its state.json (of equals the oldest). One whose manifest cannot be read,
     or whose files are not of the manifest's sizes, neither counts nor is deleted: damage cannot push out the last good
-    one, and may be of use to whoever looks into it. Checksums are not compared, which would read every file.
+    one, and may help to find its cause. Checksums are not compared, which would read every file.
 
-    Never raises for the disk's sake; what failed is appended to ``problems``, a line each.
+    Does not raise if the disk fails; failures are appended to ``problems``, a line each.
 
     Raises:
         ValueError: ``keep`` is less than 1, or ``keep_every`` negative.
@@ -122,7 +122,7 @@ def prune(
 
 
 def _delete(path: Path, problems: list[str]) -> bool:
-    """Whether the checkpoint is gone from sight; what could not be removed of it, a later ``sweep`` tries again."""
+    """Return whether the checkpoint is not visible any more. A later ``sweep`` deletes what is left of it."""
     aside = path.with_name(deleting_name(_step(path)))
     try:
         if aside.exists() and not _remove(aside, problems):  # left by an earlier deletion of the same step

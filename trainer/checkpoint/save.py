@@ -113,7 +113,7 @@ class Checkpointer:
         """As ``poll``, after waiting for the end. None: no save is under way.
 
         Raises:
-            RuntimeError: a rank that took part is gone.
+            RuntimeError: a rank that took part has ended.
         """
         if self._running is None:
             return None
@@ -130,12 +130,12 @@ class Checkpointer:
         return replace(saved, stall_seconds=self._stall_seconds)
 
     def close(self) -> Saved | None:
-        """Let a save under way end, if it does so soon: whatever ended the run, what it holds is good.
+        """Wait a short time for a save under way, whose content is valid however the run ended.
 
-        Returns what became of it, None where there was none or it goes on. May be called again.
+        Returns its result, None if there was none or it is not complete. May be called again.
 
         Raises:
-            RuntimeError: a rank that took part is gone.
+            RuntimeError: a rank that took part has ended.
         """
         if self._is_closed:
             return None
@@ -163,7 +163,7 @@ class Checkpointer:
         return staged
 
     def _allocate(self, parts: list[Part]) -> dict[str, Tensor]:
-        """Room for a copy of ``parts`` in host memory, by name; none where training waits and they are there already.
+        """Allocate a copy of ``parts`` in host memory, by name; empty if training waits and they are in host memory.
 
         In chunks, since pinned memory is given in powers of two: up to twice what single tensors need.
 
@@ -240,8 +240,8 @@ class Checkpointer:
             return f"cannot write {partial}: {error.strerror}"
 
     def _write(self, partial: Path, staged: dict[str, Tensor]) -> tuple[dict[str, FileRecord], str | None]:
-        """Send this rank's pieces to their owners, and write what it owns. A collective of the ranks of one block, to
-        the end even where this rank cannot write any more."""
+        """Send this rank's pieces to their owners, and write what it owns. A collective of the ranks of one block,
+        completed even if this rank cannot write any more."""
         plan, exchange = self._plan, Exchange(self._plan, staged, self._rank_of_block, self._layout.block, self._block)
         writer = Writer(partial, plan)
         exchange.begin(0)
@@ -271,7 +271,7 @@ class Checkpointer:
             partial.rename(final)
         except OSError as error:
             return f"cannot write {final}: {error.strerror}"
-        except Exception as error:  # whatever a recipe's files may bring: it costs the checkpoint, not the run
+        except Exception as error:  # an error in a task's files ends the checkpoint, not the run
             return f"cannot write {final}: {type(error).__name__}: {error}"
         with suppress(OSError):
             fsync_folder(self._folder)
@@ -298,7 +298,7 @@ class Checkpointer:
 
 
 def lack_of_space(folder: Path, nbytes: int) -> str | None:
-    """Why a checkpoint of ``nbytes`` does not fit beside what lies in ``folder``, if it does not."""
+    """Return why a checkpoint of ``nbytes`` does not fit on the disk of ``folder``; None: it fits."""
     free = shutil.disk_usage(folder).free
     if free >= nbytes + _SPARE_BYTES:
         return None

@@ -106,11 +106,11 @@ class Writer:
             self._push(descriptor, size)
 
     def _push(self, descriptor: int, size: int) -> None:
-        """Have the disk begin with what it was given, instead of all at once at the end.
+        """Start writing to the disk, instead of all at once at the end.
 
-        What this call asks for is that the system forget the pages. It begins to write those that are not on the disk
-        yet, and forgets those that are, the ones of earlier calls: so a checkpoint fills the same pages again instead
-        of pushing out of memory what training reads.
+        The call asks the system to drop the pages. It starts to write pages that are not on the disk yet, and drops
+        those that are, from earlier calls: a checkpoint then reuses the same pages instead of evicting the pages that
+        training reads.
         """
         if hasattr(os, "posix_fadvise"):
             first = max(0, self._pushed - _REMEMBERED_BYTES)

@@ -111,8 +111,10 @@ def holders_of_the_same(layout: Layout, axes: Sequence[str]) -> list[list[int]]:
 
 
 def differing(digests: Sequence[int], groups: Iterable[Sequence[int]]) -> tuple[list[int], bool]:
-    """Return the ranks that disagree with the majority of their group, and whether there is a majority; if not, all that
-    differ."""
+    """Return the ranks that disagree with the majority of their group, and whether there is one.
+
+    Without a majority, return all ranks that differ.
+    """
     odd: list[int] = []
     is_majority = True
     for ranks in groups:

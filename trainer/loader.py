@@ -69,9 +69,11 @@ class BatchLoader:
         first_index: int | None = None,
         on_starved: Callable[[float], None] | None = None,
     ) -> None:
-        """``steps`` count from 0. The first one takes its samples from ``first_index`` of the order on, by default as if
-        all steps before it were done. ``pin_memory``: put batches in pinned memory.
-        ``on_starved`` is called with the seconds after every 30 seconds of waiting for a batch."""
+        """``steps`` count from 0. The first one takes its samples from ``first_index`` of the order on.
+
+        By default that is as if all steps before it were done. ``pin_memory``: put batches in pinned memory.
+        ``on_starved`` is called with the seconds after every 30 seconds of waiting for a batch.
+        """
         self._dataset, self._collate, self._order = dataset, collate, order
         self._accumulation, self._micro_batch = accumulation, micro_batch
         self._data_ranks, self._data_rank = data_ranks, data_rank

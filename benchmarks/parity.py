@@ -1,4 +1,4 @@
-"""Train the same run cut in every way and compare: ``python -m benchmarks.parity`` rewrites ``docs/parity.md``.
+"""Train the same run on every parallel layout and compare: ``python -m benchmarks.parity`` rewrites ``docs/parity.md``.
 
 The runs are those of ``tests/test_parity.py``, whole training runs on Gloo with ragged masks and a vocabulary of 257.
 """
@@ -20,7 +20,7 @@ STEPS, GLOBAL_BATCH = 20, 36
 
 @dataclass(frozen=True)
 class Cut:
-    """One way to cut the run."""
+    """One parallel layout."""
 
     name: str
     processes: int
@@ -127,7 +127,7 @@ def table() -> str:
         finally:
             cluster.stop()
     lines = [
-        "| precision | cut | accumulation | loss, first to last | relative difference: loss | grad norm | samples |",
+        "| precision | layout | accumulation | loss, first to last | relative difference: loss | grad norm | samples |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for precision, name, accumulation, difference, curve in rows:
@@ -141,7 +141,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-_HEAD = """# Parity: the numbers do not depend on how the work is cut
+_HEAD = """# Parity: the same loss curve on every parallel layout
 
 Made by `python -m benchmarks.parity` (torch {torch}, Python {python}, Gloo on CPU); `tests/test_parity.py` holds the
 bounds in the test suite.

@@ -17,9 +17,7 @@ from tests.slurm import SlurmCluster, wait_for, why_not
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(420)]
 
 # A login node has no torch: importing it fails here.
-_LOGIN_NODE = (
-    "import sys; sys.modules['torch'] = None; import {module} as program; sys.exit(program.main(sys.argv[1:]))"
-)
+_LOGIN_NODE = "import sys; sys.modules['torch'] = None; from {module} import main; sys.exit(main(sys.argv[1:]))"
 _ENDLESS = ("trainer.steps=1000000", "schedule=constant", "checkpoint.every=1000000", "trainer.deterministic=true")
 
 
@@ -48,7 +46,7 @@ def at_login(slurm: SlurmCluster, module: str, *words: str) -> subprocess.Comple
 
 def submit(slurm: SlurmCluster, *words: str) -> str:
     """Submit a run of two nodes, as ``launch=slurm`` does; returns the job's number."""
-    done = at_login(slurm, "train", "launch=slurm", "launch.nodes=2", "launch.device=cpu", *words)
+    done = at_login(slurm, "serried.program", "launch=slurm", "launch.nodes=2", "launch.device=cpu", *words)
     assert done.returncode == 0, done.stderr
     found = re.search(r"job (\d+)", done.stdout)
     assert found, done.stdout
@@ -112,10 +110,10 @@ def test_two_nodes_train_what_one_process_trains(slurm: SlurmCluster, text: Path
     run_dir = tmp_path / "run"
     argv = tiny_overrides(text, run_dir, "slurm.interface=eth0")
     job = submit(slurm, *argv)
-    again = at_login(slurm, "serried", "submit", "launch.nodes=2", *argv)
+    again = at_login(slurm, "serried.cli", "submit", "launch.nodes=2", *argv)
     assert again.returncode == 78
     assert f"has a job in the queue already: {job} " in again.stderr
-    shown = at_login(slurm, "serried", "status", f"run.dir={run_dir}").stdout
+    shown = at_login(slurm, "serried.cli", "status", f"run.dir={run_dir}").stdout
     assert f"job    {job} " in shown
 
     slurm.wait_for_state(job, "COMPLETED", "FAILED")
@@ -128,7 +126,7 @@ def test_two_nodes_train_what_one_process_trains(slurm: SlurmCluster, text: Path
     alone = tmp_path / "alone"
     subprocess.run([sys.executable, "train.py", *tiny_overrides(text, alone)], cwd=ROOT, timeout=120, check=True)
     assert [line["loss"] for line in metrics(run_dir)] == pytest.approx([line["loss"] for line in metrics(alone)])
-    shown = at_login(slurm, "serried", "status", f"run.dir={run_dir}").stdout
+    shown = at_login(slurm, "serried.cli", "status", f"run.dir={run_dir}").stdout
     assert "finished: all steps done, exit code 0" in shown
     assert "step   6/6, loss " in shown
 
@@ -171,7 +169,9 @@ def test_run_resumes_after_preemption_and_after_a_requeue(slurm: SlurmCluster, t
 
 def test_a_sweep_is_one_array_job(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(text, tmp_path / "runs", "trainer.steps=2", "run.name=small", "trainer.seed=1,2")
-    done = at_login(slurm, "train", "launch=slurm", "launch.device=cpu", "slurm.array_concurrency=1", "-m", *argv)
+    done = at_login(
+        slurm, "serried.program", "launch=slurm", "launch.device=cpu", "slurm.array_concurrency=1", "-m", *argv
+    )
     assert done.returncode == 0, done.stderr
     found = re.search(r"array job (\d+): 2 runs", done.stdout)
     assert found, done.stdout
@@ -183,7 +183,9 @@ def test_a_sweep_is_one_array_job(slurm: SlurmCluster, text: Path, tmp_path: Pat
         assert f"name: small-seed-{seed}\n" in config
         assert f"seed: {seed}\n" in config
     wait_for(lambda: not slurm.ask("squeue", "--noheader").strip(), "an empty queue", 60)
-    done = at_login(slurm, "train", "launch=slurm", "launch.device=cpu", "slurm.array_concurrency=1", "-m", *argv)
+    done = at_login(
+        slurm, "serried.program", "launch=slurm", "launch.device=cpu", "slurm.array_concurrency=1", "-m", *argv
+    )
     assert done.returncode == 0, done.stderr
     assert "submitted" not in done.stdout
     assert done.stdout.count("finished  ") == 2, done.stdout
@@ -202,7 +204,7 @@ def test_mistake_found_on_the_nodes_is_not_queued_again(slurm: SlurmCluster, tex
 
 def test_job_refused_by_slurm_is_one_line(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(text, tmp_path / "run", "slurm.partition=no-such", "launch.nodes=2")
-    done = at_login(slurm, "serried", "submit", *argv)
+    done = at_login(slurm, "serried.cli", "submit", *argv)
     assert done.returncode == 78
     assert done.stderr.startswith("error: Slurm refuses the job: ")
     assert "invalid partition specified: no-such" in done.stderr
@@ -272,7 +274,7 @@ def test_modules_setup_and_container_apply_to_the_ranks(
 
 def test_preflight_submits_a_job_and_waits_for_it(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
     argv = [*tiny_overrides(text, tmp_path / "run"), "launch=slurm", "launch.nodes=2", "launch.device=cpu"]
-    done = at_login(slurm, "serried", "preflight", *argv)
+    done = at_login(slurm, "serried.cli", "preflight", *argv)
     assert re.match(r"submitted  job \d+: 2 nodes x 1 process\n", done.stdout), done.stderr
     assert done.stdout.endswith("fit: 2 nodes, 2 ranks\n")
     unfit = [line for line in done.stdout.splitlines() if line.startswith("unfit ")]
@@ -287,7 +289,7 @@ def test_interrupted_preflight_leaves_no_job(
     number: signal.Signals, slurm: SlurmCluster, text: Path, tmp_path: Path
 ) -> None:
     argv = [*tiny_overrides(text, tmp_path / "run"), "launch=slurm", "launch.device=cpu", "slurm.setup=sleep 1000"]
-    program = [sys.executable, "-c", _LOGIN_NODE.format(module="serried"), "preflight", *argv]
+    program = [sys.executable, "-c", _LOGIN_NODE.format(module="serried.cli"), "preflight", *argv]
     with subprocess.Popen(
         program, cwd=ROOT, env=slurm.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as waiting:
@@ -312,10 +314,10 @@ def test_preflight_names_the_unfit_node(slurm: SlurmCluster, text: Path, tmp_pat
     )
     container.chmod(0o755)
     argv = [*tiny_overrides(text, disk / "run"), "launch=slurm", "launch.nodes=2", "launch.device=cpu"]
-    done = at_login(slurm, "serried", "preflight", *argv, f"slurm.container={container}", "slurm.exclude=node9")
+    done = at_login(slurm, "serried.cli", "preflight", *argv, f"slurm.container={container}", "slurm.exclude=node9")
     assert done.returncode == 78
     assert "Invalid node name specified" in done.stderr
-    done = at_login(slurm, "serried", "preflight", *argv, f"slurm.container={container}")
+    done = at_login(slurm, "serried.cli", "preflight", *argv, f"slurm.container={container}")
     assert done.returncode == 70, done.stdout + done.stderr
     assert (
         f"\nunfit      node1: does not see what rank 0 writes to {disk / 'run'}: it must be on a shared" in done.stdout

@@ -92,12 +92,15 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) ->
     plan = task.parallel_plan(model)
     lines = overview(config, task, layout, accumulation, model, plan, place)
     needed = planned_memory(config, task, layout, accumulation, model, plan).total
-    nobody_said = config.launch.processes is None and layout.world == 1
     is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
-    if nobody_said and is_for_gpus and needed > _LARGE_GPU_BYTES:
-        lines.append(
-            f"hint       {size(needed)} are more than a GPU of 80 GB has; to plan for a node of 8: launch.processes=8"
-        )
+    if is_for_gpus and needed > _LARGE_GPU_BYTES:
+        if config.launch.processes is None and layout.world == 1:
+            remedy = "to plan for a node of 8: launch.processes=8"
+        elif config.trainer.micro_batch > 1:
+            remedy = "use trainer.micro_batch=1, more processes or shorter samples"
+        else:
+            remedy = "use more processes, which share all but the activations, or shorter samples for these"
+        lines.append(f"WARNING    does not fit: {size(needed)} per rank are more than a GPU of 80 GB has; {remedy}")
     return "\n".join([*lines, "dry run: no model was allocated and no process started"])
 
 
@@ -166,4 +169,4 @@ def _memory(
     if layout.shard > 1:
         parts.append(f"gathered {size(memory.gathered)}")
     activations = f"activations about {size(memory.activations)}" if memory.activations else "activations not estimated"
-    return f"per rank: {', '.join(parts)}, {activations}"
+    return f"{size(memory.total)} per rank: {', '.join(parts)}, {activations}"

@@ -254,13 +254,14 @@ def test_the_plan_of_llama8b_is_exact_and_allocates_nothing() -> None:
     assert len(done.stdout.splitlines()) <= 12
 
 
-def test_a_plan_that_is_too_large_for_one_gpu_says_how_to_plan_for_more(capsys: pytest.CaptureFixture[str]) -> None:
-    def hints(*words: str) -> list[str]:
+def test_a_plan_that_does_not_fit_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    def warnings(*words: str) -> list[str]:
         assert main(["dry_run=true", *words]) == 0
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("hint ")]
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING ")]
 
-    (hint,) = hints("recipe=llama8b")
-    assert hint.endswith("more than a GPU of 80 GB has; to plan for a node of 8: launch.processes=8")
-    assert hints("recipe=llama8b", "launch.processes=8") == []
-    assert hints("recipe=llama8b", "launch.processes=1") == [], "whoever says so knows"
-    assert hints("recipe=llama1b") == []
+    (warning,) = warnings("recipe=llama8b")
+    assert warning.endswith("more than a GPU of 80 GB has; to plan for a node of 8: launch.processes=8")
+    assert warnings("recipe=llama8b", "launch.processes=8") == []
+    (warning,) = warnings("recipe=llama70b", "launch.processes=64")
+    assert "does not fit: 291.2GiB per rank" in warning
+    assert warnings("recipe=llama1b") == []

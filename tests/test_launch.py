@@ -208,7 +208,7 @@ def test_traceback_of_another_rank_is_printed_last(text: Path, tmp_path: Path) -
         "if os.environ.get('RANK') == '1':\n"
         "    import serried.trainer.step\n"
         "    def fail(self, *arguments): raise ZeroDivisionError('here')\n"
-        "    trainer.step.TrainStep.__call__ = fail\n",
+        "    serried.trainer.step.TrainStep.__call__ = fail\n",
         text, tmp_path,
     )  # fmt: skip
     assert done.returncode == 70

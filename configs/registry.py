@@ -1,4 +1,4 @@
-"""What a config can choose by name: optimizers, schedules, model families, tasks, data sources.
+"""What a config can choose by name: optimizers, schedules, model families, tasks.
 
 An entry has a name, a config section of its own, and a function that loads what it stands for: composing a config needs
 the section only and never imports torch. Built-in entries are the modules of one package, each of which registers
@@ -133,7 +133,6 @@ models = Registry("model family", "model", "serried.models", ModelSection, key="
 models.register("llama", LlamaSection, lambda: import_module("serried.recipes.models.transformer").Llama)
 tasks = Registry("task", "task", "serried.tasks")
 tasks.register("causal_lm", Section, lambda: import_module("serried.recipes.causal_lm").CausalLM)
-data_sources = Registry("data source", "data", "serried.data")
 
 
 def register_optimizer(name: str, *, section: type[Section] = OptimSection) -> Callable[[_Built], _Built]:

@@ -272,8 +272,9 @@ def unknown_key(
     parts = key.split(".")
     if ".".join(parts[:2]) in all_keys().named and len(parts) > 3 and not is_name(parts[2]):
         return f"{given}: {parts[2]} is not a valid name; use letters, digits, _ and -, starting with a letter"
-    known = {*all_keys(), *groups}  # a user's task has no model and no data
-    if suggestions := [each for each in meant(key, value, groups) if each.strip("'").partition("=")[0] in known]:
+    named = {each: each.strip("'").partition("=")[0] for each in meant(key, value, groups)}
+    # A user's task has no model and no data.
+    if suggestions := [each for each, name in named.items() if name in all_keys() or name in groups]:
         return f"unknown key {given}; did you mean {' or '.join(suggestions)}?"
     section = key.rpartition(".")[0]
     if is_section(section):

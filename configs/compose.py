@@ -262,7 +262,8 @@ def _for_hydra(overrides: Sequence[str], folder: Path) -> list[str]:
     files = files_of(folder)
     pairs = [override.partition("=") for override in overrides]
     words = [f"{key}={value if key not in CHOSEN or value in files.get(key, ()) else '[]'}" for key, _, value in pairs]
-    folders = [f"file://{folder}" for folder in declared().config_dirs]
+    urls = (QuotedString(text=f"file://{folder}", quote=Quote.double) for folder in declared().config_dirs)
+    folders = [url.with_quotes() for url in urls]
     return [*words, *([f"hydra.searchpath=[{','.join(folders)}]"] if folders else [])]
 
 

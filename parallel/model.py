@@ -1,5 +1,6 @@
 """The model as the trainer sees it, whatever its layout: forward, backward, totals over all ranks."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -84,6 +85,7 @@ class DistributedModel:
         self._runner = Direct(sync, phases, self.autocast)
         self.metric_names: tuple[str, ...] | None = None
         """Names of the metrics that the loss returns in training; None before the first step."""
+        self._has_evaluated = False
 
     @property
     def buffers(self) -> list[HeldTensor]:
@@ -122,6 +124,8 @@ class DistributedModel:
 
         def ended(index: int, terms: LossTerms) -> Tensor:
             nonlocal totals, travelling
+            if self.metric_names is None:
+                same_sums_everywhere(terms)
             self.metric_names = same_names(self.metric_names, terms)
             mine, is_last = terms.totals(), index == len(batches) - 1
             if index == 0:  # the vote comes last
@@ -146,7 +150,10 @@ class DistributedModel:
         totals, names = torch.zeros(2, dtype=torch.float64, device=self.device), None
         with _evaluating(self.module):
             for terms in self._runner.predict(batches, loss):
-                is_first, names = names is None, same_names(names, terms)
+                if (is_first := names is None) and not self._has_evaluated:
+                    same_sums_everywhere(terms)
+                    self._has_evaluated = True
+                names = same_names(names, terms)
                 mine = terms.totals()[: 2 + 2 * len(names)]
                 totals = mine if is_first else totals + mine
         if dist.is_initialized():
@@ -194,6 +201,26 @@ def same_names(names: tuple[str, ...] | None, terms: LossTerms) -> tuple[str, ..
             f"{', '.join(names) or '(none)'} for another; return the same names from every batch, with (0, 0) for none"
         )
     return found
+
+
+def same_sums_everywhere(terms: LossTerms) -> None:
+    """Check that all ranks are about to add up the same sums. A collective, on the host.
+
+    Raises:
+        UserError: they are not: ``loss`` returned other names on another rank.
+    """
+    if not dist.is_initialized():
+        return
+    names = [*terms.metrics, f"{0 if terms.by_source is None else len(terms.by_source)} sources"]
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest()
+    mine = torch.tensor([int.from_bytes(digest, "little")])
+    found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    if other := [rank for rank, each in enumerate(found) if not each.equal(mine)]:
+        raise UserError(
+            f"loss() returned the metrics {', '.join(terms.metrics) or '(none)'} on rank {dist.get_rank()}, and "
+            f"rank {other[0]} others; return the same names, in the same order, from every batch, with (0, 0) for none"
+        )
 
 
 def _whole(name: str, tensor: Tensor) -> HeldTensor:

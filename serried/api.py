@@ -79,7 +79,8 @@ def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] 
     instance: Task = task() if inspect.isclass(task) else task
     instance.configure(config)
     with _torch_settings_kept(), open_session(config.launch) as session:
-        train(config, instance, session, config_yaml(config))
+        session.same_everywhere("the config", text := config_yaml(config))
+        train(config, instance, session, text)
         ended = session.once(lambda: _read_end(config.run.dir))  # by the rank that wrote it
     checkpoint = ended.pop("checkpoint")
     return Result(**ended, run_dir=config.run.dir, checkpoint=Path(checkpoint) if checkpoint else None)

@@ -19,7 +19,7 @@ from serried.configs.run_config import check
 from serried.configs.schema import OptimSection
 from serried.parallel.plan import LossTerms
 from serried.runtime.session import open_session
-from serried.trainer.optimizer import build_optimizer, create_state, learning_rate
+from serried.trainer.optimizer import build_optimizer, create_state, learning_rate, takes_verdict
 from serried.trainer.optimizer_state import (
     ensure_state,
     group_values,
@@ -369,3 +369,10 @@ def test_documented_optimizer_and_schedule_run() -> None:
     assert parameter.allclose(torch.full((2, 2), 1 - 0.1 * 0.1 - 0.1))
     rate = learning_rate(40, 100, 2.0, compose(["schedule=root", "schedule.warmup_steps=10"]).schedule)
     assert rate == pytest.approx(1.0)
+
+
+def test_fused_sgd_does_not_take_the_verdict() -> None:
+    """A rejected first step would leave its momentum uninitialised."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    assert takes_verdict(torch.optim.AdamW([weight], fused=True))
+    assert not takes_verdict(torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=True))

@@ -11,7 +11,7 @@ import pytest
 from serried.configs.run_config import run_config_class
 from serried.configs.schema import TextRunConfig
 from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
-from serried.trainer.checkpoint.resume import differences
+from serried.trainer.checkpoint.resume import _shapes_numbers, differences
 from tests.runs import Ended, checkpoint, metrics, run_here, steps_saved, tiny_overrides
 
 pytestmark = pytest.mark.usefixtures("_elsewhere")
@@ -497,3 +497,10 @@ def test_odd_values_in_state_json_are_one_line_even_with_a_fitting_manifest(text
         (folder / "state.json").write_bytes(odd.encode("utf-8", "surrogateescape"))
         write_manifest(folder, {**records, "state.json": record_of(folder / "state.json")})
         assert "step-00000002" in refusal(text, tmp_path / "run")
+
+
+def test_keys_of_a_task_that_begin_as_one_of_ours_shape_the_numbers() -> None:
+    assert _shapes_numbers("task.named")
+    assert _shapes_numbers("model.head_dimension")
+    assert not _shapes_numbers("task.name")
+    assert not _shapes_numbers("data.validation.held.path")

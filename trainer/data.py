@@ -119,6 +119,11 @@ def training_data(task: Task) -> Dataset:
         UserError: there is none.
     """
     training = task.dataset(TRAINING)
+    if training is not None and not hasattr(training, "__len__"):
+        raise UserError(
+            f"{type(task).__name__}.dataset({TRAINING!r}) returned {type(training).__name__}, which has no "
+            "length; return a map-style data set, with __len__ and __getitem__"
+        )
     if training is None:
         raise UserError(f"{type(task).__name__}.dataset({TRAINING!r}) returned None: there is nothing to train on")
     if not isinstance(training, Stream) and not len(training):

@@ -31,6 +31,8 @@ class Evaluator:
         for name, dataset in self._validation.items():
             if not self._shutdown.stops:
                 self._evaluate_on(name, dataset, step)
+        if self._report.progress.early_stop is not None and not self._shutdown.stops:
+            self._shutdown.end_early(self._report.progress.early_stop)
 
     def _evaluate_on(self, name: str, dataset: Dataset, step: int) -> None:
         trainer, session = self._context.config.trainer, self._context.session
@@ -69,5 +71,3 @@ class Evaluator:
         means = {metric: sums / weight if weight else math.nan for metric, (sums, weight) in metrics.items()}
         means = {"loss": sum(losses.values()) / total, **means}
         self._report.evaluated(step, name, means, int(total), seconds, by_source)
-        if self._report.progress.early_stop is not None:
-            self._shutdown.end_early(self._report.progress.early_stop)

@@ -26,9 +26,10 @@ def takes_verdict(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``step`` reads ``grad_scale`` and ``found_inf`` on the device, and is without effect if the latter
     is 1.
 
-    torch's optimizers declare it to ``torch.amp.GradScaler`` by this attribute; there is no public one.
+    torch's optimizers declare it to ``torch.amp.GradScaler`` by this attribute; there is no public one. Fused SGD does
+    too, but leaves its momentum uninitialised after a rejected first step.
     """
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
 
 
 @torch.no_grad()

@@ -40,6 +40,8 @@ class Progress:
     best: float | None = None
     """The lowest ``to_minimise`` so far."""
     evaluations_since_best: int = 0
+    best_of: str = ""
+    """What ``best`` is of: ``checkpoint.best_metric`` and ``best_mode``."""
     early_stop: str | None = None
     """Why the run is finished before its last step."""
     source_tokens: dict[str, int] = field(default_factory=dict)
@@ -65,10 +67,12 @@ def saved_progress(start: Start) -> Progress:
         return Progress()
     with taking_from(start.checkpoint):
         progress = Progress(**start.state["progress"])
-        counts = progress.tokens, progress.validated_step, *progress.source_tokens.values()
-        losses = progress.first_loss, progress.last_loss, progress.validation_loss
+        waited = progress.evaluations_since_best
+        counts = progress.tokens, progress.validated_step, waited, *progress.source_tokens.values()
+        losses = progress.first_loss, progress.last_loss, progress.validation_loss, progress.best, progress.to_minimise
         if not all(map(is_count, counts)) or not all(loss is None or is_number(loss) for loss in losses):
             raise ValueError("progress")
+        progress.early_stop = None  # decided again by whoever resumes
         return progress
 
 
@@ -188,7 +192,7 @@ class Report:
         if name == DEFAULT_VALIDATION:
             self.progress.validation_loss = _finite(loss)
             self.progress.validated_step = step
-            self._judge({metric: value for metric, value in means.items() if math.isfinite(value)}, means)
+            self._judge(step, {metric: value for metric, value in means.items() if math.isfinite(value)}, means)
         more: dict[str, Any] = {"source_losses": finite} if finite else {}
         self._record("eval", step=step, set=name, tokens=weight, **means, **more)
         parts = ", ".join(f"{source} {each:.4f}" for source, each in by_source.items())
@@ -200,7 +204,7 @@ class Report:
         if self._session.is_main:
             self._task.on_evaluate(Event(step, dict(means), split=name))
 
-    def _judge(self, finite: dict[str, float], means: Mapping[str, float]) -> None:
+    def _judge(self, step: int, finite: dict[str, float], means: Mapping[str, float]) -> None:
         """Compare an evaluation on the validation set with the best so far; the same on all ranks."""
         progress, checkpoint, patience = self.progress, self._config.checkpoint, self._config.trainer.patience
         metric = checkpoint.best_metric
@@ -209,6 +213,11 @@ class Report:
             raise UserError(f"checkpoint.best_metric={metric} is no metric of this task; use one of {', '.join(near)}")
         progress.validation, value = finite, finite.get(metric)
         progress.to_minimise = -value if value is not None and checkpoint.best_mode == "max" else value
+        best_of, trainer = f"{metric}, {checkpoint.best_mode}", self._config.trainer
+        if best_of != progress.best_of:
+            progress.best_of, progress.best, progress.evaluations_since_best = best_of, None, 0
+        if step % trainer.eval_every and step != trainer.steps:
+            return  # an evaluation that only trainer.stop_at brought about
         if progress.to_minimise is not None and (progress.best is None or progress.to_minimise < progress.best):
             progress.best, progress.evaluations_since_best = progress.to_minimise, 0
         else:

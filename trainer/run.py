@@ -57,13 +57,13 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
     try:
         if config.trainer.epochs is not None:
             data = Data(task, session, console)
-            config = with_steps(config, data.training)
+            config = task.run = with_steps(config, data.training)
             config_yaml = run_config.config_yaml(config)
         console.doing("looking for a checkpoint")
         start = find_start(config, session)
         for note in start.notes:
             console.say(note)
-        is_over = start.step >= config.trainer.last_step or (config.trainer.patience and _ended_early(start))
+        is_over = start.step >= config.trainer.last_step or _ended_early(start, config.trainer.patience)
         if start.checkpoint is not None and is_over:
             check_data(start, (data or Data(task, session, console)).fingerprint, config)
             check_names(start.checkpoint, task.build_model(), task.export_name)
@@ -144,11 +144,12 @@ def _settled(console: Console, code: int | None) -> int | None:
     return code
 
 
-def _ended_early(start: Start) -> str | None:
+def _ended_early(start: Start, patience: int) -> str | None:
     """Return why the run of the checkpoint finished before its last step, if it did."""
     progress = start.state.get("progress")
     reason = progress.get("early_stop") if isinstance(progress, dict) else None
-    return str(reason) if reason else None
+    waited = progress.get("evaluations_since_best") if isinstance(progress, dict) else None
+    return str(reason) if reason and isinstance(waited, int) and 0 < patience <= waited else None
 
 
 def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: RunFolder | None) -> int:
@@ -160,7 +161,7 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
             f"{start.checkpoint} is at step {start.step}, and {end} leaves nothing to train; raise that, or take its "
             "weights alone: export them, and use checkpoint.resume=FOLDER with what was exported"
         )
-    early = _ended_early(start)
+    early = _ended_early(start, config.trainer.patience)
     if start.step < config.trainer.steps and early is None:
         stop_at = config.trainer.stop_at
         end = f"where trainer.stop_at={stop_at} stops" if start.step == stop_at else f"past trainer.stop_at={stop_at}"

@@ -117,8 +117,6 @@ class BuiltFamily(ModelFamily):
 
 def family_of(registered: Any, section: ModelSection, vocab_size: int) -> ModelFamily:
     """Return the family that was registered, a class or a function, for a configuration."""
-    if isinstance(registered, type):
-        family = registered(section, vocab_size)
-        assert isinstance(family, ModelFamily), f"{registered.__name__} must be a ModelFamily"
-        return family
+    if isinstance(registered, type) and issubclass(registered, ModelFamily):
+        return registered(section, vocab_size)
     return BuiltFamily(registered, section, vocab_size)

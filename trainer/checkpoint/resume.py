@@ -231,8 +231,9 @@ _NOT_PART_OF_THE_NUMBERS = (
     "trainer.eval_", "trainer.epochs", "trainer.patience", "task.name",
     "trainer.sample_tokens", "trainer.stop_at", "trainer.max_minutes", "trainer.deterministic",
 )  # fmt: skip
-"""Beginnings of keys that shape where, how fast and how visibly a run goes, not its numbers. What ``data.path`` leads
-to is compared by its content, and sizes of the model by the shapes of its tensors."""
+"""Keys, and beginnings of keys (ending in . or _), that shape where, how fast and how visibly a run goes, not its
+numbers.
+What ``data.path`` leads to is compared by its content, and sizes of the model by the shapes of its tensors."""
 
 _MEANS_NOTHING = {
     "trainer.steps": ("schedule.name", ("constant",)),
@@ -309,7 +310,8 @@ def _other_run(config: RunConfig) -> str:
 def _shapes_numbers(key: str) -> bool:
     if key.startswith("data.sources."):
         return key.endswith(".weight")  # the rest is compared by content
-    return not key.startswith(_NOT_PART_OF_THE_NUMBERS)
+    beginnings = tuple(each for each in _NOT_PART_OF_THE_NUMBERS if each.endswith((".", "_")))
+    return key not in _NOT_PART_OF_THE_NUMBERS and not key.startswith(beginnings)
 
 
 def _changed(state: dict[str, Any], config: RunConfig, world_size: int) -> list[str]:

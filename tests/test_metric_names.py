@@ -1,0 +1,35 @@
+"""Metrics that ranks name differently are refused before anything is added up."""
+
+import torch
+
+from serried.configs.errors import UserError
+from serried.parallel.model import same_sums_everywhere
+from serried.parallel.plan import LossTerms
+from tests.cluster import Cluster
+
+
+def compare(names: list[list[str]]) -> str:
+    import os
+
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    from serried.configs.schema import LaunchSection
+    from serried.runtime.session import open_session
+
+    with open_session(LaunchSection(device="cpu")):
+        assert dist.is_initialized()
+        one = torch.ones(())
+        try:
+            same_sums_everywhere(LossTerms(one, 1, dict.fromkeys(names[rank], (one, one))))
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_that_name_other_metrics_are_refused_on_every_rank(cluster: Cluster) -> None:
+    same = cluster.run(2, "tests.test_metric_names:compare", names=[["a", "b"], ["a", "b"]])
+    assert [answer.value for answer in same] == ["", ""]
+    for names in ([["a", "b"], ["b", "a"]], [["a"], []]):
+        found = cluster.run(2, "tests.test_metric_names:compare", names=names)
+        assert all("return the same names, in the same order, from every batch" in answer.value for answer in found)

@@ -7,14 +7,28 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from serried.configs.registry import models, optimizers, schedules, tasks
 from tests.cluster import Cluster
 from tests.runs import write_text
 
 # A shell has what it starts in the background (`make test &`) ignore SIGINT, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+REGISTRIES = (models, optimizers, schedules, tasks)
+
 settings.register_profile("here", deadline=None, print_blob=True)  # a busy machine is not a failing test
 settings.load_profile("here")
+
+
+@pytest.fixture(autouse=True)
+def _registries_as_they_were() -> Iterator[None]:
+    """What a test registers is gone after it: other tests look at all there is."""
+    for registry in REGISTRIES:
+        registry.names()  # loads the built-in ones
+    before = [dict(registry._entries) for registry in REGISTRIES]
+    yield
+    for registry, entries in zip(REGISTRIES, before, strict=True):
+        registry._entries = entries
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from serried.configs.errors import EXIT_FINISHED, UserError
 from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig
 from serried.parallel.apply import parallelize
-from serried.parallel.mesh import resolve_layout
+from serried.parallel.mesh import Layout, resolve_layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import LossTerms
 from serried.runtime.console import Console
@@ -187,7 +188,7 @@ def evaluate(
         session.once(partial(task.check_tokenizer, checkpoint))
     console.doing(f"reading {checkpoint}")
     session.once(partial(check_weights, checkpoint))
-    parallel = load_model(config, task, session, checkpoint)
+    parallel = load_model(config, task, resolve_layout(config.parallel, session.world_size), session.device, checkpoint)
     names = [WHOLE] if is_whole else [DEFAULT_VALIDATION, *task.further_validation()]
     found = []
     for name in names:
@@ -234,18 +235,20 @@ def _evaluate_on(
     return [Evaluated(name, total, len(dataset), tokens, all_bytes, sum(part.loss_sum for part in each)), *each]
 
 
-def load_model(config: RunConfig, task: Task, session: Session, checkpoint: Path) -> DistributedModel:
-    """The model with the weights of ``checkpoint``, cut over all ranks. A collective."""
+def load_model(
+    config: RunConfig, task: Task, layout: Layout, device: torch.device, checkpoint: Path
+) -> DistributedModel:
+    """Return the model with the weights of ``checkpoint``, in evaluation mode. A collective of all ranks."""
     model = task.build_model()
     parallel = parallelize(
         model,
         task.parallel_plan(model),
         None,
         seed=config.trainer.seed,
-        layout=resolve_layout(config.parallel, session.world_size),
+        layout=layout,
         section=config.parallel,
         low_dtype=LOW_DTYPES[config.precision.name],
-        device=session.device,
+        device=device,
     )
     load_weights(checkpoint, parallel, task.export_name)
     parallel.module.eval()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
+from serried.parallel.mesh import resolve_layout
 from serried.runtime.session import Session
 from serried.trainer.evaluation import check_weights, load_model
 from serried.trainer.task import TextTask
@@ -51,7 +52,7 @@ def write_text(
         )
     check_weights(checkpoint)
     note(f"model      {checkpoint}, {config.precision.name} on {session.device}")
-    model = load_model(config, task, session, checkpoint)
+    model = load_model(config, task, resolve_layout(config.parallel, 1), session.device, checkpoint)
     tokens = min(sampling.tokens, longest - prompt_tokens)
     if prompt_tokens + tokens > trained:
         note(f"note       it was trained on {trained:,} tokens at a time; what comes after these may be worse")

@@ -10,12 +10,10 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, read_yaml
 from serried.configs.registry import tasks
 from serried.configs.run_config import check
-from serried.parallel.apply import parallelize
 from serried.parallel.mesh import Layout
 from serried.trainer.checkpoint.resume import CHECKPOINTS
 from serried.trainer.checkpoint.retention import committed
-from serried.trainer.checkpoint.state import load_weights
-from serried.trainer.evaluation import check_weights
+from serried.trainer.evaluation import check_weights, load_model
 from serried.trainer.task import Task
 
 
@@ -41,16 +39,4 @@ def open_model(path: Path, declaration: Declaration | None) -> nn.Module:
     task: Task = (declaration.task if declaration else tasks.get(config.task.name).load())()
     task.configure(config)
     check_weights(checkpoint)
-    model = task.build_model()
-    parallel = parallelize(
-        model,
-        task.parallel_plan(model),
-        None,
-        seed=config.trainer.seed,
-        layout=Layout("single"),
-        section=config.parallel,
-        low_dtype=None,
-        device=torch.device("cpu"),
-    )
-    load_weights(checkpoint, parallel, task.export_name)
-    return parallel.module.eval()
+    return load_model(config, task, Layout("single"), torch.device("cpu"), checkpoint).module

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Number = Tensor | float
@@ -38,6 +39,41 @@ class LossTerms(NamedTuple):
         numbers = [self.loss_sum, self.weight, *(number for metric in self.metrics.values() for number in metric)]
         sums = torch.stack([torch.as_tensor(number, device=device).detach().double() for number in numbers])
         return sums if self.by_source is None else torch.cat((sums, self.by_source.double()))
+
+
+class Vocabulary:
+    """Extension point of the module that ends a language model: which tokens and which rows of the vocabulary are here.
+
+    This one stands for all of them. Where ranks divide the vocabulary, the tensor axis puts another in its place; each
+    of them gets the tokens of all and has some rows. V: the whole vocabulary; T: tokens of all ranks.
+    """
+
+    first_row = 0
+    """Number, within the vocabulary, of the first row that is here."""
+
+    def size(self, rows: int) -> int:
+        """Return V; ``rows`` are here."""
+        return rows
+
+    def targets(self, targets: Tensor) -> Tensor:
+        """Return ``targets``, known whole to every rank, as [ranks, tokens of each]."""
+        return targets.reshape(1, -1)
+
+    def tokens(self, hidden: Tensor) -> Tensor:
+        """Return the tokens of all ranks [T, D], from those of this rank. Without a gradient."""
+        return hidden
+
+    def sum_tokens(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of this rank's tokens, from what the rows here add to that of all tokens [T, D]."""
+        return gradient
+
+    def combine(self, normalizer: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log of the sum of exponentials and the target's logit [T], from those of the rows here."""
+        return normalizer, picked
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return the whole logits [B, S, V] of ``hidden`` [B, S, D], with gradients."""
+        return F.linear(hidden, weight)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,12 @@
 """The output projection and its loss, without ever holding the logits of a whole batch."""
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from serried.parallel.plan import Vocabulary
 
 IGNORE = -100
 """Target of a position that is not predicted."""
@@ -21,28 +25,32 @@ class LanguageModelHead(nn.Module):
     def __init__(self, dim: int, vocab_size: int, tied: bool) -> None:
         super().__init__()
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, dim))
+        self.vocabulary = Vocabulary()
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, shared_weight: Tensor | None = None) -> Tensor:
         weight = shared_weight if self.weight is None else self.weight
         assert weight is not None
         if targets is None:
-            return F.linear(hidden, weight.to(hidden.dtype))
-        return linear_cross_entropy_sum(hidden.flatten(0, 1), weight, targets.flatten())
+            return self.vocabulary.logits(hidden, weight.to(hidden.dtype))
+        return linear_cross_entropy_sum(hidden.flatten(0, 1), weight, targets, self.vocabulary)
 
 
-def linear_cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def linear_cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary | None = None
+) -> Tensor:
     """Sum of cross entropy of ``hidden @ weight.T`` over targets that are not -100, fp32 scalar.
 
-    hidden [T, D], weight [V, D], targets [T] int64. Works through chunks of tokens: logits of one chunk exist at a
-    time, and gradients are formed in the forward pass, so nothing is computed twice. Products run in hidden's dtype,
-    softmax and sums in fp32. The idea is that of Liger-Kernel (https://arxiv.org/abs/2410.10989).
+    hidden [T, D], weight [V, D], targets [T] or [B, S] int64. Works through chunks of tokens: logits of one chunk exist
+    at a time, and gradients are formed in the forward pass, so nothing is computed twice. Products run in hidden's
+    dtype, softmax and sums in fp32. The idea is that of Liger-Kernel (https://arxiv.org/abs/2410.10989).
     """
+    vocabulary = vocabulary or Vocabulary()
     if torch.is_grad_enabled():
-        loss: Tensor = _LinearCrossEntropySum.apply(hidden, weight, targets)
+        loss: Tensor = _LinearCrossEntropySum.apply(hidden, weight, targets, vocabulary)
         return loss
     weight = weight.to(hidden.dtype)
-    chunks = zip(*(x.split(chunk_tokens(weight.shape[0])) for x in (hidden, targets)), strict=True)
-    return torch.stack([F.cross_entropy((h @ weight.T).float(), t, reduction="sum") for h, t in chunks]).sum()
+    chunks = _chunks(hidden, weight, targets, vocabulary)
+    return torch.stack([chunk.losses.sum() for chunk in chunks]).sum()
 
 
 def chunk_tokens(vocab_size: int) -> int:
@@ -50,40 +58,74 @@ def chunk_tokens(vocab_size: int) -> int:
     return max(_MINIMUM_CHUNK_TOKENS, _CHUNK_LOGITS // vocab_size)
 
 
+class _Chunk(NamedTuple):
+    """Tokens whose logits exist at a time. T: with those of the other ranks of a sharded vocabulary."""
+
+    mine: slice
+    """Which of this rank's tokens."""
+    hidden: Tensor
+    """[T, D]"""
+    logits: Tensor
+    """[T, rows of the vocabulary here], fp32"""
+    normalizer: Tensor
+    """Logarithm of the sum of exponentials over the whole vocabulary, [T]"""
+    losses: Tensor
+    """[T], 0 where there is no target"""
+    is_target: Tensor
+    """[T]"""
+    row: Tensor
+    """Row of the target here, [T]; any where it is not here"""
+    is_here: Tensor
+    """Whether the target's row is here, [T]"""
+
+
+def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Iterator[_Chunk]:
+    """Go through the tokens; ``weight`` in hidden's dtype."""
+    rows, targets = weight.shape[0], vocabulary.targets(targets)
+    step = chunk_tokens(vocabulary.size(rows))
+    for start in range(0, hidden.shape[0], step):
+        mine = slice(start, start + step)
+        chunk, wanted = vocabulary.tokens(hidden[mine]), targets[:, mine].flatten()
+        is_target = wanted != IGNORE
+        row = wanted.where(is_target, 0) - vocabulary.first_row
+        is_here = (row >= 0) & (row < rows)
+        row = row.clamp(0, rows - 1)
+        logits = (chunk @ weight.T).float()
+        picked = logits.gather(1, row.unsqueeze(1)).squeeze(1).where(is_here, 0)
+        normalizer, picked = vocabulary.combine(logits.logsumexp(dim=1), picked)
+        losses = (normalizer - picked).where(is_target, 0)
+        yield _Chunk(mine, chunk, logits, normalizer, losses, is_target, row, is_here)
+
+
 class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary
+    ) -> Tensor:
         compute_weight = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        step = chunk_tokens(weight.shape[0])
-        for start in range(0, hidden.shape[0], step):
-            rows = slice(start, start + step)
-            chunk = hidden[rows]
-            valid = targets[rows] != IGNORE
-            index = targets[rows].where(valid, 0).unsqueeze(1)  # [T, 1]
-            logits = (chunk @ compute_weight.T).float()  # [T, V]
-            normalizer = logits.logsumexp(dim=1, keepdim=True)
-            loss += (normalizer - logits.gather(1, index)).squeeze(1).where(valid, 0).sum()
-            grad_logits = logits.sub_(normalizer).exp_()  # softmax, in place
-            grad_logits.scatter_add_(1, index, torch.full_like(index, -1, dtype=torch.float32))
-            grad_logits.mul_(valid.unsqueeze(1))
+        for chunk in _chunks(hidden, compute_weight, targets, vocabulary):
+            loss += chunk.losses.sum()
+            grad_logits = chunk.logits.sub_(chunk.normalizer.unsqueeze(1)).exp_()  # softmax, in place
+            grad_logits.scatter_add_(1, chunk.row.unsqueeze(1), -chunk.is_here.float().unsqueeze(1))
+            grad_logits.mul_(chunk.is_target.unsqueeze(1))
             grad_logits = grad_logits.to(hidden.dtype)
-            torch.mm(grad_logits, compute_weight, out=grad_hidden[rows])
+            grad_hidden[chunk.mine] = vocabulary.sum_tokens(grad_logits @ compute_weight)
             if hidden.dtype == torch.float32:
-                grad_weight.addmm_(grad_logits.T, chunk)
+                grad_weight.addmm_(grad_logits.T, chunk.hidden)
             elif hidden.dtype == torch.float16:
                 # A sum over tokens leaves fp16's range, before any loss scale is applied.
                 with torch.autocast(hidden.device.type, enabled=False):
-                    grad_weight.addmm_(grad_logits.float().T, chunk.float())
+                    grad_weight.addmm_(grad_logits.float().T, chunk.hidden.float())
             else:
-                grad_weight += grad_logits.T @ chunk
+                grad_weight += grad_logits.T @ chunk.hidden
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return loss
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[no-untyped-def]
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss, (grad_weight * grad_loss).to(ctx.weight_dtype), None
+        return grad_hidden * grad_loss, (grad_weight * grad_loss).to(ctx.weight_dtype), None, None

@@ -1,0 +1,157 @@
+"""Collectives with gradients on plain tensors; all ranks of a group must call them in the same order.
+
+The only file that exchanges tensors which autograd follows: a collective of torch without a gradient passes silently.
+Each function says what backward does. Parts of equal size unless it says otherwise. Sums run in the tensor's dtype.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return the parts of all ranks, joined along ``dim`` in rank order.
+
+    Backward: gradients of all ranks are summed, and each rank gets the sum for its own part (``scatter_sum``).
+    """
+    return _Gather.apply(x, dim, group)
+
+
+def scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return this rank's part, along ``dim``, of the sum over all ranks. Backward: ``gather``."""
+    return _ScatterSum.apply(x, dim, group)
+
+
+def copy(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return ``x``, which is equal on all ranks. Backward: the sum of the gradients of all ranks."""
+    return _Copy.apply(x, group)
+
+
+def all_sum(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum over all ranks. Backward: the gradient as it is, which must be equal on all ranks."""
+    return _AllSum.apply(x, group)
+
+
+def join(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Return the parts of all ranks, of ``sizes`` along ``dim``, which may differ.
+
+    Backward: this rank's part of the gradient, which must be equal on all ranks.
+    """
+    return _Join.apply(x, dim % x.ndim, sizes, group)
+
+
+def shift(x: Tensor, group: ProcessGroup, by: int = 1) -> Tensor:
+    """Send ``x`` to the rank ``by`` further in the ring, return what comes from as far behind. Backward reverses."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    sent, received = [0] * ranks, [0] * ranks
+    sent[(rank + by) % ranks] = received[(rank - by) % ranks] = x.numel()
+    return all_to_all(x.reshape(-1), sent, received, group).view(x.shape)
+
+
+def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Send ``sent[i]`` rows of ``x`` to rank i, in order; return ``received[i]`` rows of each. Backward reverses."""
+    return _AllToAll.apply(x, list(sent), list(received), group)
+
+
+def _gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    ranks = dist.get_world_size(group)
+    parts = x.new_empty(ranks, *x.shape)
+    dist.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1), group=group)
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _scattered_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    ranks = dist.get_world_size(group)
+    assert x.shape[dim] % ranks == 0, f"dim {dim} of {list(x.shape)} is no multiple of {ranks} ranks"
+    parts = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
+    part = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(part.view(-1), parts.view(-1), group=group)
+    return part
+
+
+def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=group)
+    return x
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gathered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered_sum(gradient, ctx.dim, ctx.group), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _scattered_sum(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(gradient, ctx.dim, ctx.group), None, None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, ctx.group), None
+
+
+class _AllSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        del ctx
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return gradient, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
+        rank, width = dist.get_rank(group), max(sizes)
+        ctx.dim, ctx.first, ctx.size = dim, sum(sizes[:rank]), sizes[rank]
+        assert x.shape[dim] == ctx.size, f"{list(x.shape)} on rank {rank}, expected {ctx.size} on dim {dim}"
+        padded = x.new_zeros(*x.shape[:dim], width, *x.shape[dim + 1 :])
+        padded.narrow(dim, 0, ctx.size).copy_(x)
+        parts = _gathered(padded, dim, group).split(width, dim)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient.narrow(ctx.dim, ctx.first, ctx.size), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchanged(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchanged(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    rows = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(rows, x.contiguous(), received, sent, group=group)
+    return rows

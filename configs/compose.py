@@ -41,8 +41,8 @@ from serried.configs.suggest import (
     advice,
     listing,
     meant,
-    names_of,
     nearest,
+    other_names,
     pasteable,
     squeezed,
     unknown_choice,
@@ -419,7 +419,7 @@ class _Command:
             elif leaf in ("name", "strategy") and value in self.groups.get(section, []):
                 # Would change the label, and no key that belongs to the choice.
                 self.mistakes.append(f"{key}={value} is only the label of a choice; write {section}={value}")
-        elif is_section(key) and squeezed(key) not in names_of().advice:
+        elif is_section(key) and squeezed(key) not in other_names().advice:
             self.mistakes.append(f"{key}={shown(value)}: {key} is a section, not a key; {listing(key)}")
         elif above := _value_above(key):
             self.mistakes.append(
@@ -491,7 +491,7 @@ def _renamed(unknown: Mapping[str, str], plain: Mapping[str, Any]) -> dict[str, 
     """``plain`` with the values of unknown keys that are another framework's name for one key."""
     plain = {name: {**part} if isinstance(part, dict) else part for name, part in plain.items()}
     for name, value in unknown.items():
-        section, _, key = next(iter(names_of().keys.get(squeezed(name), [])), "").rpartition(".")
+        section, _, key = next(iter(other_names().keys.get(squeezed(name), [])), "").rpartition(".")
         if isinstance(plain.get(section), dict):
             plain[section][key] = value
     return plain

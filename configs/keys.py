@@ -1,57 +1,16 @@
-"""What the schema says about each key, as plain data: for checking keys, for error messages and for ``--help``.
-
-``python -m serried.configs.keys`` prints the tables of docs/configuration.md.
-"""
+"""What the schema says about each key, as plain data: for checking keys, for error messages and for ``--help``."""
 
 import functools
 import re
 import shlex
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from serried.configs.plain_data import read_yaml
 from serried.configs.run_config import CHOSEN, base_schema, registered_sections
 from serried.configs.schema import NAME_PATTERN, RunConfig, Section
 
-_EXAMPLES = {  # keys for which a value made up from the type alone would mislead
-    "trainer.steps": "1000, 10k, 2M",
-    "trainer.global_batch": "512",
-    "data.sequence_length": "2048, 8k",
-    "data.path": "books/*.txt",
-    "data.tokenizer": "bytes, chars, train",
-    "optim.lr": "3e-4",
-    "recipe": "tiny",
-    "model.kv_heads": "2",
-    "model.max_sequence_length": "8192",
-    "model.rope_scaling.factor": "8",
-    "model.rope_scaling.low_freq_factor": "1",
-    "model.rope_scaling.high_freq_factor": "4",
-    "model.rope_scaling.original_max_sequence_length": "8192",
-    "optim.betas": "[0.9,0.95]",
-    "profile.steps": "[10,13]",
-    "run.name": "first-try",
-    "run.dir": "runs/first-try",
-    "track.mlflow": "sqlite:///runs/mlflow.db",
-    "track.project": "books",
-    "track.entity": "my-team",
-    "track.group": "lr-study",
-    "track.tags": "[a,b]",
-    "slurm.partition": "gpu",
-    "slurm.account": "my-project",
-    "slurm.qos": "normal",
-    "slurm.reservation": "maintenance",
-    "slurm.time_minutes": "240",
-    "slurm.cpus_per_node": "64",
-    "slurm.memory": "64G",
-    "slurm.constraint": "h100",
-    "slurm.exclude": "node17",
-    "slurm.dependency": "afterok:123",
-    "slurm.modules": "cuda",
-    "slurm.setup": "source env.sh",
-    "slurm.container": "apptainer exec --nv image.sif",
-    "slurm.python": "/shared/.venv/bin/python",
-    "slurm.interface": "ib0",
-    "slurm.signal_seconds": "120",
-}
 _WORDS = {
     "integer": ("a whole number", "8"),
     "number": ("a number", "0.1"),
@@ -61,6 +20,12 @@ _WORDS = {
     "texts": ("a list of texts", "[a,b]"),
     "object": ("a section", "null"),
 }
+
+
+@functools.cache
+def key_notes() -> dict[str, Any]:
+    """Return the content of ``key_notes.yaml``: names that other frameworks use, and examples of values."""
+    return read_yaml(Path(__file__).with_name("key_notes.yaml"))
 
 
 @dataclass(frozen=True)
@@ -113,7 +78,7 @@ class Key:
     @property
     def example(self) -> str:
         """An override to paste into a shell, perhaps with other values after it."""
-        values = _EXAMPLES.get(self.path) or (self.choices[0] if self.choices else _WORDS[self.kind][1])
+        values = key_notes()["examples"].get(self.path) or (self.choices[0] if self.choices else _WORDS[self.kind][1])
         first, *others = values.split(", ")
         return ", ".join([shlex.quote(f"{self.path}={first}"), *others])
 

@@ -67,22 +67,9 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
-    aliases: ClassVar[Mapping[str, str]] = {}
-    """For did-you-mean: a key of the section, or ``key=choice`` -> names that other frameworks give it, separated by
-    blanks. ``hf:``, ``titan:``, ``lightning:`` and ``nanogpt:`` name the framework."""
-    advice: ClassVar[Sequence[tuple[str, str]]] = ()
-    """Names whose meaning no key has, and the sentence to answer with. ``{value}`` is the value typed; suggest.py lists
-    the other figures it may hold."""
-
 
 class RunSection(Section):
     """Where the run keeps its files."""
-
-    aliases: ClassVar[Mapping[str, str]] = {
-        "name": "hf:run_name nanogpt:wandb_run_name experiment_name exp_name job_name wandb_name name",
-        "dir": "hf:output_dir lightning:default_root_dir titan:job.dump_folder titan:checkpoint.folder "
-        "nanogpt:out_dir save_dir log_dir logdir work_dir results_dir checkpoint_dir",
-    }
 
     name: str = Field(min_length=1, pattern=r"^[^/\s]+$")
     """Name of the run; the recipe's name unless given."""
@@ -120,12 +107,6 @@ def _nearest(key: str, values: Sequence[int]) -> str:
 class ModelSection(Section):
     """What all families of language models have in common; each has a section of its own with its other keys."""
 
-    aliases: ClassVar[Mapping[str, str]] = {
-        "vocab_size": "hf:vocab_size vocab vocabulary_size n_vocab padded_vocab_size",
-        "vocab_multiple": "hf:pad_to_multiple_of make_vocab_size_divisible_by vocab_size_multiple",
-        "max_sequence_length": "hf:max_position_embeddings n_positions",
-    }
-
     name: str
     """Name of the model config, for display."""
     family: str = "llama"
@@ -140,25 +121,6 @@ class ModelSection(Section):
 
 class LlamaSection(ModelSection):
     """Architecture of a decoder-only transformer of the Llama 3 family."""
-
-    aliases: ClassVar[Mapping[str, str]] = {
-        "dim": "hf:hidden_size titan:dim nanogpt:n_embd d_model embed_dim embedding_dim dim_model",
-        "layers": "hf:num_hidden_layers titan:n_layers nanogpt:n_layer num_layers depth",
-        "heads": "hf:num_attention_heads titan:n_heads nanogpt:n_head num_heads attention_heads",
-        "kv_heads": "hf:num_key_value_heads titan:n_kv_heads n_kv_head num_kv_heads num_query_groups",
-        "hidden_dim": "hf:intermediate_size ffn_dim ffn_hidden_size d_ff mlp_dim ffn_hidden_dim",
-        "tie_embeddings": "hf:tie_word_embeddings tied_embeddings weight_tying",
-        "norm_eps": "hf:rms_norm_eps layer_norm_eps layernorm_epsilon",
-        "rope_theta": "hf:rope_theta rotary_base rope_base theta",
-        "initializer_std": "hf:initializer_range init_std",
-    }
-    advice: ClassVar[Sequence[tuple[str, str]]] = (
-        ("hf:attention_dropout nanogpt:dropout dropout_rate",
-         "models of the Llama 3 family have no dropout; leave it out"),
-        ("hf:model_name_or_path titan:model.hf_assets_path pretrained_model_name_or_path",
-         "to start from downloaded weights, run hf download {value} --local-dir FOLDER, then use recipe=sft "
-         "checkpoint.resume=FOLDER data.tokenizer=FOLDER"),
-    )  # fmt: skip
 
     dim: Size
     """Width of the residual stream."""
@@ -231,15 +193,6 @@ class LlamaSection(ModelSection):
 class SourceSection(Section):
     """Where documents come from."""
 
-    aliases: ClassVar[Mapping[str, str]] = {
-        "path": "hf:train_file titan:training.dataset_path data_path data_dir dataset_path train_files data_files",
-        "subset": "hf:dataset_config_name dataset_config subset_name",
-        "split": "hf:dataset_train_split dataset_split train_split",
-        "revision": "dataset_revision",
-        "text_column": "hf:dataset_text_field text_field text_key content_column text_column_name",
-        "messages_column": "messages_key messages_field conversation_column field_messages chat_column",
-    }
-
     name: Literal["stdlib", "text", "hf", "tokens"]
     """``stdlib``, ``text`` (your files), ``hf`` (a Hugging Face dataset) or ``tokens`` (made earlier)."""
     path: str | None = None
@@ -285,27 +238,6 @@ _READ_BY = {
 
 class DataSection(SourceSection):
     """Training data."""
-
-    aliases: ClassVar[Mapping[str, str]] = {
-        "sequence_length": "hf:max_length titan:training.seq_len nanogpt:block_size seq_len seq_length max_seq_len",
-        "streaming": "hf:dataset_streaming use_streaming",
-        "tokenizer": "tokenizer_name tokenizer_path tokenizer_type tokenizer_name_or_path",
-        "validation_fraction": "val_fraction val_split_fraction test_size",
-        "validation_split": "hf:dataset_test_split val_split eval_split dataset_eval_split",
-        "vocab_size": "tokenizer_vocab_size",
-        "token_dtype": "token_type token_bytes",
-        "cache_dir": "cache_folder dataset_cache_dir hf_datasets_cache preprocessed_data_dir",
-        "chat_template": "hf:chat_template_path chat_template_jinja",
-        "packing=best_fit": "hf:packing sample_packing",
-        "isolate_documents=true": "reset_position_ids reset_attention_mask document_mask",
-    }
-    advice: ClassVar[Sequence[tuple[str, str]]] = (
-        ("blend data_blend data_mixture mixture_weights domain_weights dataset_weights interleave_datasets",
-         "several sources are data=mixture data.sources.NAME.name=text data.sources.NAME.path=FOLDER "
-         "data.sources.NAME.weight=0.7"),
-        ("hf:assistant_only_loss completion_only_loss train_on_inputs train_on_responses_only",
-         "in a conversation only the assistant's messages are trained on; use recipe=sft data.path=CHATS.jsonl"),
-    )  # fmt: skip
 
     name: Literal["stdlib", "text", "hf", "tokens", "mixture"]  # type: ignore[assignment]
     """``stdlib`` (Python's own sources), ``text`` (your files), ``hf`` (a Hugging Face dataset), ``tokens`` (made
@@ -485,10 +417,6 @@ class ParallelSection(Section):
 class PrecisionSection(Section):
     """Arithmetic of forward and backward. Parameters, gradient sums and optimizer state are fp32 always."""
 
-    advice: ClassVar[Sequence[tuple[str, str]]] = (
-        ("precision=float8 precision=fp8", "float8 arithmetic is not in this version yet; leave it out"),
-    )  # fmt: skip
-
     name: Literal["fp32", "bf16", "fp16"]
     """Dtype of matrix products."""
     initial_scale: Number = Field(default=65536.0, ge=1e-30, le=1e30)
@@ -513,19 +441,6 @@ class ParameterGroup(Section):
 class OptimSection(Section):
     """What all optimizers have in common; each has a section of its own with its other keys."""
 
-    aliases: ClassVar[Mapping[str, str]] = {
-        "lr": "hf:learning_rate titan:optimizer.lr lightning:learning_rate nanogpt:learning_rate peak_lr max_lr",
-        "betas": "adam_betas",
-        "eps": "hf:adam_epsilon titan:optimizer.eps epsilon adam_eps",
-        "weight_decay": "hf:weight_decay titan:optimizer.weight_decay nanogpt:weight_decay wd decay",
-    }
-    advice: ClassVar[Sequence[tuple[str, str]]] = (
-        ("hf:adam_beta1 titan:optimizer.beta1 nanogpt:beta1",
-         "both betas are one list; use optim.betas=[{beta},{old_beta2}]"),
-        ("hf:adam_beta2 titan:optimizer.beta2 nanogpt:beta2",
-         "both betas are one list; use optim.betas=[{old_beta1},{beta}]"),
-    )  # fmt: skip
-
     name: str = "adamw"
     """Name of the optimizer; ``optim=NAME`` sets it."""
     lr: Number = Field(ge=0)
@@ -548,17 +463,6 @@ class OptimSection(Section):
 class ScheduleSection(Section):
     """What all schedules have in common: learning rate as a pure function of the step, after a linear warm-up."""
 
-    aliases: ClassVar[Mapping[str, str]] = {
-        "warmup_steps": "hf:warmup_steps titan:lr_scheduler.warmup_steps nanogpt:warmup_iters warmup num_warmup_steps",
-        "min_lr_ratio": "titan:lr_scheduler.min_lr_factor final_lr_fraction min_lr_rate",
-        "decay_fraction": "titan:lr_scheduler.decay_ratio",
-    }
-    advice: ClassVar[Sequence[tuple[str, str]]] = (
-        ("hf:warmup_ratio warmup_fraction", "warm-up is counted in steps; use schedule.warmup_steps={warmup_of_share}"),
-        ("nanogpt:min_lr min_learning_rate eta_min",
-         "the last learning rate is a fraction of the peak; use schedule.min_lr_ratio={share_of_lr}"),
-    )  # fmt: skip
-
     name: str
     """Name of the schedule; ``schedule=NAME`` sets it."""
     warmup_steps: CountOrZero = 0
@@ -567,31 +471,6 @@ class ScheduleSection(Section):
 
 class TrainerSection(Section):
     """The loop. A step is one optimizer step; batches are counted in sequences."""
-
-    aliases: ClassVar[Mapping[str, str]] = {
-        "steps": "hf:max_steps lightning:max_steps titan:training.steps nanogpt:max_iters num_steps n_steps",
-        "epochs": "hf:num_train_epochs lightning:max_epochs epochs num_epochs n_epochs",
-        "global_batch": "titan:training.global_batch_size batch_size train_batch_size global_batch_size",
-        "micro_batch": "hf:per_device_train_batch_size titan:training.local_batch_size nanogpt:batch_size",
-        "max_grad_norm": "hf:max_grad_norm lightning:gradient_clip_val titan:training.max_norm nanogpt:grad_clip clip",
-        "workers": "hf:dataloader_num_workers lightning:num_workers",
-        "seed": "hf:seed lightning:seed_everything titan:debug.seed random_seed manual_seed rng_seed",
-        "log_every": "hf:logging_steps lightning:log_every_n_steps titan:metrics.log_freq nanogpt:log_interval",
-        "eval_every": "hf:eval_steps lightning:val_check_interval titan:validation.freq nanogpt:eval_interval",
-        "eval_batches": "lightning:limit_val_batches titan:validation.steps nanogpt:eval_iters max_eval_batches",
-        "deterministic": "hf:full_determinism lightning:deterministic titan:debug.deterministic determinism",
-        "sample_tokens": "max_new_tokens",
-        "stop_at": "stop_step stop_after exit_interval",
-        "max_minutes": "lightning:max_time exit_duration_in_mins exit_duration_minutes time_limit max_duration",
-    }
-    advice: ClassVar[Sequence[tuple[str, str]]] = (
-        ("hf:gradient_accumulation_steps lightning:accumulate_grad_batches nanogpt:gradient_accumulation_steps "
-         "gradient_accumulation grad_accum grad_accum_steps accumulation_steps accumulation",
-         "accumulation is derived, trainer.global_batch / (trainer.micro_batch x data ranks); use "
-         "trainer.global_batch={accumulated}"),
-        ("trainer.tokens max_tokens train_tokens total_tokens num_tokens token_budget",
-         "training is counted in optimizer steps, not tokens; use trainer.steps={steps_of_tokens}"),
-    )  # fmt: skip
 
     steps: PositiveCount
     """Number of optimizer steps of the whole run."""
@@ -633,14 +512,6 @@ class TrainerSection(Section):
 class HealthSection(Section):
     """Response to spikes, non-finite steps and replicas that differ."""
 
-    aliases: ClassVar[Mapping[str, str]] = {
-        "spike": "loss_spike spike_detection spike_policy skip_spikes",
-        "spike_deviations": "sigma_factor spike_threshold loss_spike_factor",
-        "spike_window": "rolling_interval_length",
-        "non_finite": "nan_policy terminate_on_nan check_for_nan_in_loss_and_grad on_nan",
-        "replica_check_every": "check_weight_hash_across_dp_replicas_interval replica_check",
-    }
-
     spike: Literal["off", "warn", "skip", "stop", "rollback"] = "warn"
     """Response to a jump of loss or gradient norm: ``warn``; ``skip`` the step, leaving all state unchanged; ``stop``,
     to resume later; ``rollback`` to the newest checkpoint and leave out the samples since."""
@@ -660,14 +531,6 @@ class HealthSection(Section):
 
 class CheckpointSection(Section):
     """Saving and resuming. Checkpoints are Hugging Face model folders in ``run.dir/checkpoints``."""
-
-    aliases: ClassVar[Mapping[str, str]] = {
-        "every": "hf:save_steps lightning:every_n_train_steps titan:checkpoint.interval save_every save_interval",
-        "keep": "hf:save_total_limit lightning:save_top_k titan:checkpoint.keep_latest_k keep_latest_k",
-        "mode": "titan:checkpoint.async_mode",
-        "resume": "hf:resume_from_checkpoint lightning:ckpt_path titan:checkpoint.initial_load_path nanogpt:init_from "
-        "resume resume_from load_checkpoint auto_resume pretrained initial_load_path",
-    }
 
     every: CountOrZero = 1000
     """Steps between checkpoints; 0: only at the end."""
@@ -698,16 +561,6 @@ class CheckpointSection(Section):
 
 class ProfileSection(Section):
     """Profiling of some steps: time by operator, and memory."""
-
-    aliases: ClassVar[Mapping[str, str]] = {
-        "steps": "profile_steps profiling_steps profiler_steps",
-        "memory": "titan:profiling.enable_memory_snapshot memory_snapshot enable_memory_snapshot",
-    }
-    advice: ClassVar[Sequence[tuple[str, str]]] = (
-        ("lightning:profiler titan:profiling.enable_profiling titan:profiling.profile_freq enable_profiling "
-         "use_profiler use_pytorch_profiler profile_step_start profile_step_end profile_freq",
-         "a profile covers a range of steps, the first and the last; use 'profile.steps=[10,13]'"),
-    )  # fmt: skip
 
     steps: tuple[Count, Count] | None = None
     """First and last step to profile, inclusive; null: none. Traces and a table of operators go to
@@ -743,26 +596,6 @@ class ProfileSection(Section):
 class LaunchSection(Section):
     """Processes, how they are started, and timeouts."""
 
-    aliases: ClassVar[Mapping[str, str]] = {
-        "device": "lightning:accelerator nanogpt:device platform device_type",
-        "device=cpu": "hf:use_cpu cpu no_cuda",
-        "device=auto": "gpu",
-        "device=cuda": "cuda nvidia",
-        "start_timeout_seconds": "titan:comm.init_timeout_seconds",
-        "step_timeout_seconds": "hf:ddp_timeout titan:comm.train_timeout_seconds comm_timeout nccl_timeout",
-    }
-    advice: ClassVar[Sequence[tuple[str, str]]] = (
-        ("lightning:devices num_gpus n_gpus gpus ngpus nproc nproc_per_node num_processes num_procs world_size "
-         "n_procs",
-         "the number of processes is launch=local launch.processes={value} (starts them here), or torchrun's: "
-         "torchrun --nproc_per_node={value} train.py ..."),
-        ("lightning:num_nodes nnodes n_nodes",
-         "the number of nodes is launch=slurm launch.nodes={value} (submits a job), or torchrun's: torchrun "
-         "--nnodes={value} train.py ..."),
-        ("local_rank rank node_rank master_addr master_port",
-         "torchrun gives each process its rank; start with: torchrun --nproc_per_node=2 train.py ..."),
-    )  # fmt: skip
-
     name: Literal["torchrun", "local", "slurm"] = "torchrun"
     """``torchrun`` (you start the processes), ``local`` (this command does, here) or ``slurm`` (it submits a job)."""
     processes: Annotated[Count, Field(ge=1, le=10**5)] | None = None
@@ -790,20 +623,6 @@ def _unquoted_off(value: Any) -> Any:
 
 class TrackSection(Section):
     """Trackers: each has a process that follows ``metrics.jsonl``. None can stop training or change its numbers."""
-
-    aliases: ClassVar[Mapping[str, str]] = {
-        "wandb=online": "titan:metrics.enable_wandb nanogpt:wandb_log wandb use_wandb enable_wandb log_to_wandb true",
-        "wandb=off": "false no none null disabled",
-        "wandb": "wandb_mode",
-        "tensorboard=true": "titan:metrics.enable_tensorboard tensorboard use_tensorboard",
-        "tensorboard": "enable_tensorboard tensorboard_dir tb",
-        "mlflow": "mlflow_tracking_uri tracking_uri mlflow_uri",
-        "project": "nanogpt:wandb_project project project_name mlflow_experiment_name",
-        "entity": "wandb_entity entity wandb_team team",
-        "group": "wandb_group group group_name wandb_run_group",
-        "tags": "wandb_tags tags",
-        "notes": "wandb_notes notes",
-    }
 
     wandb: Annotated[Literal["off", "offline", "online"], BeforeValidator(_unquoted_off)] = "off"
     """Weights & Biases: ``online``, ``offline`` (files in the run folder, for ``wandb sync``) or ``off``."""
@@ -841,20 +660,6 @@ _Word = Annotated[str, Field(pattern=r"""^[^\s'"\\]+$""")]
 
 class SlurmSection(Section):
     """The job that ``launch=slurm`` and ``serried submit`` hand to Slurm. Null leaves a choice to the cluster."""
-
-    aliases: ClassVar[Mapping[str, str]] = {
-        "partition": "queue slurm_partition",
-        "account": "slurm_account",
-        "qos": "slurm_qos",
-        "time_minutes": "timeout_min walltime time",
-        "gpus_per_node": "gres",
-        "cpus_per_node": "cpus_per_task",
-        "memory": "mem mem_gb slurm_mem",
-        "array_concurrency": "array_parallelism slurm_array_parallelism",
-        "setup": "slurm_setup setup_commands",
-        "interface": "gloo_socket_ifname nccl_socket_ifname socket_ifname",
-        "signal_seconds": "signal_delay_s",
-    }
 
     partition: _Word | None = None
     """Partition, or several separated by commas, quoted."""
@@ -918,49 +723,6 @@ class TaskSection(Section):
 
 class RunConfig(Section):
     """The whole of a run, whatever it trains."""
-
-    aliases: ClassVar[Mapping[str, str]] = {
-        "recipe": "config config_name config_file preset experiment",
-        "dry_run": "lightning:fast_dev_run dryrun plan",
-        "model": "titan:model.flavor model_name model_type arch architecture",
-        "data": "titan:training.dataset nanogpt:dataset dataset dataset_name",
-        "data=hf": "huggingface hub datasets",
-        "data=tokens": "bin pretokenized",
-        "data=fineweb_edu": "fineweb fineweb-edu",
-        "parallel": "lightning:strategy hf:parallelism_config distributed_strategy accelerator_strategy parallelism",
-        "parallel=fsdp parallel.reshard_after_forward=false": "zero2",
-        "parallel=fsdp": "hf:fsdp hf:deepspeed fsdp2 zero3 full_shard fully_shard deepspeed",
-        "parallel=hsdp": "hsdp hybrid_shard",
-        "parallel=ddp": "ddp dp",
-        "parallel=single": "none",
-        "precision": "lightning:precision nanogpt:dtype titan:training.mixed_precision_param dtype mixed_precision",
-        "precision=bf16": "hf:bf16 lightning:bf16-mixed bfloat16 bf16-true true",
-        "precision=fp16": "hf:fp16 lightning:16-mixed float16 16 half",
-        "precision=fp32": "hf:tf32 lightning:32-true fp32 float32 float full 32 no",
-        "optim": "hf:optim titan:optimizer.name optimizer optimizer_name opt",
-        "optim=adamw": "hf:adamw_torch adamw_torch_fused",
-        "schedule": "hf:lr_scheduler_type titan:lr_scheduler.decay_type nanogpt:decay_lr scheduler lr_scheduler",
-        "schedule=cosine": "cosine_with_warmup",
-        "schedule=wsd": "warmup_stable_decay",
-        "schedule=constant": "constant_with_warmup",
-        "track": "hf:report_to lightning:logger loggers tracker trackers log_with logging_backend",
-        "track=mlflow": "use_mlflow",
-        "launch": "launcher",
-    }
-    advice: ClassVar[Sequence[tuple[str, str]]] = (
-        ("hf:torch_compile titan:compile.enable nanogpt:compile use_compile",
-         "compiling the model is not in this version yet; leave it out"),
-        ("hf:gradient_checkpointing titan:activation_checkpoint.mode activation_checkpointing "
-         "use_gradient_checkpointing",
-         "activation checkpointing is not in this version yet; leave it out"),
-        ("multirun sweep hydra/sweeper",
-         "a sweep is -m and several values for a key; write python train.py -m optim.lr=1e-3,3e-3"),
-        ("n_trials num_trials max_trials search.trials",
-         "trials belong to a search: python train.py -m search.trials=20 'optim.lr=tag(log, interval(1e-5, 1e-2))'"),
-        ("hydra.searchpath config_path config_search_path",
-         "your own YAML files: python train.py --config-dir FOLDER"),
-        ("hydra", "the run folder is run.dir, and Hydra makes none of its own; use run.dir=runs/first-try"),
-    )  # fmt: skip
 
     recipe: str
     """Name of the recipe that chose the rest."""

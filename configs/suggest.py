@@ -1,89 +1,55 @@
-"""From what was typed to what was meant: nearest names, and names that other frameworks use.
-
-The names live beside the fields they stand for, in ``Section.aliases`` and ``Section.advice``.
-"""
+"""From what was typed to what was meant: nearest names, and names that other frameworks use."""
 
 import functools
 import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel
-
-from serried.configs.keys import all_keys, all_sections, is_name, is_section, keys_of
+from serried.configs.keys import all_keys, all_sections, is_name, is_section, key_notes, keys_of
 from serried.configs.near import nearest
-from serried.configs.run_config import registered_sections
-from serried.configs.schema import Section, TextRunConfig, parse_count
+from serried.configs.plain_data import flatten
+from serried.configs.schema import parse_count
 
+Groups = Mapping[str, Sequence[str]]
+"""Config groups and their choices."""
 _A_SLIP = 0.85
 """Likeness of a key and the same key with one wrong letter, or more."""
-_NO_VALUE: Mapping[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Names:
-    """The names that a schema knows from elsewhere, squeezed: ``maxSteps``, ``max-steps`` and ``max_steps`` are one."""
+class Names(NamedTuple):
+    """Names from elsewhere, squeezed: ``maxSteps``, ``max-steps`` and ``max_steps`` are one."""
 
-    keys: dict[str, list[str]] = field(default_factory=dict)
+    keys: dict[str, list[str]]
     """Name -> the keys or groups it may stand for."""
-    choices: dict[str, list[str]] = field(default_factory=dict)
+    choices: dict[str, list[str]]
     """Name of a choice -> overrides that choose it: ``fp16`` -> ``precision=fp16``."""
-    advice: dict[str, str] = field(default_factory=dict)
+    advice: dict[str, str]
     """Name, or ``group=choice`` -> a sentence."""
-    by_framework: list[tuple[str, dict[str, list[str]]]] = field(default_factory=list)
-    """Key, override or sentence, and its names in each framework; "" for the others."""
+
+
+@functools.cache
+def other_names() -> Names:
+    """Return the names in ``key_notes.yaml``."""
+    names = Names({}, {}, {})
+    for target, known in key_notes()["names"].items():
+        table = names.choices if "=" in target else names.keys
+        for name in dict.fromkeys(_squeezed_names(known)):
+            table.setdefault(name, []).append(target)
+    for entry in key_notes()["advice"]:
+        names.advice.update(dict.fromkeys(_squeezed_names(entry["names"]), entry["answer"]))
+    return names
+
+
+def _squeezed_names(known: str) -> Iterator[str]:
+    return (squeezed(word.rpartition(":")[2]) for word in known.split())
 
 
 def squeezed(name: str) -> str:
     return re.sub(r"[-_]", "", name).lower()
-
-
-def names_of(schema: type[BaseModel] = TextRunConfig) -> Names:
-    """What the sections of ``schema``, and their base classes, say of other frameworks' names."""
-    return _names_of(schema, registered_sections())
-
-
-@functools.cache
-def _names_of(schema: type[BaseModel], registered: tuple[tuple[str, type[Section]], ...]) -> Names:
-    names = Names()
-    _collect([schema], "", names, registered)
-    return names
-
-
-def _collect(
-    sections: Sequence[type[BaseModel]], prefix: str, names: Names, registered: Sequence[tuple[str, type[Section]]]
-) -> None:
-    """Add what ``sections``, of which a run has one at ``prefix``, say."""
-    fields = {name: info for section in reversed(sections) for name, info in section.model_fields.items()}
-    for base in dict.fromkeys(base for section in sections for base in section.__mro__ if issubclass(base, Section)):
-        for target, known in vars(base).get("aliases", {}).items():
-            if target.partition("=")[0] in fields:
-                table = names.choices if "=" in target else names.keys
-                for name in _tagged(f"{prefix}{target}", known, names):
-                    found = table.setdefault(squeezed(name), [])
-                    found += [] if f"{prefix}{target}" in found else [f"{prefix}{target}"]
-        for known, sentence in vars(base).get("advice", ()):
-            for name in _tagged(sentence, known, names):
-                names.advice.setdefault(squeezed(name), sentence)
-    for name, info in fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            own = [section for group, section in registered if not prefix and group == name]
-            _collect(own or [info.annotation], f"{prefix}{name}.", names, registered)
-
-
-def _tagged(target: str, known: str, names: Names) -> list[str]:
-    """The names in ``known``, such as ``hf:max_steps num_steps``, noted under their frameworks."""
-    row: dict[str, list[str]] = {}
-    for word in known.split():
-        tag, has_tag, name = word.partition(":")
-        row.setdefault(tag if has_tag else "", []).append(name if has_tag else word)
-    names.by_framework.append((target, row))
-    return list(dict.fromkeys(name for each in row.values() for name in each))
 
 
 def pasteable(key: str, value: str) -> str:
@@ -93,9 +59,14 @@ def pasteable(key: str, value: str) -> str:
 
 def nearest_choice(key: str, typed: str, choices: Sequence[str]) -> list[str]:
     """The ``choices`` of a key or group that ``typed`` may stand for, best first."""
-    known = [override.partition("=") for override in names_of().choices.get(squeezed(typed), [])]
-    meant = [choice.partition(" ")[0] for name, _, choice in known if name == key]
-    return [choice for choice in meant if choice in choices] or nearest(typed, choices)
+    named = _choice_named(key, typed)
+    return [named] if named in choices else nearest(typed, choices)
+
+
+def _choice_named(key: str, typed: str) -> str:
+    """The choice of ``key`` that other frameworks call ``typed``; empty if there is none."""
+    known = (override.partition(" ")[0].partition("=") for override in other_names().choices.get(squeezed(typed), []))
+    return next((choice for name, _, choice in known if name == key), "")
 
 
 def nearest_keys(typed: str, names: Iterable[str]) -> list[str]:
@@ -120,7 +91,7 @@ def _ratio(one: str, other: str) -> float:
     return SequenceMatcher(None, one, other, autojunk=False).ratio()
 
 
-def meant(key: str, value: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
+def meant(key: str, value: str, groups: Groups) -> list[str]:
     """Overrides to paste that somebody who typed ``key=value`` may have meant; best first, empty if none.
 
     Without a value the overrides get an example of one.
@@ -129,27 +100,23 @@ def meant(key: str, value: str, groups: Mapping[str, Sequence[str]]) -> list[str
     names = keys_of(section) if section not in all_sections() and is_section(section) else [*all_keys(), *groups]
     if key in names:
         return [_assignment(key, value, groups)]
-    known = names_of()
+    known = other_names()
     aliases = known.keys.get(squeezed(key)) or known.keys.get(squeezed(last), [])
     if not aliases and (switches := known.choices.get(squeezed(last))):
         return [_switched(switches[0], value, groups)]
     near = nearest_keys(key, names)
+    slips = [name for name in near if _ratio(key.lower(), name) >= _A_SLIP]
     if aliases:
-        # A name from elsewhere may also be one slip away from a real key: offer both.
-        near = [*aliases, *(name for name in near if _ratio(key.lower(), name) >= _A_SLIP)]
-    elif not near or _ratio(key.lower(), near[0]) < _A_SLIP:
-        near = [*_near_alias(squeezed(last)), *near]
-    sure = {*aliases, *groups, *(name for name in near if _ratio(key.lower(), name) >= _A_SLIP)}
+        near = [*aliases, *slips]  # a name from elsewhere may also be one slip away from a real key: offer both
+    elif near[:1] != slips[:1] or not near:
+        close = get_close_matches(squeezed(last), known.keys, n=1, cutoff=0.85)
+        near = [*(target for name in close for target in known.keys[name]), *near]
+    sure = {*aliases, *groups, *slips}
     near = [name for name in near if name in sure or _fits(name, value)] or near
     return [_assignment(name, value, groups) for name in dict.fromkeys(near)][:3]
 
 
-def _near_alias(last: str) -> list[str]:
-    close = get_close_matches(last, names_of().keys, n=1, cutoff=0.85)
-    return [key for name in close for key in names_of().keys[name]]
-
-
-def _switched(override: str, value: str, groups: Mapping[str, Sequence[str]]) -> str:
+def _switched(override: str, value: str, groups: Groups) -> str:
     """``fp16=true`` -> ``precision=fp16``; ``wandb=offline`` -> ``track.wandb=offline``."""
     key = override.partition("=")[0]
     choices = groups.get(key) or (all_keys()[key].choices if key in all_keys() else ())
@@ -163,38 +130,34 @@ def _fits(name: str, value: str) -> bool:
     return all(all_keys()[name].may_take(each) for each in values)
 
 
-def _assignment(name: str, value: str, groups: Mapping[str, Sequence[str]]) -> str:
+def _assignment(name: str, value: str, groups: Groups) -> str:
     if name not in groups:
         return pasteable(name, _CONVERTED.get(name, str)(value)) if value else all_keys()[name].example
-    chosen = [each if each in groups[name] else next(iter(_alias_of(name, each)), "") for each in value.split(",")]
+    chosen = [each if each in groups[name] else _choice_named(name, each) for each in value.split(",")]
     # Several are a sweep.
     return f"{name}={','.join(chosen) if {*chosen} <= {*groups[name]} else '|'.join(groups[name])}"
 
 
-def _alias_of(group: str, typed: str) -> list[str]:
-    known = [override.partition("=") for override in names_of().choices.get(squeezed(typed), [])]
-    return [choice.partition(" ")[0] for name, _, choice in known if name == group]
+_TIME_LIMITS = (  # days, hours, minutes, seconds
+    r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?:in)?)?()",
+    r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?",
+    r"()(\d+):(\d+):(\d+)",
+    r"()()(\d+)(?::(\d+))?",
+)
 
 
 def _in_minutes(limit: str) -> str:
     """A time limit such as ``4:00:00``, ``30:00``, ``1-12`` or ``4h30m`` in minutes; unchanged if it is none."""
-    if found := re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?:in)?)?", limit.lower()):
-        days, hours, minutes = (int(part or 0) for part in found.groups())
-        return str(60 * (24 * days + hours) + minutes)
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
-    if found is None:
-        return limit
-    days, *parts = (int(part or 0) for part in found.groups())
-    if found[1] is None and found[4] is None:  # minutes, or minutes:seconds
-        parts = [0, parts[0], parts[1]]
-    hours, minutes, seconds = parts
-    return str(60 * (24 * days + hours) + minutes + (seconds > 0))
+    for pattern in _TIME_LIMITS:
+        if found := re.fullmatch(pattern, limit):
+            days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+            return str(60 * (24 * days + hours) + minutes + (seconds > 0))
+    return limit
 
 
 def _last_number(text: str) -> str:
     """``gpu:h100:8`` -> ``8``."""
-    found = re.findall(r"\d+", text.rpartition(":")[2])
-    return found[-1] if found else text
+    return (re.findall(r"\d+", text.rpartition(":")[2]) or [text])[-1]
 
 
 _CONVERTED = {"slurm.time_minutes": _in_minutes, "slurm.gpus_per_node": _last_number}
@@ -202,35 +165,27 @@ _CONVERTED = {"slurm.time_minutes": _in_minutes, "slurm.gpus_per_node": _last_nu
 
 # Advice ---------------------------------------------------------------------------------------------------------------
 
-_Number = Callable[[str], float]
-_FIGURES: dict[str, tuple[str, Callable[[float, _Number], float]]] = {
-    "steps_of_tokens": ("1000", lambda n, at: math.ceil(n / at("trainer.global_batch") / at("data.sequence_length"))),
-    "accumulated": ("512", lambda n, at: n * at("trainer.micro_batch") * _processes(at)),
-    "warmup_of_share": ("100", lambda n, at: math.ceil(n * at("trainer.steps"))),
-    "share_of_lr": ("0.1", lambda n, at: n / at("optim.lr") if 0 < n < at("optim.lr") else 0.1),
-    "beta": ("0.99", lambda n, _: n if 0 <= n < 1 else 0.99),
-    "old_beta1": ("0.9", lambda _, at: at("optim.betas.0")),
-    "old_beta2": ("0.95", lambda _, at: at("optim.betas.1")),
+_Config = Mapping[str, Any]
+_FIGURES: dict[str, tuple[str, Callable[[float, _Config], float]]] = {
+    "steps_of_tokens": ("1000", lambda n, at: math.ceil(n / at["trainer.global_batch"] / at["data.sequence_length"])),
+    "accumulated": ("512", lambda n, at: n * at["trainer.micro_batch"] * _processes(at)),
+    "warmup_of_share": ("100", lambda n, at: math.ceil(n * at["trainer.steps"])),
+    "share_of_lr": ("0.1", lambda n, at: min(1.0, n / float(at["optim.lr"]))),
 }
 """What a sentence of advice may hold in braces, beside ``{value}``: an example, and how it is computed from the value
-typed and the rest of the config."""
+typed and the rest of the config, by key."""
 
 
-def _processes(at: _Number) -> float:
-    if (started := os.environ.get("WORLD_SIZE", "")).isdigit():
-        return float(started)
-    try:
-        return at("launch.processes")
-    except (KeyError, TypeError):
-        return 1.0
+def _processes(at: _Config) -> int:
+    return int(os.environ.get("WORLD_SIZE") or at.get("launch.processes") or 1)
 
 
-def advice(key: str, value: str, config: Mapping[str, Any] = _NO_VALUE) -> str | None:
+def advice(key: str, value: str, config: _Config | None = None) -> str | None:
     """Why there is no key to write in place of ``key``, and what to do; ``None`` if there may be one.
 
     ``config``: the rest of the run's config, if it is known, for the numbers in the sentence.
     """
-    known = names_of().advice
+    known = other_names().advice
     section, last = key.partition(".")[0], key.rpartition(".")[2]
     is_slip = "." in key and any(_ratio(key, name) >= _A_SLIP for name in all_keys())
     if is_slip and squeezed(key) not in known and (len(last) < 4 or squeezed(last) not in known):
@@ -239,32 +194,23 @@ def advice(key: str, value: str, config: Mapping[str, Any] = _NO_VALUE) -> str |
     sentence = next((known[squeezed(name)] for name in names if squeezed(name) in known), None)
     if sentence is None:
         return None
-    figures = {name: _figure(name, value, config) for name in _FIGURES if f"{{{name}}}" in sentence}
+    at = {path: parse_count(leaf) for path, leaf in flatten(config or {}).items()}
+    figures = {name: _figure(*figure, value, at) for name, figure in _FIGURES.items()}
     return sentence.format(value=value or "N", **figures)
 
 
-def _figure(name: str, value: str, config: Mapping[str, Any]) -> str:
-    example, compute = _FIGURES[name]
-
-    def at(path: str) -> float:
-        node: Any = config
-        for part in path.split("."):
-            node = node[int(part)] if isinstance(node, list | tuple) else node[part]
-        return float(parse_count(node))
-
+def _figure(example: str, compute: Callable[[float, _Config], float], value: str, at: _Config) -> str:
     try:
         result = compute(float(parse_count(value)), at)
         return f"{result:.0f}" if result == int(result) else f"{result:.3g}"
-    except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError, OverflowError):
+    except (KeyError, TypeError, ValueError, ArithmeticError):
         return example
 
 
 # Sentences ------------------------------------------------------------------------------------------------------------
 
 
-def unknown_key(
-    key: str, value: str, source: str, groups: Mapping[str, Sequence[str]], config: Mapping[str, Any] = _NO_VALUE
-) -> str:
+def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Config | None = None) -> str:
     """The sentence for a key that the schema does not have."""
     given = f"{key}={value} ({source})"
     if reason := advice(key, value, config):
@@ -303,7 +249,7 @@ def unknown_choice(group: str, choice: str, choices: Sequence[str], source: str 
     """The sentence for ``group=choice`` when there is no such choice."""
     where = f" ({source})" if source else ""
     plural = f"{group}s" if group in ("recipe", "model", "schedule") else group
-    if reason := names_of().advice.get(squeezed(f"{group}={choice}")):
+    if reason := other_names().advice.get(squeezed(f"{group}={choice}")):
         return f"{group}={choice}{where}: {reason.format(value=choice)}; {plural}: {', '.join(choices)}"
     near = nearest_choice(group, choice, choices)[:1]
     hint = f" Did you mean {pasteable(group, near[0])}?" if near else ""

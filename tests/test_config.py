@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from benchmarks.key_tables import key_tables
 from serried.configs.compose import FOLDER, compose, config_yaml, help_text, parse_arguments
 from serried.configs.divisors import divisors
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of
-from serried.configs.key_tables import key_tables
 from serried.configs.keys import all_keys
 from serried.configs.run_config import check
 from serried.configs.schema import LlamaSection
@@ -500,7 +500,5 @@ def test_the_last_file_that_set_a_value_is_named(folder: Path):
 
 def test_the_tables_in_the_documentation_are_what_the_command_prints():
     page = (FOLDER.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
-    committed = page.partition("<!-- python -m serried.configs.key_tables -->\n")[2].partition("\n<!-- end -->")[0]
-    assert committed == key_tables(), (
-        "put the output of `python -m serried.configs.key_tables` into docs/configuration.md"
-    )
+    committed = page.partition("<!-- python -m benchmarks.key_tables -->\n")[2].partition("\n<!-- end -->")[0]
+    assert committed == key_tables(), "put the output of `python -m benchmarks.key_tables` into docs/configuration.md"

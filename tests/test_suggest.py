@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.key_tables import coming_from
 from serried.configs.compose import FOLDER, compose
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of
-from serried.configs.key_tables import coming_from
 from serried.configs.keys import all_keys
-from serried.configs.schema import Section, TextRunConfig
-from serried.configs.suggest import meant, names_of, unknown_choice, unknown_key
+from serried.configs.suggest import meant, other_names, unknown_choice, unknown_key
 
 GROUPS = choices_of()
-NAMES = names_of()
+NAMES = other_names()
 NEEDED = {  # what else a suggestion needs to be a whole run; the message it then gets names them
     "data=hf": ["data.path=owner/name"], "data=tokens": ["data.path=x.bin", "data.tokenizer=bytes"],
     "data=text": ["data.path=x"], "data=mixture": ["data.sources.a.name=stdlib"],
@@ -83,8 +82,9 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
     if "=" in name:  # of a choice
         message = unknown_choice(*name.split("="), [])
     else:
-        message = unknown_key(name, "4", "here", GROUPS, compose([]).model_dump(mode="json"))
-        assert message.startswith(f"{name}=4 (here): ")
+        value = "0.9" if "beta" in name else "4"
+        message = unknown_key(name, value, "here", GROUPS, compose([]).model_dump(mode="json"))
+        assert message.startswith(f"{name}={value} (here): ")
     assert "{" not in message
     said = message.partition(": ")[2].replace("FOLDER", str(tmp_path)).replace("NAME", "web")
     words = [
@@ -126,28 +126,15 @@ def test_a_figure_in_a_suggestion_is_computed_from_the_rest_of_the_command(typed
     assert expected in refusal(*(["--deepspeed", "ds.json"] if "ds.json" in typed else typed.split()))
 
 
-def test_a_section_of_a_user_brings_its_own_names() -> None:
-    class Mine(Section):
-        margin: float = 0.5
-        aliases = {"margin": "hf:gap", "margin=1": "wide"}  # noqa: RUF012
-
-    class Config(TextRunConfig):
-        mine: Mine
-
-    names = names_of(Config)
-    assert (names.keys["gap"], names.choices["wide"]) == (["mine.margin"], ["mine.margin=1"])
-    assert names.keys["maxsteps"] == ["trainer.steps"]
-
-
 def test_no_name_from_another_framework_is_a_key_of_ours() -> None:
     assert [name for name in NAMES.keys if name in all_keys()] == []
 
 
 def test_the_page_for_newcomers_is_what_the_command_prints() -> None:
     page = (FOLDER.parent / "docs" / "coming-from.md").read_text(encoding="utf-8")
-    committed = page.partition("<!-- python -m serried.configs.key_tables coming-from -->\n")[2].partition(
-        "\n<!-- end -->"
-    )[0]
+    committed = page.partition("<!-- python -m benchmarks.key_tables coming-from -->\n")[2].partition("\n<!-- end -->")[
+        0
+    ]
     assert committed == coming_from(), (
-        "put the output of `python -m serried.configs.key_tables coming-from` into docs/coming-from.md"
+        "put the output of `python -m benchmarks.key_tables coming-from` into docs/coming-from.md"
     )

@@ -1,5 +1,4 @@
-"""Tables of docs/configuration.md, and with the argument ``coming-from`` those of docs/coming-from.md:
-``python -m serried.configs.key_tables``."""
+"""Tables of docs/configuration.md: ``python -m benchmarks.key_tables``; with ``coming-from``, of docs/coming-from.md."""
 
 import json
 import re
@@ -9,10 +8,9 @@ from typing import Any
 
 from serried.configs.compose import compose
 from serried.configs.help import choices_of
-from serried.configs.keys import Key, all_keys, readers
+from serried.configs.keys import Key, all_keys, key_notes, readers
 from serried.configs.plain_data import flatten
 from serried.configs.run_config import CHOSEN
-from serried.configs.suggest import names_of
 
 _FRAMEWORKS = {"hf": "HF Trainer", "titan": "torchtitan", "lightning": "Lightning", "nanogpt": "nanoGPT"}
 
@@ -69,20 +67,23 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def coming_from() -> str:
-    """Other frameworks' names for each key, as the Markdown tables of docs/coming-from.md."""
-    rows: dict[bool, list[list[str]]] = {True: [], False: []}
-    for target, row in names_of().by_framework:
-        is_key = "=" not in target and " " not in target
-        cells = [", ".join(f"`{name}`" for name in row.get(tag, [])) for tag in [*_FRAMEWORKS, ""]]
-        meaning = target if " " in target and "=" not in target.partition(" ")[0] else f"`{target}`"
-        if not is_key:
-            cells = [", ".join(filter(None, cells))]
-        elif not any(cells[:-1]):
-            continue
-        rows[is_key].append([re.sub(r"\{\w+\}", "N", meaning), *cells])
-    return "\n".join(
-        [*_table(["Here", *_FRAMEWORKS.values(), "Also"], rows[True]), "", *_table(["Here", "Elsewhere"], rows[False])]
-    )
+    """Return other frameworks' names for each key, as the Markdown tables of docs/coming-from.md."""
+    keys, others = [], []
+    for target, known in key_notes()["names"].items():
+        if "=" in target:
+            others.append([f"`{target}`", _plain(known)])
+        elif ":" in known:
+            words = [word.rpartition(":") for word in known.split()]
+            row = [[name for tag, _, name in words if tag == framework] for framework in [*_FRAMEWORKS, ""]]
+            keys.append([f"`{target}`", *(", ".join(map(_code, cell)) for cell in row)])
+    for entry in key_notes()["advice"]:
+        others.append([re.sub(r"\{\w+\}", "N", entry["answer"]), _plain(entry["names"])])
+    head = ["Here", *_FRAMEWORKS.values(), "Also"]
+    return "\n".join([*_table(head, keys), "", *_table(["Here", "Elsewhere"], others)])
+
+
+def _plain(known: str) -> str:
+    return ", ".join(f"`{word.rpartition(':')[2]}`" for word in known.split())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables of docs/configuration.md: ``python -m benchmarks.key_tables``; with ``coming-from``, of docs/coming-from.md."""
+"""Tables of docs/configuration.md (``python -m benchmarks.key_tables``) and coming-from.md (``... coming-from``)."""
 
 import json
 import re

@@ -1,9 +1,9 @@
 """What a task gives the library: the sums of its loss, and how its model may be sharded. No ranks, no devices."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -86,3 +86,45 @@ class ParallelPlan:
     Parameters in no unit stay gathered through the whole forward and backward. The last unit is not freed after its
     forward, since backward starts there. None: one unit per repeated block, see ``parallel.units``.
     """
+    context: tuple[str, ...] = ()
+    """Names of the modules whose attribute ``context`` is a ``Context``, with wildcards; the model itself is ""."""
+
+
+class Context:
+    """The part of each sequence that this rank computes: all of it.
+
+    A model calls these methods, and context parallelism puts another ``Context`` in place of this one. Attention is the
+    only place where tokens of a sequence meet; the model states how it computes it.
+    """
+
+    def __init__(
+        self,
+        attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor],
+        attend_with_logsumexp: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]],
+    ) -> None:
+        """Both attend from q [B, H, Q, E] to k, v [B, K, S, E] where a mask of the model allows it.
+
+        The second also returns the log of the sum of exp(score) of each query, [B, H, Q] fp32.
+        """
+        self.attend_locally, self.attend_with_logsumexp = attend, attend_with_logsumexp
+
+    def whole_length(self, tokens: int) -> int:
+        """Return the length of sequences of which this rank has ``tokens``."""
+        return tokens
+
+    def part(self, whole: Tensor, dim: int) -> Tensor:
+        """Return this rank's part of ``whole``, whose dim ``dim`` is the sequence."""
+        del dim
+        return whole
+
+    def mask(self, make: Callable[[tuple[Tensor, Tensor] | None], Any], length: int, device: torch.device) -> Any:
+        """Return what ``attend`` takes as mask, for sequences of ``length`` tokens.
+
+        ``make`` returns the model's mask for queries and keys at these places of the sequence; None: at all, in order.
+        """
+        del length, device
+        return make(None)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        """Attention of this rank's queries on the keys and values of all ranks; k and v are this rank's."""
+        return self.attend_locally(q, k, v, mask)

@@ -10,6 +10,7 @@ Shapes: B batch, S sequence, D dim, H query heads, K key/value heads, E head_dim
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.schema import LlamaSection, RopeScaling
-from serried.parallel.plan import ParallelPlan
-from serried.recipes.models.attention import Mask, attend, document_mask
+from serried.parallel.plan import Context, ParallelPlan
+from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask, numbered_documents
 from serried.recipes.models.cache import Cache, LayerCache
 from serried.recipes.models.family import ModelFamily, Tokens
 from serried.recipes.models.head import LanguageModelHead, chunk_tokens
@@ -80,14 +81,14 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaSection) -> None:
         super().__init__()
         self.head_dim = config.attention_head_dim
-        self.grouped = config.kv_heads != config.heads
+        self.context = Context(attend, attend_with_logsumexp)
         self.q_proj = Linear(config.dim, config.heads * self.head_dim, bias=False)
         self.k_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.v_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
         self.o_proj = Linear(config.heads * self.head_dim, config.dim, bias=False)
 
     def forward(  # [B, S, D] -> [B, S, D]
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, past: LayerCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past: LayerCache | None = None
     ) -> Tensor:
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, S, E]
@@ -96,7 +97,7 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past is not None:
             k, v = past.extend(k, v)
-        mixed = attend(q, k, v, mask, grouped=self.grouped)
+        mixed = self.context.attend(q, k, v, mask)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -123,7 +124,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, past: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past: LayerCache | None = None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -142,6 +143,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LanguageModelHead(config.dim, vocab_size, tied=config.tie_embeddings)
+        self.context = Context(attend, attend_with_logsumexp)
         self._rope_tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def forward(
@@ -154,16 +156,21 @@ class Transformer(nn.Module):
         """``tokens`` [B, S] -> logits [B, S, V]; with ``targets`` [B, S] (-100: no target) -> loss sum, fp32 scalar.
 
         ``positions`` [B, S], which restart from 0 with each document, keep documents apart: none attends to another.
-        Without them a sequence is one document.
+        Without them a sequence is one document. They are those of the whole sequence even if ``tokens`` and ``targets``
+        are a part of it, as under context parallelism.
 
         With a ``cache`` the tokens go on where those before them ended, are kept in it, and the logits are those of the
         last one alone, [B, 1, V]. For generating text, one document at a time.
         """
-        cos, sin = self._rope(tokens.shape[1] if cache is None else cache.capacity, tokens.device)
-        mask = None
-        if positions is not None:
-            cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
-            mask = document_mask(positions)  # one for all blocks
+        length = self.context.whole_length(tokens.shape[1]) if cache is None else cache.capacity
+        cos, sin = self._rope(length, tokens.device)
+        if positions is None:
+            documents = None
+            cos, sin = self.context.part(cos, 0), self.context.part(sin, 0)
+        else:
+            documents, mine = numbered_documents(positions), self.context.part(positions, 1)
+            cos, sin = cos[mine].unsqueeze(1), sin[mine].unsqueeze(1)
+        mask = self.context.mask(partial(causal_mask, documents), length, tokens.device)  # one for all blocks
         if cache is not None:
             here = slice(cache.length, cache.length + tokens.shape[1])
             cos, sin, mask = cos[here], sin[here], cache.mask(tokens.shape[1], tokens.device)
@@ -198,9 +205,8 @@ class Transformer(nn.Module):
     def parallel_plan(self) -> ParallelPlan:
         """Each block alone; the two ends alone, or in no unit where they share a weight."""
         blocks = tuple((f"layers.{index}",) for index in range(self.config.layers))
-        if self.config.tie_embeddings:
-            return ParallelPlan(units=blocks)
-        return ParallelPlan(units=(("embed_tokens",), *blocks, ("norm", "lm_head")))
+        units = blocks if self.config.tie_embeddings else (("embed_tokens",), *blocks, ("norm", "lm_head"))
+        return ParallelPlan(units=units, context=("", "layers.*.self_attn"))
 
 
 def initial_std(config: LlamaSection, name: str) -> float | None:

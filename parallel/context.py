@@ -1,0 +1,140 @@
+"""Context parallelism: each rank computes a part of every sequence.
+
+Only attention needs the tokens of other ranks. ``Gather`` collects all keys and values on every rank; ``Ring`` passes
+them from rank to rank and never holds more than two parts (Ring Attention, https://arxiv.org/abs/2310.01889). A
+sequence is divided into 2 x ranks chunks, of which a rank has one from the front and one from the back: later tokens
+attend to more keys, so consecutive parts would leave the first rank with far less to compute than the last.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from serried.parallel.collectives import gather, start_shift
+from serried.parallel.plan import Context
+
+
+def head_tail(whole: Tensor, dim: int, parts: int, index: int) -> Tensor:
+    """Return part ``index`` of ``whole``: along ``dim``, chunks ``index`` and 2 x parts - 1 - index of 2 x parts."""
+    length = whole.shape[dim]
+    assert length % (2 * parts) == 0, f"{length} tokens in 2 x {parts} chunks"
+    size = length // (2 * parts)
+    head, tail = (whole.narrow(dim, chunk * size, size) for chunk in (index, 2 * parts - 1 - index))
+    return torch.cat((head, tail), dim)
+
+
+class _Part(Context):
+    """One part of several."""
+
+    def __init__(self, whole: Context, group: dist.ProcessGroup) -> None:
+        """``whole``: the model's own, which knows how it attends."""
+        super().__init__(whole.attend_locally, whole.attend_with_logsumexp)
+        self._group, self._parts, self._index = group, group.size(), group.rank()
+
+    def whole_length(self, tokens: int) -> int:
+        return tokens * self._parts
+
+    def part(self, whole: Tensor, dim: int) -> Tensor:
+        return head_tail(whole, dim, self._parts, self._index)
+
+    def _places(self, length: int, device: torch.device) -> list[Tensor]:
+        """Return the places in the sequence of each rank's tokens."""
+        places = torch.arange(length, device=device)
+        return [head_tail(places, 0, self._parts, index) for index in range(self._parts)]
+
+
+class Gather(_Part):
+    """Keys and values of all ranks are gathered; their gradients are summed and scattered."""
+
+    def mask(self, make: Callable[[tuple[Tensor, Tensor] | None], Any], length: int, device: torch.device) -> Any:
+        """The keys are in the order of the ranks: to put them into that of the sequence would be a copy for nothing."""
+        places = self._places(length, device)
+        return make((places[self._index], torch.cat(places)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        keys, values = gather(torch.stack((k, v)), 3, self._group).unbind()
+        return self.attend_locally(q, keys, values, mask)
+
+
+class Ring(_Part):
+    """Keys and values travel around the ring of ranks, once in the forward and, with their gradients, in the backward.
+
+    What a forward keeps is this rank's part alone. The backward computes the attention to each part again: its kernels
+    return gradients only together with a forward.
+    """
+
+    def mask(self, make: Callable[[tuple[Tensor, Tensor] | None], Any], length: int, device: torch.device) -> Any:
+        """A mask for each hop, the first for this rank's own keys; None: no query attends to any key of that rank."""
+        places = self._places(length, device)
+        sources = [(self._index - hop) % self._parts for hop in range(self._parts)]
+        masks = [make((places[self._index], places[source])) for source in sources]
+        # A mask in blocks is its own list of what to compute, and looking at it would make the host wait.
+        return [None if isinstance(mask, Tensor) and not mask.any() else mask for mask in masks]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        mixed: Tensor = _RingAttention.apply(q, k, v, mask, self.attend_with_logsumexp, self._group)
+        return mixed
+
+
+class _RingAttention(torch.autograd.Function):
+    """Attention over the keys of all ranks from that over each rank's, weighted by their sums of exp(score)."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Any], kernel: Callable[..., Any], group: dist.ProcessGroup
+    ) -> Tensor:
+        pair = torch.stack((k, v))
+        mixed, logsumexp = torch.empty(0), torch.empty(0)
+        for hop, mask in enumerate(masks):
+            received = start_shift(pair, group) if hop + 1 < len(masks) else None  # travels while this hop is computed
+            if mask is not None:
+                out, sums = kernel(q, *pair.unbind(), mask)
+                if hop == 0:  # every query attends to itself
+                    mixed, logsumexp = out.float(), sums
+                else:
+                    both = torch.logaddexp(logsumexp, sums)
+                    mixed = mixed * (logsumexp - both).exp().unsqueeze(-1) + out * (sums - both).exp().unsqueeze(-1)
+                    logsumexp = both
+            if received is not None:
+                pair = received()
+        mixed = mixed.to(q.dtype)
+        ctx.save_for_backward(q, k, v, mixed, logsumexp)
+        ctx.masks, ctx.kernel, ctx.group = masks, kernel, group
+        return mixed
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        q, k, v, mixed, logsumexp = ctx.saved_tensors
+        pair = torch.stack((k, v))
+        # A part's gradients set out with the first rank that it visits, gather at each, and reach home after the last.
+        grad_q, home, travelling = (
+            torch.zeros_like(q, dtype=torch.float32),
+            torch.zeros_like(pair, dtype=torch.float32),
+            None,
+        )
+        along = (grad.float() * mixed.float()).sum(-1)  # [B, H, Q]
+        for hop, mask in enumerate(ctx.masks):
+            received = start_shift(pair, ctx.group) if hop + 1 < len(ctx.masks) else None
+            mine = torch.zeros_like(home) if hop else home
+            if mask is not None:
+                leaves = [each.detach().requires_grad_() for each in (q, *pair.unbind())]
+                with torch.enable_grad():
+                    out, sums = ctx.kernel(*leaves, mask)
+                weight = (sums.detach() - logsumexp).exp()  # of this hop in the merged result
+                grad_out = grad.float() * weight.unsqueeze(-1)
+                grad_sums = weight * ((grad.float() * out.detach().float()).sum(-1) - along)
+                found = torch.autograd.grad((out, sums), leaves, (grad_out.to(out.dtype), grad_sums))
+                grad_q += found[0]
+                mine += torch.stack(found[1:])
+            if hop:
+                if travelling is not None:
+                    mine += travelling()
+                travelling = start_shift(mine, ctx.group)
+            if received is not None:
+                pair = received()
+        if travelling is not None:
+            home += travelling()
+        return grad_q.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None

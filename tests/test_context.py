@@ -1,0 +1,203 @@
+"""Context parallelism: a part of every sequence on each rank computes what one process does with the whole."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from serried.configs.compose import compose
+from serried.parallel.context import Gather, Ring, head_tail
+from serried.parallel.plan import Context
+from serried.recipes.models import attention
+from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask, numbered_documents
+from serried.runtime.session import open_session
+from tests.cluster import Cluster
+from tests.test_model import build, section
+
+METHODS = {"gather": Gather, "ring": Ring}
+BATCH, HEADS, KEY_HEADS, LENGTH, WIDTH = 2, 4, 2, 48, 8
+STARTS = ([0, 7, 30], [0, 20, 41])
+"""Where documents begin in the two sequences; with 4 ranks, a chunk has 6 tokens."""
+
+
+def positions() -> Tensor:
+    """[B, S], from 0 in each document."""
+    rows = torch.arange(LENGTH).expand(BATCH, -1).clone()
+    for row, starts in zip(rows, STARTS, strict=True):
+        for start in starts:
+            row[start:] = torch.arange(LENGTH - start)
+    return rows
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_parts_are_a_chunk_from_the_front_and_one_from_the_back() -> None:
+    whole = torch.arange(24).view(2, 12)
+    assert [head_tail(whole, 1, 3, index)[0].tolist() for index in range(3)] == [
+        [0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7],
+    ]  # fmt: skip
+    assert head_tail(whole, 1, 1, 0).equal(whole)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_parts_attend_to_equally_many_keys(parts: int) -> None:
+    keys = torch.arange(1, 96 + 1)  # of the token at each place
+    counts = {int(head_tail(keys, 0, parts, index).sum()) for index in range(parts)}
+    assert len(counts) == 1
+
+
+def test_mask_of_places_is_that_part_of_the_whole_mask() -> None:
+    documents, queries, keys = numbered_documents(positions()), torch.tensor([3, 9, 40]), torch.tensor([30, 2, 41, 8])
+    whole = causal_mask(documents)
+    assert isinstance(whole, Tensor)
+    assert whole[:, :, queries][..., keys].equal(causal_mask(documents, (queries, keys)))  # type: ignore[arg-type]
+    plain = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    assert plain[queries][:, keys].equal(causal_mask(None, (queries, keys)))  # type: ignore[arg-type]
+    assert causal_mask(None) is None
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("has_documents", [True, False])
+def test_attention_in_blocks_returns_what_a_mask_does(has_documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention runs on GPUs; its forward, uncompiled, runs here."""
+    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: attention.flex_attention)
+    documents = numbered_documents(positions()) if has_documents else None
+    q, k, v = numbers(BATCH, HEADS, 24, 16), *numbers(2, BATCH, KEY_HEADS, LENGTH, 16, seed=1)
+    places = head_tail(torch.arange(LENGTH), 0, 2, 1), torch.arange(LENGTH).roll(9)
+    expected, sums = attend_with_logsumexp(q, k, v, causal_mask(documents, places))
+    blocks = attention.block_mask(documents, places)
+    with torch.no_grad():
+        for out in (attend(q, k, v, blocks), attend(q, k, v, causal_mask(documents, places))):
+            torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+        torch.testing.assert_close(attend_with_logsumexp(q, k, v, blocks)[1], sums, rtol=0, atol=2e-6)
+
+
+@contextmanager
+def counted_bytes() -> Iterator[Counter[str]]:
+    """Count the bytes that this rank receives from others, by collective."""
+    counts: Counter[str] = Counter()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.overloadpacket.__name__
+            if name == "_allgather_base_":
+                counts["gather"] += args[0].nbytes * (ranks - 1) // ranks
+            elif name == "_reduce_scatter_base_":
+                counts["scatter_sum"] += args[1].nbytes * (ranks - 1) // ranks
+            elif name == "alltoall_base_":
+                received = list(args[3])
+                counts["all_to_all"] += (sum(received) - received[rank]) * args[0].element_size()
+            elif func.namespace == "c10d":
+                counts[name] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counting():
+        yield counts
+
+
+def attention_of_parts(method: str, has_documents: bool) -> dict[str, Any]:
+    """Differences from one process of output and gradients, and bytes received and kept for the backward."""
+    with open_session(compose([]).launch):
+        group = dist.group.WORLD
+        assert group is not None
+        documents = numbered_documents(positions()) if has_documents else None
+        make = partial(causal_mask, documents)
+        whole = Context(attend, attend_with_logsumexp)
+        context = METHODS[method](whole, group)
+        q, k, v = (
+            numbers(BATCH, heads, LENGTH, WIDTH, seed=seed).requires_grad_()
+            for seed, heads in enumerate((HEADS, KEY_HEADS, KEY_HEADS))
+        )
+        weights = numbers(BATCH, HEADS, LENGTH, WIDTH, seed=3)
+        expected = whole.attend(q, k, v, whole.mask(make, LENGTH, q.device))
+        (expected * weights).sum().backward()
+        parts = [context.part(each.detach(), 2).requires_grad_() for each in (q, k, v)]
+        mask = context.mask(make, context.whole_length(parts[0].shape[2]), q.device)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with counted_bytes() as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = context.attend(*parts, mask)
+        with counted_bytes() as backward:
+            (out * context.part(weights, 2)).sum().backward()
+        differences = [(out - context.part(expected, 2)).abs().max().item()]
+        for mine, every in zip(parts, (q, k, v), strict=True):
+            assert mine.grad is not None
+            assert every.grad is not None
+            differences.append((mine.grad - context.part(every.grad, 2)).abs().max().item())
+        hops = [each is not None for each in mask] if method == "ring" else None
+        return {
+            "differences": differences, "forward": forward, "backward": backward,
+            "kept": sum(kept.values()), "hops": hops,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("has_documents", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_output_gradients_and_bytes_are_those_of_one_process(
+    method: str, has_documents: bool, ranks: int, cluster: Cluster
+) -> None:
+    answers = cluster.run(
+        ranks, "tests.test_context:attention_of_parts", method=method, has_documents=has_documents
+    )  # fmt: skip
+    part = BATCH * LENGTH * WIDTH * 4 // ranks  # bytes of one head's part
+    for found in (answer.value for answer in answers):
+        assert max(found["differences"]) < 5e-6, found["differences"]
+        if method == "gather":
+            assert found["forward"] == {"gather": 2 * (ranks - 1) * KEY_HEADS * part}
+            assert found["backward"] == {"scatter_sum": 2 * (ranks - 1) * KEY_HEADS * part}
+        else:
+            assert found["forward"] == {"all_to_all": 2 * (ranks - 1) * KEY_HEADS * part}
+            assert found["backward"] == {"all_to_all": 4 * (ranks - 1) * KEY_HEADS * part}
+            statistics = BATCH * HEADS * LENGTH * 4 // ranks
+            assert found["kept"] == (2 * HEADS + 2 * KEY_HEADS) * part + statistics, "q, k, v, result: one part of each"
+            assert all(found["hops"]) or has_documents
+    if method == "ring" and has_documents and ranks == 4:
+        assert not all(all(answer.value["hops"]) for answer in answers), "a hop without a common document is skipped"
+
+
+def model_of_parts(method: str) -> list[float]:
+    """Relative differences from one process of the loss, and of all parameters' gradients summed over ranks."""
+    with open_session(compose([]).launch):
+        group = dist.group.WORLD
+        assert group is not None
+        tokens, targets = torch.randint(131, (2, BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
+        differences = []
+        for place in (positions(), None):
+            whole, parted = build(section()), build(section())
+            expected = whole(tokens, targets, place)
+            expected.backward()
+            for module in parted.modules():
+                if isinstance(getattr(module, "context", None), Context):
+                    module.context = METHODS[method](module.context, group)  # type: ignore[arg-type]
+            part = partial(parted.context.part, dim=1)
+            loss = parted(part(tokens), part(targets), place)
+            loss.backward()
+            dist.all_reduce(loss.detach())
+            differences.append(abs(loss.item() / expected.item() - 1))
+            for name, parameter in parted.named_parameters():
+                dist.all_reduce(parameter.grad)
+                reference = whole.get_parameter(name).grad
+                assert reference is not None
+                differences.append(((parameter.grad - reference).norm() / reference.norm()).item())
+        return differences
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_loss_and_gradients_of_a_model_are_those_of_one_process(method: str, cluster: Cluster) -> None:
+    for answer in cluster.run(2, "tests.test_context:model_of_parts", method=method):
+        assert max(answer.value) < 1e-5

@@ -4,7 +4,7 @@ The only file that exchanges tensors which autograd follows: a collective of tor
 Each function says what backward does. Parts of equal size unless it says otherwise. Sums run in the tensor's dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,12 +44,23 @@ def join(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup) -> Tens
     return _Join.apply(x, dim % x.ndim, sizes, group)
 
 
-def shift(x: Tensor, group: ProcessGroup, by: int = 1) -> Tensor:
-    """Send ``x`` to the rank ``by`` further in the ring, return what comes from as far behind. Backward reverses."""
+def start_shift(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+    """Start to send ``x`` to the next rank of the ring; call the result to wait for that of the rank before.
+
+    No gradient: what is sent while something else is computed has none of its own.
+    """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     sent, received = [0] * ranks, [0] * ranks
-    sent[(rank + by) % ranks] = received[(rank - by) % ranks] = x.numel()
-    return all_to_all(x.reshape(-1), sent, received, group).view(x.shape)
+    sent[(rank + 1) % ranks] = received[(rank - 1) % ranks] = x.numel()
+    flat = x.contiguous().view(-1)
+    rows = torch.empty_like(flat)
+    work = dist.all_to_all_single(rows, flat, received, sent, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return rows.view(x.shape)
+
+    return wait
 
 
 def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:

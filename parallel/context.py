@@ -110,11 +110,8 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, mixed, logsumexp = ctx.saved_tensors
         pair = torch.stack((k, v))
         # A part's gradients set out with the first rank that it visits, gather at each, and reach home after the last.
-        grad_q, home, travelling = (
-            torch.zeros_like(q, dtype=torch.float32),
-            torch.zeros_like(pair, dtype=torch.float32),
-            None,
-        )
+        grad_q, home = (torch.zeros_like(each, dtype=torch.float32) for each in (q, pair))
+        travelling: Callable[[], Tensor] | None = None
         along = (grad.float() * mixed.float()).sum(-1)  # [B, H, Q]
         for hop, mask in enumerate(ctx.masks):
             received = start_shift(pair, ctx.group) if hop + 1 < len(ctx.masks) else None

@@ -34,8 +34,6 @@ def one_process(name: str, parts: Parts) -> Parts:
         return [sum(parts) for _ in ranks]  # type: ignore[misc]
     if name == "join":
         return [torch.cat(parts, 1) for _ in ranks]
-    if name == "shift":
-        return [parts[rank - 1] for rank in ranks]
     rows = [part.split(sent[: len(parts)]) for part, sent in zip(parts, SENT, strict=False)]
     return [torch.cat([rows[sender][receiver] for sender in ranks]) for receiver in ranks]
 
@@ -50,7 +48,6 @@ def exchanged(name: str, mine: Tensor, rank: int, ranks: int) -> Tensor:
         "copy": lambda: collectives.copy(mine, group),
         "all_sum": lambda: collectives.all_sum(mine, group),
         "join": lambda: collectives.join(mine, -2, [5, 3, 1][:ranks], group),
-        "shift": lambda: collectives.shift(mine, group),
         "all_to_all": lambda: collectives.all_to_all(mine, SENT[rank][:ranks], received, group),
     }
     return calls[name]()
@@ -62,7 +59,7 @@ def shape(name: str, rank: int, ranks: int) -> tuple[int, ...]:
     return (sum(SENT[rank][:ranks]), 4) if name == "all_to_all" else (2, 6, 4)
 
 
-NAMES = ("gather", "scatter_sum", "copy", "all_sum", "join", "shift", "all_to_all")
+NAMES = ("gather", "scatter_sum", "copy", "all_sum", "join", "all_to_all")
 EQUAL_OUTPUTS = ("all_sum", "join")
 """Backward expects the same gradient on all ranks: that of one loss which all of them compute."""
 

@@ -25,6 +25,8 @@ class Cut:
     name: str
     processes: int
     overrides: tuple[str, ...]
+    data_ranks: int | None = None
+    """Ranks that see different samples; None: all."""
 
 
 CUTS = (
@@ -72,7 +74,7 @@ def run(
     fault: dict[str, Any] | None = None,
 ) -> Curve:
     """Train ``STEPS`` steps; ``fault`` multiplies gradients, as ``tests.runs.ObservedRecipe`` takes it."""
-    micro_batch = GLOBAL_BATCH // cut.processes // accumulation
+    micro_batch = GLOBAL_BATCH // (cut.data_ranks or cut.processes) // accumulation
     argv = overrides(
         text, run_dir, *cut.overrides, f"precision={precision}", f"trainer.steps={STEPS}",
         f"trainer.global_batch={GLOBAL_BATCH}", f"trainer.micro_batch={micro_batch}", *more,

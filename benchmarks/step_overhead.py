@@ -34,10 +34,12 @@ from torch import nn
 
 from serried.configs.compose import compose, config_yaml
 from serried.configs.schema import TextRunConfig
+from serried.parallel.axes import shard_specs
 from serried.parallel.held import held_parameters
 from serried.parallel.initialize import initialize
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.phases import Phases
+from serried.parallel.plan import ParallelPlan
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models.head import IGNORE
 from serried.records.run_folder import RunFolder
@@ -165,7 +167,8 @@ def by_hand(config: Any, recipe: CausalLM, device: torch.device) -> Iterator[Non
     model.to_empty(device=device)
     layout = resolve_layout(config.parallel, world)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    initialize(held_parameters(model, layout, rank), recipe.initial_std, config.trainer.seed)
+    specs = shard_specs(model, ParallelPlan(), layout)
+    initialize(held_parameters([model], specs, layout, rank), recipe.initial_std, config.trainer.seed)
     if world > 1 and strategy == "ddp":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(

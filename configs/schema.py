@@ -56,6 +56,8 @@ DerivedSize = Annotated[
 ]
 """A size that the section fills in when it is null."""
 Degree = Annotated[Count, Field(ge=-1, le=10**6)]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
+"""Of a pipeline."""
 
 Number = Annotated[float, BeforeValidator(refuse_switch)]
 """A real number; true and false are not."""
@@ -118,6 +120,10 @@ class ModelSection(Section):
     max_sequence_length: Annotated[Count, Field(ge=1, le=10**8)] = 131072
     """Longest sequence that the model supports, in tokens; ``data.sequence_length`` must not exceed it."""
 
+    def divisible(self) -> Mapping[str, Mapping[str, int]]:
+        """Mesh axes -> the keys, with their values, that the degree of the axis must divide."""
+        return {}
+
 
 class LlamaSection(ModelSection):
     """Architecture of a decoder-only transformer of the Llama 3 family."""
@@ -150,6 +156,10 @@ class LlamaSection(ModelSection):
     def attention_head_dim(self) -> int:
         """Width of one head, resolved."""
         return self.head_dim or self.dim // self.heads
+
+    def divisible(self) -> Mapping[str, Mapping[str, int]]:
+        sizes = {"model.heads": self.heads, "model.kv_heads": self.kv_heads, "model.hidden_dim": self.hidden_dim}
+        return {"tensor": sizes}
 
     @model_validator(mode="before")
     @classmethod
@@ -378,27 +388,26 @@ class DataSection(SourceSection):
 
 
 class ParallelSection(Section):
-    """How the work is cut. ``replicate x shard`` must equal the number of processes."""
+    """How the work is divided: ``pipeline x replicate x shard x context x tensor`` is the number of processes."""
 
     aliases: ClassVar[Mapping[str, str]] = {
         "replicate": "titan:parallelism.data_parallel_replicate_degree dp dp_size data_parallel data_parallel_size",
         "shard": "titan:parallelism.data_parallel_shard_degree dp_shard fsdp_size sharding data_parallel_shard_degree",
+        "tensor": "titan:parallelism.tensor_parallel_degree tp tp_size tensor_parallel tensor_parallel_size "
+                  "tensor_model_parallel_size",
+        "sequence": "titan:parallelism.enable_sequence_parallel sequence_parallel",
+        "context": "titan:parallelism.context_parallel_degree cp cp_size context_parallel context_parallel_size",
+        "pipeline": "titan:parallelism.pipeline_parallel_degree pp pp_size pipeline_parallel pipeline_parallel_size "
+                    "pipeline_model_parallel_size",
+        "schedule": "titan:parallelism.pipeline_parallel_schedule pipeline_schedule",
+        "expert": "titan:parallelism.expert_parallel_degree ep ep_size expert_parallel expert_parallel_size",
         "reshard_after_forward": "titan:parallelism.fsdp_reshard_after_forward",
-    }
+    }  # fmt: skip
     advice: ClassVar[Sequence[tuple[str, str]]] = (
         ("zero_stage zero sharding_strategy",
          "ZeRO-3 is parallel=fsdp, ZeRO-2 is parallel=fsdp parallel.reshard_after_forward=false"),
-        ("titan:parallelism.tensor_parallel_degree parallel.tensor tp tp_size tensor_parallel tensor_parallel_size "
-         "tensor_model_parallel_size parallel=tensor parallel=tp",
-         "tensor parallelism is not in this version yet; leave it out"),
-        ("titan:parallelism.context_parallel_degree parallel.context cp cp_size context_parallel "
-         "context_parallel_size sequence_parallel",
-         "context parallelism is not in this version yet; leave it out"),
-        ("titan:parallelism.pipeline_parallel_degree parallel.pipeline pp pp_size pipeline_parallel "
-         "pipeline_parallel_size pipeline_model_parallel_size parallel=pipeline parallel=pp",
-         "pipeline parallelism is not in this version yet; leave it out"),
-        ("titan:parallelism.expert_parallel_degree parallel.expert ep ep_size expert_parallel expert_parallel_size",
-         "expert parallelism is not in this version yet; leave it out"),
+        ("parallel=tensor parallel=tp", "use parallel=fsdp parallel.tensor=2"),
+        ("parallel=pipeline parallel=pp", "use parallel=fsdp parallel.pipeline=2"),
     )  # fmt: skip
 
     strategy: Literal["single", "ddp", "fsdp", "hsdp"]
@@ -408,10 +417,35 @@ class ParallelSection(Section):
     """Number of replicas of the model; -1: the rest of the processes."""
     shard: Degree = 1
     """Number of ranks that one replica is sharded over; -1: the rest of the processes."""
-    reshard_after_forward: bool = True
-    """Free gathered parameters after forward (ZeRO-3); false keeps them (ZeRO-2: faster, more memory)."""
+    context: Degree = 1
+    """Number of ranks that each sequence is divided over; -1: the rest of the processes."""
+    tensor: Degree = 1
+    """Number of ranks that each matrix of a block is divided over; -1: the rest of the processes."""
+    pipeline: Degree = 1
+    """Number of ranks that the blocks are divided over, in stages; -1: the rest of the processes."""
+    expert: Annotated[Count, Field(ge=1, le=10**6)] = 1
+    """Number of ranks that the experts of a mixture are divided over: a divisor of shard x context x tensor, whose
+    ranks it uses."""
+    sequence: bool = True
+    """With ``tensor``: divide the activations between the matrices along the sequence; false keeps them whole."""
+    context_method: Literal["gather", "ring"] = "gather"
+    """With ``context``: gather all keys and values, or pass them around the ranks (less memory, more messages)."""
+    schedule: Schedule = "1f1b"
+    """With ``pipeline``: the order of forwards and backwards of the micro-batches."""
+    stages_per_rank: Annotated[Count, Field(ge=1, le=1000)] | None = None
+    """With ``pipeline``: stages on each rank; when null 1, or 2 for schedules of several stages per rank."""
+    layers_of_stages: tuple[Annotated[Count, Field(ge=1, le=1000)], ...] | None = None
+    """With ``pipeline``: blocks of each stage; when null as even as can be, the last stages having fewer."""
+    reshard_after_forward: bool | None = None
+    """Free gathered parameters after forward (ZeRO-3); false keeps them (ZeRO-2: faster, more memory). When null true,
+    but false with ``pipeline``, which would gather again for each micro-batch."""
     sync_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch: saves the memory of unsharded gradients, costs communication."""
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """``reshard_after_forward``, resolved."""
+        return self.pipeline == 1 if self.reshard_after_forward is None else self.reshard_after_forward
 
 
 class PrecisionSection(Section):

@@ -3,11 +3,14 @@
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from serried.configs.errors import UserError
 from serried.configs.schema import ParallelSection
+from serried.parallel.axes import active_axes, shard_specs
 from serried.parallel.data import GradientSync, NoSync, Replicated, Sharded
+from serried.parallel.groups import Groups
 from serried.parallel.held import persistent_buffers, tie, tied_names, to_fp32, unshardable
 from serried.parallel.initialize import initialize
 from serried.parallel.mesh import Layout
@@ -36,8 +39,12 @@ def parallelize(
     type of matrix products, None for fp32. Build the optimizer after this: sharding replaces parameters.
     """
     to_fp32(model)
+    specs, groups = shard_specs(model, plan, layout), Groups(layout, device.type)
     tied, buffers = tied_names(model), persistent_buffers(model)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
+    place = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)
+    for axis in active_axes(layout):
+        axis.apply(model, plan, layout, place, groups)
     autocast_dtype = low_dtype
     sync: GradientSync
     if layout.is_sharded:
@@ -46,15 +53,16 @@ def parallelize(
         gathered_dtype, autocast_dtype = (low_dtype, None) if plan.units else (None, low_dtype)
         units = plan if plan.units else ParallelPlan(units_of(model))
         whole = list(unshardable(model).values())
-        sync = Sharded(model, layout, device.type, units, gathered_dtype, section, whole)
+        sync = Sharded(model, groups.fsdp, units, gathered_dtype, section, whole)
         _allocate(sync.root, model, tied, device, is_meta=is_meta)
     else:
         _allocate(model, model, tied, device, is_meta=is_meta)
-        is_replicated = layout.strategy == "ddp"
-        sync = Replicated(model, layout, device, uses_all=bool(plan.units)) if is_replicated else NoSync(model)
+        uses_all = bool(plan.units)
+        sync = Replicated(model, layout, device, uses_all=uses_all) if layout.is_replicated else NoSync(model)
     parallel = DistributedModel(
-        model, sync, layout, device, phases or Phases(), autocast_dtype=autocast_dtype, buffers=buffers
-    )
+        model, sync, specs, layout, device,
+        groups=groups, phases=phases or Phases(), autocast_dtype=autocast_dtype, buffers=buffers,
+    )  # fmt: skip
     if is_meta and std_of is not None:
         initialize(parallel.parameters, std_of, seed)
     return parallel

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -94,32 +94,31 @@ class Replicated:
 
 
 class Sharded:
-    """FSDP2 over the mesh (replicate, shard): each rank holds 1/shard of everything, replicas hold the same shards."""
+    """FSDP2 over the mesh (replicate, shard x context): each rank holds a part of everything, replicas the same."""
 
     divisor = 1
 
     def __init__(
         self,
         module: nn.Module,
-        layout: Layout,
-        device_type: str,
+        mesh: DeviceMesh,
         plan: ParallelPlan,
         low_dtype: torch.dtype | None,
         section: ParallelSection,
         whole: Collection[nn.Parameter] = (),
     ) -> None:
-        """``low_dtype``: gather parameters in it, and compute in it. ``whole``: what FSDP2 cannot shard."""
+        """``mesh``: see ``Groups.fsdp``. ``low_dtype``: gather parameters in it, and compute in it. ``whole``: what
+        FSDP2 cannot shard."""
         self.root: nn.Module = Root(module)
-        mesh = build_mesh(layout, device_type)
         policy = MixedPrecisionPolicy(
             param_dtype=low_dtype,
             reduce_dtype=torch.float32 if low_dtype else None,
             cast_forward_inputs=False,  # the model keeps its rotary tables in fp32
         )
-        options: dict[str, Any] = {"mesh": mesh if layout.replicate > 1 else mesh["shard"], "mp_policy": policy}
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         if whole:
             options["ignored_params"] = set(whole)
-        reshard = section.reshard_after_forward
+        reshard = section.frees_after_forward
         for unit in plan.units:
             modules = [module.get_submodule(name) for name in unit]
             fully_shard(modules, reshard_after_forward=reshard and unit is not plan.units[-1], **options)
@@ -161,8 +160,3 @@ class Sharded:
         """Free gathered units, and let the model show its shards again."""
         for unit in self._units:
             unit.reshard()
-
-
-def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """Return the mesh of the started process group, with axes ``replicate`` and ``shard`` (both kept at size 1)."""
-    return init_device_mesh(device_type, (layout.replicate, layout.shard), mesh_dim_names=("replicate", "shard"))

@@ -1,7 +1,6 @@
 """Numbers of the gradient that every rank must agree on."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from serried.parallel.held import HeldTensor, local
 from serried.parallel.mesh import Layout
+from serried.parallel.shard_specs import ShardSpec
 
 _LONGEST_FP32_ROW = 2**15
 
@@ -24,15 +24,30 @@ def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def global_sum_of_squares(parameters: Sequence[HeldTensor], layout: Layout) -> Tensor:
-    """Sum of squares of the whole reduced gradient, fp64 scalar, equal bits on all ranks."""
-    device = parameters[0].tensor.device
-    by_copies: dict[int, list[Tensor]] = defaultdict(list)
-    for each in parameters:
-        if each.tensor.requires_grad:
-            gradients = by_copies[each.spec.copies(layout)]
-            if each.tensor.grad is not None:
-                gradients.append(each.tensor.grad)
+def reduce_partial_gradients(parameters: Iterable[HeldTensor], axis: str, group: dist.ProcessGroup) -> None:
+    """Sum the gradients that are terms of a sum over ``axis``, in one exchange a step."""
+    partial = [each.tensor for each in parameters if axis in each.spec.sums_over and each.tensor.requires_grad]
+    if not partial:
+        return
+    for parameter in partial:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [local(parameter.grad) for parameter in partial if parameter.grad is not None]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, total in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
+
+
+@torch.no_grad()
+def global_sum_of_squares(
+    parameters: Sequence[HeldTensor], specs: Mapping[str, ShardSpec], layout: Layout, device: torch.device
+) -> Tensor:
+    """Sum of squares of the whole reduced gradient, fp64 scalar, equal bits on all ranks. ``specs``: of all stages."""
+    by_copies: dict[int, list[Tensor]] = {each.copies(layout): [] for each in specs.values()}
+    for held in parameters:
+        if held.tensor.requires_grad and held.tensor.grad is not None:
+            by_copies[held.spec.copies(layout)].append(held.tensor.grad)
     squares = {
         copies: sum_of_squares(gradients) if gradients else torch.zeros((), dtype=torch.float64, device=device)
         for copies, gradients in sorted(by_copies.items())

@@ -1,6 +1,6 @@
 """The tensors of a model as one rank holds them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from serried.parallel.mesh import Layout
-from serried.parallel.shard_specs import Box, ShardSpec, shard_specs
+from serried.parallel.shard_specs import Box, ShardSpec
 
 
 class HeldTensor(NamedTuple):
@@ -31,12 +31,16 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def held_parameters(module: nn.Module, layout: Layout, rank: int = 0) -> list[HeldTensor]:
-    """Every parameter of ``module``, sharded by ``layout``, each once, under the first of its names."""
-    named = dict(module.named_parameters())
-    specs = shard_specs({name: each.shape for name, each in named.items()}, layout, unshardable(module))
+def held_parameters(
+    modules: Iterable[nn.Module], specs: Mapping[str, ShardSpec], layout: Layout, rank: int = 0
+) -> list[HeldTensor]:
+    """Every parameter of ``modules``, the stages on this rank, each once, under the first of its names."""
     place = layout.coordinates(rank)
-    found = [HeldTensor(name, each, specs[name], specs[name].box(layout, place)) for name, each in named.items()]
+    found = [
+        HeldTensor(name, parameter, specs[name], specs[name].box(layout, place))
+        for module in modules
+        for name, parameter in module.named_parameters()
+    ]
     for each in found:  # so that the specs cannot drift from what torch did
         shape = tuple(each.local.shape)
         assert shape == each.box.sizes, f"{each.name} is {list(shape)} here, expected {list(each.box.sizes)}"

@@ -1,8 +1,9 @@
 """The degrees of the mesh axes, resolved and checked. Errors state the equation and a value that works."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from serried.configs.divisors import nearest_divisors
 from serried.configs.errors import UserError
@@ -10,6 +11,12 @@ from serried.configs.schema import ParallelSection, TrainerSection
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Mesh axes, outermost first: ranks are numbered row-major over them."""
+MODEL_AXES = ("pipeline", "context", "tensor")
+"""Axes along which ranks divide the work on one sample."""
+
+
+V_SCHEDULES = ("zbv", "dualpipev")
+"""Pipeline schedules in which a rank holds a stage of the first half and its mirror image in the second."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +28,13 @@ class Coordinates:
     shard: int
     context: int
     tensor: int
+    expert_shard: int
+    expert: int
+    """These two number the ranks of a block in another way, for the experts of a mixture."""
     data_rank: int
     """Ranks that differ in it see different samples; all others see the same."""
+    owns_loss: bool
+    """Whether the rank's loss counts: it holds the last stage, and of the tensor ranks, which all have it, is first."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,19 @@ class Layout:
     tensor: int = 1
     expert: int = 1
     """Not a factor of the number of processes: experts divide the ranks of a block in another way."""
+    sequence: bool = True
+    """Whether tensor ranks divide activations along the sequence between the matrices."""
+    context_method: str = "gather"
+    schedule: str = "1f1b"
+    stages: int = 1
+    """Of the pipeline, over all ranks."""
+    layers_of_stages: tuple[int, ...] = ()
+    """Blocks of each stage; empty: as even as can be."""
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole model, under DDP."""
+        return self.strategy == "ddp" and not self.is_sharded
 
     @property
     def world(self) -> int:
@@ -54,9 +79,14 @@ class Layout:
         return self.shard * self.context * self.tensor
 
     @property
+    def expert_shard(self) -> int:
+        """Ranks of a block that hold the same experts, and shard them."""
+        return self.block // self.expert
+
+    @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 divides the parameters, over however many ranks."""
-        return self.strategy in ("fsdp", "hsdp")
+        """Whether FSDP2 divides the parameters, over however many ranks: on all layouts but one process and DDP."""
+        return self.strategy in ("fsdp", "hsdp") or self.size(("pipeline", "context", "tensor")) > 1
 
     def size(self, axes: Iterable[str]) -> int:
         """Product of the degrees of ``axes``."""
@@ -75,11 +105,45 @@ class Layout:
         for axis in reversed(AXES):
             rest, place[axis] = divmod(rest, getattr(self, axis))
         assert rest == 0, f"rank {rank} of a layout of {self.world}"
-        return Coordinates(**place, data_rank=place["replicate"] * self.shard + place["shard"])
+        expert_shard, expert = divmod(rank % self.block, self.expert)
+        return Coordinates(
+            **place,
+            expert_shard=expert_shard,
+            expert=expert,
+            data_rank=place["replicate"] * self.shard + place["shard"],
+            owns_loss=self.stages - 1 in self.stages_of(place["pipeline"]) and place["tensor"] == 0,
+        )
+
+    def peers(self, axes: Collection[str]) -> list[list[int]]:
+        """Groups of ranks that differ on ``axes`` alone, each in the order of their index on these."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            place = self.coordinates(rank)
+            others = tuple(getattr(place, axis) for axis in AXES if axis not in axes)
+            groups.setdefault(others, []).append(rank)
+        return list(groups.values())
+
+    def stages_of(self, pipeline: int) -> tuple[int, ...]:
+        """Stages of the ranks at coordinate ``pipeline``, in the order of the model."""
+        if self.schedule in V_SCHEDULES and self.pipeline > 1:
+            return pipeline, self.stages - 1 - pipeline
+        return tuple(range(pipeline, self.stages, self.pipeline))
+
+    def pipeline_of(self, stage: int) -> int:
+        """Pipeline coordinate of the ranks that hold ``stage``."""
+        return next(rank for rank in range(self.pipeline) if stage in self.stages_of(rank))
+
+    def block_range(self, stage: int, blocks: int) -> range:
+        """Which of the model's ``blocks`` are in ``stage``."""
+        counts = self.layers_of_stages or [
+            blocks // self.stages + (number < blocks % self.stages) for number in range(self.stages)
+        ]
+        first = sum(counts[:stage])
+        return range(first, first + counts[stage])
 
     def describe(self) -> str:
         """For the plan: ``fsdp, shard 8``."""
-        degrees = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        degrees = [f"{axis} {getattr(self, axis)}" for axis in (*AXES, "expert") if getattr(self, axis) > 1]
         return ", ".join([self.strategy, *degrees])
 
 
@@ -89,54 +153,100 @@ def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
     Raises:
         UserError: the strategy and the degrees contradict each other, or their product is not ``world_size``.
     """
-    strategy, replicate, shard = section.strategy, section.replicate, section.shard
+    strategy = section.strategy
+    degrees = {axis: getattr(section, axis) for axis in AXES}
+    for axis, degree in degrees.items():
+        if degree == 0:
+            raise UserError(f"parallel.{axis}=0: degrees are 1 or more, or -1 for the rest")
+    free = [axis for axis, degree in degrees.items() if degree == -1]
+    if len(free) > 1:
+        both = " and ".join(f"parallel.{axis}" for axis in free)
+        raise UserError(f"{both} are {'both' if len(free) == 2 else 'all'} -1; only one can be whatever is left")
     if strategy == "single" and world_size > 1:
+        other = "parallel=fsdp" if any(degrees[axis] != 1 for axis in MODEL_AXES) else "parallel=ddp or parallel=fsdp"
+        raise UserError(f"parallel=single is one process but {world_size} were started; use {other}")
+    if strategy in ("single", "ddp") and degrees["shard"] != 1:
         raise UserError(
-            f"parallel=single is one process but {world_size} were started; use parallel=ddp or parallel=fsdp"
+            f"parallel.shard={section.shard} with parallel={strategy}: it does not shard; use parallel=fsdp or hsdp"
         )
-    if 0 in (replicate, shard):
+    if strategy in ("single", "fsdp") and degrees["replicate"] != 1:
         raise UserError(
-            f"parallel.replicate={replicate} parallel.shard={shard}: degrees are 1 or more, or -1 for the rest"
-        )
-    if replicate == shard == -1:
-        raise UserError("parallel.replicate and parallel.shard are both -1; only one can be whatever is left")
-    if strategy in ("single", "ddp") and shard != 1:
-        raise UserError(
-            f"parallel.shard={shard} with parallel={strategy}: it does not shard; use parallel=fsdp or hsdp"
-        )
-    if strategy in ("single", "fsdp") and replicate != 1:
-        raise UserError(
-            f"parallel.replicate={replicate} with parallel={strategy}: it does not replicate; use parallel=hsdp"
+            f"parallel.replicate={section.replicate} with parallel=fsdp: it does not replicate; use parallel=hsdp"
             if strategy == "fsdp"
-            else f"parallel.replicate={replicate} with parallel=single: it is one process; use parallel=ddp"
+            else f"parallel.replicate={section.replicate} with parallel=single: it is one process; use parallel=ddp"
         )
-    if section.sync_every_micro_batch and strategy == "ddp":
+    fixed = math.prod(degree for degree in degrees.values() if degree != -1)
+    if free and world_size % fixed == 0:
+        degrees[free[0]] = world_size // fixed
+    elif free:
         raise UserError(
-            "parallel.sync_every_micro_batch=true with parallel=ddp: replicas hold whole gradients either way, so it "
-            "only costs communication; use parallel.sync_every_micro_batch=false, or parallel=fsdp"
+            f"{_factors(degrees)} does not divide {_processes(world_size)}, so parallel.{free[0]}=-1 has no value; "
+            f"use {_nearest(degrees, world_size)}a multiple of {fixed} processes"
         )
-    known = {"replicate": replicate, "shard": shard}
-    free = next((axis for axis, degree in known.items() if degree == -1), None)
-    if free:
-        fixed_axis, fixed = next((axis, degree) for axis, degree in known.items() if axis != free)
-        if world_size % fixed:
-            raise UserError(
-                f"parallel.{fixed_axis}={fixed} does not divide {_processes(world_size)}, so parallel.{free}=-1 has no "
-                f"value; use parallel.{fixed_axis}={nearest_divisors(world_size, fixed)[0]}, or a multiple of {fixed} "
-                "processes"
-            )
-        known[free] = world_size // fixed
-    elif replicate * shard != world_size:
-        needed = replicate * shard
+    elif fixed != world_size:
+        rest = "replicate" if strategy == "ddp" else "shard"
+        fits = world_size % (fixed // degrees[rest]) == 0
         raise UserError(
-            f"the mesh needs {needed} processes (replicate {replicate} x shard {shard}) but "
-            f"{_processes(world_size)} {'was' if world_size == 1 else 'were'} started; use --nproc_per_node={needed} "
-            f"(in a dry run: launch.processes={needed}), or "
-            f"parallel.{'replicate' if strategy == 'ddp' else 'shard'}=-1 for whatever is left"
+            f"the mesh needs {_processes(fixed)} ({_equation(degrees)}) but "
+            f"{_processes(world_size)} {'was' if world_size == 1 else 'were'} started; use --nproc_per_node={fixed} "
+            f"(in a dry run: launch.processes={fixed})"
+            + (f", or parallel.{rest}=-1 for whatever is left" if fits and strategy != "single" else "")
         )
     if world_size == 1:
         return Layout("single")
-    return Layout(strategy, **known)
+    return Layout(
+        strategy,
+        **degrees,
+        expert=section.expert,
+        sequence=section.sequence,
+        context_method=section.context_method,
+        **_stages(section, degrees["pipeline"]),
+    )
+
+
+def _stages(section: ParallelSection, pipeline: int) -> dict[str, Any]:
+    """Fields of the layout that only a pipeline has."""
+    if pipeline == 1:
+        return {}
+    usual = 1 if section.schedule in ("gpipe", "1f1b") else 2
+    per_rank = section.stages_per_rank or usual
+    fixed = usual == 1 or section.schedule in V_SCHEDULES
+    if fixed and per_rank != usual:
+        raise UserError(
+            f"parallel.stages_per_rank={per_rank} with parallel.schedule={section.schedule}: it has {usual} on each "
+            f"rank; use parallel.stages_per_rank={usual}, or parallel.schedule=interleaved"
+        )
+    if per_rank < 2 and not fixed:
+        raise UserError(
+            f"parallel.stages_per_rank=1 with parallel.schedule={section.schedule}: it has several on each rank; use "
+            "parallel.stages_per_rank=2, or parallel.schedule=1f1b"
+        )
+    stages, layers = pipeline * per_rank, section.layers_of_stages or ()
+    if layers and len(layers) != stages:
+        raise UserError(
+            f"parallel.layers_of_stages has {len(layers)} numbers for {stages} stages = pipeline {pipeline} x "
+            f"{per_rank} per rank; give one number for each stage, or leave it out"
+        )
+    return {"schedule": section.schedule, "stages": stages, "layers_of_stages": tuple(layers)}
+
+
+def _equation(degrees: Mapping[str, int]) -> str:
+    """``replicate 2 x shard 3``, with those of the other axes that are more than 1."""
+    shown = ("replicate", "shard", *(axis for axis in ("context", "tensor", "pipeline") if degrees[axis] != 1))
+    return " x ".join(f"{axis} {degrees[axis]}" for axis in shown)
+
+
+def _factors(degrees: Mapping[str, int]) -> str:
+    return " x ".join(f"parallel.{axis}={degree}" for axis, degree in degrees.items() if degree > 1)
+
+
+def _nearest(degrees: Mapping[str, int], world_size: int) -> str:
+    """The largest degree with the nearest value that leaves a whole number for the rest, if one does."""
+    axis = max(degrees, key=lambda each: degrees[each])
+    others = math.prod(degree for each, degree in degrees.items() if degree > 0 and each != axis)
+    if world_size % others:
+        return ""
+    return f"parallel.{axis}={nearest_divisors(world_size // others, degrees[axis])[0]}, or "
 
 
 def gradient_accumulation(trainer: TrainerSection, layout: Layout) -> int:

@@ -1,8 +1,9 @@
 """The model as the trainer sees it, whatever its layout: forward, backward, totals over all ranks."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,14 +13,13 @@ from torch import Tensor, nn
 
 from serried.configs.errors import UserError
 from serried.parallel.data import GradientSync
-from serried.parallel.gradient import global_sum_of_squares
+from serried.parallel.gradient import global_sum_of_squares, reduce_partial_gradients
+from serried.parallel.groups import Groups
 from serried.parallel.held import HeldTensor, held_parameters, local
 from serried.parallel.mesh import Layout
 from serried.parallel.phases import BACKWARD, FORWARD, Phases
-from serried.parallel.plan import LossTerms
+from serried.parallel.plan import LossTerms, Objective
 from serried.parallel.shard_specs import Box, ShardSpec
-
-LossFunction = Callable[[nn.Module, Any], LossTerms]
 
 
 class Totals(NamedTuple):
@@ -40,21 +40,30 @@ class Direct:
     def __init__(self, sync: GradientSync, phases: Phases, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         self._sync, self._phases, self._autocast = sync, phases, autocast
 
-    def train(self, batches: Sequence[Any], loss: LossFunction, ended: Callable[[int, LossTerms], Tensor]) -> None:
-        """``ended(index, terms)`` turns what the loss returned for a micro-batch into what its backward starts from."""
+    def train(
+        self,
+        batches: Sequence[Any],
+        objective: Objective,
+        seeds: Sequence[int],
+        ended: Callable[[int, LossTerms], Tensor],
+    ) -> None:
+        """Forward and backward. ``ended(index, terms)`` turns the loss of a micro-batch into what its backward starts
+        from; ``seeds``, one per micro-batch or none, are those of torch's random numbers."""
         for index, batch in enumerate(batches):
             with self._sync.during(index == len(batches) - 1):
                 self._phases.enter(FORWARD)
+                if seeds:
+                    torch.manual_seed(seeds[index])
                 with self._autocast():
-                    terms = self._sync.root(loss, batch)
+                    terms = self._sync.root(objective.loss, batch)
                 self._phases.enter(BACKWARD)
                 ended(index, terms).backward()
 
-    def predict(self, batches: Iterable[Any], loss: LossFunction) -> Iterator[LossTerms]:
+    def predict(self, batch: Any, objective: Objective) -> LossTerms:
         """Forward only."""
-        for batch in batches:
-            with self._autocast():
-                yield self._sync.root(loss, batch)
+        with self._autocast():
+            terms: LossTerms = self._sync.root(objective.loss, batch)
+            return terms
 
 
 class DistributedModel:
@@ -67,18 +76,21 @@ class DistributedModel:
         self,
         module: nn.Module,
         sync: GradientSync,
+        specs: Mapping[str, ShardSpec],
         layout: Layout,
         device: torch.device,
-        phases: Phases,
         *,
+        groups: Groups,
+        phases: Phases,
         autocast_dtype: torch.dtype | None,
         buffers: Sequence[str] = (),
     ) -> None:
-        """``buffers`` names those that belong to the model's state."""
-        self.module, self.layout, self.device, self.phases = module, layout, device, phases
+        """``specs``: of the whole model; ``buffers`` names those that belong to the model's state."""
+        self.module, self.specs, self.layout, self.device = module, specs, layout, device
+        self.groups, self.phases = groups, phases
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.place = layout.coordinates(rank)
-        self.parameters: list[HeldTensor] = held_parameters(module, layout, rank)
+        self.parameters: list[HeldTensor] = held_parameters([module], specs, layout, rank)
         self.gradient_divisor = sync.divisor
         """``.grad`` times this is the sum over ranks."""
         self._sync, self._buffer_names, self._autocast_dtype = sync, buffers, autocast_dtype
@@ -97,7 +109,7 @@ class DistributedModel:
         if tuple(value.shape) == parameter.spec.shape:
             return parameter._replace(tensor=value)
         if len(value.shape) == len(parameter.spec.shape):
-            spec = ShardSpec(parameter.name, tuple(value.shape), parameter.spec.slices)
+            spec = replace(parameter.spec, shape=tuple(value.shape))
             box = spec.box(self.layout, self.place)
             if tuple(local(value).shape) == box.sizes:  # such as running means of rows
                 return HeldTensor(parameter.name, value, spec, box)
@@ -110,7 +122,12 @@ class DistributedModel:
         return partial(self._sync.root, nn.Module.__call__) if self.layout.is_sharded else self.module
 
     def forward_backward(
-        self, batches: Sequence[Any], loss: LossFunction, scale: float | Tensor, vote: Callable[[], float]
+        self,
+        batches: Sequence[Any],
+        objective: Objective,
+        scale: float | Tensor,
+        vote: Callable[[], float],
+        seeds: Sequence[int] = (),
     ) -> Totals:
         """Backward through ``scale`` x the summed loss of all ``batches`` of all ranks.
 
@@ -130,14 +147,17 @@ class DistributedModel:
             mine, is_last = terms.totals(), index == len(batches) - 1
             if index == 0:  # the vote comes last
                 totals = mine.new_zeros(len(mine) + 1)
-            totals[:-1] += mine
+            totals[:-1] += mine * self.place.owns_loss  # 0 x NaN is NaN: a bad number on any rank reaches all
             if is_last and (my_vote := vote()):
                 totals[-1] = my_vote
             if is_last and dist.is_initialized():
                 travelling = dist.all_reduce(totals, async_op=True)
             return terms.loss_sum * scale
 
-        self._runner.train(batches, loss, ended)
+        mine = [self._of_this_rank(batch, objective) for batch in batches]
+        self._runner.train(mine, objective, seeds, ended)
+        if self.groups.tensor is not None:
+            reduce_partial_gradients(self.parameters, "tensor", self.groups.tensor)
         self._share_buffers()
         if travelling is not None:
             travelling.wait()
@@ -145,16 +165,19 @@ class DistributedModel:
         return Totals(totals[0], totals[1], totals[-1], totals[2:metrics], totals[metrics:-1])
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Any], loss: LossFunction) -> LossTerms:
-        """Totals of ``batches`` over all ranks, no gradients. Every rank must bring the same number of batches."""
+    def evaluate(self, batches: Iterable[tuple[Any, bool]], objective: Objective) -> LossTerms:
+        """Totals of ``batches`` over all ranks, no gradients. Every rank must bring the same number of batches, each
+        with whether it counts."""
         totals, names = torch.zeros(2, dtype=torch.float64, device=self.device), None
         with _evaluating(self.module):
-            for terms in self._runner.predict(batches, loss):
+            for batch, counts in batches:
+                terms = self._runner.predict(self._of_this_rank(batch, objective), objective)
+                terms = terms if counts else terms.zeroed()
                 if (is_first := names is None) and not self._has_evaluated:
                     same_sums_everywhere(terms)
                     self._has_evaluated = True
                 names = same_names(names, terms)
-                mine = terms.totals()[: 2 + 2 * len(names)]
+                mine = terms.totals()[: 2 + 2 * len(names)] * self.place.owns_loss
                 totals = mine if is_first else totals + mine
         if dist.is_initialized():
             dist.all_reduce(totals)
@@ -166,7 +189,7 @@ class DistributedModel:
 
     def sum_squares(self) -> Tensor:
         """Sum of squares of the whole reduced gradient (``.grad``), fp64 scalar, equal bits on all ranks."""
-        return global_sum_of_squares(self.parameters, self.layout)
+        return global_sum_of_squares(self.parameters, self.specs, self.layout, self.device)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context forwards run in."""
@@ -177,6 +200,11 @@ class DistributedModel:
     def reshard(self) -> None:
         """Free what a forward without backward left gathered."""
         self._sync.reshard()
+
+    def _of_this_rank(self, batch: Any, objective: Objective) -> Any:
+        """Return ``batch`` with this rank's part of each sequence."""
+        del objective  # the context axis will ask it
+        return batch
 
     @torch.no_grad()
     def _share_buffers(self) -> None:

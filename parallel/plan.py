@@ -1,13 +1,14 @@
 """What a task gives the library: the sums of its loss, and how its model may be sharded. No ranks, no devices."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 Number = Tensor | float
 
@@ -39,6 +40,64 @@ class LossTerms(NamedTuple):
         numbers = [self.loss_sum, self.weight, *(number for metric in self.metrics.values() for number in metric)]
         sums = torch.stack([torch.as_tensor(number, device=device).detach().double() for number in numbers])
         return sums if self.by_source is None else torch.cat((sums, self.by_source.double()))
+
+
+class Inputs(NamedTuple):
+    """What a model is called with: ``model(stream, **named)``."""
+
+    stream: Tensor
+    """What passes through the blocks, one after the other: the token ids at first."""
+    named: Mapping[str, Any] = MappingProxyType({})
+    """What any part of the model may read besides, such as positions or targets."""
+
+
+class Objective(Protocol):
+    """What is optimised; a task is one."""
+
+    def loss(self, model: nn.Module, batch: Any) -> LossTerms:
+        """Run ``model`` on ``batch``."""
+
+    def inputs(self, batch: Any) -> Inputs:
+        """Return what the model is called with. Only a pipeline, which calls the model itself, needs it."""
+
+    def terms(self, output: Any, batch: Any) -> LossTerms:
+        """Return the loss from what the model returned. Only a pipeline needs it."""
+
+    def slice_sequence(self, batch: Any, part: Callable[[Tensor, int], Tensor]) -> Any:
+        """Return ``batch`` with ``part(tensor, dim)`` of what has the sequence along ``dim``. Only the context axis
+        needs it."""
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """Declared by a model, carried out by ``parallel.apply``.
+
+    Globs match names of modules with as many dots: ``layers.*.mlp`` is one module in each layer.
+    """
+
+    units: tuple[tuple[str, ...], ...] = ()
+    """Groups of module names whose parameters are gathered and freed together under sharding, in forward order.
+
+    Parameters in no unit stay gathered through the whole forward and backward. The last unit is not freed after its
+    forward, since backward starts there. None: one unit per repeated block, see ``parallel.units``.
+    """
+    blocks: tuple[str, ...] = ()
+    """Names of the modules between which a pipeline may split the model, in forward order."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """Globs -> what the tensor axis does with the modules, see ``parallel.tensor``."""
+    tied: tuple[str, ...] = ()
+    """Names of the parameters of the beginning that the end of the model reads too."""
+    context: tuple[str, ...] = ()
+    """Names of the modules whose attribute ``context`` is a ``Context``, with wildcards; the model itself is ""."""
+
+    def role(self, module: str) -> str | None:
+        """Return the role of the module of this name."""
+        return next((role for glob, role in self.roles.items() if matches(module, glob)), None)
+
+
+def matches(name: str, glob: str) -> bool:
+    """Return whether ``glob`` matches the module name ``name``, which has as many dots."""
+    return name.count(".") == glob.count(".") and fnmatchcase(name, glob)
 
 
 class Vocabulary:
@@ -74,20 +133,6 @@ class Vocabulary:
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return the whole logits [B, S, V] of ``hidden`` [B, S, D], with gradients."""
         return F.linear(hidden, weight)
-
-
-@dataclass(frozen=True)
-class ParallelPlan:
-    """Declared by a model, carried out by ``parallel.apply``."""
-
-    units: tuple[tuple[str, ...], ...] = ()
-    """Groups of module names whose parameters are gathered and freed together under sharding, in forward order.
-
-    Parameters in no unit stay gathered through the whole forward and backward. The last unit is not freed after its
-    forward, since backward starts there. None: one unit per repeated block, see ``parallel.units``.
-    """
-    context: tuple[str, ...] = ()
-    """Names of the modules whose attribute ``context`` is a ``Context``, with wildcards; the model itself is ""."""
 
 
 class Context:

@@ -1,12 +1,13 @@
-"""Which rank holds which part of every parameter: the only source of it. Pure arithmetic, no torch."""
+"""Which rank holds which part of every parameter: the only source of it. Pure arithmetic."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 from serried.parallel.mesh import Coordinates, Layout
+from serried.parallel.plan import ParallelPlan
 
 
 class Slice(NamedTuple):
@@ -42,8 +43,10 @@ class ShardSpec:
     """Of the whole tensor."""
     slices: tuple[Slice, ...] = ()
     """Applied in order, each to what the one before it left. None: every rank holds the whole tensor."""
-    stages: tuple[int, ...] = (0,)
-    """Pipeline coordinates that hold it."""
+    holders: tuple[int, ...] = (0,)
+    """Pipeline coordinates that hold it, one for each stage that does."""
+    sums_over: tuple[str, ...] = ()
+    """Mesh axes over which the gradients of its ranks are the terms of a sum."""
 
     @property
     def sliced_axes(self) -> tuple[str, ...]:
@@ -51,7 +54,7 @@ class ShardSpec:
         return tuple(axis for each in self.slices for axis in each.axes)
 
     def box(self, layout: Layout, place: Coordinates) -> Box:
-        """The part that the rank at ``place`` holds, which must be on one of ``stages``."""
+        """The part that the rank at ``place`` holds, which must be one of ``holders``."""
         starts, sizes = [0] * len(self.shape), list(self.shape)
         for dim, axes in self.slices:
             start, size = chunk(sizes[dim], layout.size(axes), layout.index(place, axes))
@@ -61,7 +64,7 @@ class ShardSpec:
 
     def copies(self, layout: Layout) -> int:
         """Number of ranks that hold each element."""
-        return layout.world // layout.pipeline // layout.size(self.sliced_axes) * len(self.stages)
+        return layout.world // layout.pipeline // layout.size(self.sliced_axes) * len(self.holders)
 
     def sources(self, layout: Layout) -> list[tuple[Box, int]]:
         """Every distinct box that is not empty, by where it starts, each with the first rank of a block that holds
@@ -84,12 +87,34 @@ def chunk(size: int, chunks: int, index: int) -> tuple[int, int]:
     return start, min(width, size - start)
 
 
-def shard_specs(
-    shapes: Mapping[str, Sequence[int]], layout: Layout, whole: Collection[str] = ()
-) -> dict[str, ShardSpec]:
-    """The shard spec of every parameter, by name. Those in ``whole``, and those without dims, are not divided."""
-    rows = (Slice(0, ("shard", "context")),) if layout.is_sharded else ()
-    return {
-        name: ShardSpec(name, tuple(shape), () if name in whole or not len(shape) else rows)
-        for name, shape in shapes.items()
+def sharding(slices: Sequence[Slice]) -> Slice:
+    """The slice of FSDP2, which shards dim 0 of what the ``slices`` before it leave."""
+    is_expert = any("expert" in each.axes for each in slices)
+    return Slice(0, ("expert_shard",) if is_expert else ("shard", "context"))
+
+
+def stages_of(names: Sequence[str], plan: ParallelPlan, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Pipeline stages that hold each of ``names``, parameters or modules of a model in their order.
+
+    What comes before the first of ``plan.blocks`` is in the first stage, what comes after in the last; what
+    ``plan.tied`` names is in both.
+    """
+    if layout.stages == 1:
+        return dict.fromkeys(names, (0,))
+    last = layout.stages - 1
+    stage_of_block = {
+        plan.blocks[number]: stage
+        for stage in range(layout.stages)
+        for number in layout.block_range(stage, len(plan.blocks))
     }
+    found: dict[str, tuple[int, ...]] = {}
+    before_blocks = True
+    for name in names:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        stage = next((stage_of_block[prefix] for prefix in prefixes if prefix in stage_of_block), None)
+        before_blocks = before_blocks and stage is None
+        if stage is None:
+            stage = 0 if before_blocks else last
+        found[name] = (0, last) if name in plan.tied else (stage,)
+    return found

@@ -21,7 +21,7 @@ from serried.configs.schema import (
     TextRunConfig,
     TrainerSection,
 )
-from serried.parallel.plan import LossTerms, ParallelPlan
+from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 from serried.recipes.data.chat import ask, chat_template
 from serried.recipes.data.choose_source import check_path
 from serried.recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
@@ -249,11 +249,18 @@ class CausalLM(TextTask):
         rows, ids = self.vocab_size(), self._tokenizer_size()
         return f"{ids:,} padded to {rows:,}" if self._model.vocab_size is None and ids != rows else f"{rows:,}"
 
-    def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
-        loss_sum = self._family().loss_sum(model, batch)
+    def inputs(self, batch: Batch) -> Inputs:
+        return self._family().inputs(batch)
+
+    def terms(self, output: torch.Tensor, batch: Batch) -> LossTerms:
         training = self._datasets.get("train")
         by_source = training.targets_by_source(batch) if isinstance(training, MixtureDataset) else None
+        loss_sum = self._family().loss_sum(output, batch)
         return LossTerms(loss_sum, (batch.targets != IGNORE).sum(), by_source=by_source)
+
+    def slice_sequence(self, batch: Batch, part: Callable[[torch.Tensor, int], torch.Tensor]) -> Batch:
+        # Positions stay whole: every rank needs to know which document a key is of.
+        return batch._replace(tokens=part(batch.tokens, 1), targets=part(batch.targets, 1))
 
     def flops_per_sample(self, parameters: int) -> float:
         length = self._data.sequence_length

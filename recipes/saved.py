@@ -5,7 +5,7 @@ from typing import Any
 
 from serried.configs.errors import UserError
 from serried.configs.plain_data import read_json
-from serried.configs.schema import TextRunConfig
+from serried.configs.schema import ParallelSection, TextRunConfig
 
 
 def as_saved(
@@ -27,7 +27,7 @@ def as_saved(
     if is_cut_anew:
         strategy = "single" if world_size == 1 else "ddp" if parallel.strategy in ("single", "ddp") else "fsdp"
         degrees = {"replicate": -1 if strategy == "ddp" else 1, "shard": -1 if strategy == "fsdp" else 1}
-        parallel = parallel.model_copy(update={"strategy": strategy, **degrees, "sync_every_micro_batch": False})
+        parallel = ParallelSection.model_validate({"strategy": strategy, **degrees})
     if is_other_data:
         update: dict[str, Any] = {"validation_fraction": 0.0, "validation": {}}
         is_prepared = data.name == "tokens" and (Path(data.path or "") / "summary.json").exists()

@@ -10,6 +10,7 @@ from serried.configs.errors import UserError
 from serried.configs.registry import tasks
 from serried.configs.schema import RunConfig
 from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
+from serried.parallel.checks import check_layout
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.records.page import write_report
 from serried.runtime.ending import leave, note_repeated, report_mistake
@@ -52,7 +53,9 @@ def _do(action: Action, overrides: list[str]) -> int:
 
 def _plan(config: RunConfig) -> tuple[Layout, int]:
     layout = resolve_layout(config.parallel, planned_processes(config.launch, config.dry_run))
-    return layout, gradient_accumulation(config.trainer, layout)
+    accumulation = gradient_accumulation(config.trainer, layout)
+    check_layout(config, layout, accumulation)
+    return layout, accumulation
 
 
 def _overview(config: RunConfig, layout: Layout, accumulation: int) -> str:

@@ -13,12 +13,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 import serried.trainer.training_state
 from serried.configs.compose import compose, config_yaml
 from serried.configs.declaration import BUILT_IN
 from serried.parallel.held import local
+from serried.parallel.mesh import resolve_layout
 from serried.parallel.plan import LossTerms
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM
@@ -75,7 +76,9 @@ def train_small(
             code = train(config, recipe, session, config_yaml(config))
         except _Crash:
             code = 70
-    return {"code": code, "sample_ids": recipe.sample_ids}
+    place = resolve_layout(config.parallel, session.world_size).coordinates(session.rank)
+    counts = place.owns_loss and place.context == 0  # of the ranks that saw the same samples
+    return {"code": code, "sample_ids": recipe.sample_ids if counts else []}
 
 
 class _Crash(Exception):
@@ -148,8 +151,8 @@ class ObservedRecipe(CausalLM):
                 batch.targets[row, sample * 7919 % batch.targets.shape[1] + 1 :] = IGNORE
         return batch
 
-    def loss(self, model: nn.Module, batch: Batch) -> LossTerms:
-        terms = super().loss(model, batch)
+    def terms(self, output: Tensor, batch: Batch) -> LossTerms:
+        terms = super().terms(output, batch)
         if torch.is_grad_enabled() and batch.sample_ids.max() >= 0:  # no evaluation, no rehearsal
             self.sample_ids.append(batch.sample_ids.tolist())
             self._forwards += 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,7 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
     """Losses of some steps, the number of parameters, and a checkpoint in ``run_dir`` that is read back."""
     config = compose([f"run.dir={run_dir}", "checkpoint.mode=sync", "optim.lr=0.01", *argv])
     build, loss = MODELS[name]
+    objective: Any = SimpleNamespace(loss=loss)
     with open_session(LaunchSection()) as session:
         torch.manual_seed(config.trainer.seed)
         layout = resolve_layout(config.parallel, session.world_size)
@@ -97,11 +99,11 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
         rows = torch.arange(BATCH).chunk(layout.data_ranks)[model.place.data_rank]
         for step in range(STEPS):
             batches = list((rows + BATCH * step).chunk(2))
-            totals = model.forward_backward(batches, loss, 1 / BATCH, lambda: 0.0)
+            totals = model.forward_backward(batches, objective, 1 / BATCH, lambda: 0.0)
             losses.append((totals.loss_sum / totals.weight).item())
             norms.append(model.sum_squares().sqrt().item() * model.gradient_divisor)
             take_step(optimizer, torch.tensor(1 / model.gradient_divisor), torch.tensor(0.0))
-        evaluated = model.evaluate([rows], loss)
+        evaluated = model.evaluate([(rows, True)], objective)
         losses.append((evaluated.loss_sum / evaluated.weight).item())
         saver = Checkpointer(
             Path(run_dir),

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from serried.configs.schema import LlamaSection, RopeScaling
+from serried.parallel.axes import shard_specs
 from serried.parallel.held import held_parameters
 from serried.parallel.initialize import initialize, normal_rows
 from serried.parallel.mesh import Layout
+from serried.parallel.plan import ParallelPlan
 from serried.recipes.models import head
 from serried.recipes.models.head import IGNORE, linear_cross_entropy_sum
 from serried.recipes.models.transformer import (
@@ -36,7 +38,7 @@ def build(config: LlamaSection, seed: int = 0) -> Transformer:
     model.to_empty(device="cpu")
     # Four times the usual spread, so that a wrong rotation or scale shows far above rounding.
     initialize(
-        held_parameters(model, Layout("single")),
+        held_parameters([model], shard_specs(model, ParallelPlan(), Layout("single")), Layout("single")),
         lambda name: None if (std := initial_std(config, name)) is None else 4 * std,
         seed,
     )

@@ -13,9 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from serried.configs.compose import compose
 from serried.parallel.apply import parallelize
+from serried.parallel.axes import shard_specs
 from serried.parallel.mesh import AXES, Layout
 from serried.parallel.plan import ParallelPlan
-from serried.parallel.shard_specs import ShardSpec, Slice, chunk, shard_specs
+from serried.parallel.shard_specs import ShardSpec, Slice, chunk
 
 DEGREES = st.sampled_from([1, 1, 2, 3])
 LAYOUTS = st.builds(Layout, st.just("hsdp"), **dict.fromkeys(AXES, DEGREES))
@@ -40,7 +41,7 @@ def test_every_element_is_held_by_as_many_ranks_as_the_spec_says(case: tuple[Lay
     holders, squares = np.zeros(spec.shape, int), 0.0
     for rank in range(layout.world):
         place = layout.coordinates(rank)
-        if place.pipeline in spec.stages:
+        if place.pipeline in spec.holders:
             box = spec.box(layout, place)
             rows = slice(box.starts[0], box.starts[0] + box.sizes[0])
             holders[(rows, *box.columns())] += 1
@@ -70,7 +71,8 @@ def test_ranks_are_numbered_row_major_and_blocks_are_contiguous(layout: Layout) 
 @given(st.integers(1, 9), st.integers(1, 30))
 def test_sources_of_a_block_are_its_rows_in_order(shard: int, rows: int) -> None:
     layout = Layout("hsdp", replicate=2, shard=shard)
-    spec = shard_specs({"weight": (rows, 3)}, layout)["weight"]
+    model = nn.Linear(3, rows, bias=False, device="meta")
+    spec = shard_specs(model, ParallelPlan(), layout)["weight"]
     sources = spec.sources(layout)
     assert [rank for _, rank in sources] == list(range(len(sources)))
     assert sum(box.sizes[0] for box, _ in sources) == rows
@@ -79,7 +81,10 @@ def test_sources_of_a_block_are_its_rows_in_order(shard: int, rows: int) -> None
 
 def test_tensors_that_cannot_be_sharded_are_whole_on_every_rank() -> None:
     layout = Layout("fsdp", shard=4)
-    specs = shard_specs({"scale": (), "codes": (8, 2), "weight": (1,)}, layout, whole=["codes"])
+    model = nn.Module()
+    model.scale, model.weight = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(1))
+    model.codes = nn.Parameter(torch.zeros(8, 2, dtype=torch.int64), requires_grad=False)
+    specs = shard_specs(model, ParallelPlan(), layout)
     assert [specs[name].copies(layout) for name in ("scale", "codes", "weight")] == [4, 4, 1]
     assert [specs["weight"].box(layout, layout.coordinates(rank)).numel for rank in range(4)] == [1, 0, 0, 0]
 

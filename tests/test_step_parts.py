@@ -98,6 +98,13 @@ def parallel(strategy: str, **values: object) -> ParallelSection:
         (parallel("hsdp", replicate=-1, shard=4), 8, Layout("hsdp", replicate=2, shard=4)),
         (parallel("hsdp", replicate=2, shard=4), 8, Layout("hsdp", replicate=2, shard=4)),
         (parallel("ddp", replicate=-1), 1, Layout("single")),
+        (parallel("fsdp", shard=-1, tensor=2), 8, Layout("fsdp", shard=4, tensor=2)),
+        (parallel("ddp", replicate=-1, tensor=2), 4, Layout("ddp", replicate=2, tensor=2)),
+        (
+            parallel("fsdp", shard=1, pipeline=-1, schedule="interleaved"),
+            3,
+            Layout("fsdp", pipeline=3, schedule="interleaved", stages=6),
+        ),
         (parallel("fsdp", shard=-1), 1, Layout("single")),
     ],
 )
@@ -125,7 +132,20 @@ def test_layouts_resolve(section: ParallelSection, world: int, layout: Layout) -
         (parallel("ddp", replicate=-1, shard=2), 2, ["shard=2", "parallel=fsdp"]),
         (parallel("fsdp", replicate=2, shard=-1), 2, ["replicate=2", "parallel=hsdp"]),
         (parallel("fsdp", shard=0), 2, ["shard=0", "1 or more"]),
-        (parallel("ddp", replicate=-1, sync_every_micro_batch=True), 2, ["sync_every_micro_batch"]),
+        (
+            parallel("fsdp", shard=3, tensor=2, pipeline=2),
+            8,
+            [
+                "12 processes (replicate 1 x shard 3 x tensor 2 x pipeline 2)",
+                "--nproc_per_node=12",
+                "parallel.shard=-1",
+            ],
+        ),
+        (parallel("fsdp", shard=-1, tensor=3), 8, ["parallel.tensor=3 does not divide 8", "parallel.tensor=2"]),
+        (parallel("fsdp", shard=-1, tensor=-1), 8, ["parallel.shard and parallel.tensor are both -1"]),
+        (parallel("single", tensor=2), 2, ["parallel=fsdp"]),
+        (parallel("fsdp", shard=-1, pipeline=2, schedule="zbv", stages_per_rank=3), 4, ["zbv", "stages_per_rank=2"]),
+        (parallel("fsdp", shard=-1, pipeline=2, layers_of_stages=(1, 2, 3)), 4, ["3 numbers for 2 stages"]),
     ],
 )
 def test_layouts_that_cannot_be_say_why_and_what_would(section: ParallelSection, world: int, says: list[str]) -> None:

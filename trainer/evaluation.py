@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from serried.configs.errors import EXIT_FINISHED, UserError
 from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig
 from serried.parallel.apply import parallelize
 from serried.parallel.mesh import Layout, resolve_layout
 from serried.parallel.model import DistributedModel
-from serried.parallel.plan import LossTerms
 from serried.runtime.console import Console
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, read_manifest
@@ -57,11 +55,6 @@ def evaluate_by_source(
     ``on_device`` is given pairs of a batch and whether it counts, and yields them with the batch on the device.
     """
 
-    def loss(model: nn.Module, pair: tuple[Any, bool]) -> LossTerms:
-        batch, counts = pair
-        terms = task.loss(model, batch)
-        return terms if counts else terms.zeroed()
-
     for source, numbers in evaluation_samples(dataset, samples).items():
         batches = evaluation_batches(
             dataset,
@@ -71,7 +64,7 @@ def evaluate_by_source(
             data_ranks=parallel.layout.data_ranks,
             data_rank=parallel.place.data_rank,
         )
-        terms = parallel.evaluate(on_device(batches), loss)
+        terms = parallel.evaluate(on_device(batches), task)
         loss_sum, weight, *metrics = terms.totals().tolist()
         pairs = zip(metrics[::2], metrics[1::2], strict=True)
         yield source, Sums(loss_sum, weight, dict(zip(terms.metrics, pairs, strict=True)))

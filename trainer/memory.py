@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from serried.configs.schema import RunConfig
-from serried.parallel.held import unshardable
+from serried.parallel.axes import shard_specs
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
-from serried.parallel.shard_specs import shard_specs
 from serried.parallel.units import units_of
 from serried.trainer.optimizer_state import state_bytes
 from serried.trainer.precision import LOW_DTYPES
@@ -43,7 +42,7 @@ def planned_memory(
     """Return the memory of a run of ``config``. ``model`` may be on meta."""
     first = layout.coordinates(0)  # no rank holds more
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    specs = shard_specs(shapes, layout, unshardable(model))
+    specs = shard_specs(model, plan, layout)
     held = {name: spec.box(layout, first).numel for name, spec in specs.items()}
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     share, share_trained = sum(held.values()), sum(held[name] for name in trained)
@@ -73,6 +72,6 @@ def _gathered(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> int:
     names = plan.units or units_of(model)
     units = [sum(p.numel() for name in unit for p in model.get_submodule(name).parameters()) for unit in names]
     whole = sum(parameter.numel() for parameter in model.parameters())
-    if not config.parallel.reshard_after_forward:
+    if not config.parallel.frees_after_forward:
         return whole * width
     return (whole - sum(units) + sum(sorted(units)[-2:])) * width

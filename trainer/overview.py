@@ -46,7 +46,7 @@ def overview(
     step_weight = trainer.global_batch * task.weight_per_sample()
     mesh = layout.describe()
     if layout.shard > 1:
-        mesh += ", ZeRO-3 (gathers for use)" if parallel.reshard_after_forward else ", ZeRO-2 (stays gathered)"
+        mesh += ", ZeRO-3 (gathers for use)" if parallel.frees_after_forward else ", ZeRO-2 (stays gathered)"
     schedule = config.schedule
     ratio = learning_rate(trainer.steps, trainer.steps, 1.0, schedule)
     decay = f" to {ratio:g}x" if ratio != 1 and schedule.warmup_steps < trainer.steps else ""

@@ -10,7 +10,7 @@ from serried.configs.formats import duration, short, size
 from serried.configs.near import nearest
 from serried.configs.plain_data import is_count, is_number
 from serried.configs.schema import DEFAULT_VALIDATION
-from serried.parallel.mesh import Layout
+from serried.parallel.mesh import AXES, Layout
 from serried.records.run_folder import PROFILES
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start
 from serried.trainer.checkpoint.retention import folder_name
@@ -105,7 +105,7 @@ class Report:
         self._record(
             "start",
             world_size=self._session.world_size,
-            mesh={"replicate": layout.replicate, "shard": layout.shard},
+            mesh={axis: getattr(layout, axis) for axis in (*AXES, "expert")},
             parameters=parameters,
             resumed_from=start.step if start.checkpoint is not None else None,
             device=device_name(self._session.device),

@@ -1,16 +1,16 @@
 """One optimizer step: a transaction that all ranks commit or none does, without waiting for the device."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from serried.configs.schema import HealthSection
-from serried.parallel.model import DistributedModel, LossFunction
+from serried.parallel.model import DistributedModel
 from serried.parallel.phases import OPTIMIZER
-from serried.parallel.plan import LossTerms
+from serried.parallel.plan import Objective
 from serried.trainer.optimizer import take_step
 from serried.trainer.precision import GradScaler
 from serried.trainer.spikes import SpikeWindow
@@ -69,7 +69,7 @@ class TrainStep:
         self,
         parallel: DistributedModel,
         optimizer: torch.optim.Optimizer,
-        loss: LossFunction,
+        objective: Objective,
         scaler: GradScaler,
         *,
         max_grad_norm: float,
@@ -80,7 +80,7 @@ class TrainStep:
         backward, which keeps fp16 in range on every layout, and by actual / nominal weight afterwards."""
         self._parallel = parallel
         self._optimizer = optimizer
-        self._loss = loss
+        self._objective = objective
         self.scaler = scaler
         self._max_grad_norm = max_grad_norm if max_grad_norm > 0 else float("inf")
         self._nominal_weight = nominal_weight
@@ -88,7 +88,7 @@ class TrainStep:
         self._failed_in_row = torch.zeros((), dtype=torch.float64, device=parallel.device)
 
     def __call__(
-        self, batches: Sequence[Any], lr: float, vote: Callable[[], float], seeds: Iterable[int] = ()
+        self, batches: Sequence[Any], lr: float, vote: Callable[[], float], seeds: Sequence[int] = ()
     ) -> Tensor:
         """Train on ``batches``, this rank's micro-batches of one global batch.
 
@@ -96,15 +96,8 @@ class TrainStep:
         Returns a StepResult as fp64 [9 + metrics + sources of a mixture], for ``StepResult.read``.
         """
         scale = self.scaler.scale
-        left = iter(seeds)
-
-        def loss(model: nn.Module, batch: Any) -> LossTerms:
-            if (seed := next(left, None)) is not None:
-                torch.manual_seed(seed)
-            return self._loss(model, batch)
-
         loss_sum, weight, votes, metrics, by_source = self._parallel.forward_backward(
-            batches, loss, scale / self._nominal_weight, vote
+            batches, self._objective, scale / self._nominal_weight, vote, seeds
         )
         self._parallel.phases.enter(OPTIMIZER)
         with torch.no_grad():
@@ -153,5 +146,5 @@ class TrainStep:
         DDP deals gradients into other buckets after its first backward, which changes the order of sums on 3 or more
         ranks: after a rehearsal the first step, of a new run and of a resumed one, is as any other.
         """
-        self._parallel.forward_backward([batch], self._loss, 0.0, lambda: 0.0)
+        self._parallel.forward_backward([batch], self._objective, 0.0, lambda: 0.0)
         self._optimizer.zero_grad()

@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig, Section
-from serried.parallel.plan import LossTerms, ParallelPlan
+from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 
 
 class Dataset(Protocol):
@@ -90,9 +90,36 @@ class Task:
         raise UserError(f"{type(self).__name__} must define dataset(split)")
 
     def loss(self, model: nn.Module, batch: Any) -> LossTerms:
-        """Run ``model`` on ``batch``. Returns sums over the batch, not means: they are divided once, over all ranks."""
-        del model, batch
-        raise UserError(f"{type(self).__name__} must define loss(model, batch)")
+        """Run ``model`` on ``batch``. Returns sums over the batch, not means: they are divided once, over all ranks.
+
+        A task may define ``inputs`` and ``terms`` in its place: a pipeline, which calls the model itself, needs them.
+        """
+        inputs = self.inputs(batch)
+        return self.terms(model(inputs.stream, **inputs.named), batch)
+
+    def inputs(self, batch: Any) -> Inputs:
+        """Return what the model is called with: ``model(stream, **named)``."""
+        del batch
+        defined = type(self).loss is not Task.loss
+        raise UserError(
+            f"{type(self).__name__} defines loss() alone, so a pipeline cannot run it; define inputs(batch) and "
+            "terms(output, batch) in its place, or use parallel.pipeline=1"
+            if defined
+            else f"{type(self).__name__} must define loss(model, batch)"
+        )
+
+    def terms(self, output: Any, batch: Any) -> LossTerms:
+        """Return the loss from what the model returned for ``inputs(batch)``: sums over the batch, not means."""
+        del output, batch
+        raise UserError(f"{type(self).__name__} must define terms(output, batch) beside inputs(batch)")
+
+    def slice_sequence(self, batch: Any, part: Callable[[Tensor, int], Tensor]) -> Any:
+        """Return ``batch`` with ``part(tensor, dim)`` in place of what has one number per token along ``dim``."""
+        del batch, part
+        raise UserError(
+            f"{type(self).__name__} does not say what has the sequence in its batches; define slice_sequence(batch, "
+            "part), or use parallel.context=1"
+        )
 
     # data ------------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from serried.configs.errors import UserError
+from serried.parallel.checks import check_layout
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
@@ -49,6 +50,7 @@ class Trainer:
         config, task, session, console = context.config, context.task, context.session, context.console
         layout = resolve_layout(config.parallel, session.world_size)
         accumulation = gradient_accumulation(config.trainer, layout)
+        check_layout(config, layout, accumulation)
         set_determinism(config.trainer.deterministic)
         self._data = data = data or Data(task, session, console)
         check_data(start, data.fingerprint, config)
@@ -77,7 +79,7 @@ class Trainer:
         self.trackers = Trackers(config.run.dir, config.track, console.say)
         self._shutdown = Shutdown(config, session, console, context.folder, lambda: report.last_save_seconds)
         self.state = state = TrainingState(context, model, plan, layout, start)
-        if config.trainer.deterministic and layout.strategy == "ddp" and plan.units:  # else DDP keeps its buckets
+        if config.trainer.deterministic and layout.is_replicated and plan.units:  # else DDP keeps its buckets
             state.rehearse(context, next(iter(data.validation.values()), data.training))
         meter = Meter(session.device, session.world_size, (flops_per_sample or 0.0) * config.trainer.global_batch, peak)
         self.saver = saver = Saver(context, state, layout, report, meter)

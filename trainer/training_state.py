@@ -41,12 +41,12 @@ class TrainingState:
             phases=context.pulse.phases,
         )
         self.module = self.parallel.module
-        self.optimizer = build_optimizer(self.module.named_parameters(), config.optim)
+        self.optimizer = build_optimizer([(held.name, held.tensor) for held in self.parallel.parameters], config.optim)
         self._configured = group_values(self.optimizer)
         self.step = TrainStep(
             self.parallel,
             self.optimizer,
-            task.loss,
+            task,
             GradScaler(config.precision, device),
             max_grad_norm=config.trainer.max_grad_norm,
             nominal_weight=config.trainer.global_batch * task.weight_per_sample(),
@@ -90,4 +90,4 @@ class TrainingState:
 
     def _named(self) -> dict[str, Tensor]:
         """Parameters by name in a checkpoint."""
-        return {self._task.export_name(name): parameter for name, parameter in self.module.named_parameters()}
+        return {self._task.export_name(held.name): held.tensor for held in self.parallel.parameters}

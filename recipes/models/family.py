@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from serried.configs.errors import UserError
 from serried.configs.schema import ModelSection
-from serried.parallel.plan import ParallelPlan
+from serried.parallel.plan import Inputs, ParallelPlan
 from serried.recipes.models.head import IGNORE
 
 
@@ -48,12 +48,17 @@ class ModelFamily:
         """
         raise NotImplementedError(f"{type(self).__name__} must define build()")
 
-    def loss_sum(self, model: nn.Module, batch: Tokens) -> Tensor:
-        """Return the cross entropy summed over the targets of ``batch`` that are not ``IGNORE``."""
+    def inputs(self, batch: Tokens) -> Inputs:
+        """Return what the model is called with: ``model(stream, **named)``."""
         if batch.positions is not None:
             raise UserError("data.isolate_documents=true needs a model family that takes positions; leave it out")
-        logits = model(batch.tokens).flatten(0, 1).float()
-        return F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        return Inputs(batch.tokens)
+
+    def loss_sum(self, output: Tensor, batch: Tokens) -> Tensor:
+        """Return the cross entropy summed over the targets that are not ``IGNORE``, from what the model returned."""
+        return F.cross_entropy(
+            output.flatten(0, 1).float(), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        )
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         """Return how ``model`` may be sharded. The default finds its repeated blocks."""

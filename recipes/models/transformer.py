@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.schema import LlamaSection, RopeScaling
-from serried.parallel.plan import Context, ParallelPlan
+from serried.parallel.plan import Context, Inputs, ParallelPlan
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask, numbered_documents
 from serried.recipes.models.cache import Cache, LayerCache
 from serried.recipes.models.family import ModelFamily, Tokens
@@ -204,9 +204,14 @@ class Transformer(nn.Module):
 
     def parallel_plan(self) -> ParallelPlan:
         """Each block alone; the two ends alone, or in no unit where they share a weight."""
-        blocks = tuple((f"layers.{index}",) for index in range(self.config.layers))
-        units = blocks if self.config.tie_embeddings else (("embed_tokens",), *blocks, ("norm", "lm_head"))
-        return ParallelPlan(units=units, context=("", "layers.*.self_attn"))
+        names = tuple(f"layers.{index}" for index in range(self.config.layers))
+        blocks, tied = tuple((name,) for name in names), self.config.tie_embeddings
+        return ParallelPlan(
+            units=blocks if tied else (("embed_tokens",), *blocks, ("norm", "lm_head")),
+            blocks=names,
+            tied=("embed_tokens.weight",) if tied else (),
+            context=("", "layers.*.self_attn"),
+        )
 
 
 def initial_std(config: LlamaSection, name: str) -> float | None:
@@ -367,8 +372,12 @@ class Llama(ModelFamily):
         with torch.device("meta"):
             return Transformer(self.section, self.vocab_size)
 
-    def loss_sum(self, model: nn.Module, batch: Tokens) -> Tensor:
-        return model(batch.tokens, batch.targets, batch.positions)
+    def inputs(self, batch: Tokens) -> Inputs:
+        return Inputs(batch.tokens, {"targets": batch.targets, "positions": batch.positions})
+
+    def loss_sum(self, output: Tensor, batch: Tokens) -> Tensor:
+        del batch  # the model has formed its loss chunk by chunk
+        return output
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         assert isinstance(model, Transformer)

@@ -1,0 +1,147 @@
+"""Checks of a layout against the model and the batch, before torch is imported. Each names values that work."""
+
+import math
+from collections.abc import Mapping
+
+from serried.configs.divisors import divisors, nearest_divisors
+from serried.configs.errors import UserError
+from serried.configs.schema import RunConfig
+from serried.parallel.mesh import V_SCHEDULES, Layout
+
+_NEEDS_A_MICRO_BATCH_PER_STAGE = ("1f1b", *V_SCHEDULES)
+_WORKS_IN_ROUNDS = ("interleaved", "interleaved_zero_bubble")
+
+
+def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
+    """Check what can be known from the configuration; a task without the sections model and data is checked as its
+    model is divided.
+
+    Raises:
+        UserError: the layout does not fit the model, the sequences or the batch.
+    """
+    section = config.parallel
+    if section.sync_every_micro_batch and layout.strategy == "ddp":
+        raise UserError(
+            "parallel.sync_every_micro_batch=true with parallel=ddp: replicas hold whole gradients either way, so it "
+            "only costs communication; use parallel.sync_every_micro_batch=false, or parallel=fsdp"
+        )
+    if layout.strategy == "ddp" and layout.size(("pipeline", "expert")) > 1:
+        axis = "pipeline" if layout.pipeline > 1 else "expert"
+        raise UserError(
+            f"parallel.{axis}={getattr(layout, axis)} with parallel=ddp; use parallel=hsdp parallel.replicate="
+            f"{layout.replicate}, or parallel=fsdp"
+        )
+    if layout.world == 1 and section.expert > 1:
+        raise UserError(f"parallel.expert={section.expert} with one process; use more, with parallel=fsdp")
+    model, data = getattr(config, "model", None), getattr(config, "data", None)
+    divisible = model.divisible() if model is not None else {}
+    _check_expert(layout, divisible)
+    _check_tensor(layout, divisible)
+    if data is not None:
+        _check_sequence(layout, data.sequence_length)
+    if layout.pipeline > 1:
+        _check_stages(layout, getattr(model, "layers", None))
+        _check_micro_batches(config, layout, accumulation)
+
+
+def _check_tensor(layout: Layout, divisible: Mapping[str, Mapping[str, int]]) -> None:
+    for key, size in divisible.get("tensor", {}).items():
+        if size % layout.tensor:
+            common = math.gcd(*divisible["tensor"].values())
+            fitting, *others = nearest_divisors(common, layout.tensor)
+            more = f" (or one of {sorted(others)})" if others else ""
+            raise UserError(
+                f"parallel.tensor={layout.tensor} does not divide {key}={size}; use parallel.tensor={fitting}{more}"
+            )
+
+
+def _check_expert(layout: Layout, divisible: Mapping[str, Mapping[str, int]]) -> None:
+    experts = divisible.get("expert", {})
+    if layout.expert > 1 and not experts:
+        raise UserError(f"parallel.expert={layout.expert}: the model has no experts; use parallel.expert=1")
+    for key, count in experts.items():
+        fitting = [each for each in divisors(math.gcd(layout.block, count)) if each > 1]
+        instead = " or ".join(f"parallel.expert={each}" for each in fitting[:4]) or "parallel.expert=1"
+        if count % layout.expert:
+            raise UserError(f"parallel.expert={layout.expert} does not divide {key}={count}; use {instead}")
+        if layout.block % layout.expert:
+            raise UserError(
+                f"parallel.expert={layout.expert} does not divide {layout.block} = shard {layout.shard} x context "
+                f"{layout.context} x tensor {layout.tensor}, whose ranks it uses (it is no factor of the processes); "
+                f"use {instead}"
+            )
+        if layout.tensor > 1 and not layout.sequence:
+            raise UserError(
+                "parallel.sequence=false with experts and parallel.tensor: each token would go to its experts once for "
+                "each tensor rank; use parallel.sequence=true"
+            )
+
+
+def _check_sequence(layout: Layout, length: int) -> None:
+    parts = 2 * layout.context if layout.context > 1 else 1
+    if length % parts:
+        raise UserError(
+            f"data.sequence_length={length} is not a multiple of {parts} = 2 x parallel.context {layout.context}, "
+            f"which takes two parts of it on each rank; use data.sequence_length={_multiple(length, parts)}"
+        )
+    if layout.sequence and length // layout.context % layout.tensor:
+        wanted = layout.tensor * max(parts, layout.context)
+        part = f" / parallel.context {layout.context}" if layout.context > 1 else ""
+        raise UserError(
+            f"parallel.tensor={layout.tensor} does not divide data.sequence_length={length}{part}, which its ranks "
+            f"divide too; use parallel.sequence=false or data.sequence_length={_multiple(length, wanted)}"
+        )
+
+
+def _check_stages(layout: Layout, layers: int | None) -> None:
+    if layers is None:
+        return
+    if layers < layout.stages:
+        fitting = layers // (layout.stages // layout.pipeline)
+        instead = f"parallel.pipeline={fitting}" if fitting > 1 else "fewer stages"
+        raise UserError(f"model.layers={layers} are fewer than {layout.stages} pipeline stages; use {instead}")
+    if layout.layers_of_stages and sum(layout.layers_of_stages) != layers:
+        raise UserError(
+            f"parallel.layers_of_stages={list(layout.layers_of_stages)} sums to {sum(layout.layers_of_stages)}, and "
+            f"the model has model.layers={layers}; change one of the numbers, or leave it out"
+        )
+
+
+def _check_micro_batches(config: RunConfig, layout: Layout, accumulation: int) -> None:
+    if config.parallel.sync_every_micro_batch:
+        raise UserError(
+            "parallel.sync_every_micro_batch=true with a pipeline, whose schedule reduces gradients at the end of a "
+            "step; use parallel.sync_every_micro_batch=false"
+        )
+    trainer = config.trainer
+
+    def fits(count: int) -> bool:
+        if layout.schedule in _NEEDS_A_MICRO_BATCH_PER_STAGE:
+            return count >= layout.stages
+        if layout.schedule in _WORKS_IN_ROUNDS:
+            return count % max(1, count // layout.pipeline) == 0
+        return True
+
+    if fits(accumulation):
+        return
+    per_rank = trainer.global_batch // layout.data_ranks
+    smaller = [each for each in divisors(per_rank) if each < trainer.micro_batch and fits(per_rank // each)]
+    instead = (
+        f"trainer.micro_batch={smaller[-1]}"
+        if smaller
+        else f"trainer.global_batch={trainer.micro_batch * layout.data_ranks * layout.stages}"
+    )
+    equation = (
+        f"accumulation {accumulation} = global_batch {trainer.global_batch} / (micro_batch {trainer.micro_batch} x "
+        f"{layout.data_ranks} data ranks)"
+    )
+    if layout.schedule in _WORKS_IN_ROUNDS:
+        why = f"cannot be dealt to parallel.schedule={layout.schedule} in rounds of {layout.pipeline} or more"
+    else:
+        why = f"are fewer micro-batches than the {layout.stages} stages of parallel.schedule={layout.schedule}"
+    raise UserError(f"{equation} {why}; use {instead}, or parallel.schedule=gpipe")
+
+
+def _multiple(size: int, of: int) -> int:
+    """The nearest multiple, not 0."""
+    return max(1, round(size / of)) * of

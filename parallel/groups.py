@@ -1,0 +1,86 @@
+"""Process groups of the started world, for the axes of a layout."""
+
+from collections.abc import Collection
+from functools import cached_property
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from serried.parallel.mesh import Layout
+
+
+class Groups:
+    """Process groups of this rank. Made on all ranks together, each when it is first asked for.
+
+    An axis of size 1 has no group: torch would make one for every rank.
+    """
+
+    def __init__(self, layout: Layout, device_type: str) -> None:
+        self._layout, self._device_type = layout, device_type
+
+    @cached_property
+    def fsdp(self) -> DeviceMesh:
+        """Mesh for FSDP2: (replicate, fsdp), or (fsdp) alone without replicas; fsdp is shard x context.
+
+        Context ranks see other tokens of the same samples: they reduce gradients as shards do, so they may share in
+        holding the parameters.
+        """
+        layout = self._layout
+        return self._mesh(
+            pipeline=layout.pipeline, replicate=layout.replicate, fsdp=layout.shard * layout.context,
+            tensor=layout.tensor,
+        )  # fmt: skip
+
+    @cached_property
+    def expert_fsdp(self) -> DeviceMesh:
+        """As ``fsdp``, for the experts of a mixture, which are divided over ``expert`` first."""
+        layout = self._layout
+        return self._mesh(
+            pipeline=layout.pipeline, replicate=layout.replicate, fsdp=layout.expert_shard, expert=layout.expert
+        )
+
+    def _mesh(self, **degrees: int) -> DeviceMesh:
+        kept = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "fsdp"}
+        mesh = init_device_mesh(self._device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+        return mesh["replicate", "fsdp"] if "replicate" in kept else mesh["fsdp"]
+
+    # Groups of their own, even where they span the world: point-to-point messages and the totals that travel beside a
+    # backward must not share a communicator with them.
+
+    @cached_property
+    def tensor(self) -> dist.ProcessGroup | None:
+        """Ranks that divide the matrices."""
+        return self._group(self._layout.peers(("tensor",)))
+
+    @cached_property
+    def context(self) -> dist.ProcessGroup | None:
+        """Ranks that divide the sequences."""
+        return self._group(self._layout.peers(("context",)))
+
+    @cached_property
+    def pipeline(self) -> dist.ProcessGroup | None:
+        """Ranks that divide the blocks, in order."""
+        return self._group(self._layout.peers(("pipeline",)))
+
+    @cached_property
+    def expert(self) -> dist.ProcessGroup | None:
+        """Ranks that divide the experts."""
+        layout = self._layout
+        firsts = range(0, layout.world, layout.expert)  # contiguous, as ``expert`` is innermost in a block
+        return self._group([list(range(first, first + layout.expert)) for first in firsts])
+
+    @cached_property
+    def ends(self) -> dist.ProcessGroup | None:
+        """Ranks of the first and of the last stage of one copy, which both hold tied parameters; None on others."""
+        layout = self._layout
+        last = layout.pipeline_of(layout.stages - 1)
+        return self._group([[ranks[0], ranks[last]] for ranks in layout.peers(("pipeline",))] if last else [])
+
+    def _group(self, peers: Collection[list[int]]) -> dist.ProcessGroup | None:
+        mine = None
+        for ranks in peers:
+            if len(ranks) > 1:
+                group = dist.new_group(ranks)  # a collective of all ranks
+                if dist.get_rank() in ranks:
+                    mine = group
+        return mine

@@ -34,6 +34,7 @@ from serried.configs.errors import UserError
 from serried.configs.explain import Layer, Origins, explain, shown, unfit, value_at
 from serried.configs.help import choices_of, files_of, help_text
 from serried.configs.keys import Key, all_keys, is_section
+from serried.configs.model_folder import with_model_folder
 from serried.configs.plain_data import flatten, read_yaml
 from serried.configs.run_config import CHOSEN, check, config_yaml
 from serried.configs.schema import SourceSection, TextRunConfig
@@ -117,6 +118,7 @@ def compose(argv: Sequence[str], folder: Path = FOLDER, told: Sequence[str] = ()
     try:
         plain = _composed(folder, command)
         mistakes += command.told(plain)
+        plain = with_model_folder(plain, given)
         checked = check(plain)
     except UserError as error:
         mistakes += [*command.told(plain), str(error)]

@@ -113,6 +113,8 @@ class ModelSection(Section):
     """Name of the model config, for display."""
     family: str = "llama"
     """Name of the model family; a YAML file in ``model/`` sets it."""
+    path: str | None = Field(default=None, min_length=1, max_length=4096)
+    """Folder or Hub name of a Hugging Face model to start from: its architecture, weights and tokenizer are used."""
     vocab_size: Size | None = None
     """Rows of the embedding table, in tokens; the tokenizer's size when null."""
     vocab_multiple: Size = 1
@@ -123,6 +125,15 @@ class ModelSection(Section):
     def divisible(self) -> Mapping[str, Mapping[str, int]]:
         """Mesh axes -> the keys, with their values, that the degree of the axis must divide."""
         return {}
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of this section that describe the model of a Hugging Face ``config.json``.
+
+        Raises:
+            ValueError: no keys can; KeyError: it lacks something.
+        """
+        raise ValueError(f"is of model_type {found.get('model_type')}, which {cls.__name__} does not read")
 
 
 class LlamaSection(ModelSection):
@@ -160,6 +171,36 @@ class LlamaSection(ModelSection):
     def divisible(self) -> Mapping[str, Mapping[str, int]]:
         sizes = {"model.heads": self.heads, "model.kv_heads": self.kv_heads, "model.hidden_dim": self.hidden_dim}
         return {"tensor": sizes}
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        for key, plain in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
+            if (found.get(key) or plain) != plain:
+                raise ValueError(f"has {key} {found[key]}; only {plain} can be taken over")
+        if found.get("quantization_config"):
+            raise ValueError("has a quantization_config; only plain float weights can be taken over")
+        # transformers 5 has one dictionary; before it there were two keys. Defaults are those of LlamaConfig.
+        rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", "llama3"):
+            raise ValueError(f"has rope_type {kind}; only default and llama3 can be taken over")
+        names = {"original_max_sequence_length": "original_max_position_embeddings"}
+        scaling = {key: rope[names.get(key, key)] for key in RopeScaling.model_fields} if kind == "llama3" else None
+        heads = found["num_attention_heads"]
+        return {
+            "dim": found["hidden_size"],
+            "layers": found["num_hidden_layers"],
+            "heads": heads,
+            "kv_heads": found.get("num_key_value_heads") or heads,
+            "head_dim": found.get("head_dim") or found["hidden_size"] // heads,
+            "hidden_dim": found["intermediate_size"],
+            "vocab_size": found["vocab_size"],
+            "tie_embeddings": bool(found.get("tie_word_embeddings")),
+            "norm_eps": float(found.get("rms_norm_eps") or 1e-6),
+            "rope_theta": float(rope.get("rope_theta") or found.get("rope_theta") or 10000.0),
+            "rope_scaling": scaling,
+            "max_sequence_length": found.get("max_position_embeddings") or 2048,
+        }
 
     @model_validator(mode="before")
     @classmethod

@@ -10,7 +10,7 @@ from torch import nn
 
 from serried.configs.errors import UserError
 from serried.configs.formats import printable
-from serried.configs.plain_data import read_json
+from serried.configs.model_folder import CONFIG, model_folder
 from serried.configs.registry import models
 from serried.configs.schema import (
     DEFAULT_VALIDATION,
@@ -303,7 +303,7 @@ class CausalLM(TextTask):
             return []
         return [
             "the model starts with random weights, and conversations alone teach it little; to start from a trained "
-            "model: checkpoint.resume=MODEL_FOLDER run.name=OTHER"
+            "model: model.path=FOLDER_OR_NAME run.name=OTHER"
         ]
 
     def prompt_ids(self, prompt: str) -> list[int]:
@@ -371,20 +371,13 @@ class CausalLM(TextTask):
     def export_name(self, name: str) -> str:
         return self._family().export_name(name)
 
+    def pretrained(self) -> Path | None:
+        return model_folder(self._model.path, "*.safetensors", "*.json") if self._model.path else None
+
     def check_weights(self, folder: Path) -> None:
-        path = folder / "config.json"
-        try:
-            found = read_json(path)
-            changes = self._family().differences(found)
-        except OSError as error:
-            raise UserError(
-                f"cannot read {path}: {error.strerror}; it says what the weights beside it compute"
-            ) from None
-        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-            reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise UserError(f"{path} {reason}") from None
-        if changes:
-            raise UserError(f"{path} describes another model than this one; use {' '.join(changes)}")
+        """Composing the config took its architecture from ``folder``, unless that is no model."""
+        if not (folder / CONFIG).is_file():
+            raise UserError(f"cannot read {folder / CONFIG}: there is none; it says what the weights beside it compute")
 
     def export_files(self, folder: Path) -> None:
         assert self._prepared is not None, "open_data comes first"

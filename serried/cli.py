@@ -1,6 +1,5 @@
 """The command ``serried``: everything that is not training. ``serried export runs/tiny out=my-model``."""
 
-import shlex
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -326,18 +325,12 @@ def _config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
     Raises:
         UserError: it holds a model of another family, or cannot be read.
     """
+    from serried.api import words
     from serried.configs.compose import compose
-    from serried.recipes.models.transformer import hugging_face_differences
+    from serried.configs.model_folder import keys_of_model
 
-    try:
-        found = read_json(folder / "config.json")
-        tiny = compose([]).model
-        changes = [shlex.split(each)[0] for each in hugging_face_differences(tiny, 0, found)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / 'config.json'} cannot be used: {error}; use another folder") from None
-    longest = next((each.partition("=")[2] for each in changes if "max_sequence_length" in each), None)
-    length = [f"data.sequence_length={longest or tiny.max_sequence_length}"]
-    config = compose([*changes, *length, f"data.tokenizer={folder.absolute()}", *overrides])
+    longest = keys_of_model(str(folder)).get("max_sequence_length", 2048)
+    config = compose([*words({"model": {"path": folder.absolute()}}), f"data.sequence_length={longest}", *overrides])
     if (folder / "chat_template.jinja").is_file():
         config = config.model_copy(update={"data": config.data.model_copy(update={"format": "chat"})})
     return config

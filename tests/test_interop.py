@@ -1,11 +1,15 @@
 """Checkpoints are Hugging Face models, and Hugging Face models are where fine-tuning starts."""
 
+import hashlib
 import json
-import re
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -14,9 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from serried.configs.compose import compose
+from serried.configs.errors import UserError
+from serried.recipes.causal_lm import CausalLM
 from serried.trainer.trainer import Trainer
-from tests.cluster import Cluster
-from tests.runs import checkpoint, metrics, run_here, tiny_overrides, train_reported
+from tests.cluster import ROOT, Cluster
+from tests.runs import checkpoint, metrics, run_here, tiny_overrides, train_reported, weights
 
 LAYOUTS = {"single": (1, "parallel=single"), "fsdp x2": (2, "parallel=fsdp")}
 TOKENS = torch.randint(257, (2, 30), generator=torch.Generator().manual_seed(5))
@@ -43,12 +50,20 @@ def train_and_look(argv: list[str], out: str) -> int:
         return train_reported(argv)
 
 
-def train(cluster: Cluster, layout: str, text: Path, run_dir: Path, *more: str) -> dict[str, Tensor]:
+def tuning(text: Path, run_dir: Path, *more: str) -> list[str]:
+    """A run whose model is that of a folder."""
+    fixed = ("model.", "data.tokenizer=bytes", *(word.partition("=")[0] for word in more))
+    return [word for word in tiny_overrides(text, run_dir) if not word.startswith(fixed)] + [
+        "data.tokenizer=bytes",
+        *more,
+    ]
+
+
+def train(cluster: Cluster, layout: str, argv: list[str], run_dir: Path) -> dict[str, Tensor]:
     """The logits before and after."""
     ranks, how = LAYOUTS[layout]
     out = str(run_dir.with_suffix(".logits"))
-    argv = tiny_overrides(text, run_dir, how, *more)
-    for answer in cluster.run(ranks, "tests.test_interop:train_and_look", argv=argv, out=out):
+    for answer in cluster.run(ranks, "tests.test_interop:train_and_look", argv=[*argv, how], out=out):
         assert answer.value == 0, answer.printed
     return load_file(out)
 
@@ -75,7 +90,7 @@ def test_transformers_opens_a_checkpoint_as_it_lies(
     layout: str, tied: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     how = [f"model.tie_embeddings={tied}", "model.layers=2", "optim.lr=0.03", "schedule=constant"]
-    logits = train(cluster, layout, text, tmp_path / "run", *how)
+    logits = train(cluster, layout, tiny_overrides(text, tmp_path / "run", *how), tmp_path / "run")
     assert not logits["first"].allclose(logits["last"], atol=1e-2)
     files = list(checkpoint(tmp_path / "run").glob("model*.safetensors"))
     assert len(files) == LAYOUTS[layout][0]
@@ -128,7 +143,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refusal(text: Path, run_dir: Path, *more: str) -> str:
     """The one line that refuses the command; what the run folder holds stays."""
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"}
-    ended = run_here(tiny_overrides(text, run_dir, *more))
+    ended = run_here(tuning(text, run_dir, *more))
     assert ended.code == 78, ended.printed
     [line] = [line for line in ended.printed.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in ended.printed
@@ -137,21 +152,12 @@ def refusal(text: Path, run_dir: Path, *more: str) -> str:
     return line
 
 
-def pasted(line: str) -> list[str]:
-    """The overrides that an error names, after ``use``, as bash reads them."""
-    words = re.split(r"; use (?=model\.|')", line, maxsplit=1)[1]
-    done = subprocess.run(["bash", "-c", f"printf '%s\\n' {words}"], capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "key"), [("single", "checkpoint.resume"), ("fsdp x2", "model.path")])
 def test_fine_tuning_starts_from_what_transformers_saved(
-    layout: str, theirs: Path, cluster: Cluster, text: Path, tmp_path: Path
+    key: str, layout: str, theirs: Path, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    resume = f"checkpoint.resume={theirs}"
-    fit = pasted(refusal(text, tmp_path / "run", resume))
-    how = [resume, *fit, "trainer.steps=2"]
-    logits = train(cluster, layout, text, tmp_path / "run", *how, "optim.lr=0")
+    argv = tuning(text, tmp_path / "run", f"{key}={theirs}", "trainer.steps=2", "optim.lr=0")
+    logits = train(cluster, layout, argv, tmp_path / "run")
     model = opened(theirs)
     expected = answer(model)
     torch.testing.assert_close(logits["first"], expected, rtol=0, atol=1e-5)
@@ -164,12 +170,14 @@ def test_fine_tuning_starts_from_what_transformers_saved(
     assert all(here[name].equal(there[name]) for name in there)
 
 
-def test_a_fine_tuning_run_resumes_from_its_own_checkpoints(plain: Path, text: Path, tmp_path: Path) -> None:
-    how = [f"checkpoint.resume={plain}", *pasted(refusal(text, tmp_path / "run", f"checkpoint.resume={plain}"))]
-    assert run_here(tiny_overrides(text, tmp_path / "run", *how, "trainer.stop_at=2")).code == 75
-    assert run_here(tiny_overrides(text, tmp_path / "run", *how, "trainer.stop_at=4")).code == 75
-    # Its origin may be gone by then, and need not be named.
-    assert run_here(tiny_overrides(text, tmp_path / "run", *how[1:])).code == 0
+@pytest.mark.parametrize("key", ["model.path", "checkpoint.resume"])
+def test_a_fine_tuning_run_resumes_from_its_own_checkpoints(key: str, plain: Path, text: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(plain, tmp_path / "model")
+    argv = tuning(text, tmp_path / "run", f"{key}={folder}")
+    assert run_here([*argv, "trainer.stop_at=2"]).code == 75
+    assert run_here([*argv, "trainer.stop_at=4"]).code == 75
+    shutil.rmtree(folder)  # the model that the run began with may be gone by then
+    assert run_here(argv).code == 0
     assert [line["resumed_from"] for line in metrics(tmp_path / "run", "start")] == [None, 2, 4]
 
 
@@ -183,47 +191,71 @@ def changed(folder: Path, to: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "override"),
+    ("changes", "key", "value"),
     [
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 12345.678}}, "model.rope_theta=12345.678"),
-        ({"rope_parameters": None, "rope_theta": 5e6}, "model.rope_theta=5000000.0"),
-        ({"num_attention_heads": 8, "head_dim": 8}, "model.heads=8"),
-        ({"num_key_value_heads": None}, "model.kv_heads=4"),
-        ({"rms_norm_eps": 1.5e-7}, "model.norm_eps=1.5e-07"),
-        ({"tie_word_embeddings": True}, "model.tie_embeddings=true"),
-        ({"num_hidden_layers": 3}, "model.layers=3"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 12345.678}}, "rope_theta", 12345.678),
+        ({"rope_parameters": None, "rope_theta": 5e6}, "rope_theta", 5e6),
+        ({"num_attention_heads": 8, "head_dim": 8}, "heads", 8),
+        ({"num_key_value_heads": None}, "kv_heads", 4),
+        ({"rms_norm_eps": 1.5e-7}, "norm_eps", 1.5e-7),
+        ({"tie_word_embeddings": True}, "tie_embeddings", True),
+        ({"num_hidden_layers": 3}, "layers", 3),
         (
             {"rope_parameters": LLAMA3 | {"factor": 8.123456789, "original_max_position_embeddings": 1048576}},
-            "model.rope_scaling={factor:8.123456789,low_freq_factor:1.0,high_freq_factor:4.0,"
-            "original_max_sequence_length:1048576}",
+            "rope_scaling",
+            {
+                "factor": 8.123456789,
+                "low_freq_factor": 1,
+                "high_freq_factor": 4,
+                "original_max_sequence_length": 1048576,
+            },
         ),
         (
             {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {**LLAMA3, "factor": 32}},
-            "model.rope_scaling={factor:32,low_freq_factor:1.0,high_freq_factor:4.0,original_max_sequence_length:16}",
+            "rope_scaling",
+            {"factor": 32, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_sequence_length": 16},
         ),
     ],
 )
-def test_another_config_is_told_as_overrides_that_work(
-    changes: dict[str, Any], override: str, plain: Path, text: Path, tmp_path: Path
+def test_the_architecture_is_that_of_config_json(
+    changes: dict[str, Any], key: str, value: Any, plain: Path, tmp_path: Path
 ) -> None:
     folder = changed(plain, tmp_path / "model", **changes)
-    resume = f"checkpoint.resume={folder}"
-    base = pasted(refusal(text, tmp_path / "run", f"checkpoint.resume={plain}"))
-    line = refusal(text, tmp_path / "run", resume, *base)
-    assert "config.json describes another model than this one; use " in line
-    fit = pasted(line)
-    assert override in fit
-    # With them the config fits: what is refused then, if anything, is that the weights are not of that config.
-    ended = run_here(tiny_overrides(text, tmp_path / "run", resume, *base, *fit, "trainer.steps=1"))
-    assert "describes another model" not in ended.printed
-    assert "Traceback" not in ended.printed
-    assert ended.code in (0, 78)
+    config = compose(["recipe=sft", f"model.path={folder}", "data.path=chats.jsonl", "data.sequence_length=256"])
+    assert config.model.model_dump()[key] == value
+    assert (config.model.name, config.data.tokenizer) == ("model", str(folder))
+    resumed = compose(["recipe=sft", f"checkpoint.resume={folder}", "data.path=x", "data.sequence_length=256"])
+    assert resumed.model == config.model
+
+
+def test_only_keys_that_contradict_the_folder_are_refused(plain: Path) -> None:
+    path, length = f"model.path={plain}", "data.sequence_length=256"
+    fitting = [
+        "model=auto", "model.dim=32", "model.rope_theta=1e4", "model.kv_heads=null", "model.max_sequence_length=1k",
+    ]  # fmt: skip
+    assert compose([path, "data.sequence_length=512", *fitting]).model.max_sequence_length == 1000
+    with pytest.raises(UserError) as caught:
+        compose([path, length, "model.dim=64", "model.layers=2", "model.heads=8"])
+    assert f"model.path={plain} has model.dim=32, model.heads=4, so the weights do not fit" in str(caught.value)
+    assert str(caught.value).endswith("leave model.dim=64 model.heads=8 out")
+    with pytest.raises(UserError, match=r"model\.dim=32, model\.layers=2, .*leave model=llama1b out"):
+        compose([path, length, "model=llama1b"])
+    with pytest.raises(UserError, match=r"model=auto needs .*model\.path=FOLDER_OR_NAME"):
+        compose(["model=auto"])
+
+
+def test_the_tokenizer_of_the_folder_is_used_unless_another_is_named(plain: Path) -> None:
+    path, length = f"model.path={plain}", "data.sequence_length=256"
+    assert compose(["recipe=llama1b", path, length]).data.tokenizer == str(plain), "not that of the recipe"
+    assert compose([path, length, "data.tokenizer=bytes"]).data.tokenizer == "bytes"
+    with pytest.raises(UserError, match=r"the folder has no tokenizer\.json"):
+        CausalLM(compose([path, length])).prepare()
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"model_type": "mistral"}, "config.json is of model_type mistral; only llama can be taken over"),
+        ({"model_type": "mistral"}, "config.json is of model_type mistral; there are llama"),
         ({"attention_bias": True}, "config.json has attention_bias True; only False can be taken over"),
         ({"mlp_bias": True}, "config.json has mlp_bias True"),
         ({"hidden_act": "gelu"}, "config.json has hidden_act gelu; only silu"),
@@ -236,32 +268,34 @@ def test_what_no_override_can_mend_is_refused(
     changes: dict[str, Any], told: str, plain: Path, text: Path, tmp_path: Path
 ) -> None:
     folder = changed(plain, tmp_path / "model", **changes)
-    assert told in refusal(text, tmp_path / "run", f"checkpoint.resume={folder}")
+    assert told in refusal(text, tmp_path / "run", f"model.path={folder}")
 
 
 def test_folders_that_are_no_models_are_refused_and_nothing_is_moved(plain: Path, text: Path, tmp_path: Path) -> None:
     run_dir, folder = tmp_path / "run", tmp_path / "model"
-    resume = f"checkpoint.resume={folder}"
+    path = f"model.path={folder}"
     assert run_here(tiny_overrides(text, run_dir, "trainer.stop_at=1")).code == 75
     shutil.copytree(plain, folder)
-    fit = pasted(refusal(text, run_dir, resume))
-
     first = min(folder.glob("*.safetensors"))
     content = first.read_bytes()
+    resume = f"checkpoint.resume={folder}"
     first.write_bytes(content[:-5])
-    assert f"{first} cannot be used" in refusal(text, run_dir, resume, *fit)
+    assert f"{first} cannot be used" in refusal(text, run_dir, resume)
     first.unlink()
-    assert "which is not there; copy it too" in refusal(text, run_dir, resume, *fit)
-    for path in folder.glob("*.safetensors*"):
-        path.unlink()
+    assert "which is not there; copy it too" in refusal(text, run_dir, resume)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
-    assert "'pytorch_model.bin' is a pickle, which is never loaded; convert" in refusal(text, run_dir, resume, *fit)
+    assert "'pytorch_model.bin' is a pickle, which is never loaded; convert" in refusal(text, run_dir, resume)
     config = (folder / "config.json").read_text()
-    for text_ in ("[]", "{", "null", config.replace(": 32", ": []", 1)):
+    for text_ in ("[]", "{", "null"):
         (folder / "config.json").write_text(text_)
-        assert f"{folder / 'config.json'} " in refusal(text, run_dir, resume, *fit)
+        assert f"{folder / 'config.json'} " in refusal(text, run_dir, path)
+    (folder / "config.json").write_text(config.replace(": 32", ": []", 1))
+    assert "model.dim=[]" in refusal(text, run_dir, path)
     (folder / "config.json").unlink()
-    assert f"cannot read {folder / 'config.json'}: No such file" in refusal(text, run_dir, resume, *fit)
+    assert f"cannot read {folder / 'config.json'}: No such file" in refusal(text, run_dir, path)
+    assert f"cannot read {folder / 'config.json'}" in refusal(text, run_dir, resume, "model.max_sequence_length=8k")
 
 
 def test_other_tensors_than_the_config_says_are_refused_and_nothing_is_moved(
@@ -269,7 +303,87 @@ def test_other_tensors_than_the_config_says_are_refused_and_nothing_is_moved(
 ) -> None:
     run_dir = tmp_path / "run"
     assert run_here(tiny_overrides(text, run_dir, "trainer.stop_at=1")).code == 75
-    fit = pasted(refusal(text, run_dir, f"checkpoint.resume={plain}"))
     folder = changed(plain, tmp_path / "model", num_hidden_layers=3)
-    line = refusal(text, run_dir, f"checkpoint.resume={folder}", *fit, "model.layers=3")
+    line = refusal(text, run_dir, f"checkpoint.resume={folder}")
     assert "9 tensors are not in it (model.layers.2.input_layernorm.weight" in line
+
+
+# from the Hub ---------------------------------------------------------------------------------------------------------
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What huggingface_hub asks of the Hub to download a model; the class attribute ``folder`` is the model."""
+
+    folder: Path
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer(has_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(has_body=True)
+
+    def _answer(self, *, has_body: bool) -> None:
+        file = self.folder / self.path.rpartition("/")[2]
+        if self.path.startswith("/api/models/owner/name"):
+            files = [
+                {
+                    "rfilename": path.name,
+                    "path": path.name,
+                    "type": "file",
+                    "size": path.stat().st_size,
+                    "oid": "0" * 40,
+                }
+                for path in self.folder.iterdir()
+            ]
+            model = {"id": "owner/name", "sha": "0" * 40, "siblings": files}
+            status, content = 200, json.dumps(files if "/tree/" in self.path else model).encode()
+        elif self.path.startswith("/owner/name/resolve/") and file.is_file():
+            status, content = 200, file.read_bytes()
+        else:
+            status, content = 404, b""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        if status == 404:
+            self.send_header("X-Error-Code", "EntryNotFound" if "owner/name" in self.path else "RepoNotFound")
+        self.end_headers()
+        self.wfile.write(content if has_body else b"")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_model_of_the_hub_is_downloaded_and_trained(text: Path, tmp_path: Path) -> None:
+    assert run_here(tiny_overrides(text, tmp_path / "made", "trainer.steps=1")).code == 0
+    Hub.folder = checkpoint(tmp_path / "made")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        argv = [word for word in tuning(text, tmp_path / "run", "model.path=owner/name") if "tokenizer" not in word]
+        surroundings = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "0",
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "train.py", *argv, "trainer.steps=2", "optim.lr=0"], cwd=ROOT, timeout=120,
+            env=os.environ | surroundings, capture_output=True, text=True,
+        )  # fmt: skip
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert done.returncode == 0, done.stdout + done.stderr
+    made, tuned = weights(tmp_path / "made"), weights(tmp_path / "run")
+    assert all(tuned[name].equal(tensor) for name, tensor in made.items())
+
+
+def test_a_name_that_cannot_be_downloaded_is_answered_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError) as caught:
+        compose(["recipe=sft", "model.path=owner/name", f"data.path={tmp_path}"])
+    assert "hf download owner/name --local-dir FOLDER, then model.path=FOLDER" in str(caught.value)

@@ -38,10 +38,9 @@ def model(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sft(model: Path, chats: Path, run_dir: Path, *more: str) -> list[str]:
-    shape = [word for word in runs.tiny_overrides(chats, run_dir) if word.startswith("model.")]
     return [
-        "recipe=sft", *shape, f"data.path={chats}", f"data.cache_dir={chats.parent / 'cache'}", f"run.dir={run_dir}",
-        f"checkpoint.resume={model}", "data.sequence_length=256", "trainer.steps=3", "trainer.global_batch=4",
+        "recipe=sft", f"data.path={chats}", f"data.cache_dir={chats.parent / 'cache'}", f"run.dir={run_dir}",
+        f"model.path={model}", "data.sequence_length=256", "trainer.steps=3", "trainer.global_batch=4",
         "trainer.eval_every=3", "trainer.log_every=1", "optim.lr=0.01", *more,
     ]  # fmt: skip
 
@@ -79,12 +78,12 @@ def test_a_model_is_tuned_on_what_the_assistant_says(model: Path, tmp_path: Path
 
 def test_to_tune_no_model_at_all_is_told(model: Path, tmp_path: Path) -> None:
     argv = sft(model, write_chats(tmp_path / "chats.jsonl", 40), tmp_path / "run", "trainer.steps=1")
-    argv = [word for word in argv if not word.startswith("checkpoint.resume") and word != "trainer.steps=3"]
+    argv = [word for word in argv if not word.startswith("model.path") and word != "trainer.steps=3"]
     ended = runs.run_here(argv)
     assert ended.code == 0, ended.printed
     (warning,) = [line for line in ended.printed.splitlines() if "random weights" in line]
     assert warning.startswith("WARNING    the model starts with random weights")
-    assert "checkpoint.resume=MODEL_FOLDER" in warning
+    assert "model.path=FOLDER_OR_NAME" in warning
 
 
 def test_a_row_to_learn_nothing_from_ends_the_run_before_it_begins(model: Path, tmp_path: Path) -> None:
@@ -124,7 +123,7 @@ def test_a_template_that_was_changed_is_other_data(model: Path, tmp_path: Path) 
     argv = sft(model, chats, tmp_path / "run", f"data.chat_template={template}")
     assert runs.run_here([*argv, "trainer.stop_at=1"]).code == 75
     template.write_text("{% for m in messages %}{{ m.role + '> ' + m.content + '\n' }}{% endfor %}")
-    ended = runs.run_here([word for word in argv if not word.startswith("checkpoint.resume")])
+    ended = runs.run_here(argv)
     assert ended.code == 78
     assert "was trained on other data" in ended.printed
 

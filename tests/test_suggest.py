@@ -45,7 +45,8 @@ def overrides_in(sentence: str) -> list[str]:
 def paste(override: str) -> None:
     """Type a suggestion, with what else such a run needs."""
     key = override.partition("=")[0]
-    compose([*NEEDED.get(override, NEEDED.get(key, [])), override])
+    if key != "model.path" and override != "model=auto":  # a model would have to be there
+        compose([*NEEDED.get(override, NEEDED.get(key, [])), override])
 
 
 def example(key: str) -> str:
@@ -117,7 +118,7 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
         ("wandb=offline", "track.wandb=offline"),
         ("learningRate=1e-3", "optim.lr=1e-3"),
         ("optimizer.learning-rate=1e-3", "optim.lr=1e-3"),
-        ("model_name_or_path=meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir FOLDER"),
+        ("model_name_or_path=meta-llama/Llama-3.2-1B", "did you mean model.path=meta-llama/Llama-3.2-1B"),
         ("optim=adamw_torch", "optim=adamw"),
         ("precision=fp8", "float8 arithmetic is not in this version yet"),
     ],

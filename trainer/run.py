@@ -60,7 +60,7 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
             config = task.run = with_steps(config, data.training)
             config_yaml = run_config.config_yaml(config)
         console.doing("looking for a checkpoint")
-        start = find_start(config, session)
+        start = find_start(config, session, task.pretrained)
         for note in start.notes:
             console.say(note)
         is_over = start.step >= config.trainer.last_step or _ended_early(start, config.trainer.patience)

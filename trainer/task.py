@@ -216,6 +216,10 @@ class Task:
         """Return the name in a checkpoint of parameter ``name``."""
         return name
 
+    def pretrained(self) -> Path | None:
+        """Return the folder of the weights that a new run begins with; None: initial values. Called on one rank."""
+        return None
+
     def check_weights(self, folder: Path) -> None:
         """Raise ``UserError`` if the model in ``folder`` computes something else than this one would."""
 

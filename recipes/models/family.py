@@ -1,6 +1,5 @@
 """What a family of language models provides; a new one is one file and one YAML."""
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -92,16 +91,6 @@ class ModelFamily:
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         """Return the content of ``config.json`` beside the weights."""
         return {"model_type": self.section.family, "vocab_size": self.vocab_size, "eos_token_id": end_token}
-
-    def differences(self, found: Mapping[str, Any]) -> list[str]:
-        """Return overrides that make the section compute what the ``config.json`` ``found`` describes.
-
-        Raises:
-            ValueError: no override can.
-        """
-        if found.get("model_type") != self.section.family:
-            raise ValueError(f"is of model_type {found.get('model_type')}; this is model.family={self.section.family}")
-        return []
 
 
 class BuiltFamily(ModelFamily):

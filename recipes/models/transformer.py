@@ -9,7 +9,6 @@ Shapes: B batch, S sequence, D dim, H query heads, K key/value heads, E head_dim
 """
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -271,57 +270,6 @@ def hugging_face_name(name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
-def hugging_face_differences(config: LlamaSection, vocab_size: int, found: dict[str, Any]) -> list[str]:
-    """What to change in ``config`` for it to compute what a Hugging Face ``config.json`` describes, as overrides.
-
-    Raises:
-        ValueError: it describes what no override can: another family, biases, another activation.
-    """
-    if found.get("model_type") != "llama":
-        raise ValueError(f"is of model_type {found.get('model_type')}; only llama can be taken over")
-    for key, plain in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
-        if (found.get(key) or plain) != plain:
-            raise ValueError(f"has {key} {found[key]}; only {plain} can be taken over")
-    if found.get("quantization_config"):
-        raise ValueError("has a quantization_config; only plain float weights can be taken over")
-    # transformers 5 has one dictionary; before it there were two keys. Defaults are those of LlamaConfig.
-    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"has rope_type {kind}; only default and llama3 can be taken over")
-    heads = found["num_attention_heads"]
-    wanted = {
-        "dim": found["hidden_size"],
-        "layers": found["num_hidden_layers"],
-        "heads": heads,
-        "kv_heads": found.get("num_key_value_heads") or heads,
-        "head_dim": found.get("head_dim") or found["hidden_size"] // heads,
-        "hidden_dim": found["intermediate_size"],
-        "vocab_size": found["vocab_size"],
-        "tie_embeddings": bool(found.get("tie_word_embeddings")),
-        "norm_eps": float(found.get("rms_norm_eps") or 1e-6),
-        "rope_theta": float(rope.get("rope_theta") or found.get("rope_theta") or 10000.0),
-        "max_sequence_length": found.get("max_position_embeddings") or 2048,
-    }
-    ours = {name: getattr(config, name) for name in wanted}
-    ours |= {"head_dim": config.attention_head_dim, "vocab_size": vocab_size}
-    changed = {name: value for name, value in wanted.items() if ours[name] != value}
-    scaling = None
-    if kind == "llama3":
-        names = {"original_max_sequence_length": "original_max_position_embeddings"}
-        scaling = {key: rope[names.get(key, key)] for key in RopeScaling.model_fields}
-    if scaling != (config.rope_scaling.model_dump() if config.rope_scaling else None):
-        changed["rope_scaling"] = scaling
-    return [_override(name, value) for name, value in changed.items()]
-
-
-def _override(name: str, value: Any) -> str:
-    if isinstance(value, dict):
-        text = ",".join(f"{key}:{number}" for key, number in value.items())
-        return f"'model.{name}={{{text}}}'"  # a shell would take the braces apart
-    return f"model.{name}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"
-
-
 def hugging_face_config(config: LlamaSection, vocab_size: int, end_token: int | None) -> dict[str, Any]:
     """``config.json`` with which ``transformers.LlamaForCausalLM`` opens the saved weights."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
@@ -404,6 +352,3 @@ class Llama(ModelFamily):
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         return hugging_face_config(self.section, self.vocab_size, end_token)
-
-    def differences(self, found: Mapping[str, Any]) -> list[str]:
-        return hugging_face_differences(self.section, self.vocab_size, dict(found))

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,14 +57,16 @@ class Start:
         return self.checkpoint is not None and self.checkpoint.parent == run_dir / CHECKPOINTS
 
 
-def find_start(config: RunConfig, session: Session) -> Start:
+def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Path | None] = lambda: None) -> Start:
     """Choose where to start and check it. A collective: the ranks share the reading.
+
+    ``pretrained`` returns the weights that a new run begins with, on one rank.
 
     Raises:
         UserError: there is no checkpoint and ``checkpoint.resume`` requires one, all are damaged, or resuming would
             silently change the run.
     """
-    chosen = session.once(partial(_candidates, config))
+    chosen = session.once(partial(_candidates, config, pretrained))
     notes, damage = list(chosen["notes"]), []
     for path in map(Path, chosen["candidates"]):
         problem = _damage(path, session)
@@ -87,19 +90,19 @@ def find_start(config: RunConfig, session: Session) -> Start:
     return Start(weights=weights, origin=chosen["origin"], notes=notes)
 
 
-def _candidates(config: RunConfig) -> dict[str, Any]:
+def _candidates(config: RunConfig, pretrained: Callable[[], Path | None]) -> dict[str, Any]:
     """Checkpoints to try, newest first, or a folder of weights. On one rank."""
     resume, own_folder = config.checkpoint.resume, config.run.dir / CHECKPOINTS
     try:
         own = [str(path) for path in reversed(named(own_folder))]
-        if resume in ("auto", "must"):
-            if resume == "must" and not own:
-                raise UserError(
-                    f"checkpoint.resume=must but {own_folder} holds no checkpoint; use checkpoint.resume=auto"
-                )
-            return {"candidates": own, "weights": None, "origin": _origin(own), "notes": []}
-        if resume == "never":
-            return {"candidates": [], "weights": None, "origin": None, "notes": []}
+        if resume == "must" and not own:
+            raise UserError(f"checkpoint.resume=must but {own_folder} holds no checkpoint; use checkpoint.resume=auto")
+        if resume in ("auto", "must", "never"):
+            own = [] if resume == "never" else own
+            weights = pretrained() if not own else None
+            return {
+                "candidates": own, "weights": str(weights) if weights else None, "origin": _origin(own), "notes": [],
+            }  # fmt: skip
         given = Path(resume).expanduser().absolute()
         origin = os.path.normpath(given)  # however it is spelt; a link keeps its name, wherever it leads by now
         if own and _origin(own) == origin:
@@ -293,7 +296,8 @@ def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> N
         ways = [f"{_other_run(config)} to keep both", "checkpoint.resume=never to start again here"]
     else:
         ways = ["its weights alone: serried export, then checkpoint.resume=FOLDER with what was exported"]
-    if not any(key.startswith("model.") for key in named):  # the weights would not fit another model
+    # The weights would not fit another model.
+    if not any(key.startswith("model.") and key != "model.path" for key in named):
         ways.append("checkpoint.allow_changes=true to resume with the new settings")
     told = "; ".join(changed[key] for key in named)
     raise UserError(f"resuming from {path} would change the run: {told}; use {', or '.join(ways)}")

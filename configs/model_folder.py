@@ -1,0 +1,128 @@
+"""Settings taken from a Hugging Face model: ``model.path=FOLDER_OR_NAME``, or ``checkpoint.resume=FOLDER``."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from serried.configs.errors import UserError
+from serried.configs.plain_data import read_json, read_yaml
+from serried.configs.registry import models
+from serried.configs.schema import parse_count
+
+CONFIG = "config.json"
+_NOT_A_MODEL = ("MANIFEST.json", "state.json", "checkpoints")
+"""Contents of a checkpoint or run folder, which is resumed with all of its state."""
+_SHOWN = 4
+_FREE = ("name", "path", "max_sequence_length")
+"""Keys of ``model`` that may differ from those of the weights."""
+
+
+def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """Return the composed config ``plain`` with the architecture and tokenizer of the model that it names, if any.
+
+    ``given``: keys that the user set, which win, or are refused if the weights do not allow them.
+
+    Raises:
+        UserError: the model cannot be read, or ``given`` contradicts it.
+    """
+    model, data = plain.get("model"), plain.get("data")
+    if not isinstance(model, dict) or not isinstance(data, dict):
+        return dict(plain)
+    path = model.get("path") or _resumed_folder(plain)
+    if path is None:
+        if model.get("name") == "auto":
+            raise UserError("model=auto needs a Hugging Face model: model.path=FOLDER_OR_NAME")
+        return dict(plain)
+    path, own = str(path), {key.split(".")[1] for key in given if key.startswith("model.")}
+    found = _described(path, plain)
+    # A preset that was chosen is compared too, with all of its keys.
+    named = {*model} if "model" in given and model["name"] != "auto" else own
+    wrong = [key for key in found if key in named and key not in _FREE and not _is_same(model.get(key), found[key])]
+    if wrong:
+        there = ", ".join(f"model.{key}={_shown(found[key])}" for key in wrong[:_SHOWN]) + ", ..." * (
+            len(wrong) > _SHOWN
+        )
+        extra = " ".join(f"model.{key}={_shown(model[key])}" for key in wrong if key in own) or f"model={model['name']}"
+        raise UserError(f"model.path={path} has {there}, so the weights do not fit {extra}; leave {extra} out")
+    kept = {key: model[key] for key in own if key in model and model[key] is not None}
+    named_after = {"name": Path(path).name, "path": path}
+    tokenizer = {} if "data.tokenizer" in given else {"tokenizer": path}
+    return {**plain, "model": named_after | found | kept, "data": data | tokenizer}
+
+
+def keys_of_model(name: str) -> dict[str, Any]:
+    """Return the keys of the section ``model`` that describe the model ``name``, a folder or a name on the Hub.
+
+    Raises:
+        UserError: it cannot be read, or no family can compute it.
+    """
+    file = model_folder(name, CONFIG) / CONFIG
+    try:
+        found = read_json(file)
+        family = found.get("model_type")
+        if family not in models.names():
+            raise ValueError(f"is of model_type {family}; there are {', '.join(models.names())}")
+        return {"family": family, **models.get(family).section.keys_from(found)}  # type: ignore[attr-defined]
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}; it says what the weights beside it compute") from None
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        reason = f"lacks {error}" if isinstance(error, KeyError) else str(error).removeprefix(f"{file} ")
+        raise UserError(f"{file} {reason}") from None
+
+
+def model_folder(name: str, *patterns: str) -> Path:
+    """Return the folder ``name``. If it is a name on the Hub, the files that match ``patterns`` are downloaded first.
+
+    Raises:
+        UserError: there is no such folder, and it cannot be downloaded.
+    """
+    folder = Path(name).expanduser()
+    if folder.exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    except (ImportError, OSError, ValueError) as error:  # those of the Hub are OSError and ValueError
+        raise UserError(
+            f"model.path={name} is no folder here, and cannot be downloaded ({type(error).__name__}); on a machine "
+            f"that reaches the Hugging Face Hub: hf download {name} --local-dir FOLDER, then model.path=FOLDER"
+        ) from None
+
+
+def _resumed_folder(plain: Mapping[str, Any]) -> str | None:
+    """The plain model folder that ``checkpoint.resume`` names, if it does."""
+    path = Path(str((plain.get("checkpoint") or {}).get("resume"))).expanduser()
+    is_model = (path / CONFIG).is_file() and not any((path / name).exists() for name in _NOT_A_MODEL)
+    return str(path) if is_model or _recorded(str(path), plain) else None
+
+
+def _described(path: str, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the model in ``path``; if it is gone, as the run that began with it recorded them."""
+    recorded = {} if Path(path).exists() else _recorded(path, plain)
+    return {key: recorded[key] for key in recorded if key not in ("name", "path")} or keys_of_model(path)
+
+
+def _recorded(path: str, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``model`` of the run in the run folder, if it began with the model ``path``."""
+    try:
+        model = read_yaml(Path(plain["run"]["dir"]) / "config.yaml")["model"]
+        return model if model["path"] == path else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _is_same(given: Any, found: Any) -> bool:
+    given = parse_count(given)
+    if isinstance(given, str) and not isinstance(found, str | bool):
+        try:
+            given = float(given)
+        except ValueError:
+            return False
+    return given is None or given == found
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -25,6 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,10 @@ class Subject:
 
     def nbytes(self) -> int:
         """Of the whole state, as it lies on the disk."""
-        return sum(part.spec.nbytes for _, part in self._parts())
+        return sum(prod(part.shards.shape) * part.local.element_size() for _, part in self._parts())
 
     def _parts(self) -> Any:
-        return state_parts(self._parallel, self.optimizer, self._recipe.export_name)
+        return state_parts(self._parallel, self.optimizer, self._recipe.exported)
 
     def saver(self, kind: str) -> Save:
         """One of ``KINDS``. A collective."""
@@ -182,7 +183,7 @@ def load(argv: list[str], whose: str, path: str) -> dict[str, Any]:
         with _Highest() as loading:
             started = time.perf_counter()
             if whose == "ours":
-                load_state(Path(path), subject._parallel, subject.optimizer, subject._recipe.export_name)
+                load_state(Path(path), subject._parallel, subject.optimizer, subject._recipe.exported)
             else:
                 dcp.load(subject.tensors(), checkpoint_id=path)
             _meet()

@@ -31,7 +31,25 @@ class Box(NamedTuple):
 
     def columns(self) -> tuple[slice, ...]:
         """Index of the box within its rows: all dims but the first."""
-        return tuple(slice(start, start + size) for start, size in zip(self.starts[1:], self.sizes[1:], strict=True))
+        return self.indices()[1:]
+
+    def indices(self) -> tuple[slice, ...]:
+        """Index of the box within its tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
+
+    def overlap(self, other: "Box") -> "Box":
+        """What both hold; ``numel`` is 0 if there is nothing."""
+        starts = tuple(max(ours, theirs) for ours, theirs in zip(self.starts, other.starts, strict=True))
+        ends = map(min, self._ends(), other._ends())
+        return Box(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
+
+    def seen_from(self, other: "Box") -> "Box":
+        """The same box, with its starts counted from where ``other`` starts."""
+        starts = tuple(ours - theirs for ours, theirs in zip(self.starts, other.starts, strict=True))
+        return Box(starts, self.sizes)
+
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(start + size for start, size in zip(self.starts, self.sizes, strict=True))
 
 
 @dataclass(frozen=True)

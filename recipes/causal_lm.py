@@ -21,6 +21,7 @@ from serried.configs.schema import (
     TextRunConfig,
     TrainerSection,
 )
+from serried.parallel.fragments import Fragment
 from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 from serried.recipes.data.chat import ask, chat_template
 from serried.recipes.data.choose_source import check_path
@@ -368,8 +369,8 @@ class CausalLM(TextTask):
 
     # export ---------------------------------------------------------------------------------------------------------
 
-    def export_name(self, name: str) -> str:
-        return self._family().export_name(name)
+    def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
+        return self._family().exported(name, shape)
 
     def pretrained(self) -> Path | None:
         return model_folder(self._model.path, "*.safetensors", "*.json") if self._model.path else None

@@ -69,6 +69,16 @@ class TensorSpec:
         """Bytes of its values in the file."""
         return self.numel * self.dtype.itemsize
 
+    def plain(self) -> list[Any]:
+        """Return it as JSON data."""
+        return [self.name, _NAMES[self.dtype], list(self.shape)]
+
+    @classmethod
+    def of_plain(cls, data: Sequence[Any]) -> "TensorSpec":
+        """Return what ``plain`` was made of."""
+        name, dtype, shape = data
+        return cls(name, DTYPES[dtype], tuple(shape))
+
 
 def header(specs: Sequence[TensorSpec], size: int = 0) -> bytes:
     """The beginning of a safetensors file: it, followed by the tensors' bytes in the order of ``specs``, is the file.

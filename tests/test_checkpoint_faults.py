@@ -385,7 +385,7 @@ def poisoned(argv: list[str], rank: int, at_step: int) -> int:
     def spoilt(self: save.Checkpointer, step: int, state: dict[str, Any]) -> None:
         if step != at_step or self._rank != rank:
             return saved(self, step, state)
-        [weight] = [part.local for _, part in self._parts() if part.spec.name == "model.norm.weight"]
+        [weight] = [part.local for _, part in self._parts() if part.fragments[0].name == "model.norm.weight"]
         with torch.no_grad():
             value = weight[-1].item()
             weight[-1] = float("inf")

@@ -14,6 +14,7 @@ from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema import LaunchSection
 from serried.parallel.apply import parallelize
+from serried.parallel.fragments import unchanged
 from serried.parallel.mesh import resolve_layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import LossTerms, ParallelPlan
@@ -110,7 +111,7 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
             config.checkpoint,
             layout,
             session,
-            lambda: state_parts(model, optimizer, str),
+            lambda: state_parts(model, optimizer, unchanged),
             lambda _: None,
         )
         if session.is_main:
@@ -121,7 +122,7 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
         assert saved is not None
         assert saved.problem is None
         again = parallel()
-        load_state(saved.path, again, build_optimizer(again.module.named_parameters(), config.optim), str)
+        load_state(saved.path, again, build_optimizer(again.module.named_parameters(), config.optim), unchanged)
         for mine, theirs in zip((*again.parameters, *again.buffers), (*model.parameters, *model.buffers), strict=True):
             assert torch.equal(mine.local, theirs.local), mine.name
         saver.close()

@@ -243,7 +243,7 @@ def load_model(
         low_dtype=LOW_DTYPES[config.precision.name],
         device=device,
     )
-    load_weights(checkpoint, parallel, task.export_name)
+    load_weights(checkpoint, parallel, task.exported)
     parallel.module.eval()
     return parallel
 

@@ -66,7 +66,7 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         is_over = start.step >= config.trainer.last_step or _ended_early(start, config.trainer.patience)
         if start.checkpoint is not None and is_over:
             check_data(start, (data or Data(task, session, console)).fingerprint, config)
-            check_names(start.checkpoint, task.build_model(), task.export_name)
+            check_names(start.checkpoint, task.build_model(), task.exported)
             return _nothing_to_do(config, start, console, folder)
         trainer = Trainer(Context(config, task, session, console, folder, watchdog.pulse), config_yaml, start, data)
         if folder is not None:

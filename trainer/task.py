@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig, Section
+from serried.parallel.fragments import Fragment
 from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 
 
@@ -215,6 +216,13 @@ class Task:
     def export_name(self, name: str) -> str:
         """Return the name in a checkpoint of parameter ``name``."""
         return name
+
+    def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
+        """Return where the elements of parameter ``name`` of ``shape`` lie in the tensors of a checkpoint.
+
+        The default: in one tensor of the same shape, under its ``export_name``.
+        """
+        return (Fragment.whole(self.export_name(name), shape),)
 
     def pretrained(self) -> Path | None:
         """Return the folder of the weights that a new run begins with; None: initial values. Called on one rank."""

@@ -160,7 +160,7 @@ def _build_model(context: Context, start: Start) -> nn.Module:
     if start.weights is not None:
         context.session.once(partial(context.task.check_weights, start.weights))
     if start.source is not None:
-        check_names(start.source, model, context.task.export_name)
+        check_names(start.source, model, context.task.exported)
     return model
 
 

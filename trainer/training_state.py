@@ -55,12 +55,12 @@ class TrainingState:
         if start.checkpoint is not None:
             self.restore(start)
         elif start.weights is not None:
-            load_weights(start.weights, self.parallel, task.export_name)
+            load_weights(start.weights, self.parallel, task.exported)
 
     def restore(self, start: Start) -> None:
         """Set weights, optimizer and step to those of a checkpoint."""
         assert start.checkpoint is not None
-        load_state(start.checkpoint, self.parallel, self.optimizer, self._task.export_name)
+        load_state(start.checkpoint, self.parallel, self.optimizer, self._task.exported)
         with taking_from(start.checkpoint):
             state = start.state["step_state"]
             if "optimizer" in state:
@@ -78,7 +78,7 @@ class TrainingState:
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         """Yield every tensor that a checkpoint holds; see ``state_parts``."""
-        return state_parts(self.parallel, self.optimizer, self._task.export_name)
+        return state_parts(self.parallel, self.optimizer, self._task.exported)
 
     def learning_rates(self, lr: float) -> dict[str, float]:
         """Return the learning rate of each parameter group by name."""
@@ -89,5 +89,9 @@ class TrainingState:
         return self.step.state() | {"optimizer": plain_state(self.optimizer, self._named(), self._configured)}
 
     def _named(self) -> dict[str, Tensor]:
-        """Parameters by name in a checkpoint."""
-        return {self._task.export_name(held.name): held.tensor for held in self.parallel.parameters}
+        """Parameters by name in a checkpoint, or by their own where that divides or joins them."""
+        named: dict[str, Tensor] = {}
+        for held in self.parallel.parameters:
+            first = self._task.exported(held.name, held.spec.shape)[0]
+            named[first.name if first.is_whole else held.name] = held.tensor
+        return named

@@ -1,5 +1,6 @@
 """What a family of language models provides; a new one is one file and one YAML."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from serried.configs.errors import UserError
 from serried.configs.schema import ModelSection
+from serried.parallel.fragments import Fragment
 from serried.parallel.plan import Inputs, ParallelPlan
 from serried.recipes.models.head import IGNORE
 
@@ -87,6 +89,14 @@ class ModelFamily:
     def export_name(self, name: str) -> str:
         """Return the name in a checkpoint of parameter ``name``."""
         return name
+
+    def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
+        """Return where the elements of parameter ``name`` of ``shape`` lie in the tensors of a checkpoint.
+
+        The default: in one tensor of the same shape, under its ``export_name``. See ``Fragment`` for a parameter that
+        is several tensors there (stacked experts), or for parameters that share one (queries, keys and values).
+        """
+        return (Fragment.whole(self.export_name(name), shape),)
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         """Return the content of ``config.json`` beside the weights."""

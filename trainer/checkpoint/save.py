@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,11 +23,21 @@ from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.schema import CheckpointSection
 from serried.parallel.mesh import Layout
-from serried.records.tensors import index_json, tensor_bytes
+from serried.records.tensors import TensorSpec, index_json, tensor_bytes
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.exchange import Exchange
 from serried.trainer.checkpoint.manifest import FileRecord, fsync_folder, record_of, write_manifest
-from serried.trainer.checkpoint.plan import BUCKET_BYTES, Part, Plan, aligned, deal_files, make_plan
+from serried.trainer.checkpoint.plan import (
+    BUCKET_BYTES,
+    Part,
+    Plan,
+    PlannedFile,
+    Target,
+    aligned,
+    deal_files,
+    make_plan,
+    targets_of,
+)
 from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER, STATE, folder_name, partial_name, prune
 from serried.trainer.checkpoint.writer import NOT_SHARED, Writer
 
@@ -83,11 +93,13 @@ class Checkpointer:
     def _plan_save(self) -> None:
         """Plan who writes what, for the tensors that exist now."""
         held = list(self._parts())
-        self._planned = [part.spec for _, part in held]
+        self._planned = _names_and_shapes(held)
         self._plan = self._make_plan(held)
-        mine = {piece.name for bucket in self._plan.writes for piece in bucket if piece.source == self._rank_of_block}
-        self._kept = mine | {piece.name for sends in self._plan.sends for send in sends for piece in send}
-        self._staged = self._allocate([part for _, part in held if part.spec.name in self._kept])
+        pieces = (piece for bucket in self._plan.writes for window in bucket for piece in window.pieces)
+        mine = {piece.part for piece in pieces if piece.source == self._rank_of_block}
+        self._kept = mine | {piece.part for sends in self._plan.sends for send in sends for piece in send}
+        kept = {part.name: part for _, part in reversed(held) if part.name in self._kept}
+        self._staged = self._allocate(list(kept.values()))
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Begin to save ``step``; with ``checkpoint.mode=sync`` also end it. ``state`` is plain data, for state.json.
@@ -96,7 +108,10 @@ class Checkpointer:
         """
         assert self._running is None, "one save at a time"
         started = time.perf_counter()
-        if [part.spec for _, part in self._parts()] != self._planned:  # optimizer state that the first step created
+        has_changed = _names_and_shapes(self._parts()) != self._planned  # optimizer state that the first step created
+        if self._layout.pipeline > 1:  # the state of a stage is known to its ranks alone
+            has_changed = any(self._session.gather(has_changed))
+        if has_changed:
             self._plan_save()
         staged = self._stage()
         self._running = self._thread.submit(self._save, step, state, staged, started)
@@ -153,7 +168,9 @@ class Checkpointer:
         """This rank's bytes of the tensors that its copy writes, as CPU tensors by name."""
         staged: dict[str, Tensor] = {}
         for _, part in self._parts():
-            name, local = part.spec.name, part.local.detach()
+            name, local = part.name, part.local.detach()
+            if name in staged:
+                continue  # a tied parameter that this rank holds twice
             if name in self._staged:
                 staged[name] = self._staged[name].copy_(local, non_blocking=True)
             elif name in self._kept:
@@ -183,7 +200,7 @@ class Checkpointer:
                     chunk = torch.empty(max(room, min(left, _CHUNK_BYTES)), dtype=torch.uint8, pin_memory=on_device)
                     used = 0
                 flat = chunk[used : used + part.local.nbytes].view(part.local.dtype)
-                staged[part.spec.name] = flat.view(part.local.shape)
+                staged[part.name] = flat.view(part.local.shape)
                 used, left = used + room, left - room
         except RuntimeError as error:
             raise UserError(
@@ -197,13 +214,23 @@ class Checkpointer:
         return self._rank % self._layout.block
 
     def _make_plan(self, parts: list[tuple[str, Part]]) -> Plan:
-        files = [
-            file
-            for stem in (MODEL, OPTIMIZER)
-            for file in deal_files([part.spec for of, part in parts if of == stem], stem, self._layout.world)
-        ]
-        shards = {part.spec.name: part.shards for _, part in parts}
-        return make_plan(files, shards, self._layout, self._rank, BUCKET_BYTES)
+        stage = self._layout.coordinates(self._rank).pipeline
+        files: list[PlannedFile] = []
+        targets: dict[str, Target] = {}
+        for stem in (MODEL, OPTIMIZER):
+            mine = targets_of((part for of, part in parts if of == stem), stage)
+            files += deal_files(self._of_all_stages(mine), stem, self._layout.world // self._layout.pipeline)
+            targets |= mine
+        return make_plan(files, targets, self._layout, self._rank, BUCKET_BYTES)
+
+    def _of_all_stages(self, mine: Mapping[str, Target]) -> list[list[TensorSpec]]:
+        """The tensors that the ranks of each stage save, of which ``mine`` are this rank's."""
+        specs, stages = [target.spec for target in mine.values()], self._layout.pipeline
+        if stages == 1:
+            return [specs]
+        ranks = self._layout.world // stages
+        answers = self._session.gather([spec.plain() for spec in specs] if self._rank % ranks == 0 else None)
+        return [[TensorSpec.of_plain(entry) for entry in answer] for answer in answers[::ranks]]
 
     # in the background ----------------------------------------------------------------------------------------------
 
@@ -303,6 +330,10 @@ def lack_of_space(folder: Path, nbytes: int) -> str | None:
     if free >= nbytes + _SPARE_BYTES:
         return None
     return f"a checkpoint takes {size(nbytes)} and {folder} has {size(free)} free"
+
+
+def _names_and_shapes(parts: Iterable[tuple[str, Part]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    return [(part.name, part.held.tensor.dtype, part.shards.shape) for _, part in parts]
 
 
 def _plain(records: dict[str, FileRecord]) -> list[tuple[str, tuple[int, int]]]:

@@ -1,16 +1,19 @@
 """The tensors that a checkpoint holds, by name: weights as they are exported, the optimizer's as <weight>.<state>."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
+from serried.parallel.fragments import Fragment
 from serried.parallel.held import HeldTensor, persistent_buffers, tied_names
 from serried.parallel.model import DistributedModel
-from serried.records.tensors import TensorFolder, TensorSpec
-from serried.trainer.checkpoint.plan import Part
+from serried.parallel.shard_specs import Box
+from serried.records.tensors import TensorFolder
+from serried.trainer.checkpoint.plan import Part, windows_of
 from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER
 from serried.trainer.optimizer_state import ensure_state, tensor_state
 
@@ -21,97 +24,116 @@ _UNUSED = ("lm_head.weight", ".rotary_emb.inv_freq")
 """Endings of names that a folder may hold beyond the model's: what follows from the rest."""
 
 
+Exported = Callable[[str, Sequence[int]], tuple[Fragment, ...]]
+"""(name, shape) of a parameter -> where its elements lie in the tensors of a checkpoint."""
+
+
 def state_parts(
-    parallel: DistributedModel, optimizer: torch.optim.Optimizer, export_name: Callable[[str], str]
+    parallel: DistributedModel, optimizer: torch.optim.Optimizer, exported: Exported
 ) -> Iterator[tuple[str, Part]]:
     """Everything that training changes, each with the stem of its files; in the same order always."""
-    for held in (*parallel.parameters, *parallel.buffers):
-        yield MODEL, _part(export_name(held.name), held)
-    for name, held in _optimizer_state(parallel, optimizer, export_name).items():
-        yield OPTIMIZER, _part(name, held)
+    for part in _weights(parallel, exported):
+        yield MODEL, part
+    for part in _optimizer_state(parallel, optimizer, exported):
+        yield OPTIMIZER, part
 
 
-def _part(name: str, held: HeldTensor) -> Part:
-    return Part(TensorSpec(name, held.tensor.dtype, held.spec.shape), held.local, held.spec)
+def _weights(parallel: DistributedModel, exported: Exported) -> list[Part]:
+    held = (*parallel.parameters, *parallel.buffers)
+    return [Part(each.name, each, exported(each.name, each.spec.shape)) for each in held]
 
 
-def _weights(parallel: DistributedModel, export_name: Callable[[str], str]) -> dict[str, HeldTensor]:
-    return {export_name(held.name): held for held in (*parallel.parameters, *parallel.buffers)}
+def _optimizer_state(parallel: DistributedModel, optimizer: torch.optim.Optimizer, exported: Exported) -> list[Part]:
+    return [
+        Part(f"{of.name}.{key}", held, _state_fragments(of, key, held.spec.shape, exported))
+        for of in parallel.parameters
+        for key, value in tensor_state(optimizer, of.tensor).items()
+        for held in [parallel.held_like(of, value)]
+    ]
 
 
-def _optimizer_state(
-    parallel: DistributedModel, optimizer: torch.optim.Optimizer, export_name: Callable[[str], str]
-) -> dict[str, HeldTensor]:
-    """By name in the checkpoint."""
-    return {
-        f"{export_name(held.name)}.{key}": parallel.held_like(held, value)
-        for held in parallel.parameters
-        for key, value in tensor_state(optimizer, held.tensor).items()
-    }
+def _state_fragments(of: HeldTensor, key: str, shape: tuple[int, ...], exported: Exported) -> tuple[Fragment, ...]:
+    """Where state ``key`` of a parameter lies: divided as that is, if it has its shape."""
+    fragments = exported(of.name, of.spec.shape)
+    if shape == of.spec.shape:
+        return tuple(each._replace(name=f"{each.name}.{key}") for each in fragments)
+    if shape == ():
+        return tuple(Fragment.whole(f"{each.name}.{key}", ()) for each in fragments)
+    name = fragments[0].name if fragments[0].is_whole else of.name
+    return (Fragment.whole(f"{name}.{key}", shape),)
 
 
 @torch.no_grad()
 def load_state(
-    checkpoint: Path,
-    parallel: DistributedModel,
-    optimizer: torch.optim.Optimizer,
-    export_name: Callable[[str], str],
+    checkpoint: Path, parallel: DistributedModel, optimizer: torch.optim.Optimizer, exported: Exported
 ) -> None:
-    """Fill weights and optimizer state from a checkpoint; each rank reads its rows alone.
+    """Fill weights and optimizer state from a checkpoint; each rank reads the boxes it holds alone.
 
     Raises:
         UserError: the checkpoint is of another model.
     """
     folder = TensorFolder(checkpoint, OPTIMIZER) if any(checkpoint.glob(f"{OPTIMIZER}*")) else None
     saved = folder.specs.keys() if folder is not None else set()  # SGD without momentum has no state
-    tensors = {export_name(held.name): held.tensor for held in parallel.parameters}
-    with_state = {id(tensors.get(name.rpartition(".")[0])) for name in saved}
+    owners = {name.rpartition(".")[0] for name in saved}
+    with_state = {
+        id(held.tensor)
+        for held in parallel.parameters
+        if owners & {held.name, *(each.name for each in exported(held.name, held.spec.shape))}
+    }
     ensure_state(optimizer, lambda parameter: id(parameter) in with_state)
-    load_weights(checkpoint, parallel, export_name)
-    states = _optimizer_state(parallel, optimizer, export_name)
-    if states.keys() != saved:
-        differing = _some(sorted(states.keys() ^ saved))
+    load_weights(checkpoint, parallel, exported)
+    states = _optimizer_state(parallel, optimizer, exported)
+    wanted = {fragment.name for part in states for fragment in part.fragments}
+    if wanted != saved:
         raise UserError(
-            f"{checkpoint} holds the state of another optimizer ({differing}); "
+            f"{checkpoint} holds the state of another optimizer ({_some(sorted(wanted ^ saved))}); "
             "use the optim it was trained with, or its weights alone: serried export, then checkpoint.resume=FOLDER"
         )
     if folder is not None:
+        _check(folder, [(part.local, part.fragments) for part in states])
         _fill(folder, states)
 
 
 @torch.no_grad()
-def load_weights(folder: Path, parallel: DistributedModel, export_name: Callable[[str], str]) -> None:
-    """Fill weights from a model folder in any float dtype; each rank reads its rows alone.
+def load_weights(folder: Path, parallel: DistributedModel, exported: Exported) -> None:
+    """Fill weights from a model folder in any float dtype; each rank reads the boxes it holds alone.
 
     Raises:
         UserError: the folder holds another model.
     """
-    _fill(TensorFolder(folder, MODEL), _weights(parallel, export_name), _aliases(parallel.module, export_name))
+    tensors, weights = TensorFolder(folder, MODEL), _weights(parallel, exported)
+    _check(tensors, [(part.local, part.fragments) for part in weights], _aliases(parallel.module, exported))
+    _fill(tensors, weights)
 
 
-def check_names(folder: Path, module: nn.Module, export_name: Callable[[str], str]) -> None:
+def check_names(folder: Path, module: nn.Module, exported: Exported) -> None:
     """Compare names and shapes of ``folder`` with those of ``module``, which may be on meta; nothing is read.
 
     Raises:
         UserError: the folder holds another model.
     """
-    named: dict[str, Tensor] = {export_name(name): parameter for name, parameter in module.named_parameters()}
-    named |= {export_name(name): module.get_buffer(name) for name in persistent_buffers(module)}
-    _check(TensorFolder(folder, MODEL), named, _aliases(module, export_name))
+    named: dict[str, Tensor] = dict(module.named_parameters())
+    named |= {name: module.get_buffer(name) for name in persistent_buffers(module)}
+    fragments = [(tensor, exported(name, tensor.shape)) for name, tensor in named.items()]
+    _check(TensorFolder(folder, MODEL), fragments, _aliases(module, exported))
 
 
-def _aliases(module: nn.Module, export_name: Callable[[str], str]) -> set[str]:
+def _aliases(module: nn.Module, exported: Exported) -> set[str]:
     """Further names of shared parameters, under which a folder may hold them once more."""
-    return {export_name(name) for name in tied_names(module)}
+    shapes = {name: module.get_parameter(first).shape for name, first in tied_names(module).items()}
+    return {fragment.name for name, shape in shapes.items() for fragment in exported(name, shape)}
 
 
-def _check(folder: TensorFolder, named: Mapping[str, Tensor], aliases: Collection[str] = ()) -> None:
-    missing = [name for name in named if name not in folder.specs]
-    extra = [name for name in folder.specs if name not in named and name not in aliases and not name.endswith(_UNUSED)]
+def _check(
+    folder: TensorFolder, wanted_by: Iterable[tuple[Tensor, Sequence[Fragment]]], aliases: Collection[str] = ()
+) -> None:
+    wanted = {each.name: (each.shape, tensor) for tensor, fragments in wanted_by for each in fragments}
+    missing = [name for name in wanted if name not in folder.specs]
+    extra = [name for name in folder.specs if name not in wanted and name not in aliases and not name.endswith(_UNUSED)]
     shaped = [
-        f"{name} is {list(folder.specs[name].shape)} there and {list(tensor.shape)} here"
-        for name, tensor in named.items()
-        if name in folder.specs and folder.specs[name].shape != tuple(tensor.shape)
+        f"{name} is {list(folder.specs[name].shape)} there and {list(shape)} here"
+        for name, (shape, _) in wanted.items()
+        if name in folder.specs and folder.specs[name].shape != shape
     ]
     if missing or extra or shaped:
         problems = [
@@ -123,22 +145,30 @@ def _check(folder: TensorFolder, named: Mapping[str, Tensor], aliases: Collectio
             f"{folder.folder} holds another model than this command describes: {'; '.join(problems)}; "
             "use the model.* keys it was trained with (see its config.json), or run.name=OTHER for a new run"
         )
-    for name, tensor in named.items():
+    for name, (_, tensor) in wanted.items():
         if tensor.is_floating_point() and not folder.specs[name].dtype.is_floating_point:
             raise UserError(f"{folder.folder}: {name} is {folder.specs[name].dtype}; only float weights can be trained")
 
 
-def _fill(folder: TensorFolder, named: Mapping[str, HeldTensor], aliases: Collection[str] = ()) -> None:
-    _check(folder, {name: held.tensor for name, held in named.items()}, aliases)
-    for name, held in named.items():
-        local, box = held.local, held.box
-        if local.ndim == 0:
-            local.copy_(folder.read(name))
-            continue
-        rows = max(1, _PIECE_BYTES // max(1, folder.specs[name].nbytes // max(1, held.spec.shape[0])))
-        for begin in range(0, local.shape[0], rows):
-            part = local[begin : begin + rows]
-            part.copy_(folder.read(name, box.starts[0] + begin, part.shape[0])[(slice(None), *box.columns())])
+def _fill(folder: TensorFolder, parts: Iterable[Part]) -> None:
+    for part in parts:
+        local, box = part.local, part.held.box
+        for fragment in part.fragments:
+            ours = box.overlap(fragment.ours)
+            if ours.numel:
+                into = local[ours.seen_from(box).indices()]
+                theirs = fragment.there(ours)
+                _read(folder, fragment.name, theirs, into.view(theirs.sizes))
+
+
+def _read(folder: TensorFolder, name: str, box: Box, into: Tensor) -> None:
+    """Fill ``into`` with ``box`` of a tensor: rows from the file, and of those the columns."""
+    spec = folder.specs[name]
+    for window in windows_of(spec.shape, _PIECE_BYTES // spec.dtype.itemsize, box):
+        first = sum(start * prod(spec.shape[dim + 1 :]) for dim, start in enumerate(window.starts))
+        values = folder.read_elements(name, first, window.numel).view(window.sizes)
+        shared = window.overlap(box)
+        into[shared.seen_from(box).indices()] = values[shared.seen_from(window).indices()]
 
 
 def _some(names: list[str]) -> str:

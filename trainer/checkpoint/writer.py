@@ -6,12 +6,11 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from serried.records.tensors import header, tensor_bytes
 from serried.trainer.checkpoint.manifest import FileRecord
-from serried.trainer.checkpoint.plan import Piece, Plan
+from serried.trainer.checkpoint.plan import Plan, Window
 
 NOT_SHARED = "run.dir must be on a disk that all nodes share"
 
@@ -26,29 +25,29 @@ class Writer:
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self._folder, self._plan = folder, plan
-        self._dtypes = {spec.name: spec.dtype for file in plan.files for spec in file.specs}
         self._records: dict[str, FileRecord] = {}
         self._problem: str | None = None
         self._file = -1
         self._open_files: dict[int, int] = {}
         self._pushed = 0
 
-    def write(self, pieces: list[Piece], contents: list[Tensor]) -> None:
-        """Append ``contents`` to the files their ``pieces`` belong to."""
+    def write(self, windows: list[Window], contents: list[list[Tensor]]) -> None:
+        """Append the ``contents`` of each of ``windows`` to the file that it belongs to."""
         ready: list[memoryview] = []
         try:
-            for piece, content in zip(pieces, contents, strict=True):
+            for window, tensors in zip(windows, contents, strict=True):
                 if self._problem is not None:
                     return
-                if piece.file != self._file:
+                if window.file != self._file:
                     self._append(ready)
-                    ready = [self._open(piece.file)]
-                for part in content.split(_PIECE_BYTES):
-                    if not _is_finite(part, self._dtypes[piece.name]):
-                        self._problem = f"{piece.name} is not finite: such a state is not worth resuming from"
-                        return
-                    self._count(tensor_bytes(part))
-                ready.append(tensor_bytes(content))
+                    ready = [self._open(window.file)]
+                for flat in (tensor.reshape(-1) for tensor in tensors):
+                    for part in flat.split(_PIECE_BYTES // flat.element_size()):
+                        if not _is_finite(part):
+                            self._problem = f"{window.spec.name} is not finite: such a state is not worth resuming from"
+                            return
+                        self._count(tensor_bytes(part))
+                    ready.append(tensor_bytes(flat))
             self._append(ready)
         except (OSError, MemoryError) as error:
             self._fail(error)
@@ -119,9 +118,9 @@ class Writer:
         self._pushed = size
 
 
-def _is_finite(content: Tensor, dtype: torch.dtype) -> bool:
-    if not dtype.is_floating_point or not content.numel():
+def _is_finite(content: Tensor) -> bool:
+    if not content.is_floating_point() or not content.numel():
         return True
     # One pass and no copies, where isfinite().all() takes several; either end is NaN when any number is.
-    low, high = content.view(dtype).aminmax()
+    low, high = content.aminmax()
     return math.isfinite(low.item()) and math.isfinite(high.item())

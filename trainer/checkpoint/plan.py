@@ -268,7 +268,7 @@ def _geometry(
                 pieces.append((index, _within(source, shared), shared.seen_from(window)))
         found = sum(to.numel for _, _, to in pieces)
         assert found == window.numel, f"{found} of {window.numel} elements of a tensor of {list(shape)} are held"
-        windows.append((window, tuple(pieces)))
+        windows.append((window, tuple(sorted(pieces, key=lambda piece: piece[2].starts))))
     return sources, windows
 
 

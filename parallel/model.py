@@ -93,7 +93,7 @@ class DistributedModel:
         self.parameters: list[HeldTensor] = held_parameters([module], specs, layout, rank)
         self.gradient_divisor = sync.divisor
         """``.grad`` times this is the sum over ranks."""
-        self._sync, self._buffer_names, self._autocast_dtype = sync, buffers, autocast_dtype
+        self._sync, self.buffer_names, self._autocast_dtype = sync, buffers, autocast_dtype
         self._runner = Direct(sync, phases, self.autocast)
         self.metric_names: tuple[str, ...] | None = None
         """Names of the metrics that the loss returns in training; None before the first step."""
@@ -102,7 +102,8 @@ class DistributedModel:
     @property
     def buffers(self) -> list[HeldTensor]:
         """Buffers of the model's state, which every rank holds whole."""
-        return [_whole(name, self.module.get_buffer(name)) for name in self._buffer_names]
+        spec = ShardSpec("", (), holders=(self.place.pipeline,))
+        return [_whole(name, self.module.get_buffer(name), spec) for name in self.buffer_names]
 
     def held_like(self, parameter: HeldTensor, value: Tensor) -> HeldTensor:
         """A tensor of the optimizer that belongs to ``parameter``: divided as that is, or whole."""
@@ -114,7 +115,7 @@ class DistributedModel:
             if tuple(local(value).shape) == box.sizes:  # such as running means of rows
                 return HeldTensor(parameter.name, value, spec, box)
         assert local(value) is value, f"{parameter.name}: state of {list(value.shape)} is divided in another way"
-        return _whole(parameter.name, value)
+        return _whole(parameter.name, value, parameter.spec)
 
     @property
     def model(self) -> Any:
@@ -209,7 +210,7 @@ class DistributedModel:
     @torch.no_grad()
     def _share_buffers(self) -> None:
         """Give every rank rank 0's buffers (statistics of its samples, as of BatchNorm): those a checkpoint holds."""
-        if self._buffer_names and dist.is_initialized():
+        if self.buffer_names and dist.is_initialized():
             for each in self.buffers:
                 dist.broadcast(each.tensor, 0)
 
@@ -251,9 +252,10 @@ def same_sums_everywhere(terms: LossTerms) -> None:
         )
 
 
-def _whole(name: str, tensor: Tensor) -> HeldTensor:
+def _whole(name: str, tensor: Tensor, like: ShardSpec) -> HeldTensor:
+    """A tensor that all ranks of the stages that hold ``like`` hold whole."""
     shape = tuple(tensor.shape)
-    return HeldTensor(name, tensor, ShardSpec(name, shape), Box((0,) * len(shape), shape))
+    return HeldTensor(name, tensor, ShardSpec(name, shape, (), like.holders), Box((0,) * len(shape), shape))
 
 
 @contextmanager

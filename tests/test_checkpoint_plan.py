@@ -51,7 +51,7 @@ def states(draw: st.DrawFn) -> tuple[Layout, list[tuple[ShardSpec, tuple[Fragmen
         elif how == "joined":  # two parameters, which may be divided differently, beside each other in one tensor
             other, dim = draw(specs_on(layout, number)), draw(st.integers(0, len(shape) - 1))
             slices = tuple(Slice(min(each.dim, len(shape) - 1), each.axes) for each in other[0].slices)
-            named.append(ShardSpec(f"{spec.name}.b", shape, slices, spec.stages))
+            named.append(ShardSpec(f"{spec.name}.b", shape, slices, spec.holders))
             whole = (*shape[:dim], 2 * shape[dim], *shape[dim + 1 :])
             fragments = {
                 each.name: (Fragment.within(f"hf.{number}", whole, dim, index * shape[dim], shape),)
@@ -68,7 +68,7 @@ def held_by(layout: Layout, rank: int, state: list[tuple[ShardSpec, tuple[Fragme
     place = layout.coordinates(rank)
     parts = []
     for spec, fragments, value in state:
-        if place.pipeline in spec.stages:
+        if place.pipeline in spec.holders:
             box = spec.box(layout, place)
             parts.append(Part(spec.name, HeldTensor(spec.name, value[box.indices()].clone(), spec, box), fragments))
     return [*parts, *parts[:1]]  # as a rank holds a tied parameter twice under a schedule shaped like a V

@@ -130,7 +130,7 @@ def targets_of(parts: Iterable[Part], stage: int) -> dict[str, Target]:
     found: dict[str, Target] = {}
     seen: set[str] = set()
     for part in parts:
-        if part.shards.stages[0] != stage or part.name in seen:
+        if part.shards.holders[0] != stage or part.name in seen:
             continue
         seen.add(part.name)
         for fragment in part.fragments:

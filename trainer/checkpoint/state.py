@@ -1,6 +1,6 @@
 """The tensors that a checkpoint holds, by name: weights as they are exported, the optimizer's as <weight>.<state>."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 
@@ -75,22 +75,22 @@ def load_state(
     folder = TensorFolder(checkpoint, OPTIMIZER) if any(checkpoint.glob(f"{OPTIMIZER}*")) else None
     saved = folder.specs.keys() if folder is not None else set()  # SGD without momentum has no state
     owners = {name.rpartition(".")[0] for name in saved}
-    with_state = {
-        id(held.tensor)
-        for held in parallel.parameters
-        if owners & {held.name, *(each.name for each in exported(held.name, held.spec.shape))}
-    }
+    names = {name: {name, *_names(exported(name, spec.shape))} for name, spec in parallel.specs.items()}
+    with_state = {id(held.tensor) for held in parallel.parameters if owners & names[held.name]}
     ensure_state(optimizer, lambda parameter: id(parameter) in with_state)
     load_weights(checkpoint, parallel, exported)
     states = _optimizer_state(parallel, optimizer, exported)
-    wanted = {fragment.name for part in states for fragment in part.fragments}
-    if wanted != saved:
+    of_others = set[str]().union(*names.values()) - set[str]().union(
+        *(names[each.name] for each in parallel.parameters)
+    )
+    mine = {name for name in saved if name.rpartition(".")[0] not in of_others}
+    if differing := mine ^ {fragment.name for part in states for fragment in part.fragments}:
         raise UserError(
-            f"{checkpoint} holds the state of another optimizer ({_some(sorted(wanted ^ saved))}); "
+            f"{checkpoint} holds the state of another optimizer ({_some(sorted(differing))}); "
             "use the optim it was trained with, or its weights alone: serried export, then checkpoint.resume=FOLDER"
         )
     if folder is not None:
-        _check(folder, [(part.local, part.fragments) for part in states])
+        _check(folder, {each.name: each for part in states for each in part.fragments})
         _fill(folder, states)
 
 
@@ -102,7 +102,13 @@ def load_weights(folder: Path, parallel: DistributedModel, exported: Exported) -
         UserError: the folder holds another model.
     """
     tensors, weights = TensorFolder(folder, MODEL), _weights(parallel, exported)
-    _check(tensors, [(part.local, part.fragments) for part in weights], _aliases(parallel.module, exported))
+    shapes = {name: spec.shape for name, spec in parallel.specs.items()}  # of all stages
+    shapes |= {part.name: part.shards.shape for part in weights}
+    aliases = _aliases(parallel.module, exported)
+    for name in parallel.buffer_names:  # those of other stages
+        aliases |= _names(exported(name, ()))
+    floats = _names(each for part in weights if part.local.is_floating_point() for each in part.fragments)
+    _check(tensors, _fragments(shapes, exported), aliases, floats)
     _fill(tensors, weights)
 
 
@@ -114,8 +120,21 @@ def check_names(folder: Path, module: nn.Module, exported: Exported) -> None:
     """
     named: dict[str, Tensor] = dict(module.named_parameters())
     named |= {name: module.get_buffer(name) for name in persistent_buffers(module)}
-    fragments = [(tensor, exported(name, tensor.shape)) for name, tensor in named.items()]
-    _check(TensorFolder(folder, MODEL), fragments, _aliases(module, exported))
+    shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    floats = {name: shapes[name] for name, tensor in named.items() if tensor.is_floating_point()}
+    _check(
+        TensorFolder(folder, MODEL), _fragments(shapes, exported), _aliases(module, exported),
+        _fragments(floats, exported).keys(),
+    )  # fmt: skip
+
+
+def _fragments(shapes: Mapping[str, tuple[int, ...]], exported: Exported) -> dict[str, Fragment]:
+    """One fragment of each tensor of a checkpoint, by name."""
+    return {each.name: each for name, shape in shapes.items() for each in exported(name, shape)}
+
+
+def _names(fragments: Iterable[Fragment]) -> set[str]:
+    return {each.name for each in fragments}
 
 
 def _aliases(module: nn.Module, exported: Exported) -> set[str]:
@@ -125,15 +144,17 @@ def _aliases(module: nn.Module, exported: Exported) -> set[str]:
 
 
 def _check(
-    folder: TensorFolder, wanted_by: Iterable[tuple[Tensor, Sequence[Fragment]]], aliases: Collection[str] = ()
+    folder: TensorFolder,
+    wanted: Mapping[str, Fragment],
+    aliases: Collection[str] = (),
+    floats: Collection[str] = (),
 ) -> None:
-    wanted = {each.name: (each.shape, tensor) for tensor, fragments in wanted_by for each in fragments}
     missing = [name for name in wanted if name not in folder.specs]
     extra = [name for name in folder.specs if name not in wanted and name not in aliases and not name.endswith(_UNUSED)]
     shaped = [
-        f"{name} is {list(folder.specs[name].shape)} there and {list(shape)} here"
-        for name, (shape, _) in wanted.items()
-        if name in folder.specs and folder.specs[name].shape != shape
+        f"{name} is {list(folder.specs[name].shape)} there and {list(each.shape)} here"
+        for name, each in wanted.items()
+        if name in folder.specs and folder.specs[name].shape != each.shape
     ]
     if missing or extra or shaped:
         problems = [
@@ -145,8 +166,8 @@ def _check(
             f"{folder.folder} holds another model than this command describes: {'; '.join(problems)}; "
             "use the model.* keys it was trained with (see its config.json), or run.name=OTHER for a new run"
         )
-    for name, (_, tensor) in wanted.items():
-        if tensor.is_floating_point() and not folder.specs[name].dtype.is_floating_point:
+    for name in floats:
+        if not folder.specs[name].dtype.is_floating_point:
             raise UserError(f"{folder.folder}: {name} is {folder.specs[name].dtype}; only float weights can be trained")
 
 

@@ -18,7 +18,7 @@ from pydantic import create_model
 
 from serried.configs.errors import UserError
 from serried.configs.near import nearest
-from serried.configs.schema import LlamaSection, ModelSection, OptimSection, ScheduleSection, Section
+from serried.configs.schema import LlamaSection, ModelSection, MoESection, OptimSection, ScheduleSection, Section
 
 _Built = TypeVar("_Built", bound=Callable[..., Any])
 
@@ -131,6 +131,8 @@ schedules = Registry(
 )
 models = Registry("model family", "model", "serried.models", ModelSection, key="family")
 models.register("llama", LlamaSection, lambda: import_module("serried.recipes.models.transformer").Llama)
+for _family in ("glm4_moe", "qwen3_moe", "mixtral"):
+    models.register(_family, MoESection, lambda: import_module("serried.recipes.models.moe").MoE)
 tasks = Registry("task", "task", "serried.tasks")
 tasks.register("causal_lm", Section, lambda: import_module("serried.recipes.causal_lm").CausalLM)
 

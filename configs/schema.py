@@ -202,6 +202,11 @@ class LlamaSection(ModelSection):
             "max_sequence_length": found.get("max_position_embeddings") or 2048,
         }
 
+    @property
+    def rotary_dim(self) -> int:
+        """Leading numbers of each head that rotary embeddings turn."""
+        return self.attention_head_dim
+
     @model_validator(mode="before")
     @classmethod
     def _derived(cls, values: Any) -> Any:
@@ -238,6 +243,89 @@ class LlamaSection(ModelSection):
                 f"model.head_dim={width}{derived} is odd, but rotary embeddings turn pairs; "
                 f"use model.head_dim={width + 1}"
             )
+        return self
+
+
+_FORMS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_moe": {"shared_experts": 0, "qk_norm": True, "rotary_fraction": 1.0, "routed_scale": 1.0},
+    "mixtral": {
+        "shared_experts": 0, "dense_layers": 0, "normalize_weights": True, "qk_norm": False, "attention_bias": False,
+        "rotary_fraction": 1.0, "routed_scale": 1.0,
+    },
+}  # fmt: skip
+"""What the checkpoints of a family cannot express otherwise."""
+
+
+class MoESection(LlamaSection):
+    """Architecture of a decoder-only transformer with a mixture of experts in place of most feed-forwards."""
+
+    experts: Size
+    """Number of routed experts of a layer."""
+    experts_per_token: Size
+    """Routed experts that each token is sent to."""
+    expert_hidden_dim: Size
+    """Inner width of one expert."""
+    shared_experts: Annotated[Count, Field(ge=0, le=1000)] = 0
+    """Experts that every token passes, held as one feed-forward of so many times ``expert_hidden_dim``."""
+    dense_layers: Annotated[Count, Field(ge=0, le=1000)] = 0
+    """First layers that have a feed-forward of ``hidden_dim`` and no experts."""
+    routed_scale: Number = Field(default=1.0, gt=0)
+    """Factor of what the routed experts add."""
+    normalize_weights: bool = True
+    """Divide the weights of a token's experts by their sum."""
+    attention_bias: bool = False
+    """Add a bias to queries, keys and values."""
+    qk_norm: bool = False
+    """Normalise queries and keys, each head by itself."""
+    rotary_fraction: Number = Field(default=1.0, gt=0, le=1)
+    """Share of each head that rotary embeddings turn."""
+    balance_rate: Number = Field(default=0.001, ge=0)
+    """Step by which the router's bias of an expert moves after each optimizer step, up if the expert got fewer tokens
+    than the mean, else down (arXiv 2408.15664). Families with a softmax router have no such bias."""
+
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether routers score by sigmoid and are balanced by a bias, else by softmax."""
+        return self.family not in _FORMS
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading numbers of each head that rotary embeddings turn."""
+        return int(self.attention_head_dim * self.rotary_fraction)
+
+    def divisible(self) -> Mapping[str, Mapping[str, int]]:
+        sizes = {"model.heads": self.heads, "model.kv_heads": self.kv_heads}
+        if self.dense_layers:
+            sizes["model.hidden_dim"] = self.hidden_dim
+        if self.shared_experts:
+            width = self.shared_experts * self.expert_hidden_dim
+            sizes[f"model.expert_hidden_dim x {self.shared_experts} shared"] = width
+        return {"tensor": sizes, "expert": {"model.experts": self.experts}}
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> "MoESection":
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"model.experts_per_token={self.experts_per_token} exceeds model.experts={self.experts}; "
+                f"use model.experts_per_token={self.experts}"
+            )
+        if self.dense_layers > self.layers:
+            raise ValueError(
+                f"model.dense_layers={self.dense_layers} exceeds model.layers={self.layers}; "
+                f"use model.dense_layers={self.layers - 1}"
+            )
+        if self.rotary_dim % 2:
+            raise ValueError(
+                f"model.rotary_fraction={self.rotary_fraction:g} of model.head_dim={self.attention_head_dim} is "
+                f"{self.rotary_dim}, which is odd, but rotary embeddings turn pairs; use model.rotary_fraction=1"
+            )
+        for key, value in _FORMS.get(self.family, {}).items():
+            if getattr(self, key) != value:
+                fixed = str(value).lower() if isinstance(value, bool) else value
+                raise ValueError(
+                    f"model.{key}={str(getattr(self, key)).lower()} with model.family={self.family}, whose checkpoints "
+                    f"cannot express it; use model.{key}={fixed}, or model.family=glm4_moe"
+                )
         return self
 
 

@@ -173,3 +173,14 @@ class Context:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         """Attention of this rank's queries on the keys and values of all ranks; k and v are this rank's."""
         return self.attend_locally(q, k, v, mask)
+
+
+class Dispatch:
+    """Extension point of a mixture of experts: brings tokens to the experts and their results back.
+
+    This one has all experts here. Where ranks divide the experts, the expert axis puts another in its place.
+    """
+
+    def run(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """``rows`` [N, D], sorted by expert, ``counts`` [E] of them for each. Returns each row's result, in place."""
+        return experts(rows, counts)

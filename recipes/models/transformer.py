@@ -42,8 +42,12 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + E/2) of ``x`` [B, heads, S, E] by its angle; result in x's dtype.
 
-    cos, sin [S, E] or, where positions differ between sequences, [B, 1, S, E], fp32.
+    cos, sin [S, E] or, where positions differ between sequences, [B, 1, S, E], fp32. If they are narrower than ``x``,
+    they turn its first numbers and leave the others as they are.
     """
+    if cos.shape[-1] < x.shape[-1]:
+        turned, rest = x.tensor_split([cos.shape[-1]], dim=-1)
+        return torch.cat((rotate(turned, cos, sin), rest), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -77,13 +81,15 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query self-attention."""
 
-    def __init__(self, config: LlamaSection) -> None:
+    def __init__(self, config: LlamaSection, *, bias: bool = False, norm: bool = False) -> None:
+        """``bias``: of queries, keys and values. ``norm``: normalise queries and keys, head by head."""
         super().__init__()
         self.head_dim = config.attention_head_dim
         self.context = Context(attend, attend_with_logsumexp)
-        self.q_proj = Linear(config.dim, config.heads * self.head_dim, bias=False)
-        self.k_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
-        self.v_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.q_proj = Linear(config.dim, config.heads * self.head_dim, bias=bias)
+        self.k_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
+        self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.norm_eps) if norm else None for _ in range(2))
         self.o_proj = Linear(config.heads * self.head_dim, config.dim, bias=False)
 
     def forward(  # [B, S, D] -> [B, S, D]
@@ -93,6 +99,8 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, S, E]
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past is not None:
             k, v = past.extend(k, v)
@@ -103,11 +111,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: LlamaSection) -> None:
+    def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.dim, config.hidden_dim, bias=False)
-        self.up_proj = Linear(config.dim, config.hidden_dim, bias=False)
-        self.down_proj = Linear(config.hidden_dim, config.dim, bias=False)
+        self.gate_proj = Linear(dim, hidden_dim, bias=False)
+        self.up_proj = Linear(dim, hidden_dim, bias=False)
+        self.down_proj = Linear(hidden_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -116,12 +124,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each behind its norm and added to the residual stream."""
 
-    def __init__(self, config: LlamaSection) -> None:
+    def __init__(self, config: LlamaSection, attention: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = FeedForward(config)
+        self.mlp = feed_forward
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past: LayerCache | None = None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
@@ -139,11 +147,16 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(self.block(number) for number in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LanguageModelHead(config.dim, vocab_size, tied=config.tie_embeddings)
         self.context = Context(attend, attend_with_logsumexp)
         self._rope_tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def block(self, number: int) -> Block:
+        """Make block ``number``; a family whose blocks differ overrides this."""
+        del number
+        return Block(self.config, Attention(self.config), FeedForward(self.config.dim, self.config.hidden_dim))
 
     def forward(
         self,
@@ -193,7 +206,7 @@ class Transformer(nn.Module):
         if device not in self._rope_tables or self._rope_tables[device][0].shape[0] < sequence:
             with torch.autocast(device.type, enabled=False):
                 frequencies = rope_frequencies(
-                    self.config.attention_head_dim, self.config.rope_theta, self.config.rope_scaling
+                    self.config.rotary_dim, self.config.rope_theta, self.config.rope_scaling
                 )
                 angles = torch.outer(torch.arange(sequence).float(), frequencies)
                 angles = torch.cat((angles, angles), dim=-1)  # [S, E]
@@ -221,7 +234,7 @@ def initial_std(config: LlamaSection, name: str) -> float | None:
     """
     if name.endswith("norm.weight"):
         return None
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
+    if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
         return config.initializer_std / math.sqrt(2 * config.layers)
     return config.initializer_std
 

@@ -1,0 +1,314 @@
+"""Decoder-only transformers with a mixture of experts: Hugging Face's forms glm4_moe, qwen3_moe and mixtral.
+
+A router sends each token to the k best of E small feed-forwards and adds up what they return
+(https://arxiv.org/abs/1701.06538). In the glm4_moe form, scores are sigmoids and a bias keeps the experts equally
+loaded without an auxiliary loss (https://arxiv.org/abs/2408.15664); it moves after each accepted step, see
+``parallel.model``. The other two score by softmax and have no bias; their weights can be read, trained and written.
+Attention, norms and the first, dense layers are those of ``transformer``.
+
+Shapes: T tokens, k experts per token, E experts, D dim, I inner width of an expert, N rows = tokens x experts.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from serried.configs.schema import MoESection
+from serried.parallel.plan import Dispatch
+from serried.recipes.models.transformer import (
+    Attention,
+    Block,
+    FeedForward,
+    Llama,
+    Transformer,
+    differing,
+    flops_per_token,
+    hugging_face_config,
+    hugging_face_name,
+    initial_std,
+    refuse_unless,
+)
+
+_GROUPED_ALIGNMENT = 16
+"""Bytes that a row must be a multiple of for ``grouped_mm`` (torch 2.13, on CPU and GPU)."""
+_GROUPED_CAPABILITY = (8, 0)
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token, in fp32: a rounding error must not change the choice.
+
+    ``loads`` counts the tokens sent to each expert while ``is_counting``: in the forwards of training, not in
+    evaluation, and not when activations are computed again in the backward.
+    """
+
+    def __init__(self, config: MoESection) -> None:
+        super().__init__()
+        self.experts_per_token = config.experts_per_token
+        self.normalizes, self.scale = config.normalize_weights, config.routed_scale
+        self.weight = nn.Parameter(torch.empty(config.experts, config.dim))
+        self.balance_rate = config.balance_rate
+        self.e_score_correction_bias: Tensor | None
+        # On the CPU with its value, also where parameters are on meta. The name is Hugging Face's.
+        bias = torch.zeros(config.experts, device="cpu") if config.has_router_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
+        self.is_counting = False
+        self.loads: Tensor | None = None
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, D] -> experts of each token [T, k], their weights [T, k] in fp32, tokens of each expert [E]."""
+        with torch.autocast(rows.device.type, enabled=False):
+            # The weight in the type of the tokens first: sharded mixed precision gathers it in that type anyway.
+            logits = F.linear(rows.float(), self.weight.to(rows.dtype).float())
+        bias = self.e_score_correction_bias
+        scores = logits.softmax(dim=1) if bias is None else logits.sigmoid()
+        ranking = scores.detach() if bias is None else scores.detach() + bias
+        # A stable sort, so that of equal scores the first expert wins on every device; topk leaves it open.
+        chosen = ranking.sort(dim=1, descending=True, stable=True).indices[:, : self.experts_per_token]
+        weights = scores.gather(1, chosen)
+        if self.normalizes:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+        counts = torch.zeros(len(self.weight), dtype=torch.int64, device=rows.device)
+        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+        if self.is_counting:
+            self.loads = counts if self.loads is None else self.loads + counts
+        return chosen, weights * self.scale, counts
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forwards, stacked; all experts of the layer, or those that this rank holds."""
+
+    def __init__(self, config: MoESection) -> None:
+        super().__init__()
+        wide, narrow = (config.experts, config.expert_hidden_dim, config.dim), (config.dim, config.expert_hidden_dim)
+        self.gate_proj = nn.Parameter(torch.empty(wide))
+        self.up_proj = nn.Parameter(torch.empty(wide))
+        self.down_proj = nn.Parameter(torch.empty(config.experts, *narrow))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [N, D], those of the first expert first, ``counts`` of them for each -> [N, D]."""
+        gate, up, down = (weight.to(rows.dtype) for weight in (self.gate_proj, self.up_proj, self.down_proj))
+        if can_group(rows, gate):
+            offsets = counts.cumsum(0).to(torch.int32)
+            hidden = F.silu(_grouped(rows, gate, offsets)) * _grouped(rows, up, offsets)
+            return _grouped(hidden, down, offsets)
+        pieces = [
+            F.linear(F.silu(F.linear(piece, gate[expert])) * F.linear(piece, up[expert]), down[expert])
+            for expert, piece in enumerate(rows.split(counts.tolist()))
+        ]
+        return torch.cat(pieces)
+
+
+def can_group(rows: Tensor, weight: Tensor) -> bool:
+    """Whether ``grouped_mm`` takes ``rows`` [N, D] and ``weight`` [E, I, D]; the alternative is a loop over experts."""
+    if any(size * rows.element_size() % _GROUPED_ALIGNMENT for size in weight.shape[1:]):
+        return False
+    if rows.device.type != "cuda":
+        return True
+    return rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= _GROUPED_CAPABILITY
+
+
+def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
+
+
+class _Permuted(torch.autograd.Function):
+    """rows[index], whose backward gathers as well: the one of indexing would add in an order that varies on a GPU."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        """``index`` [N] has each row of ``rows`` [T, D] N/T times; ``inverse`` [N] is where they are, by row."""
+        ctx.save_for_backward(inverse)
+        ctx.rows = len(rows)
+        return rows[index]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse].unflatten(0, (ctx.rows, -1)).sum(1), None, None
+
+
+class MixtureOfExperts(nn.Module):
+    """The feed-forward of a block: routed experts, and shared ones that every token passes."""
+
+    def __init__(self, config: MoESection) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config)
+        self.dispatch = Dispatch()
+        width = config.shared_experts * config.expert_hidden_dim
+        self.shared_experts = FeedForward(config.dim, width) if width else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        routed = self._routed(x.flatten(0, 1)).view(x.shape)
+        return routed if self.shared_experts is None else routed + self.shared_experts(x)
+
+    def _routed(self, tokens: Tensor) -> Tensor:
+        chosen, weights, counts = self.gate(tokens)
+        order = chosen.flatten().argsort(stable=True)  # by expert, then by token
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        rows = _Permuted.apply(tokens, order // chosen.shape[1], place)
+        rows = self.dispatch.run(rows, counts, self.experts)
+        rows = _Permuted.apply(rows, place, order).view(*chosen.shape, -1)  # [T, k, D]
+        return (rows * weights.unsqueeze(2)).sum(1).to(tokens.dtype)
+
+
+class MoETransformer(Transformer):
+    """``Transformer`` with a mixture of experts in every block after the first, dense ones."""
+
+    config: MoESection
+
+    def block(self, number: int) -> Block:
+        config = self.config
+        attention = Attention(config, bias=config.attention_bias, norm=config.qk_norm)
+        if number < config.dense_layers:
+            return Block(config, attention, FeedForward(config.dim, config.hidden_dim))
+        return Block(config, attention, MixtureOfExperts(config))
+
+
+class MoE(Llama):
+    """GLM-4.5 (``model.family=glm4_moe``), Qwen3-MoE (``qwen3_moe``) and Mixtral (``mixtral``)."""
+
+    section: MoESection
+
+    def build(self) -> Transformer:
+        with torch.device("meta"):
+            return MoETransformer(self.section, self.vocab_size)
+
+    def initial_std(self, name: str) -> float | None:
+        if name.endswith(".bias"):
+            return 0.0
+        return initial_std(self.section, name)
+
+    def describe(self) -> str:
+        model, shared = self.section, self.section.shared_experts
+        return (
+            f"{super().describe()}; {model.experts} experts of {model.expert_hidden_dim} in "
+            f"{model.layers - model.dense_layers} layers, {model.experts_per_token} per token"
+            f"{f', and {shared} shared' if shared else ''}"
+        )
+
+    def active_parameters(self, parameters: int) -> int:
+        """Return how many of all ``parameters`` a token passes."""
+        model = self.section
+        idle = (model.layers - model.dense_layers) * (model.experts - model.experts_per_token)
+        return parameters - idle * 3 * model.dim * model.expert_hidden_dim
+
+    def flops_per_token(self, parameters: int, sequence_length: int) -> float:
+        return flops_per_token(self.section, self.active_parameters(parameters), self.vocab_size, sequence_length)
+
+    def export_name(self, name: str) -> str:
+        names = checkpoint_names(self.section, name)
+        return names[0] if len(names) == 1 else hugging_face_name(name)
+
+    def export_config(self, end_token: int | None) -> dict[str, Any]:
+        return moe_hugging_face_config(self.section, self.vocab_size, end_token)
+
+    def differences(self, found: Mapping[str, Any]) -> list[str]:
+        return moe_hugging_face_differences(self.section, self.vocab_size, dict(found))
+
+
+_MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def checkpoint_names(config: MoESection, name: str) -> list[str]:
+    """The name in a Hugging Face checkpoint of parameter ``name``; of stacked experts, one for each expert."""
+    owner, _, last = name.rpartition(".")
+    is_mixtral = config.family == "mixtral"
+    if is_mixtral and ".mlp." in owner + ".":
+        owner = owner.replace(".mlp", ".block_sparse_moe")
+    if not owner.endswith(".experts"):
+        return [hugging_face_name(f"{owner}.{last}")]
+    last = _MIXTRAL_NAMES[last] if is_mixtral else last
+    return [hugging_face_name(f"{owner}.{expert}.{last}.weight") for expert in range(config.experts)]
+
+
+def moe_hugging_face_config(config: MoESection, vocab_size: int, end_token: int | None) -> dict[str, Any]:
+    """``config.json`` with which transformers opens the saved weights."""
+    plain = hugging_face_config(config, vocab_size, end_token)
+    del plain["mlp_bias"]
+    plain |= {"model_type": config.family, "num_experts_per_tok": config.experts_per_token}
+    if config.family == "mixtral":
+        return plain | {
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": config.experts,
+            "intermediate_size": config.expert_hidden_dim,
+            "sliding_window": None,
+        }
+    plain |= {
+        "attention_bias": config.attention_bias,
+        "moe_intermediate_size": config.expert_hidden_dim,
+        "norm_topk_prob": config.normalize_weights,
+    }
+    if config.family == "qwen3_moe":
+        return plain | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": config.experts,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(range(config.dense_layers)),
+        }
+    return plain | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": config.experts,
+        "n_shared_experts": config.shared_experts,
+        "first_k_dense_replace": config.dense_layers,
+        "routed_scaling_factor": config.routed_scale,
+        "use_qk_norm": config.qk_norm,
+        "partial_rotary_factor": config.rotary_fraction,
+        "rope_parameters": {**plain["rope_parameters"], "partial_rotary_factor": config.rotary_fraction},
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def moe_hugging_face_differences(config: MoESection, vocab_size: int, found: dict[str, Any]) -> list[str]:
+    """What to change in ``config`` for it to compute what a Hugging Face ``config.json`` describes, as overrides.
+
+    Raises:
+        ValueError: it describes what no override can.
+    """
+    family = found.get("model_type")
+    # What the families have in common, as Mixtral has it. Defaults are those of transformers' configurations.
+    more = {
+        "family": family,
+        "experts_per_token": found["num_experts_per_tok"],
+        "shared_experts": 0,
+        "dense_layers": 0,
+        "normalize_weights": True,
+        "qk_norm": False,
+        "attention_bias": bool(found.get("attention_bias")),
+        "rotary_fraction": 1.0,
+        "routed_scale": 1.0,
+    }
+    if family == "mixtral":
+        refuse_unless(found, sliding_window=None)
+        more |= {"experts": found["num_local_experts"], "expert_hidden_dim": found["intermediate_size"]}
+        return differing(config, vocab_size, found, more)
+    more |= {"expert_hidden_dim": found["moe_intermediate_size"], "hidden_dim": found["intermediate_size"]}
+    if family == "qwen3_moe":
+        dense = found.get("mlp_only_layers") or []
+        if dense != list(range(len(dense))):
+            raise ValueError(f"has mlp_only_layers {dense}; only the first layers can be dense")
+        refuse_unless(found, decoder_sparse_step=1, use_sliding_window=False)
+        experts = found.get("num_experts") or found["num_local_experts"]  # renamed in transformers 5
+        more |= {"experts": experts, "dense_layers": len(dense), "qk_norm": True}
+        more |= {"normalize_weights": bool(found.get("norm_topk_prob"))}
+        return differing(config, vocab_size, found, more)
+    if family != "glm4_moe":
+        raise ValueError(f"is of model_type {family}; only glm4_moe, qwen3_moe and mixtral can be taken over")
+    refuse_unless(found, n_group=1, topk_group=1)
+    rope = found.get("rope_parameters") or {}
+    more |= {
+        "experts": found["n_routed_experts"],
+        "shared_experts": found.get("n_shared_experts", 1),
+        "dense_layers": found.get("first_k_dense_replace", 1),
+        "normalize_weights": found.get("norm_topk_prob", True),
+        "qk_norm": bool(found.get("use_qk_norm")),
+        "rotary_fraction": float(rope.get("partial_rotary_factor") or found.get("partial_rotary_factor") or 0.5),
+        "routed_scale": float(found.get("routed_scaling_factor") or 1.0),
+    }
+    return differing(config, vocab_size, found, more)

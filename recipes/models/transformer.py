@@ -205,9 +205,7 @@ class Transformer(nn.Module):
         # sampled, every length comes by.
         if device not in self._rope_tables or self._rope_tables[device][0].shape[0] < sequence:
             with torch.autocast(device.type, enabled=False):
-                frequencies = rope_frequencies(
-                    self.config.rotary_dim, self.config.rope_theta, self.config.rope_scaling
-                )
+                frequencies = rope_frequencies(self.config.rotary_dim, self.config.rope_theta, self.config.rope_scaling)
                 angles = torch.outer(torch.arange(sequence).float(), frequencies)
                 angles = torch.cat((angles, angles), dim=-1)  # [S, E]
                 self._rope_tables[device] = (angles.cos().to(device), angles.sin().to(device))

@@ -127,7 +127,8 @@ def _sentence(
         if names := readers(path):  # a key of another optimizer, schedule, ...
             section = path.partition(".")[0]
             key = CHOSEN[section].key
-            group, chosen = f"{section}.{key}" if key != "name" else section, value_at(section, config)[key]
+            group = f"{section}.{key}" if key != "name" else section
+            chosen = value_at(section, config).get(key, CHOSEN[section].base.model_fields[key].default)
             add = f", or add {group}={names[0]}" if key == "name" else ""
             return (
                 f"{path}={shown(mistake['input'])} ({source}) is read by {group}={', '.join(names)}, and this is "

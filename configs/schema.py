@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
@@ -518,26 +518,6 @@ class DataSection(SourceSection):
 
 class ParallelSection(Section):
     """How the work is divided: ``pipeline x replicate x shard x context x tensor`` is the number of processes."""
-
-    aliases: ClassVar[Mapping[str, str]] = {
-        "replicate": "titan:parallelism.data_parallel_replicate_degree dp dp_size data_parallel data_parallel_size",
-        "shard": "titan:parallelism.data_parallel_shard_degree dp_shard fsdp_size sharding data_parallel_shard_degree",
-        "tensor": "titan:parallelism.tensor_parallel_degree tp tp_size tensor_parallel tensor_parallel_size "
-                  "tensor_model_parallel_size",
-        "sequence": "titan:parallelism.enable_sequence_parallel sequence_parallel",
-        "context": "titan:parallelism.context_parallel_degree cp cp_size context_parallel context_parallel_size",
-        "pipeline": "titan:parallelism.pipeline_parallel_degree pp pp_size pipeline_parallel pipeline_parallel_size "
-                    "pipeline_model_parallel_size",
-        "schedule": "titan:parallelism.pipeline_parallel_schedule pipeline_schedule",
-        "expert": "titan:parallelism.expert_parallel_degree ep ep_size expert_parallel expert_parallel_size",
-        "reshard_after_forward": "titan:parallelism.fsdp_reshard_after_forward",
-    }  # fmt: skip
-    advice: ClassVar[Sequence[tuple[str, str]]] = (
-        ("zero_stage zero sharding_strategy",
-         "ZeRO-3 is parallel=fsdp, ZeRO-2 is parallel=fsdp parallel.reshard_after_forward=false"),
-        ("parallel=tensor parallel=tp", "use parallel=fsdp parallel.tensor=2"),
-        ("parallel=pipeline parallel=pp", "use parallel=fsdp parallel.pipeline=2"),
-    )  # fmt: skip
 
     strategy: Literal["single", "ddp", "fsdp", "hsdp"]
     """``ddp`` replicates the model, ``fsdp`` shards it, ``hsdp`` replicates groups of shards. One process is always

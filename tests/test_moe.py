@@ -8,9 +8,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from serried.configs.schema import MoESection
+from serried.parallel.axes import shard_specs
 from serried.parallel.held import held_parameters
 from serried.parallel.initialize import initialize
 from serried.parallel.mesh import Layout
+from serried.parallel.plan import ParallelPlan
 from serried.recipes.models.moe import (
     Experts,
     MixtureOfExperts,
@@ -45,7 +47,8 @@ def build(config: MoESection) -> torch.nn.Module:
         usual = family.initial_std(name)
         return 0.1 if usual == 0 else None if usual is None else 4 * usual
 
-    initialize(held_parameters(model, Layout("single")), std, seed=0)
+    specs = shard_specs(model, ParallelPlan(), Layout("single"))
+    initialize(held_parameters([model], specs, Layout("single")), std, seed=0)
     for number, (name, buffer) in enumerate(buffers.items()):
         torch.nn.init.normal_(buffer, std=0.1, generator=torch.Generator().manual_seed(number))
         model.get_buffer(name).copy_(buffer)

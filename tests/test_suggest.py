@@ -10,7 +10,7 @@ from benchmarks.key_tables import coming_from
 from serried.configs.compose import FOLDER, compose
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of
-from serried.configs.keys import all_keys
+from serried.configs.keys import all_keys, readers
 from serried.configs.suggest import meant, other_names, unknown_choice, unknown_key
 
 GROUPS = choices_of()
@@ -45,8 +45,9 @@ def overrides_in(sentence: str) -> list[str]:
 def paste(override: str) -> None:
     """Type a suggestion, with what else such a run needs."""
     key = override.partition("=")[0]
+    of_experts = ["model=moe_tiny"] if key.startswith("model.") and "llama" not in readers(key) else []
     if key != "model.path" and override != "model=auto":  # a model would have to be there
-        compose([*NEEDED.get(override, NEEDED.get(key, [])), override])
+        compose([*NEEDED.get(override, NEEDED.get(key, [])), *of_experts, override])
 
 
 def example(key: str) -> str:

@@ -106,6 +106,13 @@ def _nearest(key: str, values: Sequence[int]) -> str:
     return f"use {key}={values[0]}" + (f" (or one of {list(values[1:4])})" if values[1:] else "")
 
 
+def _refuse_unless(found: Mapping[str, Any], **plain: Any) -> None:
+    """Raise ``ValueError`` if a key of the ``config.json`` ``found`` is set to another value than ``plain``."""
+    for key, value in plain.items():
+        if (found.get(key) or value) != value:
+            raise ValueError(f"has {key} {found[key]}; only {value} can be taken over")
+
+
 class ModelSection(Section):
     """What all families of language models have in common; each has a section of its own with its other keys."""
 
@@ -174,9 +181,7 @@ class LlamaSection(ModelSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        for key, plain in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
-            if (found.get(key) or plain) != plain:
-                raise ValueError(f"has {key} {found[key]}; only {plain} can be taken over")
+        _refuse_unless(found, attention_bias=False, mlp_bias=False, hidden_act="silu")
         if found.get("quantization_config"):
             raise ValueError("has a quantization_config; only plain float weights can be taken over")
         # transformers 5 has one dictionary; before it there were two keys. Defaults are those of LlamaConfig.
@@ -301,6 +306,38 @@ class MoESection(LlamaSection):
             width = self.shared_experts * self.expert_hidden_dim
             sizes[f"model.expert_hidden_dim x {self.shared_experts} shared"] = width
         return {"tensor": sizes, "expert": {"model.experts": self.experts}}
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        family = found["model_type"]
+        keys = super().keys_from({**found, "attention_bias": False})
+        keys |= {"attention_bias": bool(found.get("attention_bias")), "experts_per_token": found["num_experts_per_tok"]}
+        if family == "mixtral":
+            _refuse_unless(found, sliding_window=None)
+            keys |= _FORMS[family]
+            return keys | {"experts": found["num_local_experts"], "expert_hidden_dim": found["intermediate_size"]}
+        keys |= {"expert_hidden_dim": found["moe_intermediate_size"]}
+        if family == "qwen3_moe":
+            dense = found.get("mlp_only_layers") or []
+            if dense != list(range(len(dense))):
+                raise ValueError(f"has mlp_only_layers {dense}; only the first layers can be dense")
+            _refuse_unless(found, decoder_sparse_step=1, use_sliding_window=False)
+            experts = found.get("num_experts") or found["num_local_experts"]  # renamed in transformers 5
+            normalizes = bool(found.get("norm_topk_prob"))
+            keys |= _FORMS[family]
+            return keys | {"experts": experts, "dense_layers": len(dense), "normalize_weights": normalizes}
+        _refuse_unless(found, n_group=1, topk_group=1)
+        rope = found.get("rope_parameters") or {}
+        turned = rope.get("partial_rotary_factor") or found.get("partial_rotary_factor")
+        return keys | {
+            "experts": found["n_routed_experts"],
+            "shared_experts": found.get("n_shared_experts", 1),
+            "dense_layers": found.get("first_k_dense_replace", 1),
+            "normalize_weights": found.get("norm_topk_prob", True),
+            "qk_norm": bool(found.get("use_qk_norm")),
+            "rotary_fraction": float(turned or 0.5),  # transformers' default
+            "routed_scale": float(found.get("routed_scaling_factor") or 1.0),
+        }
 
     @model_validator(mode="after")
     def _experts_fit(self) -> "MoESection":

@@ -9,7 +9,6 @@ Attention, norms and the first, dense layers are those of ``transformer``.
 Shapes: T tokens, k experts per token, E experts, D dim, I inner width of an expert, N rows = tokens x experts.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,12 +23,10 @@ from serried.recipes.models.transformer import (
     FeedForward,
     Llama,
     Transformer,
-    differing,
     flops_per_token,
     hugging_face_config,
     hugging_face_name,
     initial_std,
-    refuse_unless,
 )
 
 _GROUPED_ALIGNMENT = 16
@@ -207,9 +204,6 @@ class MoE(Llama):
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         return moe_hugging_face_config(self.section, self.vocab_size, end_token)
 
-    def differences(self, found: Mapping[str, Any]) -> list[str]:
-        return moe_hugging_face_differences(self.section, self.vocab_size, dict(found))
-
 
 _MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -263,52 +257,3 @@ def moe_hugging_face_config(config: MoESection, vocab_size: int, end_token: int 
         "topk_group": 1,
         "num_nextn_predict_layers": 0,
     }
-
-
-def moe_hugging_face_differences(config: MoESection, vocab_size: int, found: dict[str, Any]) -> list[str]:
-    """What to change in ``config`` for it to compute what a Hugging Face ``config.json`` describes, as overrides.
-
-    Raises:
-        ValueError: it describes what no override can.
-    """
-    family = found.get("model_type")
-    # What the families have in common, as Mixtral has it. Defaults are those of transformers' configurations.
-    more = {
-        "family": family,
-        "experts_per_token": found["num_experts_per_tok"],
-        "shared_experts": 0,
-        "dense_layers": 0,
-        "normalize_weights": True,
-        "qk_norm": False,
-        "attention_bias": bool(found.get("attention_bias")),
-        "rotary_fraction": 1.0,
-        "routed_scale": 1.0,
-    }
-    if family == "mixtral":
-        refuse_unless(found, sliding_window=None)
-        more |= {"experts": found["num_local_experts"], "expert_hidden_dim": found["intermediate_size"]}
-        return differing(config, vocab_size, found, more)
-    more |= {"expert_hidden_dim": found["moe_intermediate_size"], "hidden_dim": found["intermediate_size"]}
-    if family == "qwen3_moe":
-        dense = found.get("mlp_only_layers") or []
-        if dense != list(range(len(dense))):
-            raise ValueError(f"has mlp_only_layers {dense}; only the first layers can be dense")
-        refuse_unless(found, decoder_sparse_step=1, use_sliding_window=False)
-        experts = found.get("num_experts") or found["num_local_experts"]  # renamed in transformers 5
-        more |= {"experts": experts, "dense_layers": len(dense), "qk_norm": True}
-        more |= {"normalize_weights": bool(found.get("norm_topk_prob"))}
-        return differing(config, vocab_size, found, more)
-    if family != "glm4_moe":
-        raise ValueError(f"is of model_type {family}; only glm4_moe, qwen3_moe and mixtral can be taken over")
-    refuse_unless(found, n_group=1, topk_group=1)
-    rope = found.get("rope_parameters") or {}
-    more |= {
-        "experts": found["n_routed_experts"],
-        "shared_experts": found.get("n_shared_experts", 1),
-        "dense_layers": found.get("first_k_dense_replace", 1),
-        "normalize_weights": found.get("norm_topk_prob", True),
-        "qk_norm": bool(found.get("use_qk_norm")),
-        "rotary_fraction": float(rope.get("partial_rotary_factor") or found.get("partial_rotary_factor") or 0.5),
-        "routed_scale": float(found.get("routed_scaling_factor") or 1.0),
-    }
-    return differing(config, vocab_size, found, more)

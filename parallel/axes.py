@@ -11,6 +11,7 @@ from serried.parallel.held import unshardable
 from serried.parallel.mesh import Coordinates, Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.shard_specs import ShardSpec, Slice, sharding, stages_of
+from serried.parallel.tensor import TENSOR
 
 
 class ModelAxis(Protocol):
@@ -34,7 +35,7 @@ class ModelAxis(Protocol):
         """
 
 
-AXES: tuple[ModelAxis, ...] = ()
+AXES: tuple[ModelAxis, ...] = (TENSOR,)
 
 
 def active_axes(layout: Layout) -> list[ModelAxis]:

@@ -12,6 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+# torch 2.13 has new names, and warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the parts of all ranks, joined along ``dim`` in rank order.
@@ -71,7 +75,7 @@ def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: P
 def _gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
     parts = x.new_empty(ranks, *x.shape)
-    dist.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1), group=group)
+    _all_gather(parts.view(-1), x.contiguous().view(-1), group=group)
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -80,7 +84,7 @@ def _scattered_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     assert x.shape[dim] % ranks == 0, f"dim {dim} of {list(x.shape)} is no multiple of {ranks} ranks"
     parts = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
     part = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(part.view(-1), parts.view(-1), group=group)
+    _reduce_scatter(part.view(-1), parts.view(-1), group=group)
     return part
 
 

@@ -107,7 +107,7 @@ class DistributedModel:
 
     def held_like(self, parameter: HeldTensor, value: Tensor) -> HeldTensor:
         """A tensor of the optimizer that belongs to ``parameter``: divided as that is, or whole."""
-        if tuple(value.shape) == parameter.spec.shape:
+        if value.shape == parameter.tensor.shape:
             return parameter._replace(tensor=value)
         if len(value.shape) == len(parameter.spec.shape):
             spec = replace(parameter.spec, shape=tuple(value.shape))

@@ -136,6 +136,20 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+ROLES = {
+    "embed_tokens": "vocabulary",
+    "layers.*.self_attn": "region",
+    "layers.*.self_attn.[qkv]_proj": "column",
+    "layers.*.self_attn.o_proj": "row",
+    "layers.*.mlp": "region",
+    "layers.*.mlp.gate_proj": "column",
+    "layers.*.mlp.up_proj": "column",
+    "layers.*.mlp.down_proj": "row",
+    "lm_head": "head",
+}
+"""Of the modules, for the tensor axis."""
+
+
 class Transformer(nn.Module):
     """Tokens in; logits out, or the summed loss where targets are given.
 
@@ -221,6 +235,7 @@ class Transformer(nn.Module):
             blocks=names,
             tied=("embed_tokens.weight",) if tied else (),
             context=("", "layers.*.self_attn"),
+            roles=ROLES,
         )
 
 

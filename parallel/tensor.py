@@ -1,0 +1,186 @@
+"""The tensor axis: matrices divided over ranks, with the residual stream and the vocabulary.
+
+A parameter is a plain local tensor, this rank's slice, and modules exchange at their borders by explicit collectives
+(Megatron-LM, https://arxiv.org/abs/1909.08053). With ``parallel.sequence`` the stream between the matrices is divided
+along the sequence too (https://arxiv.org/abs/2205.05198). A model declares the roles of its modules:
+
+- ``vocabulary``: an embedding, divided by rows. Its output is the stream.
+- ``source``: adds to the stream from elsewhere, such as learned positions. Whole on every rank.
+- ``region``: contains the divided matrices of an attention or feed-forward. Its first argument is the stream.
+- ``column``: a linear layer in a region, divided by outputs.
+- ``row``: a linear layer that ends a region, divided by inputs. Its bias is added after the sum.
+- ``conv1d_column``, ``conv1d_row``: the same for weights that are [inputs, outputs], transformers' ``Conv1D``.
+- ``head``: ends the model, and has the extension point ``vocabulary`` (``plan.Vocabulary``). A weight of its own is
+  divided by rows, as the embedding's is if they are tied.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from serried.configs.errors import UserError
+from serried.parallel import collectives
+from serried.parallel.groups import Groups
+from serried.parallel.mesh import Coordinates, Layout
+from serried.parallel.plan import ParallelPlan, Vocabulary
+from serried.parallel.shard_specs import Slice, chunk
+
+_SLICED_DIMS = {
+    "vocabulary": {"weight": 0},
+    "head": {"weight": 0},
+    "column": {"weight": 0, "bias": 0},
+    "row": {"weight": 1},
+    "conv1d_column": {"weight": 1, "bias": 0},
+    "conv1d_row": {"weight": 0},
+}
+"""Dim that is divided of each parameter of a module, by role; others are whole."""
+
+
+class Tensors:
+    """See the module."""
+
+    axis = "tensor"
+
+    def slices(self, plan: ParallelPlan, layout: Layout, name: str, shape: Sequence[int]) -> tuple[Slice, ...]:
+        """By the role of the module."""
+        del layout, shape
+        module, _, parameter = name.rpartition(".")
+        dim = _SLICED_DIMS.get(plan.role(module) or "", {}).get(parameter)
+        return () if dim is None else (Slice(dim, ("tensor",)),)
+
+    def is_partial(self, plan: ParallelPlan, layout: Layout, name: str) -> bool:
+        """Whole parameters that read a part of the stream, or that stand within a region."""
+        if self.slices(plan, layout, name, ()):
+            return False
+        parents = name.split(".")[:-1]
+        within = [plan.role(".".join(parents[:count])) for count in range(1, len(parents) + 1)]
+        is_after_sum = within[-1:] in (["row"], ["conv1d_row"])
+        return layout.sequence or ("region" in within and not is_after_sum)
+
+    def apply(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates, groups: Groups) -> None:
+        """See ``ModelAxis``."""
+        group = groups.tensor
+        assert group is not None
+        roles = {name: role for name, _ in module.named_modules() if (role := plan.role(name))}
+        if not roles:
+            raise UserError(
+                f"parallel.tensor={layout.tensor}: the model declares no roles for it in its parallel plan; use "
+                "parallel.tensor=1, or declare them in parallel_plan()"
+            )
+        ends = [module.get_submodule(name) for name, role in roles.items() if role in ("vocabulary", "head")]
+        size = max((len(each.weight) for each in ends if isinstance(each.weight, Tensor)), default=0)
+        self._slice_parameters(module, plan, layout, place)
+        stream = _Stream(group, layout.sequence)
+        for name, role in roles.items():
+            each: Any = module.get_submodule(name)
+            if role == "vocabulary":
+                each.forward = partial(_embed, each, stream, _rows(size, layout, place)[0])
+            elif role == "source":
+                each.register_forward_hook(lambda _module, _arguments, output: stream.own_part(output))
+            elif role == "region":
+                each.register_forward_pre_hook(lambda _module, arguments: (stream.enter(arguments[0]), *arguments[1:]))
+            elif role in ("row", "conv1d_row"):
+                each.forward = partial(_multiply_and_sum, each, stream, is_conv1d=role == "conv1d_row")
+            elif role == "head":
+                each.vocabulary = ShardedVocabulary(size, layout, place, group)
+
+    def _slice_parameters(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates) -> None:
+        sliced: dict[nn.Parameter, nn.Parameter] = {}
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            for dim, _ in self.slices(plan, layout, name, parameter.shape):
+                if parameter not in sliced:  # several modules may share one
+                    start, size = chunk(parameter.shape[dim], layout.tensor, place.tensor)
+                    values = parameter.detach().narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+                    sliced[parameter] = nn.Parameter(values, parameter.requires_grad)
+                owner, _, key = name.rpartition(".")
+                setattr(module.get_submodule(owner), key, sliced[parameter])
+
+
+TENSOR = Tensors()
+
+
+class _Stream:
+    """The residual stream [B, S, D], divided along the sequence or whole on every rank."""
+
+    def __init__(self, group: ProcessGroup, is_divided: bool) -> None:
+        self._group, self._is_divided = group, is_divided
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return what a region reads: all of the stream."""
+        return collectives.gather(x, 1, self._group) if self._is_divided else collectives.copy(x, self._group)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of what the ranks add to the stream."""
+        return collectives.scatter_sum(x, 1, self._group) if self._is_divided else collectives.all_sum(x, self._group)
+
+    def own_part(self, x: Tensor) -> Tensor:
+        """Return this rank's part of what all ranks have."""
+        if not self._is_divided:
+            return x
+        return x.unflatten(1, (dist.get_world_size(self._group), -1))[:, dist.get_rank(self._group)]
+
+
+class ShardedVocabulary(Vocabulary):
+    """Each rank has some rows of the vocabulary and, while a chunk of tokens is worked through, the tokens of all."""
+
+    def __init__(self, size: int, layout: Layout, place: Coordinates, group: ProcessGroup) -> None:
+        self.first_row = _rows(size, layout, place)[0]
+        self._size, self._group = size, group
+        self._parts = layout.tensor if layout.sequence else 1
+        """Of the stream."""
+        self._rows = [chunk(size, layout.tensor, rank)[1] for rank in range(layout.tensor)]
+
+    def size(self, rows: int) -> int:
+        del rows
+        return self._size
+
+    def targets(self, targets: Tensor) -> Tensor:
+        return targets.unflatten(1, (self._parts, -1)).movedim(1, 0).flatten(1)
+
+    def tokens(self, hidden: Tensor) -> Tensor:
+        return collectives.gather(hidden, 0, self._group) if self._parts > 1 else hidden
+
+    def sum_tokens(self, gradient: Tensor) -> Tensor:
+        if self._parts > 1:
+            return collectives.scatter_sum(gradient, 0, self._group)
+        return collectives.all_sum(gradient, self._group)
+
+    def combine(self, normalizer: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
+        # One exchange for both. Added up in the order of ranks, so all have the same bits.
+        both = collectives.gather(torch.stack((normalizer, picked)).unsqueeze(0), 0, self._group)
+        return both[:, 0].logsumexp(0), both[:, 1].sum(0)
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        whole = _Stream(self._group, self._parts > 1).enter(hidden)
+        return collectives.join(F.linear(whole, weight), -1, self._rows, self._group)
+
+
+def _rows(size: int, layout: Layout, place: Coordinates) -> tuple[int, int]:
+    """First row of the vocabulary here, and number of rows.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not chunk(size, layout.tensor, layout.tensor - 1)[1]:
+        raise UserError(f"parallel.tensor={layout.tensor} leaves ranks without any of {size} rows of the vocabulary")
+    return chunk(size, layout.tensor, place.tensor)
+
+
+def _embed(module: nn.Embedding, stream: _Stream, first_row: int, ids: Tensor) -> Tensor:
+    """Each token's row from the rank that has it."""
+    index = ids - first_row
+    is_here = (index >= 0) & (index < len(module.weight))
+    rows = F.embedding(index.where(is_here, 0), module.weight)
+    return stream.sum(rows * is_here.unsqueeze(-1))
+
+
+def _multiply_and_sum(module: nn.Linear, stream: _Stream, x: Tensor, *, is_conv1d: bool) -> Tensor:
+    """As the module's own forward, with the bias added once."""
+    product = stream.sum(F.linear(x, module.weight.T if is_conv1d else module.weight))
+    return product if module.bias is None else product + module.bias.to(product.dtype)

@@ -1,0 +1,48 @@
+"""Bytes that collectives put on the wire."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Wire(TorchDispatchMode):
+    """Counts the bytes that this rank sends, as rings do it: (n - 1)/n of a tensor for a gather or a scatter, twice
+    that for a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        """By name of the operation."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__.strip("_")
+        if function.namespace == "c10d":
+            self.bytes[name] += self._sent(name, args)
+        return function(*args, **(kwargs or {}))
+
+    def _sent(self, name: str, args: Any) -> int:
+        if name == "allgather_base":
+            _, own, group = args[:3]
+            return _size(own) * (_ranks(group) - 1)
+        if name == "reduce_scatter_base":
+            own, _, group = args[:3]
+            return _size(own) * (_ranks(group) - 1)
+        if name == "allreduce":
+            (tensor,), group = args[:2]
+            return 2 * _size(tensor) * (_ranks(group) - 1) // _ranks(group)
+        if name == "alltoall_base":
+            _, sent, group, _, counts = args[:5]
+            own = counts[torch.distributed.get_rank()] if counts else len(sent) // _ranks(group)
+            return _size(sent) * (len(sent) - own) // len(sent)
+        raise NotImplementedError(name)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _ranks(group: Any) -> int:
+    return torch.distributed.ProcessGroup.unbox(group).size()

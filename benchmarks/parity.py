@@ -16,6 +16,7 @@ from tests.cluster import Cluster
 from tests.runs import metrics, overrides, write_text
 
 STEPS, GLOBAL_BATCH = 20, 36
+ACCUMULATIONS = (1, 3)
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,17 @@ class Cut:
     overrides: tuple[str, ...]
     data_ranks: int | None = None
     """Ranks that see different samples; None: all."""
+    accumulations: tuple[int, ...] = ACCUMULATIONS
+    """Micro-batches of a step, in one run each."""
+    is_slow: bool = False
+    """Whether ``make test`` leaves it out."""
+
+
+def pipeline(name: str, ranks: int, *more: str, others: int = 1, accumulation: int = 4, is_slow: bool = True) -> Cut:
+    """Return a pipeline of ``ranks``; ``more`` divide the work over ``others`` data ranks too."""
+    overrides = dict(each.split("=", 1) for each in ("parallel=fsdp", f"parallel.pipeline={ranks}", *more))
+    argv = tuple(f"{key}={value}" for key, value in overrides.items())
+    return Cut(f"pipeline {name}", ranks * others, argv, others, (accumulation,), is_slow)
 
 
 CUTS = (
@@ -38,8 +50,19 @@ CUTS = (
     Cut("ddp x3", 3, ("parallel=ddp",)),
     Cut("fsdp x3", 3, ("parallel=fsdp",)),
     Cut("hsdp 2x2", 4, ("parallel=hsdp", "parallel.replicate=2")),
+    pipeline("x2, 1f1b", 2, is_slow=False),
+    pipeline("x2, zbv", 2, "parallel.schedule=zbv", is_slow=False),
+    *(
+        pipeline(f"x2, {schedule}", 2, f"parallel.schedule={schedule}")
+        for schedule in ("gpipe", "interleaved", "looped_bfs", "interleaved_zero_bubble", "dualpipev")
+    ),
+    pipeline("x2, layers 3 + 1", 2, "parallel.layers_of_stages=[3,1]"),
+    pipeline("x3, layers 2 + 1 + 1", 3),
+    pipeline("x4", 4),
+    pipeline("x2 x fsdp x2", 2, others=2, accumulation=6, is_slow=False),
+    pipeline("x2, zbv x fsdp x2", 2, "parallel.schedule=zbv", others=2, accumulation=6),
+    pipeline("x2 x replicate x2", 2, "parallel=hsdp", "parallel.replicate=2", others=2, accumulation=6),
 )
-ACCUMULATIONS = (1, 3)
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3}
 """Largest relative difference of loss and gradient norm from the single process of the same precision."""
 
@@ -77,7 +100,8 @@ def run(
     micro_batch = GLOBAL_BATCH // (cut.data_ranks or cut.processes) // accumulation
     argv = overrides(
         text, run_dir, *cut.overrides, f"precision={precision}", f"trainer.steps={STEPS}",
-        f"trainer.global_batch={GLOBAL_BATCH}", f"trainer.micro_batch={micro_batch}", *more,
+        f"trainer.global_batch={GLOBAL_BATCH}", f"trainer.micro_batch={micro_batch}",
+        "model.layers=4", *more,
     )  # fmt: skip
     answers = cluster.run(cut.processes, "tests.runs:train_small", argv=argv, ragged=True, fault=fault)
     steps = metrics(run_dir)
@@ -121,7 +145,7 @@ def table() -> str:
                 reference = run(cluster, CUTS[0], 1, precision, text, Path(folder) / precision)
                 rows.append((precision, CUTS[0].name, 1, None, reference))
                 for cut in CUTS:
-                    for accumulation in ACCUMULATIONS:
+                    for accumulation in cut.accumulations:
                         if cut.processes == 1 and accumulation == 1:
                             continue
                         curve = run(cluster, cut, accumulation, precision, text, Path(folder) / f"run-{len(rows)}")
@@ -148,7 +172,7 @@ _HEAD = """# Parity: the same loss curve on every parallel layout
 Made by `python -m benchmarks.parity` (torch {torch}, Python {python}, Gloo on CPU); `tests/test_parity.py` holds the
 bounds in the test suite.
 
-The same run of {steps} optimizer steps, global batch {batch}, 3 layers, vocabulary 257 (which no number of ranks here
+The same run of {steps} optimizer steps, global batch {batch}, 4 layers, vocabulary 257 (which no number of ranks here
 divides), untied embeddings, ragged loss masks, clipping at norm 1, AdamW with warm-up. Each row is a whole training run
 through `trainer.train`, compared at every step with the single process of the same precision. Bounds: fp32 1e-5, bf16
 3e-2, fp16 5e-3. A bf16 or fp16 row shows rounding of the low type and could not reveal a lost gradient; fp32 rows do.

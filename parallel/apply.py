@@ -1,6 +1,9 @@
 """The order in which a model is sharded, put on its device and given its first weights."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +17,11 @@ from serried.parallel.groups import Groups
 from serried.parallel.held import persistent_buffers, tie, tied_names, to_fp32, unshardable
 from serried.parallel.initialize import initialize
 from serried.parallel.mesh import Layout
-from serried.parallel.model import DistributedModel
+from serried.parallel.model import Direct, DistributedModel, Runner
 from serried.parallel.phases import Phases
+from serried.parallel.pipeline import Pipeline
 from serried.parallel.plan import ParallelPlan
+from serried.parallel.stages import SkippedModule, split
 from serried.parallel.units import units_of
 
 
@@ -43,29 +48,58 @@ def parallelize(
     tied, buffers = tied_names(model), persistent_buffers(model)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     place = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)
-    for axis in active_axes(layout):
-        axis.apply(model, plan, layout, place, groups)
-    autocast_dtype = low_dtype
+    stages, phases = split(model, plan, layout, place.pipeline), phases or Phases()
+    # A module that declares no plan may compute in several types: there autocast decides, as on one process.
+    gathered_dtype, autocast_dtype = (low_dtype, None) if layout.is_sharded and plan.units else (None, low_dtype)
+    autocast = partial(_autocast, device, autocast_dtype)
+
+    def sharded(stage: nn.Module) -> Sharded:
+        for axis in active_axes(layout):
+            axis.apply(stage, plan, layout, place, groups)
+        units = _units_of_stage(stage, plan) if plan.units else units_of(stage)
+        whole = list(unshardable(stage).values())
+        sync = Sharded(stage, groups.fsdp, ParallelPlan(units), gathered_dtype, section, whole)
+        _allocate(sync.root, stage, tied, device, is_meta=is_meta)
+        return sync
+
+    runner: Runner
     sync: GradientSync
     if layout.is_sharded:
         _refuse_tied_units(model, plan, tied)
-        # A module that declares no plan may compute in several types: there autocast decides, as on one process.
-        gathered_dtype, autocast_dtype = (low_dtype, None) if plan.units else (None, low_dtype)
-        units = plan if plan.units else ParallelPlan(units_of(model))
-        whole = list(unshardable(model).values())
-        sync = Sharded(model, groups.fsdp, units, gathered_dtype, section, whole)
-        _allocate(sync.root, model, tied, device, is_meta=is_meta)
+        syncs = {number: sharded(stage) for number, stage in stages.items()}
+        sync = syncs[min(syncs)]
     else:
         _allocate(model, model, tied, device, is_meta=is_meta)
         uses_all = bool(plan.units)
         sync = Replicated(model, layout, device, uses_all=uses_all) if layout.is_replicated else NoSync(model)
+    if layout.pipeline > 1:
+        runner = Pipeline(syncs, layout, groups, device, phases, autocast)
+    else:
+        runner = Direct(sync, phases, autocast)
     parallel = DistributedModel(
-        model, sync, specs, layout, device,
-        groups=groups, phases=phases or Phases(), autocast_dtype=autocast_dtype, buffers=buffers,
+        list(stages.values()), runner, specs, layout, device,
+        groups=groups, phases=phases, gradient_divisor=sync.divisor, autocast=autocast, buffers=buffers,
     )  # fmt: skip
     if is_meta and std_of is not None:
         initialize(parallel.parameters, std_of, seed)
     return parallel
+
+
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Return the context that forwards run in."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+def _units_of_stage(stage: nn.Module, plan: ParallelPlan) -> tuple[tuple[str, ...], ...]:
+    """Return the units of ``plan`` that have parameters in ``stage``; a tied end belongs to none, as its head reads
+    it."""
+
+    def is_here(name: str) -> bool:
+        module = stage.get_submodule(name)
+        return not isinstance(module, SkippedModule) and any(True for _ in module.parameters())
+
+    units = [tuple(name for name in unit if is_here(name)) for unit in plan.units]
+    return tuple(unit for unit in units if unit)
 
 
 def _allocate(

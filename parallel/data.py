@@ -145,16 +145,17 @@ class Sharded:
         root.set_reshard_after_backward(is_last or not self._keep_gathered)
         yield
         if is_last:
-            self._sum_whole_gradients()
+            self.sum_whole_gradients()
 
-    def _sum_whole_gradients(self) -> None:
+    def sum_whole_gradients(self, group: dist.ProcessGroup | None = None) -> None:
+        """Sum the gradients of what FSDP2 cannot shard over the ranks of ``group``."""
         assert isinstance(self.root, Root)
         for name in self._whole:  # scalars: a handful
             parameter = self.root.module.get_parameter(name)
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad)
+                dist.all_reduce(parameter.grad, group=group)
 
     def reshard(self) -> None:
         """Free gathered units, and let the model show its shards again."""

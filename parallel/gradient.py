@@ -40,6 +40,27 @@ def reduce_partial_gradients(parameters: Iterable[HeldTensor], axis: str, group:
 
 
 @torch.no_grad()
+def sum_tied_gradients(parameters: Iterable[HeldTensor], ends: dist.ProcessGroup | None) -> None:
+    """Sum the gradients of parameters that the first and the last stage hold: both then take the same update.
+
+    ``ends``: the ranks of these stages; None: they are one, which has both copies, or this is neither.
+    """
+    tied: dict[str, list[Tensor]] = {}
+    for held in parameters:
+        if len(held.spec.holders) > 1 and held.tensor.requires_grad:
+            if held.tensor.grad is None:
+                held.tensor.grad = torch.zeros_like(held.tensor)
+            tied.setdefault(held.name, []).append(local(held.tensor.grad))
+    for first, *others in tied.values():
+        for other in others:
+            first.add_(other)
+        if ends is not None:
+            dist.all_reduce(first, group=ends)
+        for other in others:
+            other.copy_(first)
+
+
+@torch.no_grad()
 def global_sum_of_squares(
     parameters: Sequence[HeldTensor], specs: Mapping[str, ShardSpec], layout: Layout, device: torch.device
 ) -> Tensor:
@@ -53,7 +74,7 @@ def global_sum_of_squares(
         for copies, gradients in sorted(by_copies.items())
     }
     # A gradient that every rank holds whole is the result of an all-reduce: all ranks have the same sum already.
-    whole = squares.pop(layout.world, None)
+    whole = squares.pop(layout.world, None) if layout.pipeline == 1 else None
     if not squares:
         assert whole is not None, "a model has a parameter to train"
         return whole

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from serried.parallel.mesh import Layout
+from serried.parallel.mesh import AXES, Layout
 
 
 class Groups:
@@ -68,6 +68,12 @@ class Groups:
         layout = self._layout
         firsts = range(0, layout.world, layout.expert)  # contiguous, as ``expert`` is innermost in a block
         return self._group([list(range(first, first + layout.expert)) for first in firsts])
+
+    @cached_property
+    def stage(self) -> dist.ProcessGroup | None:
+        """Ranks that hold the same stages; None: all."""
+        axes = [axis for axis in AXES if axis != "pipeline"]
+        return self._group(self._layout.peers(axes)) if self._layout.pipeline > 1 else None
 
     @cached_property
     def ends(self) -> dist.ProcessGroup | None:

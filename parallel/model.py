@@ -1,11 +1,12 @@
 """The model as the trainer sees it, whatever its layout: forward, backward, totals over all ranks."""
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from serried.configs.errors import UserError
 from serried.parallel.data import GradientSync
-from serried.parallel.gradient import global_sum_of_squares, reduce_partial_gradients
+from serried.parallel.gradient import global_sum_of_squares, reduce_partial_gradients, sum_tied_gradients
 from serried.parallel.groups import Groups
 from serried.parallel.held import HeldTensor, held_parameters, local
 from serried.parallel.mesh import Layout
@@ -34,6 +35,30 @@ class Totals(NamedTuple):
     """Valid targets of each source of a mixture, [sources]; empty: there is one source."""
 
 
+class Runner(Protocol):
+    """Runs the part of the model that is on this rank."""
+
+    def train(
+        self,
+        batches: Sequence[Any],
+        objective: Objective,
+        seeds: Sequence[int],
+        ended: Callable[[int, LossTerms], Tensor],
+    ) -> None:
+        """Forward and backward. ``ended(index, terms)`` turns the loss of a micro-batch into what its backward starts
+        from; ``seeds``, one per micro-batch or none, are those of torch's random numbers."""
+
+    def predict(self, batch: Any, objective: Objective) -> LossTerms | None:
+        """Forward only; None if another rank has the loss."""
+
+    @property
+    def model(self) -> Any:
+        """What to call for the forward of the whole model. All ranks must call it together."""
+
+    def reshard(self) -> None:
+        """Free what a forward without backward left gathered."""
+
+
 class Direct:
     """A runner: the whole model on this rank, each micro-batch forward and then backward."""
 
@@ -47,8 +72,7 @@ class Direct:
         seeds: Sequence[int],
         ended: Callable[[int, LossTerms], Tensor],
     ) -> None:
-        """Forward and backward. ``ended(index, terms)`` turns the loss of a micro-batch into what its backward starts
-        from; ``seeds``, one per micro-batch or none, are those of torch's random numbers."""
+        """Each micro-batch forward and then backward."""
         for index, batch in enumerate(batches):
             with self._sync.during(index == len(batches) - 1):
                 self._phases.enter(FORWARD)
@@ -65,45 +89,63 @@ class Direct:
             terms: LossTerms = self._sync.root(objective.loss, batch)
             return terms
 
+    @property
+    def model(self) -> Any:
+        """The module to call; under FSDP2 it has only shards of its parameters."""
+        return partial(self._sync.root, nn.Module.__call__)
+
+    def reshard(self) -> None:
+        """Free what a forward without backward left gathered."""
+        self._sync.reshard()
+
 
 class DistributedModel:
-    """A model on this rank: a runner, a gradient synchronization, and who holds what.
+    """A model on this rank: a runner, and who holds what.
 
-    ``module`` holds the parameters. Call ``model`` in its place: under FSDP2 it has only shards of them.
+    ``modules`` hold the parameters: the model, or this rank's stages of it. Call ``model`` in their place.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        sync: GradientSync,
+        modules: Sequence[nn.Module],
+        runner: Runner,
         specs: Mapping[str, ShardSpec],
         layout: Layout,
         device: torch.device,
         *,
         groups: Groups,
         phases: Phases,
-        autocast_dtype: torch.dtype | None,
+        gradient_divisor: int,
+        autocast: Callable[[], AbstractContextManager[Any]],
         buffers: Sequence[str] = (),
     ) -> None:
         """``specs``: of the whole model; ``buffers`` names those that belong to the model's state."""
-        self.module, self.specs, self.layout, self.device = module, specs, layout, device
-        self.groups, self.phases = groups, phases
+        self.modules, self.specs, self.layout, self.device = modules, specs, layout, device
+        self.groups, self.phases, self._runner = groups, phases, runner
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.place = layout.coordinates(rank)
-        self.parameters: list[HeldTensor] = held_parameters([module], specs, layout, rank)
-        self.gradient_divisor = sync.divisor
+        self.parameters: list[HeldTensor] = held_parameters(modules, specs, layout, rank)
+        self.gradient_divisor = gradient_divisor
         """``.grad`` times this is the sum over ranks."""
-        self._sync, self.buffer_names, self._autocast_dtype = sync, buffers, autocast_dtype
-        self._runner = Direct(sync, phases, self.autocast)
+        self.autocast = autocast
+        """The context forwards run in."""
+        self.buffer_names = buffers
         self.metric_names: tuple[str, ...] | None = None
         """Names of the metrics that the loss returns in training; None before the first step."""
-        self._has_evaluated = False
+        self._sources = 0
+        self._evaluation_names: tuple[str, ...] | None = None
 
     @property
     def buffers(self) -> list[HeldTensor]:
         """Buffers of the model's state, which every rank holds whole."""
         spec = ShardSpec("", (), holders=(self.place.pipeline,))
-        return [_whole(name, self.module.get_buffer(name), spec) for name in self.buffer_names]
+        found = {name: each for module in self.modules for name, each in module.named_buffers()}
+        return [_whole(name, found[name], spec) for name in self.buffer_names if name in found]
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, or the first of this rank's stages of it."""
+        return self.modules[0]
 
     def held_like(self, parameter: HeldTensor, value: Tensor) -> HeldTensor:
         """A tensor of the optimizer that belongs to ``parameter``: divided as that is, or whole."""
@@ -120,7 +162,7 @@ class DistributedModel:
     @property
     def model(self) -> Any:
         """What to call in place of the module, for its forward. Several ranks must call it together."""
-        return partial(self._sync.root, nn.Module.__call__) if self.layout.is_sharded else self.module
+        return self._runner.model if self.layout.is_sharded else self.module
 
     def forward_backward(
         self,
@@ -137,26 +179,41 @@ class DistributedModel:
         ``vote`` travels with them: asked for at the last moment, it costs no exchange of its own.
         """
         assert batches, "a step has a micro-batch at least"
-        totals = torch.empty(0)
-        travelling: dist.Work | None = None
+        # The ranks of a pipeline are apart until its schedule is through.
+        early, names = self.layout.pipeline == 1, self.metric_names
+        sums: Tensor | None = None
+        seen: LossTerms | None = None
+        totals, travelling = torch.empty(0), None
+
+        def travel() -> None:
+            nonlocal totals, travelling
+            numbers = 2 + 2 * len(self.metric_names or ()) + self._sources
+            totals = torch.zeros(numbers + 1, dtype=torch.float64, device=self.device)  # the vote comes last
+            if sums is not None:
+                totals[:-1] = sums * self.place.owns_loss  # 0 x NaN is NaN: a bad number on any rank reaches all
+            if my_vote := vote():
+                totals[-1] = my_vote
+            if dist.is_initialized():
+                travelling = dist.all_reduce(totals, async_op=True)
 
         def ended(index: int, terms: LossTerms) -> Tensor:
-            nonlocal totals, travelling
-            if self.metric_names is None:
-                same_sums_everywhere(terms)
-            self.metric_names = same_names(self.metric_names, terms)
-            mine, is_last = terms.totals(), index == len(batches) - 1
-            if index == 0:  # the vote comes last
-                totals = mine.new_zeros(len(mine) + 1)
-            totals[:-1] += mine * self.place.owns_loss  # 0 x NaN is NaN: a bad number on any rank reaches all
-            if is_last and (my_vote := vote()):
-                totals[-1] = my_vote
-            if is_last and dist.is_initialized():
-                travelling = dist.all_reduce(totals, async_op=True)
+            nonlocal sums, names, seen
+            names, seen = same_names(names, terms), terms
+            if early and self.metric_names is None:
+                self.metric_names, self._sources = same_sums_everywhere(terms)
+            mine = terms.totals()
+            sums = mine if sums is None else sums + mine
+            if early and index == len(batches) - 1:
+                travel()
             return terms.loss_sum * scale
 
         mine = [self._of_this_rank(batch, objective) for batch in batches]
         self._runner.train(mine, objective, seeds, ended)
+        if not early:
+            if self.metric_names is None:
+                self.metric_names, self._sources = same_sums_everywhere(seen)
+            travel()
+            sum_tied_gradients(self.parameters, self.groups.ends)
         if self.groups.tensor is not None:
             reduce_partial_gradients(self.parameters, "tensor", self.groups.tensor)
         self._share_buffers()
@@ -170,16 +227,17 @@ class DistributedModel:
         """Totals of ``batches`` over all ranks, no gradients. Every rank must bring the same number of batches, each
         with whether it counts."""
         totals, names = torch.zeros(2, dtype=torch.float64, device=self.device), None
-        with _evaluating(self.module):
+        with _evaluating(self.modules):
             for batch, counts in batches:
                 terms = self._runner.predict(self._of_this_rank(batch, objective), objective)
-                terms = terms if counts else terms.zeroed()
-                if (is_first := names is None) and not self._has_evaluated:
-                    same_sums_everywhere(terms)
-                    self._has_evaluated = True
-                names = same_names(names, terms)
-                mine = terms.totals()[: 2 + 2 * len(names)] * self.place.owns_loss
-                totals = mine if is_first else totals + mine
+                if self._evaluation_names is None:
+                    self._evaluation_names, _ = same_sums_everywhere(terms)
+                names = self._evaluation_names if terms is None else same_names(names, terms)
+                if len(totals) == 2:
+                    totals = totals.new_zeros(2 + 2 * len(names))
+                if terms is not None:
+                    terms = terms if counts else terms.zeroed()
+                    totals += terms.totals()[: len(totals)] * self.place.owns_loss
         if dist.is_initialized():
             dist.all_reduce(totals)
         self.reshard()
@@ -192,15 +250,9 @@ class DistributedModel:
         """Sum of squares of the whole reduced gradient (``.grad``), fp64 scalar, equal bits on all ranks."""
         return global_sum_of_squares(self.parameters, self.specs, self.layout, self.device)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context forwards run in."""
-        if self._autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, self._autocast_dtype)
-
     def reshard(self) -> None:
         """Free what a forward without backward left gathered."""
-        self._sync.reshard()
+        self._runner.reshard()
 
     def _of_this_rank(self, batch: Any, objective: Objective) -> Any:
         """Return ``batch`` with this rank's part of each sequence."""
@@ -209,10 +261,11 @@ class DistributedModel:
 
     @torch.no_grad()
     def _share_buffers(self) -> None:
-        """Give every rank rank 0's buffers (statistics of its samples, as of BatchNorm): those a checkpoint holds."""
+        """Give every rank of a stage its first one's buffers (statistics of its samples, as of BatchNorm), as in a
+        checkpoint."""
         if self.buffer_names and dist.is_initialized():
             for each in self.buffers:
-                dist.broadcast(each.tensor, 0)
+                dist.broadcast(each.tensor, group=self.groups.stage, group_src=0)
 
 
 def same_names(names: tuple[str, ...] | None, terms: LossTerms) -> tuple[str, ...]:
@@ -232,24 +285,37 @@ def same_names(names: tuple[str, ...] | None, terms: LossTerms) -> tuple[str, ..
     return found
 
 
-def same_sums_everywhere(terms: LossTerms) -> None:
-    """Check that all ranks are about to add up the same sums. A collective, on the host.
+def same_sums_everywhere(terms: LossTerms | None) -> tuple[tuple[str, ...], int]:
+    """Return the metrics that all ranks are about to add up, and the number of sources of a mixture.
+
+    A collective, on the host. ``terms``: of a batch of this rank; None on those that a pipeline gives no loss.
 
     Raises:
-        UserError: they are not: ``loss`` returned other names on another rank.
+        UserError: they are not the same: ``loss`` returned other names on another rank.
     """
+    names = () if terms is None else tuple(terms.metrics)
+    sources = 0 if terms is None or terms.by_source is None else len(terms.by_source)
     if not dist.is_initialized():
-        return
-    names = [*terms.metrics, f"{0 if terms.by_source is None else len(terms.by_source)} sources"]
-    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest()
-    mine = torch.tensor([int.from_bytes(digest, "little")])
+        return names, sources
+    text = json.dumps([*names, sources]).encode()
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+    mine = torch.tensor([0, 0] if terms is None else [digest, len(text)])
     found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
-    if other := [rank for rank, each in enumerate(found) if not each.equal(mine)]:
+    known = [rank for rank, each in enumerate(found) if each[1]]
+    if other := [rank for rank in known if terms is not None and not found[rank].equal(mine)]:
         raise UserError(
-            f"loss() returned the metrics {', '.join(terms.metrics) or '(none)'} on rank {dist.get_rank()}, and "
+            f"loss() returned the metrics {', '.join(names) or '(none)'} on rank {dist.get_rank()}, and "
             f"rank {other[0]} others; return the same names, in the same order, from every batch, with (0, 0) for none"
         )
+    if len(known) < len(found):
+        told = torch.zeros(int(found[known[0]][1]), dtype=torch.uint8)
+        if terms is not None:
+            told.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        dist.broadcast(told, known[0])
+        *all_names, sources = json.loads(bytes(told.tolist()))
+        names = tuple(all_names)
+    return names, sources
 
 
 def _whole(name: str, tensor: Tensor, like: ShardSpec) -> HeldTensor:
@@ -259,10 +325,11 @@ def _whole(name: str, tensor: Tensor, like: ShardSpec) -> HeldTensor:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Modules in evaluation mode; afterwards each is in the mode it was in."""
-    training = [each for each in module.modules() if each.training]
-    module.eval()
+    training = [each for module in modules for each in module.modules() if each.training]
+    for each in training:
+        each.training = False
     try:
         yield
     finally:

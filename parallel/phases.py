@@ -10,8 +10,11 @@ from itertools import pairwise
 
 import torch
 
-DATA, FORWARD, BACKWARD, OPTIMIZER, HOST = PHASES = ("data", "forward", "backward", "optimizer", "host")
-"""What a step's time is split into. Anything else that is entered within a step is ``host``."""
+DATA, FORWARD, BACKWARD, PIPELINE, OPTIMIZER, HOST = PHASES = (
+    "data", "forward", "backward", "pipeline", "optimizer", "host",
+)  # fmt: skip
+"""What a step's time is split into: ``pipeline`` is the time in which a stage waits for others. Anything else that is
+entered within a step is ``host``."""
 
 _Mark = float | torch.cuda.Event
 

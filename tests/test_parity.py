@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity import ACCUMULATIONS, CUTS, TOLERANCES, Curve, Cut, compare, run
+from benchmarks.parity import CUTS, TOLERANCES, Curve, Cut, compare, run
 from tests import runs
 from tests.cluster import Cluster
 
@@ -23,9 +23,16 @@ def references(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize(
-    "accumulation", [pytest.param(count, marks=pytest.mark.slow) if count == 1 else count for count in ACCUMULATIONS]
-)
-@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.name)
+    ("cut", "accumulation"),
+    [
+        pytest.param(
+            cut, accumulation, id=f"{cut.name}, {accumulation}",
+            marks=[pytest.mark.slow] if cut.is_slow or accumulation == 1 else [],
+        )
+        for cut in CUTS
+        for accumulation in cut.accumulations
+    ],
+)  # fmt: skip
 def test_fp32_equals_the_single_process(
     cut: Cut, accumulation: int, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

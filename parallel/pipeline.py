@@ -1,0 +1,262 @@
+"""The runner of a pipeline: each rank computes its stages of every micro-batch.
+
+The schedules are those of torch.distributed.pipelining, through its public interface and with static shapes: nothing is
+inferred or pickled. Evaluation does not use them; it passes one batch after another from stage to stage.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from serried.configs.errors import UserError
+from serried.parallel.data import Sharded
+from serried.parallel.groups import Groups
+from serried.parallel.mesh import Layout
+from serried.parallel.phases import BACKWARD, FORWARD, PIPELINE, Phases
+from serried.parallel.plan import Inputs, LossTerms, Objective
+
+_SCHEDULES: Mapping[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "looped_bfs": pipelining.ScheduleLoopedBFS,
+    "interleaved_zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+    "dualpipev": pipelining.ScheduleDualPipeV,
+}
+_OF_ONE_STAGE = ("gpipe", "1f1b")
+"""These take a stage, the others a list."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+_HEADER_NUMBERS = 8
+
+logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # it prints the schedule at every error
+
+
+class Pipeline:
+    """A runner: this rank's stages of a model, one of many."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Sharded],
+        layout: Layout,
+        groups: Groups,
+        device: torch.device,
+        phases: Phases,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """``stages``: those of this rank, by number."""
+        self._stages, self._layout, self._groups = dict(sorted(stages.items())), layout, groups
+        self._device, self._phases, self._autocast = device, phases, autocast
+        self._last = layout.stages - 1
+        self._borders: dict[tuple[int, torch.Size], Tensor] = {}
+        """What enters a stage, on meta; by the stage, and by the shape of what enters the first."""
+        self._schedules: dict[tuple[int, torch.Size], _Schedule] = {}
+        """By number and shape of the micro-batches."""
+
+    def train(
+        self,
+        batches: Sequence[Any],
+        objective: Objective,
+        seeds: Sequence[int],
+        ended: Callable[[int, LossTerms], Tensor],
+    ) -> None:
+        """Forward and backward of all ``batches``. ``ended`` is called on the ranks of the last stage alone.
+
+        Random numbers of a micro-batch are drawn from its seed in the first stage, and from one after it in each later
+        one.
+        """
+        inputs = [objective.inputs(batch) for batch in batches]
+        shapes = {each.stream.shape: None for each in inputs}
+        if len(shapes) > 1:
+            raise UserError(
+                f"parallel.pipeline={self._layout.pipeline} needs micro-batches of one shape, and these are "
+                f"{' and '.join(str(list(shape)) for shape in shapes)}; pad them in collate(), or use "
+                "parallel.pipeline=1"
+            )
+
+        def begin(index: int, stage: int) -> Inputs:
+            if seeds:
+                torch.manual_seed(seeds[index] + stage)
+            return inputs[index]
+
+        key = (len(batches), inputs[0].stream.shape)
+        if key not in self._schedules:
+            self._schedules[key] = self._schedule(len(batches), inputs[0])
+        self._schedules[key].step(begin, lambda index, output: ended(index, objective.terms(output, batches[index])))
+        for sync in self._stages.values():
+            sync.sum_whole_gradients(self._groups.stage)
+
+    def predict(self, batch: Any, objective: Objective) -> LossTerms | None:
+        """Forward only. Returns the loss on the ranks of the last stage, None on others."""
+        output = self._forward(objective.inputs(batch))
+        return None if output is None else objective.terms(output, batch)
+
+    @property
+    def model(self) -> Any:
+        """What to call for logits."""
+        return self._logits
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        """Return what the model returns for the last of ``ids`` [B, S], on every rank: [B, 1, V]."""
+        output = self._forward(Inputs(ids))
+        group, source = self._groups.pipeline, self._layout.pipeline_of(self._last)
+        header = _header(output[:, -1:]) if output is not None else [0] * _HEADER_NUMBERS
+        described = torch.tensor(header, device=self._device)
+        dist.broadcast(described, group=group, group_src=source)
+        found = _described(described, self._device) if output is None else output[:, -1:].contiguous()
+        dist.broadcast(found, group=group, group_src=source)
+        return found
+
+    def reshard(self) -> None:
+        """Free what a forward without backward left gathered."""
+        for sync in self._stages.values():
+            sync.reshard()
+
+    def _forward(self, inputs: Inputs) -> Tensor | None:
+        """Pass ``inputs`` through all stages; the last one's output, where this rank holds it."""
+        output: Tensor | None = None
+        for stage, sync in self._stages.items():
+            if stage == 0:
+                output = inputs.stream
+            elif stage - 1 not in self._stages:
+                output = self._receive(stage, inputs.stream.shape)
+            with self._autocast():
+                output = sync.root(nn.Module.__call__, output, **inputs.named)
+            assert output is not None
+            if stage < self._last:
+                self._send(stage + 1, inputs.stream.shape, output)
+        return output if self._last in self._stages else None
+
+    def _send(self, stage: int, stream: torch.Size, hidden: Tensor) -> None:
+        """Send ``hidden`` to ``stage``; before the first one for a ``stream`` of this shape, its shape and dtype."""
+        is_new = (stage, stream) not in self._borders
+        self._borders[stage, stream] = torch.empty_like(hidden, device="meta")
+        if stage in self._stages:
+            return
+        group, to = self._groups.pipeline, self._layout.pipeline_of(stage)
+        if is_new:
+            dist.send(torch.tensor(_header(hidden), device=self._device), group=group, group_dst=to)
+        dist.send(hidden.contiguous(), group=group, group_dst=to)
+
+    def _receive(self, stage: int, stream: torch.Size) -> Tensor:
+        group, source = self._groups.pipeline, self._layout.pipeline_of(stage - 1)
+        if (stage, stream) not in self._borders:
+            header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._device)
+            dist.recv(header, group=group, group_src=source)
+            self._borders[stage, stream] = _described(header, torch.device("meta"))
+        hidden = torch.empty_like(self._borders[stage, stream], device=self._device)
+        dist.recv(hidden, group=group, group_src=source)
+        return hidden
+
+    def _schedule(self, micro_batches: int, inputs: Inputs) -> "_Schedule":
+        """Make the schedule for micro-batches shaped as ``inputs``, which pass through once to learn the borders'."""
+        modules = [each for sync in self._stages.values() for each in sync.root.modules() if each.training]
+        for each in modules:
+            each.training = False
+        with torch.no_grad():
+            self._forward(inputs)
+        for each in modules:
+            each.training = True
+        self.reshard()
+        stages = []
+        for number, sync in self._stages.items():
+            stage = _Stage(
+                sync.root, number, self._layout.stages, self._device,
+                input_args=self._border(number, inputs), output_args=self._border(number + 1, inputs),
+                group=self._groups.pipeline,
+            )  # fmt: skip
+            stage.phases, stage.autocast = self._phases, self._autocast
+            stages.append(stage)
+        return _Schedule(self._layout.schedule, stages, micro_batches)
+
+    def _border(self, stage: int, inputs: Inputs) -> Tensor:
+        """Return what enters ``stage``, on meta; after the last, the loss."""
+        if stage == 0:
+            return torch.empty_like(inputs.stream, device="meta")
+        known = torch.empty(()) if stage > self._last else self._borders[stage, inputs.stream.shape]
+        return torch.empty_like(known, device="meta", requires_grad=True)
+
+
+class _Stage(pipelining.PipelineStage):
+    """A stage that asks for its inputs, and marks the phases of its work; what is between them is waiting."""
+
+    phases: Phases
+    autocast: Callable[[], AbstractContextManager[Any]]
+    begin: Callable[[int, int], Inputs]
+    _named: Mapping[str, Any]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *rest: Any, **more: Any) -> Any:
+        del args, kwargs  # the schedule was given none
+        self.phases.enter(FORWARD)
+        inputs = self.begin(fwd_chunk_id, self.stage_index)
+        self._named = inputs.named
+        try:
+            return super().forward_one_chunk(fwd_chunk_id, (inputs.stream,), None, *rest, **more)
+        except RuntimeError as error:
+            raise error.__cause__ or error from None  # as the model raised it
+        finally:
+            self.phases.enter(PIPELINE)
+
+    def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Any:
+        # The named inputs come from here: among those of the schedule torch looks for gradients.
+        with self.autocast():
+            return self.submod(nn.Module.__call__, *args, **self._named)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        self.phases.enter(BACKWARD)
+        super().backward_one_chunk(*args, **kwargs)
+        self.phases.enter(PIPELINE)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        self.phases.enter(BACKWARD)
+        super().backward_weight_one_chunk(*args, **kwargs)
+        self.phases.enter(PIPELINE)
+
+    def perform_reduce_grad(self, *args: Any) -> None:
+        self.phases.enter(BACKWARD)
+        super().perform_reduce_grad(*args)
+        self.phases.enter(PIPELINE)
+
+
+class _Schedule:
+    """One of torch's schedules, for a number of micro-batches."""
+
+    def __init__(self, name: str, stages: Sequence[_Stage], micro_batches: int) -> None:
+        self._stages, self._micro_batches = stages, micro_batches
+        self._ended: Callable[[int, Tensor], Tensor] | None = None
+        self._schedule = _SCHEDULES[name](
+            stages[0] if name in _OF_ONE_STAGE else stages,
+            n_microbatches=micro_batches,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
+
+    def step(self, begin: Callable[[int, int], Inputs], ended: Callable[[int, Tensor], Tensor]) -> None:
+        """Run forward and backward of all micro-batches."""
+        self._ended = ended
+        for stage in self._stages:
+            stage.begin = begin
+        # The target of a micro-batch is its number. Outputs would be concatenated, and a loss has no dim.
+        self._schedule.step(target=torch.arange(self._micro_batches), return_outputs=False)
+
+    def _loss(self, output: Tensor, number: Tensor) -> Tensor:
+        assert self._ended is not None
+        return self._ended(int(number), output)
+
+
+def _header(tensor: Tensor) -> list[int]:
+    """Return shape and dtype of ``tensor`` as numbers."""
+    numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+    return numbers + [0] * (_HEADER_NUMBERS - len(numbers))
+
+
+def _described(header: Tensor, device: torch.device) -> Tensor:
+    """Return an empty tensor as ``header`` describes it."""
+    dtype, dims, *sizes = header.tolist()
+    return torch.empty(sizes[:dims], dtype=_DTYPES[dtype], device=device)

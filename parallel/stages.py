@@ -1,0 +1,89 @@
+"""Pipeline stages: a model of which the modules of other stages are left out."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from serried.configs.errors import UserError
+from serried.parallel.mesh import Layout
+from serried.parallel.plan import ParallelPlan
+
+
+class SkippedModule(nn.Module):
+    """In place of a module that another stage holds: returns its first argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("weight", None)  # what a tied head reads of an embedding
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x
+
+
+class TiedEnd(SkippedModule):
+    """In place of a module whose parameters the last stage reads, and whose forward is the first stage's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, parameter in module.named_parameters():
+            self.register_parameter(name, parameter)
+
+
+def split(model: nn.Module, plan: ParallelPlan, layout: Layout, pipeline: int) -> dict[int, nn.Module]:
+    """Return the stages that the ranks at coordinate ``pipeline`` hold, by number; the whole model, if it is one stage.
+
+    A stage is of the model's class, and all names stay. Modules that are registered before the first block belong to
+    the first stage, those after it that are no blocks to the last.
+
+    Raises:
+        UserError: the plan names no blocks, or too few.
+    """
+    if layout.stages == 1:
+        return {0: model}
+    if not plan.blocks:
+        raise UserError(
+            f"parallel.pipeline={layout.pipeline}: {type(model).__name__} does not declare its blocks, between which a "
+            "pipeline could split it; return ParallelPlan(blocks=...) from parallel_plan(), or use parallel.pipeline=1"
+        )
+    if len(plan.blocks) < layout.stages:
+        raise UserError(
+            f"parallel.pipeline={layout.pipeline} has {layout.stages} stages and {type(model).__name__} "
+            f"{len(plan.blocks)} blocks; use fewer stages"
+        )
+    stages = {stage: copy.deepcopy(model) for stage in layout.stages_of(pipeline)}
+    for stage, module in stages.items():
+        _leave_only(module, stage, plan, layout)
+    return stages
+
+
+def _leave_only(model: nn.Module, stage: int, plan: ParallelPlan, layout: Layout) -> None:
+    kept = {plan.blocks[number] for number in layout.block_range(stage, len(plan.blocks))}
+    for path, module, of_stage in list(_parts(model, plan, layout.stages - 1)):
+        if path in plan.blocks:
+            if path not in kept:
+                model.set_submodule(path, SkippedModule())
+        elif stage == of_stage:
+            continue
+        elif path in _around(plan):
+            for name, _ in list(module.named_parameters(recurse=False)):
+                setattr(module, name, None)
+        else:
+            is_tied = stage == layout.stages - 1 and any(name.startswith(f"{path}.") for name in plan.tied)
+            model.set_submodule(path, TiedEnd(module) if is_tied else SkippedModule())
+
+
+def _parts(model: nn.Module, plan: ParallelPlan, last: int) -> Iterator[tuple[str, nn.Module, int]]:
+    """Yield the blocks, the modules around them and those beside them, each with its stage if it is no block."""
+    around, is_behind = _around(plan), False
+    for path, module in model.named_modules():
+        if path in around or path.rpartition(".")[0] in around:
+            is_behind = is_behind or path in plan.blocks
+            yield path, module, last if is_behind else 0
+
+
+def _around(plan: ParallelPlan) -> set[str]:
+    """Names of the modules that contain blocks: the model itself, and its list of layers."""
+    parts = [block.split(".") for block in plan.blocks]
+    return {".".join(each[:length]) for each in parts for length in range(len(each))}

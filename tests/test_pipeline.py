@@ -1,0 +1,67 @@
+"""Pipeline stages: what is in each, and what a pipeline refuses."""
+
+import pytest
+import torch
+from torch import nn
+
+from serried.configs.errors import UserError
+from serried.configs.schema import LlamaSection
+from serried.parallel.axes import shard_specs
+from serried.parallel.mesh import Layout
+from serried.parallel.plan import ParallelPlan
+from serried.parallel.stages import split
+from serried.recipes.models.transformer import Transformer
+
+SECTION = LlamaSection(
+    name="t", dim=16, layers=4, heads=2, kv_heads=1, hidden_dim=24, vocab_size=33, tie_embeddings=True
+)
+
+
+def model(section: LlamaSection = SECTION) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(section, section.vocab_size or 0)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("fsdp", pipeline=2, stages=2),
+        Layout("fsdp", pipeline=2, stages=2, layers_of_stages=(3, 1)),
+        Layout("fsdp", pipeline=3, stages=3),
+        Layout("fsdp", pipeline=2, stages=4, schedule="interleaved"),
+        Layout("fsdp", pipeline=2, stages=4, schedule="zbv"),
+    ],
+    ids=lambda layout: f"{layout.schedule} {layout.stages} {layout.layers_of_stages}",
+)
+def test_the_stages_hold_what_the_shard_specs_say(layout: Layout) -> None:
+    whole = model()
+    plan = whole.parallel_plan()
+    holders: dict[str, list[int]] = {name: [] for name, _ in whole.named_parameters()}
+    for pipeline in range(layout.pipeline):
+        for stage, module in split(whole, plan, layout, pipeline).items():
+            assert type(module) is Transformer
+            assert stage in layout.stages_of(pipeline)
+            for name, _ in module.named_parameters():
+                holders[name].append(layout.pipeline_of(stage))
+    specs = shard_specs(whole, plan, layout)
+    assert {name: sorted(found) for name, found in holders.items()} == {
+        name: sorted(spec.holders) for name, spec in specs.items()
+    }
+
+
+def test_stages_one_after_the_other_compute_what_the_model_does() -> None:
+    torch.manual_seed(0)
+    whole = Transformer(SECTION, 33)
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    tokens = torch.randint(33, (2, 9))
+    named = {"targets": tokens[:, 1:], "positions": torch.arange(8).repeat(2, 1)}
+    layout, hidden = Layout("fsdp", pipeline=3, stages=3), tokens[:, :-1]
+    for pipeline in range(3):
+        hidden = split(whole, whole.parallel_plan(), layout, pipeline)[pipeline](hidden, **named)
+    assert hidden.equal(whole(tokens[:, :-1], **named))
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(UserError, match=r"Linear does not declare its blocks.*parallel.pipeline=1"):
+        split(nn.Linear(2, 2), ParallelPlan(), Layout("fsdp", pipeline=2, stages=2), 0)

@@ -14,8 +14,9 @@ import torch
 from serried.configs.errors import TrainingFailed
 from serried.configs.schema import HealthSection
 from serried.parallel.mesh import Layout
+from serried.parallel.shard_specs import ShardSpec, Slice
 from serried.program import main
-from serried.trainer.health import differing, digest, holders_of_the_same, respond
+from serried.trainer.health import Alike, differing, digest, respond
 from serried.trainer.loader import BatchLoader
 from serried.trainer.loop import Loop
 from serried.trainer.spikes import SpikeWindow
@@ -203,13 +204,23 @@ def flip(tensor: torch.Tensor, place: int, bit: int) -> None:
 
 
 def test_most_are_right_and_of_two_neither_is_known_to_be() -> None:
-    assert differing([5, 5, 5], [[0, 1, 2]]) == ([], True)
-    assert differing([5, 6, 5], [[0, 1, 2]]) == ([1], True)
-    assert differing([5, 6], [[0, 1]]) == ([0, 1], False)
-    assert differing([1, 2, 1, 3], holders_of_the_same(Layout("hsdp", replicate=2, shard=2), ("shard",))) == (
-        [1, 3],
-        False,
-    ), "ranks 0 and 2 hold one shard, 1 and 3 the other"
+    assert differing([[(0, 5), (1, 5), (2, 5)]]) == ([], True)
+    assert differing([[(0, 5), (1, 6), (2, 5)]]) == ([1], True)
+    assert differing([[(0, 5), (1, 6)]]) == ([0, 1], False)
+    assert differing([[(0, 1), (2, 1)], [(1, 2), (3, 3)]]) == ([1, 3], False)
+
+
+def test_copies_are_compared_along_every_axis_that_does_not_divide_a_tensor() -> None:
+    layout = Layout("hsdp", pipeline=2, replicate=2, shard=2, tensor=2, stages=2)
+    norm = Alike.of(ShardSpec("norm", (4,), (Slice(0, ("shard", "context")),), (1,)), layout)
+    assert norm.copies(layout)[2:] == [[(8, 0), (9, 0), (12, 0), (13, 0)], [(10, 0), (11, 0), (14, 0), (15, 0)]]
+    assert norm.along(layout) == "replicate and tensor"
+    slices = (Slice(0, ("tensor",)), Slice(0, ("shard", "context")))
+    tied = Alike.of(ShardSpec("embedding", (8, 4), slices, (0, 1)), layout)
+    assert tied.copies(layout)[0] == [(0, 0), (4, 0), (8, 0), (12, 0)]
+    assert tied.along(layout) == "tied stages and replicate"
+    twice = Alike.of(ShardSpec("embedding", (8, 4), slices, (0, 0)), Layout("fsdp", pipeline=2, tensor=2, stages=4))
+    assert twice.copies(Layout("fsdp", pipeline=2, tensor=2, stages=4)) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
 
 
 def train_flipping(argv: list[str], rank: int, after_step: int, what: str) -> int:

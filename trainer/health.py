@@ -3,6 +3,8 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,8 @@ from torch import Tensor
 
 from serried.configs.errors import TrainingFailed, TrainingStopped
 from serried.configs.schema import HealthSection
-from serried.parallel.mesh import Layout
+from serried.parallel.mesh import Coordinates, Layout
+from serried.parallel.shard_specs import ShardSpec
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.plan import Part
 from serried.trainer.step import FAILURES_THAT_STOP, StepResult
@@ -60,36 +63,88 @@ def respond(section: HealthSection, step: int, result: StepResult, advice: str) 
     return f"{reason}{'; skipped' if result.skipped else ''}"
 
 
-class ReplicaCheck:
-    """Compares the bits of all replicas of the model and of the optimizer's state, which never differ unless memory, a
-    device or a wire has failed."""
+class Alike(NamedTuple):
+    """A kind of tensors that are divided alike, so that the same ranks hold copies of all of them."""
 
-    def __init__(self, layout: Layout, session: Session) -> None:
+    axes: tuple[str, ...]
+    """Mesh axes along which ranks hold different parts; along all others they hold copies."""
+    holders: tuple[int, ...]
+    """Pipeline coordinates that hold copies, one for each stage that does; (): every stage has tensors of its own."""
+
+    @classmethod
+    def of(cls, spec: ShardSpec, layout: Layout) -> "Alike":
+        """The kind of the tensor."""
+        axes = tuple(axis for axis in spec.sliced_axes if layout.size((axis,)) > 1)
+        return cls(axes, spec.holders if len(spec.holders) > 1 else ())
+
+    def on(self, place: Coordinates) -> int:
+        """How many copies the rank at ``place`` holds; two of a tied parameter, if it holds the first and last stage."""
+        return self.holders.count(place.pipeline) if self.holders else 1
+
+    def copies(self, layout: Layout) -> list[list[tuple[int, int]]]:
+        """Groups of equal bits: pairs of a rank, and the number of the copy among those it holds."""
+        groups: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        for rank in range(layout.world):
+            place = layout.coordinates(rank)
+            stage = -1 if self.holders else place.pipeline
+            groups[stage, layout.index(place, self.axes)] += [(rank, number) for number in range(self.on(place))]
+        return [group for group in groups.values() if len(group) > 1]
+
+    def along(self, layout: Layout) -> str:
+        """Mesh axes along which there are copies, for a message."""
+        axes = [axis for axis in ("replicate", "shard", "context", "tensor") if layout.size((axis,)) > 1]
+        divides_block = "expert" in self.axes or "expert_shard" in self.axes
+        axes = [axis for axis in axes if axis not in self.axes and (axis == "replicate" or not divides_block)]
+        return " and ".join([*(["tied stages"] if self.holders else []), *axes])
+
+
+class ReplicaCheck:
+    """Compares the bits of all copies of a part of the model and of the optimizer's state, which never differ unless
+    memory, a device or a wire has failed."""
+
+    def __init__(self, specs: Iterable[ShardSpec], layout: Layout, session: Session) -> None:
+        """``specs``: of the whole model."""
         self._layout, self._session = layout, session
-        self.is_possible = layout.replicate > 1
+        specs = list(specs)
+        self.is_possible = any(spec.copies(layout) > 1 for spec in specs)
         """Whether there is anything to compare."""
+        # An optimizer's numbers, such as its count of steps, are whole on all ranks that hold the parameter.
+        numbers = [replace(spec, slices=()) for spec in specs]
+        found = {Alike.of(spec, layout): None for spec in (*specs, *numbers, ShardSpec("", ()))}
+        self._columns = [(kind, number) for kind in found for number in range(1 + (len(set(kind.holders)) == 1))]
+        """Kinds in the same order on all ranks, with the number of the copy."""
 
     def __call__(self, step: int, parts: Iterable[Part]) -> None:
         """Compare ``parts``, this rank's share of the state after ``step``. A collective; waits for the device.
 
         Raises:
-            TrainingStopped: replicas differ; names the ranks that hold other bits than most.
+            TrainingStopped: copies differ; names the ranks that hold other bits than most.
         """
         if not self.is_possible:
             return
-        by_axes: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
+        held: dict[tuple[Alike, int], list[Tensor]] = defaultdict(list)
+        seen: Counter[str] = Counter()
         for part in parts:
-            if part.shards.copies(self._layout) > 1:
-                by_axes[part.shards.sliced_axes].append(part.local.detach())
-        groups = dict(sorted(by_axes.items()))
-        mine = torch.stack([digest(tensors) for tensors in groups.values()])
+            held[Alike.of(part.shards, self._layout), seen[part.name]].append(part.local.detach())
+            seen[part.name] += 1
+        zero = torch.zeros((), dtype=torch.int64)
+        mine = torch.stack([digest(held[column]).cpu() if column in held else zero for column in self._columns])
         # Through Gloo: what NCCL may have broken is not asked for the verdict.
         digests = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(self._session.world_size)]
-        dist.all_gather(digests, mine.cpu())
-        odd, is_majority = set[int](), True
-        for axes, column in zip(groups, torch.stack(digests).T.tolist(), strict=True):
-            found, is_clear = differing(column, holders_of_the_same(self._layout, axes))
-            odd, is_majority = odd | set(found), is_majority and is_clear
+        dist.all_gather(digests, mine)
+        table = dict(zip(self._columns, torch.stack(digests).T.tolist(), strict=True))
+        odd, along, is_majority = set[int](), dict[str, None](), True
+        for kind in dict.fromkeys(kind for kind, _ in self._columns):
+            groups = [
+                [(rank, table[kind, number][rank]) for rank, number in each] for each in kind.copies(self._layout)
+            ]
+            found, is_clear = differing(groups)
+            if found:
+                odd, along, is_majority = (
+                    odd | set(found),
+                    along | {kind.along(self._layout): None},
+                    is_majority and is_clear,
+                )
         if not odd:
             return
         hosts = self._session.gather(self._session.host())
@@ -97,35 +152,26 @@ class ReplicaCheck:
         which = "holds" if len(odd) == 1 else "hold"
         doubt = "other bits than its replicas" if is_majority else "different bits where they should hold the same"
         raise TrainingStopped(
-            f"silent corruption, seen at step {step}: {named} {which} {doubt}. Nothing of this is saved. "
-            "Test the memory and the devices of that node, or leave it out"
+            f"silent corruption, seen at step {step}: {named} {which} {doubt} (copies along {', '.join(along)}). "
+            "Nothing of this is saved. Test the memory and the devices of that node, or leave it out"
         )
 
 
-def holders_of_the_same(layout: Layout, axes: Sequence[str]) -> list[list[int]]:
-    """Groups of ranks that hold equal bits of tensors that are divided along ``axes``."""
-    groups: dict[int, list[int]] = defaultdict(list)
-    for rank in range(layout.world):
-        groups[layout.index(layout.coordinates(rank), ("pipeline", *axes))].append(rank)
-    return list(groups.values())
-
-
-def differing(digests: Sequence[int], groups: Iterable[Sequence[int]]) -> tuple[list[int], bool]:
+def differing(groups: Iterable[Sequence[tuple[int, int]]]) -> tuple[list[int], bool]:
     """Return the ranks that disagree with the majority of their group, and whether there is one.
 
-    Without a majority, return all ranks that differ.
+    ``groups``: of pairs of a rank and a digest, which should be equal. Without a majority, return all that differ.
     """
     odd: list[int] = []
     is_majority = True
-    for ranks in groups:
-        (usual, count), *others = Counter(digests[rank] for rank in ranks).most_common()
+    for group in groups:
+        (usual, count), *others = Counter(digest for _, digest in group).most_common()
         if not others:
             continue
-        if 2 * count > len(ranks):
-            odd += [rank for rank in ranks if digests[rank] != usual]
-        else:
-            odd, is_majority = odd + list(ranks), False
-    return sorted(odd), is_majority
+        has_majority = 2 * count > len(group)
+        odd += [rank for rank, digest in group if digest != usual or not has_majority]
+        is_majority = is_majority and has_majority
+    return sorted(set(odd)), is_majority
 
 
 @torch.no_grad()

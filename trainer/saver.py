@@ -29,7 +29,8 @@ class Saver:
             context.task.export_files,
         )
         self._state, self._report, self._meter, self._console = state, report, meter, context.console
-        self._replicas, self._compares = ReplicaCheck(layout, context.session), config.health.replica_check_every > 0
+        self._replicas = ReplicaCheck(state.parallel.specs.values(), layout, context.session)
+        self._compares = config.health.replica_check_every > 0
         self._compared_step = -1
 
     def compare_replicas(self, step: int) -> None:

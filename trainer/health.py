@@ -78,7 +78,7 @@ class Alike(NamedTuple):
         return cls(axes, spec.holders if len(spec.holders) > 1 else ())
 
     def on(self, place: Coordinates) -> int:
-        """How many copies the rank at ``place`` holds; two of a tied parameter, if it holds the first and last stage."""
+        """How many copies the rank at ``place`` holds: two, if it has both of the stages that a parameter ties."""
         return self.holders.count(place.pipeline) if self.holders else 1
 
     def copies(self, layout: Layout) -> list[list[tuple[int, int]]]:
@@ -135,16 +135,12 @@ class ReplicaCheck:
         table = dict(zip(self._columns, torch.stack(digests).T.tolist(), strict=True))
         odd, along, is_majority = set[int](), dict[str, None](), True
         for kind in dict.fromkeys(kind for kind, _ in self._columns):
-            groups = [
-                [(rank, table[kind, number][rank]) for rank, number in each] for each in kind.copies(self._layout)
-            ]
-            found, is_clear = differing(groups)
+            copies = kind.copies(self._layout)
+            found, is_clear = differing([(rank, table[kind, number][rank]) for rank, number in each] for each in copies)
+            is_majority = is_majority and is_clear
+            odd |= set(found)
             if found:
-                odd, along, is_majority = (
-                    odd | set(found),
-                    along | {kind.along(self._layout): None},
-                    is_majority and is_clear,
-                )
+                along[kind.along(self._layout)] = None
         if not odd:
             return
         hosts = self._session.gather(self._session.host())

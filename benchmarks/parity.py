@@ -62,6 +62,10 @@ CUTS = (
     pipeline("x2 x fsdp x2", 2, others=2, accumulation=6, is_slow=False),
     pipeline("x2, zbv x fsdp x2", 2, "parallel.schedule=zbv", others=2, accumulation=6),
     pipeline("x2 x replicate x2", 2, "parallel=hsdp", "parallel.replicate=2", others=2, accumulation=6),
+    Cut("context x2", 2, ("parallel=fsdp", "parallel.context=2"), 1),
+    Cut("context x2, ring", 2, ("parallel=fsdp", "parallel.context=2", "parallel.context_method=ring"), 1),
+    Cut("context x2 x fsdp x2", 4, ("parallel=fsdp", "parallel.context=2"), 2),
+    Cut("context x2 x replicate x2", 4, ("parallel=ddp", "parallel.context=2"), 2),
 )
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3}
 """Largest relative difference of loss and gradient norm from the single process of the same precision."""

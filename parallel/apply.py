@@ -12,6 +12,7 @@ from torch import nn
 from serried.configs.errors import UserError
 from serried.configs.schema import ParallelSection
 from serried.parallel.axes import active_axes, shard_specs
+from serried.parallel.context import context_points
 from serried.parallel.data import GradientSync, NoSync, Replicated, Sharded
 from serried.parallel.groups import Groups
 from serried.parallel.held import persistent_buffers, tie, tied_names, to_fp32, unshardable
@@ -56,6 +57,8 @@ def parallelize(
     def sharded(stage: nn.Module) -> Sharded:
         for axis in active_axes(layout):
             axis.apply(stage, plan, layout, place, groups)
+        for each in context_points(stage, plan):
+            each.context.hidden_parts = layout.tensor if layout.sequence else 1
         units = _units_of_stage(stage, plan) if plan.units else units_of(stage)
         whole = list(unshardable(stage).values())
         sync = Sharded(stage, groups.fsdp, ParallelPlan(units), gathered_dtype, section, whole)

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import nn
 
+from serried.parallel.context import CONTEXT
 from serried.parallel.groups import Groups
 from serried.parallel.held import unshardable
 from serried.parallel.mesh import Coordinates, Layout
@@ -35,7 +36,7 @@ class ModelAxis(Protocol):
         """
 
 
-AXES: tuple[ModelAxis, ...] = (TENSOR,)
+AXES: tuple[ModelAxis, ...] = (TENSOR, CONTEXT)
 
 
 def active_axes(layout: Layout) -> list[ModelAxis]:

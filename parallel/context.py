@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from serried.configs.errors import UserError
 from serried.parallel.collectives import gather, start_shift
-from serried.parallel.plan import Context
+from serried.parallel.groups import Groups
+from serried.parallel.mesh import Coordinates, Layout
+from serried.parallel.plan import Context, ParallelPlan, matches
+from serried.parallel.shard_specs import Slice
 
 
 def head_tail(whole: Tensor, dim: int, parts: int, index: int) -> Tensor:
@@ -26,6 +30,13 @@ def head_tail(whole: Tensor, dim: int, parts: int, index: int) -> Tensor:
     return torch.cat((head, tail), dim)
 
 
+def holder_of(place: int, length: int, parts: int) -> tuple[int, int]:
+    """Return the part that has token ``place`` of ``length``, and the index of the token there."""
+    size = length // (2 * parts)
+    chunk, index = divmod(place, size)
+    return (chunk, index) if chunk < parts else (2 * parts - 1 - chunk, size + index)
+
+
 class _Part(Context):
     """One part of several."""
 
@@ -34,8 +45,8 @@ class _Part(Context):
         super().__init__(whole.attend_locally, whole.attend_with_logsumexp)
         self._group, self._parts, self._index = group, group.size(), group.rank()
 
-    def whole_length(self, tokens: int) -> int:
-        return tokens * self._parts
+    def whole_length(self, stream: Tensor) -> int:
+        return super().whole_length(stream) * self._parts
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
         return head_tail(whole, dim, self._parts, self._index)
@@ -135,3 +146,41 @@ class _RingAttention(torch.autograd.Function):
         if travelling is not None:
             home += travelling()
         return grad_q.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None
+
+
+class ContextAxis:
+    """Every rank has all parameters whole, as far as this axis goes."""
+
+    axis = "context"
+
+    def slices(self, plan: ParallelPlan, layout: Layout, name: str, shape: Sequence[int]) -> tuple[Slice, ...]:
+        """Nothing is divided."""
+        del name, shape
+        if not plan.context:
+            raise UserError(
+                f"parallel.context={layout.context}: the model does not declare where tokens of a sequence attend to "
+                "each other; return ParallelPlan(context=...) from parallel_plan(), or use parallel.context=1"
+            )
+        return ()
+
+    def is_partial(self, plan: ParallelPlan, layout: Layout, name: str) -> bool:
+        """FSDP2 sums gradients over context ranks: they hold its shards."""
+        del plan, layout, name
+        return False
+
+    def apply(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates, groups: Groups) -> None:
+        """Let attention reach the tokens of other ranks."""
+        del place
+        assert groups.context is not None
+        kind = Ring if layout.context_method == "ring" else Gather
+        for each in context_points(module, plan):
+            each.context = kind(each.context, groups.context)
+
+
+def context_points(module: nn.Module, plan: ParallelPlan) -> list[Any]:
+    """Return the modules with a ``Context``; those of other stages of a pipeline are not here."""
+    named = [each for name, each in module.named_modules() if any(matches(name, glob) for glob in plan.context)]
+    return [each for each in named if isinstance(getattr(each, "context", None), Context)]
+
+
+CONTEXT = ContextAxis()

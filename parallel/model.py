@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
+from serried.parallel.context import head_tail, holder_of
 from serried.parallel.data import GradientSync
 from serried.parallel.gradient import global_sum_of_squares, reduce_partial_gradients, sum_tied_gradients
 from serried.parallel.groups import Groups
 from serried.parallel.held import HeldTensor, held_parameters, local
-from serried.parallel.mesh import Layout
+from serried.parallel.mesh import MODEL_AXES, Layout
 from serried.parallel.phases import BACKWARD, FORWARD, Phases
 from serried.parallel.plan import LossTerms, Objective
 from serried.parallel.shard_specs import Box, ShardSpec
@@ -51,9 +52,8 @@ class Runner(Protocol):
     def predict(self, batch: Any, objective: Objective) -> LossTerms | None:
         """Forward only; None if another rank has the loss."""
 
-    @property
-    def model(self) -> Any:
-        """What to call for the forward of the whole model. All ranks must call it together."""
+    def logits(self, ids: Tensor, index: int) -> Tensor:
+        """Return those of token ``index`` of ``ids`` [B, S], on all ranks of a pipeline: [B, 1, V]."""
 
     def reshard(self) -> None:
         """Free what a forward without backward left gathered."""
@@ -93,6 +93,11 @@ class Direct:
     def model(self) -> Any:
         """The module to call; under FSDP2 it has only shards of its parameters."""
         return partial(self._sync.root, nn.Module.__call__)
+
+    def logits(self, ids: Tensor, index: int) -> Tensor:
+        """Return those of token ``index`` of ``ids``."""
+        output: Tensor = self.model(ids)
+        return output[:, index : index + 1].contiguous()
 
     def reshard(self) -> None:
         """Free what a forward without backward left gathered."""
@@ -162,7 +167,24 @@ class DistributedModel:
     @property
     def model(self) -> Any:
         """What to call in place of the module, for its forward. Several ranks must call it together."""
-        return self._runner.model if self.layout.is_sharded else self.module
+        if not self.layout.is_sharded:
+            return self.module
+        if self.layout.size(MODEL_AXES) > 1:
+            return self._last_logits
+        assert isinstance(self._runner, Direct)
+        return self._runner.model
+
+    def _last_logits(self, ids: Tensor) -> Tensor:
+        """Return the logits [B, 1, V] of the last of ``ids`` [B, S], of which each rank computes a part."""
+        parts, length = self.layout.context, ids.shape[1]
+        padding = -length % (2 * parts * self.layout.tensor)  # at the end, where no token attends to it
+        ids = nn.functional.pad(ids, (0, padding))
+        rank, index = holder_of(length - 1, length + padding, parts)
+        mine = head_tail(ids, 1, parts, self.place.context)
+        logits = self._runner.logits(mine, index)
+        if self.groups.context is not None:
+            dist.broadcast(logits, group=self.groups.context, group_src=rank)
+        return logits
 
     def forward_backward(
         self,
@@ -256,8 +278,10 @@ class DistributedModel:
 
     def _of_this_rank(self, batch: Any, objective: Objective) -> Any:
         """Return ``batch`` with this rank's part of each sequence."""
-        del objective  # the context axis will ask it
-        return batch
+        parts, index = self.layout.context, self.place.context
+        if parts == 1:
+            return batch
+        return objective.slice_sequence(batch, lambda tensor, dim: head_tail(tensor, dim, parts, index))
 
     @torch.no_grad()
     def _share_buffers(self) -> None:

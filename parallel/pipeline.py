@@ -97,19 +97,16 @@ class Pipeline:
         output = self._forward(objective.inputs(batch))
         return None if output is None else objective.terms(output, batch)
 
-    @property
-    def model(self) -> Any:
-        """What to call for logits."""
-        return self._logits
-
-    def _logits(self, ids: Tensor) -> Tensor:
-        """Return what the model returns for the last of ``ids`` [B, S], on every rank: [B, 1, V]."""
+    def logits(self, ids: Tensor, index: int) -> Tensor:
+        """Return those of token ``index`` of ``ids`` [B, S], on every rank: [B, 1, V]."""
         output = self._forward(Inputs(ids))
+        if output is not None:
+            output = output[:, index : index + 1].contiguous()
         group, source = self._groups.pipeline, self._layout.pipeline_of(self._last)
-        header = _header(output[:, -1:]) if output is not None else [0] * _HEADER_NUMBERS
+        header = _header(output) if output is not None else [0] * _HEADER_NUMBERS
         described = torch.tensor(header, device=self._device)
         dist.broadcast(described, group=group, group_src=source)
-        found = _described(described, self._device) if output is None else output[:, -1:].contiguous()
+        found = _described(described, self._device) if output is None else output
         dist.broadcast(found, group=group, group_src=source)
         return found
 

@@ -152,10 +152,13 @@ class Context:
         The second also returns the log of the sum of exp(score) of each query, [B, H, Q] fp32.
         """
         self.attend_locally, self.attend_with_logsumexp = attend, attend_with_logsumexp
+        self.hidden_parts = 1
+        """Ranks over which tensor parallelism divides the hidden states of this rank's tokens."""
 
-    def whole_length(self, tokens: int) -> int:
-        """Return the length of sequences of which this rank has ``tokens``."""
-        return tokens
+    def whole_length(self, stream: Tensor) -> int:
+        """Return the length of the sequences of which ``stream`` is here: token ids [B, S], or hidden states [B, S, D]
+        where an earlier stage of a pipeline has embedded them."""
+        return stream.shape[1] * (self.hidden_parts if stream.is_floating_point() else 1)
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
         """Return this rank's part of ``whole``, whose dim ``dim`` is the sequence."""

@@ -284,9 +284,16 @@ class CausalLM(TextTask):
         prompt = self._beginning(tokenizer)
         fitting = min(tokens, self._model.max_sequence_length - len(prompt))
         ids = continued(
-            model, prompt, layers=self._family().cached_layers, tokens=fitting, choose=never_the_end, device=device
+            model, prompt, layers=self._cached_layers(), tokens=fitting, choose=never_the_end, device=device
         )  # fmt: skip
         return printable(tokenizer.decode(ids))
+
+    def _cached_layers(self) -> int | None:
+        """Return the layers of a cache for generating; None: the model takes none, or ranks divide the work on a
+        sample."""
+        parallel = self.run.parallel
+        is_divided = not parallel.pipeline == parallel.context == parallel.tensor == 1
+        return None if is_divided else self._family().cached_layers
 
     def lengths(self) -> tuple[int, int]:
         return self._data.sequence_length, self._model.max_sequence_length
@@ -329,7 +336,7 @@ class CausalLM(TextTask):
         ids, end_of_turn = self._asked(prompt)
         choose = chooser(temperature=temperature, top_p=top_p, seed=seed)
         following = continued(
-            model, ids, layers=self._family().cached_layers, tokens=tokens, device=device,
+            model, ids, layers=self._cached_layers(), tokens=tokens, device=device,
             choose=lambda logits: choose(logits[: tokenizer.vocab_size]),  # not the rows that only pad the vocabulary
         )  # fmt: skip
         stream = TextStream(tokenizer, ids)

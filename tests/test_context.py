@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from serried.configs.compose import compose
-from serried.parallel.context import Gather, Ring, head_tail
+from serried.parallel.context import Gather, Ring, head_tail, holder_of
 from serried.parallel.plan import Context
 from serried.recipes.models import attention
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask, numbered_documents
@@ -46,6 +46,9 @@ def test_parts_are_a_chunk_from_the_front_and_one_from_the_back() -> None:
         [0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7],
     ]  # fmt: skip
     assert head_tail(whole, 1, 1, 0).equal(whole)
+    for place in range(12):
+        rank, index = holder_of(place, 12, 3)
+        assert head_tail(whole, 1, 3, rank)[0, index] == place
 
 
 @pytest.mark.parametrize("parts", [2, 3, 8])
@@ -122,7 +125,7 @@ def attention_of_parts(method: str, has_documents: bool) -> dict[str, Any]:
         expected = whole.attend(q, k, v, whole.mask(make, LENGTH, q.device))
         (expected * weights).sum().backward()
         parts = [context.part(each.detach(), 2).requires_grad_() for each in (q, k, v)]
-        mask = context.mask(make, context.whole_length(parts[0].shape[2]), q.device)
+        mask = context.mask(make, LENGTH, q.device)
         kept: dict[int, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:

@@ -188,7 +188,7 @@ class Transformer(nn.Module):
         With a ``cache`` the tokens go on where those before them ended, are kept in it, and the logits are those of the
         last one alone, [B, 1, V]. For generating text, one document at a time.
         """
-        length = self.context.whole_length(tokens.shape[1]) if cache is None else cache.capacity
+        length = self.context.whole_length(tokens) if cache is None else cache.capacity
         cos, sin = self._rope(length, tokens.device)
         if positions is None:
             documents = None

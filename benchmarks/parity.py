@@ -17,6 +17,7 @@ from tests.runs import metrics, overrides, write_text
 
 STEPS, GLOBAL_BATCH = 20, 36
 ACCUMULATIONS = (1, 3)
+RING, TENSOR = "parallel.context_method=ring", "parallel.tensor=2"
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,14 @@ class Cut:
     """Whether ``make test`` leaves it out."""
 
 
-def pipeline(name: str, ranks: int, *more: str, others: int = 1, accumulation: int = 4, is_slow: bool = True) -> Cut:
-    """Return a pipeline of ``ranks``; ``more`` divide the work over ``others`` data ranks too."""
+def pipeline(
+    name: str, ranks: int, *more: str, others: int = 1, data_ranks: int | None = None, accumulation: int = 4,
+    is_slow: bool = True,
+) -> Cut:  # fmt: skip
+    """Return a pipeline of ``ranks``; ``more`` divide the work over ``others`` ranks too, by default data ranks."""
     overrides = dict(each.split("=", 1) for each in ("parallel=fsdp", f"parallel.pipeline={ranks}", *more))
     argv = tuple(f"{key}={value}" for key, value in overrides.items())
-    return Cut(f"pipeline {name}", ranks * others, argv, others, (accumulation,), is_slow)
+    return Cut(f"pipeline {name}", ranks * others, argv, data_ranks or others, (accumulation,), is_slow)
 
 
 CUTS = (
@@ -62,10 +66,24 @@ CUTS = (
     pipeline("x2 x fsdp x2", 2, others=2, accumulation=6, is_slow=False),
     pipeline("x2, zbv x fsdp x2", 2, "parallel.schedule=zbv", others=2, accumulation=6),
     pipeline("x2 x replicate x2", 2, "parallel=hsdp", "parallel.replicate=2", others=2, accumulation=6),
-    Cut("context x2", 2, ("parallel=fsdp", "parallel.context=2"), 1),
-    Cut("context x2, ring", 2, ("parallel=fsdp", "parallel.context=2", "parallel.context_method=ring"), 1),
-    Cut("context x2 x fsdp x2", 4, ("parallel=fsdp", "parallel.context=2"), 2),
-    Cut("context x2 x replicate x2", 4, ("parallel=ddp", "parallel.context=2"), 2),
+    Cut("context x2", 2, ("parallel=fsdp", "parallel.context=2"), 1, (3,)),
+    Cut("context x2, ring", 2, ("parallel=fsdp", "parallel.context=2", RING), 1, (3,), is_slow=True),
+    Cut("context x3", 3, ("parallel=fsdp", "parallel.context=3"), 1, (3,), is_slow=True),
+    Cut("context x4, ring", 4, ("parallel=fsdp", "parallel.context=4", RING), 1, (3,), is_slow=True),
+    Cut("context x2 x fsdp x2", 4, ("parallel=fsdp", "parallel.context=2"), 2, (3,), is_slow=True),
+    Cut("context x2 x ddp x2", 4, ("parallel=ddp", "parallel.context=2"), 2, (3,), is_slow=True),
+    Cut("context x2 x tensor x2", 4, ("parallel=fsdp", "parallel.context=2", TENSOR), 1, (3,), is_slow=True),
+    Cut("context x2 x tensor x2 x fsdp x2", 8, ("parallel=fsdp", "parallel.context=2", TENSOR), 2, (3,), is_slow=True),
+    pipeline("x2 x context x2", 2, "parallel.context=2", others=2, data_ranks=1),
+    pipeline(
+        "x2 x context x2 x replicate x2",
+        2,
+        "parallel=hsdp",
+        "parallel.replicate=2",
+        "parallel.context=2",
+        others=4,
+        data_ranks=2,
+    ),
 )
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3}
 """Largest relative difference of loss and gradient norm from the single process of the same precision."""
@@ -105,7 +123,7 @@ def run(
     argv = overrides(
         text, run_dir, *cut.overrides, f"precision={precision}", f"trainer.steps={STEPS}",
         f"trainer.global_batch={GLOBAL_BATCH}", f"trainer.micro_batch={micro_batch}",
-        "model.layers=4", *more,
+        "model.layers=4", "data.sequence_length=24", *more,
     )  # fmt: skip
     answers = cluster.run(cut.processes, "tests.runs:train_small", argv=argv, ragged=True, fault=fault)
     steps = metrics(run_dir)
@@ -176,10 +194,11 @@ _HEAD = """# Parity: the same loss curve on every parallel layout
 Made by `python -m benchmarks.parity` (torch {torch}, Python {python}, Gloo on CPU); `tests/test_parity.py` holds the
 bounds in the test suite.
 
-The same run of {steps} optimizer steps, global batch {batch}, 4 layers, vocabulary 257 (which no number of ranks here
-divides), untied embeddings, ragged loss masks, clipping at norm 1, AdamW with warm-up. Each row is a whole training run
-through `trainer.train`, compared at every step with the single process of the same precision. Bounds: fp32 1e-5, bf16
-3e-2, fp16 5e-3. A bf16 or fp16 row shows rounding of the low type and could not reveal a lost gradient; fp32 rows do.
+The same run of {steps} optimizer steps, global batch {batch}, sequences of 24 tokens, 4 layers, vocabulary 257 (which
+no number of ranks here divides), untied embeddings, ragged loss masks, clipping at norm 1, AdamW with warm-up. Each row
+is a whole training run through `trainer.train`, compared at every step with the single process of the same precision.
+Bounds: fp32 1e-5, bf16 3e-2, fp16 5e-3. A bf16 or fp16 row shows rounding of the low type and could not reveal a lost
+gradient; fp32 rows do.
 
 Equality has a limit that no framework moves: at the edge of stability a run amplifies rounding. With `optim.lr=0.01`
 instead of 0.003 this one spikes at step 7 (gradient norm 7.5), and rows came to differ by up to 1.4e-5 in the norm and

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from serried.configs.compose import compose
+from serried.configs.errors import UserError
+from serried.parallel.axes import shard_specs
 from serried.parallel.context import Gather, Ring, head_tail, holder_of
-from serried.parallel.plan import Context
+from serried.parallel.mesh import Layout
+from serried.parallel.plan import Context, ParallelPlan
 from serried.recipes.models import attention
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask, numbered_documents
 from serried.runtime.session import open_session
 from tests.cluster import Cluster
+from tests.runs import metrics, tiny_overrides, weights
 from tests.test_model import build, section
 
 METHODS = {"gather": Gather, "ring": Ring}
@@ -204,3 +209,37 @@ def model_of_parts(method: str) -> list[float]:
 def test_loss_and_gradients_of_a_model_are_those_of_one_process(method: str, cluster: Cluster) -> None:
     for answer in cluster.run(2, "tests.test_context:model_of_parts", method=method):
         assert max(answer.value) < 1e-5
+
+
+RUN = (
+    "data.isolate_documents=true", "trainer.eval_every=3", "trainer.eval_batches=2", "trainer.sample_tokens=9",
+    "trainer.deterministic=true",
+)  # fmt: skip
+DIVIDED = ("parallel=fsdp", "parallel.context=2", "parallel.context_method=ring", *RUN)
+
+
+def test_run_evaluates_samples_and_resumes_as_one_process_does(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    def train(name: str, ranks: int, *more: str) -> str:
+        argv = tiny_overrides(text, tmp_path / name, *more)
+        answers = cluster.run(ranks, "tests.runs:train_reported", argv=argv)
+        assert all(answer.value == 0 for answer in answers), answers[0].printed
+        return answers[0].printed
+
+    alone, printed = train("alone", 1, "parallel=single", *RUN), train("divided", 2, *DIVIDED)
+    for event in ("step", "eval"):
+        lines, expected = (metrics(tmp_path / name, event) for name in ("divided", "alone"))
+        assert [each["loss"] for each in lines] == pytest.approx([each["loss"] for each in expected], rel=1e-6)
+        assert [each["step"] for each in lines] == [each["step"] for each in expected]
+    assert printed.partition("sample  ")[2].splitlines()[:2] == alone.partition("sample  ")[2].splitlines()[:2] != []
+
+    train("resumed", 2, *DIVIDED, "trainer.stop_at=4")
+    train("resumed", 2, *DIVIDED)
+    same, again = (weights(tmp_path / name) for name in ("divided", "resumed"))
+    assert same.keys() == again.keys()
+    assert all(same[name].equal(again[name]) for name in same)
+
+
+def test_model_without_an_extension_point_is_refused_in_one_line() -> None:
+    plan, layout = ParallelPlan(), Layout("fsdp", context=2)
+    with pytest.raises(UserError, match="parallel.context=2: the model does not declare .* use parallel.context=1"):
+        shard_specs(build(section()), plan, layout)

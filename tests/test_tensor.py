@@ -100,9 +100,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("ranks", "tied", "sequence"), [(2, False, True), (2, True, False), (3, True, True)])
-def test_loss_and_gradients_equal_one_process(
-    ranks: int, tied: bool, sequence: bool, cluster: Cluster
-) -> None:
+def test_loss_and_gradients_equal_one_process(ranks: int, tied: bool, sequence: bool, cluster: Cluster) -> None:
     answers = cluster.run(ranks, "tests.test_tensor:against_one_process", tied=tied, sequence=sequence)
     for answer in answers:
         assert len(answer.value["differences"]) == 9 * LAYERS + 6 + (not tied)

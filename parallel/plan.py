@@ -90,6 +90,14 @@ class ParallelPlan:
     context: tuple[str, ...] = ()
     """Names of the modules whose attribute ``context`` is a ``Context``, with wildcards; the model itself is ""."""
 
+    mixtures: tuple[str, ...] = ()
+    """Names of the mixtures of experts: modules with ``experts``, whose parameters have the experts along their first
+    dim, a ``dispatch`` (``Dispatch``) and a router ``gate`` (``Router``)."""
+
+    def is_expert(self, parameter: str) -> bool:
+        """Return whether the parameter of this name has the experts of a mixture along its first dim."""
+        return parameter.rpartition(".experts.")[0] in self.mixtures
+
     def role(self, module: str) -> str | None:
         """Return the role of the module of this name."""
         return next((role for glob, role in self.roles.items() if matches(module, glob)), None)
@@ -187,3 +195,15 @@ class Dispatch:
     def run(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """``rows`` [N, D], sorted by expert, ``counts`` [E] of them for each. Returns each row's result, in place."""
         return experts(rows, counts)
+
+
+class Router(Protocol):
+    """Chooses the experts of tokens, in a mixture."""
+
+    is_counting: bool
+    """Whether to add to ``loads``."""
+    loads: Tensor | None
+    """Tokens sent to each expert, int64 [E]; None: 0."""
+
+    def balance(self, loads: Tensor, accepted: Tensor) -> None:
+        """Prefer experts with fewer tokens than the mean of ``loads`` [E], if ``accepted``, a flag on the device."""

@@ -9,6 +9,7 @@ Attention, norms and the first, dense layers are those of ``transformer``.
 Shapes: T tokens, k experts per token, E experts, D dim, I inner width of an expert, N rows = tokens x experts.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.schema import MoESection
-from serried.parallel.plan import Dispatch
+from serried.parallel.plan import Dispatch, ParallelPlan
 from serried.recipes.models.transformer import (
+    ROLES,
     Attention,
     Block,
     FeedForward,
@@ -37,8 +39,7 @@ _GROUPED_CAPABILITY = (8, 0)
 class Router(nn.Module):
     """Chooses the experts of each token, in fp32: a rounding error must not change the choice.
 
-    ``loads`` counts the tokens sent to each expert while ``is_counting``: in the forwards of training, not in
-    evaluation, and not when activations are computed again in the backward.
+    ``loads`` counts the tokens sent to each expert while ``is_counting``, see ``parallel.plan.Router``.
     """
 
     def __init__(self, config: MoESection) -> None:
@@ -72,6 +73,14 @@ class Router(nn.Module):
         if self.is_counting:
             self.loads = counts if self.loads is None else self.loads + counts
         return chosen, weights * self.scale, counts
+
+    def balance(self, loads: Tensor, accepted: Tensor) -> None:
+        """Raise the bias of experts with fewer tokens than the mean of ``loads`` [E] by ``balance_rate``, lower that of
+        the others, if ``accepted``."""
+        bias = self.e_score_correction_bias
+        if bias is not None:
+            moves = torch.sign(loads.sum() - len(loads) * loads) * accepted  # exact: whole numbers
+            bias += (self.balance_rate * moves).to(bias.dtype)
 
 
 class Experts(nn.Module):
@@ -164,6 +173,20 @@ class MoETransformer(Transformer):
         if number < config.dense_layers:
             return Block(config, attention, FeedForward(config.dim, config.hidden_dim))
         return Block(config, attention, MixtureOfExperts(config))
+
+    def parallel_plan(self) -> ParallelPlan:
+        first, layers = self.config.dense_layers, self.config.layers
+        # A mixture takes each rank's part of the stream; only its shared experts are a region.
+        regions = [f"layers.{number}.mlp" for number in range(first)] + ["layers.*.mlp.shared_experts"]
+        roles = {name: role for name, role in ROLES.items() if name != "layers.*.mlp"} | dict.fromkeys(regions, "region")
+        shared = {
+            name.replace(".mlp.", ".mlp.shared_experts."): role for name, role in ROLES.items() if ".mlp." in name
+        }
+        return replace(
+            super().parallel_plan(),
+            roles=roles | shared,
+            mixtures=tuple(f"layers.{number}.mlp" for number in range(first, layers)),
+        )
 
 
 class MoE(Llama):

@@ -1,9 +1,8 @@
 """The order in which a model is sharded, put on its device and given its first weights."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from serried.configs.schema import ParallelSection
 from serried.parallel.axes import active_axes, shard_specs
 from serried.parallel.context import context_points
 from serried.parallel.data import GradientSync, NoSync, Replicated, Sharded
+from serried.parallel.expert import Loads, mixtures
 from serried.parallel.groups import Groups
 from serried.parallel.held import persistent_buffers, tie, tied_names, to_fp32, unshardable
 from serried.parallel.initialize import initialize
@@ -52,7 +52,8 @@ def parallelize(
     stages, phases = split(model, plan, layout, place.pipeline), phases or Phases()
     # A module that declares no plan may compute in several types: there autocast decides, as on one process.
     gathered_dtype, autocast_dtype = (low_dtype, None) if layout.is_sharded and plan.units else (None, low_dtype)
-    autocast = partial(_autocast, device, autocast_dtype)
+    loads = Loads(list(stages.values()), plan, specs)
+    autocast = partial(_forward_context, device, autocast_dtype, loads)
 
     def sharded(stage: nn.Module) -> Sharded:
         for axis in active_axes(layout):
@@ -60,8 +61,9 @@ def parallelize(
         for each in context_points(stage, plan):
             each.context.hidden_parts = layout.tensor if layout.sequence else 1
         units = _units_of_stage(stage, plan) if plan.units else units_of(stage)
+        experts = [each.experts for each in mixtures(stage, plan).values()] if layout.expert > 1 else []
         whole = list(unshardable(stage).values())
-        sync = Sharded(stage, groups.fsdp, ParallelPlan(units), gathered_dtype, section, whole)
+        sync = Sharded(stage, groups, ParallelPlan(units), gathered_dtype, section, whole, experts)
         _allocate(sync.root, stage, tied, device, is_meta=is_meta)
         return sync
 
@@ -81,16 +83,18 @@ def parallelize(
         runner = Direct(sync, phases, autocast)
     parallel = DistributedModel(
         list(stages.values()), runner, specs, layout, device,
-        groups=groups, phases=phases, gradient_divisor=sync.divisor, autocast=autocast, buffers=buffers,
+        groups=groups, phases=phases, gradient_divisor=sync.divisor, autocast=autocast, buffers=buffers, loads=loads,
     )  # fmt: skip
     if is_meta and std_of is not None:
         initialize(parallel.parameters, std_of, seed)
     return parallel
 
 
-def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Return the context that forwards run in."""
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+@contextmanager
+def _forward_context(device: torch.device, dtype: torch.dtype | None, loads: Loads) -> Iterator[None]:
+    """The context that forwards run in."""
+    with torch.autocast(device.type, dtype, enabled=dtype is not None), loads.counting():
+        yield
 
 
 def _units_of_stage(stage: nn.Module, plan: ParallelPlan) -> tuple[tuple[str, ...], ...]:

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import nn
 
 from serried.parallel.context import CONTEXT
+from serried.parallel.expert import EXPERT
 from serried.parallel.groups import Groups
 from serried.parallel.held import unshardable
 from serried.parallel.mesh import Coordinates, Layout
@@ -36,7 +37,7 @@ class ModelAxis(Protocol):
         """
 
 
-AXES: tuple[ModelAxis, ...] = (TENSOR, CONTEXT)
+AXES: tuple[ModelAxis, ...] = (TENSOR, EXPERT, CONTEXT)
 
 
 def active_axes(layout: Layout) -> list[ModelAxis]:
@@ -53,8 +54,9 @@ def shard_specs(model: nn.Module, plan: ParallelPlan, layout: Layout) -> dict[st
         shape = tuple(parameter.shape)
         slices = [each for axis in axes for each in axis.slices(plan, layout, name, shape)]
         if layout.is_sharded and name not in whole:
-            slices.append(sharding(slices))
-        sums_over = tuple(axis.axis for axis in axes if axis.is_partial(plan, layout, name))
+            slices.append(sharding(slices, shape, layout))
+        is_divided = any("expert" in each.axes for each in slices)  # over the ranks of all other axes too
+        sums_over = tuple(axis.axis for axis in axes if not is_divided and axis.is_partial(plan, layout, name))
         holders = tuple(layout.pipeline_of(stage) for stage in stages[name])
         specs[name] = ShardSpec(name, shape, tuple(slices), holders, sums_over)
     return specs

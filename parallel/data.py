@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from serried.configs.schema import ParallelSection
+from serried.parallel.groups import Groups
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 
@@ -101,24 +101,29 @@ class Sharded:
     def __init__(
         self,
         module: nn.Module,
-        mesh: DeviceMesh,
+        groups: Groups,
         plan: ParallelPlan,
         low_dtype: torch.dtype | None,
         section: ParallelSection,
         whole: Collection[nn.Parameter] = (),
+        experts: Collection[nn.Module] = (),
     ) -> None:
-        """``mesh``: see ``Groups.fsdp``. ``low_dtype``: gather parameters in it, and compute in it. ``whole``: what
-        FSDP2 cannot shard."""
+        """``low_dtype``: gather parameters in it, and compute in it. ``whole``: what FSDP2 cannot shard. ``experts``:
+        stacked, divided by the expert axis, and hence over a mesh of their own."""
         self.root: nn.Module = Root(module)
         policy = MixedPrecisionPolicy(
             param_dtype=low_dtype,
             reduce_dtype=torch.float32 if low_dtype else None,
             cast_forward_inputs=False,  # the model keeps its rotary tables in fp32
         )
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        options: dict[str, Any] = {"mp_policy": policy}
         if whole:
             options["ignored_params"] = set(whole)
         reshard = section.frees_after_forward
+        for each in experts:
+            over: dict[str, Any] = {"mesh": groups.expert_fsdp, "shard_placement_fn": groups.expert_shard_dim}
+            fully_shard(each, reshard_after_forward=reshard, **over, **options)
+        options["mesh"] = groups.fsdp
         for unit in plan.units:
             modules = [module.get_submodule(name) for name in unit]
             fully_shard(modules, reshard_after_forward=reshard and unit is not plan.units[-1], **options)

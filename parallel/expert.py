@@ -10,6 +10,7 @@ A model declares its ``mixtures`` (see ``plan.ParallelPlan``).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ class ExpertAxis:
 EXPERT = ExpertAxis()
 
 
-def mixtures(module: nn.Module, plan: ParallelPlan) -> dict[int, nn.Module]:
+def mixtures(module: nn.Module, plan: ParallelPlan) -> dict[int, Any]:
     """Return the mixtures of ``module``, which may be a stage of the model, by their number in ``plan``."""
     found = dict(module.named_modules())
     return {number: found[name] for number, name in enumerate(plan.mixtures) if name in found}
@@ -102,7 +103,7 @@ class Loads:
     def __init__(self, modules: Sequence[nn.Module], plan: ParallelPlan, specs: Mapping[str, ShardSpec]) -> None:
         """``modules`` hold this rank's stages of a model; ``specs``: of all its parameters."""
         held = {number: mixture for module in modules for number, mixture in mixtures(module, plan).items()}
-        self._routers = {number: mixture.gate for number, mixture in sorted(held.items())}
+        self._routers: dict[int, Any] = {number: mixture.gate for number, mixture in sorted(held.items())}
         self.experts = [
             next(spec.shape[0] for name, spec in specs.items() if name.startswith(f"{mixture}.experts."))
             for mixture in plan.mixtures

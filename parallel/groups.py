@@ -4,9 +4,12 @@ from collections.abc import Collection
 from functools import cached_property
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 
 from serried.parallel.mesh import AXES, Layout
+from serried.parallel.shard_specs import expert_sharding_dim
 
 
 class Groups:
@@ -38,6 +41,10 @@ class Groups:
         return self._mesh(
             pipeline=layout.pipeline, replicate=layout.replicate, fsdp=layout.expert_shard, expert=layout.expert
         )
+
+    def expert_shard_dim(self, parameter: nn.Parameter) -> Shard:
+        """Dim along which ``expert_fsdp`` shards ``parameter``, the stacked experts of this rank."""
+        return Shard(expert_sharding_dim(len(parameter) * self._layout.expert, self._layout))
 
     def _mesh(self, **degrees: int) -> DeviceMesh:
         kept = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "fsdp"}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from serried.configs.errors import UserError
 from serried.parallel.context import head_tail, holder_of
 from serried.parallel.data import GradientSync
+from serried.parallel.expert import Loads
 from serried.parallel.gradient import global_sum_of_squares, reduce_partial_gradients, sum_tied_gradients
 from serried.parallel.groups import Groups
 from serried.parallel.held import HeldTensor, held_parameters, local
@@ -34,6 +35,8 @@ class Totals(NamedTuple):
     """Sum and weight of each named metric, [2 x metrics]; ``DistributedModel.metric_names`` has the names."""
     by_source: Tensor
     """Valid targets of each source of a mixture, [sources]; empty: there is one source."""
+    loads: Tensor
+    """Tokens sent to each expert of each layer, one layer after the other."""
 
 
 class Runner(Protocol):
@@ -122,6 +125,7 @@ class DistributedModel:
         phases: Phases,
         gradient_divisor: int,
         autocast: Callable[[], AbstractContextManager[Any]],
+        loads: Loads,
         buffers: Sequence[str] = (),
     ) -> None:
         """``specs``: of the whole model; ``buffers`` names those that belong to the model's state."""
@@ -134,7 +138,7 @@ class DistributedModel:
         """``.grad`` times this is the sum over ranks."""
         self.autocast = autocast
         """The context forwards run in."""
-        self.buffer_names = buffers
+        self.buffer_names, self._loads = buffers, loads
         self.metric_names: tuple[str, ...] | None = None
         """Names of the metrics that the loss returns in training; None before the first step."""
         self._sources = 0
@@ -205,14 +209,15 @@ class DistributedModel:
         early, names = self.layout.pipeline == 1, self.metric_names
         sums: Tensor | None = None
         seen: LossTerms | None = None
-        totals, travelling = torch.empty(0), None
+        totals, travelling = torch.zeros(0, dtype=torch.float64, device=self.device), None
 
         def travel() -> None:
             nonlocal totals, travelling
             numbers = 2 + 2 * len(self.metric_names or ()) + self._sources
-            totals = torch.zeros(numbers + 1, dtype=torch.float64, device=self.device)  # the vote comes last
+            totals = totals.new_zeros(numbers + sum(self.experts) + 1)  # the vote comes last
+            totals[numbers:-1] = self._loads.take(self.device)
             if sums is not None:
-                totals[:-1] = sums * self.place.owns_loss  # 0 x NaN is NaN: a bad number on any rank reaches all
+                totals[:numbers] = sums * self.place.owns_loss  # 0 x NaN is NaN: a bad number on any rank reaches all
             if my_vote := vote():
                 totals[-1] = my_vote
             if dist.is_initialized():
@@ -229,6 +234,7 @@ class DistributedModel:
                 travel()
             return terms.loss_sum * scale
 
+        self._loads.take(self.device)  # what was counted outside of steps, as while text was generated
         mine = [self._of_this_rank(batch, objective) for batch in batches]
         self._runner.train(mine, objective, seeds, ended)
         if not early:
@@ -241,8 +247,9 @@ class DistributedModel:
         self._share_buffers()
         if travelling is not None:
             travelling.wait()
-        metrics = 2 + 2 * len(self.metric_names or ())
-        return Totals(totals[0], totals[1], totals[-1], totals[2:metrics], totals[metrics:-1])
+        parts = totals.split([1, 1, 2 * len(self.metric_names or ()), self._sources, sum(self.experts), 1])
+        loss_sum, weight, metrics, by_source, loads, votes = parts
+        return Totals(loss_sum[0], weight[0], votes[0], metrics, by_source, loads)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[Any, bool]], objective: Objective) -> LossTerms:
@@ -272,6 +279,15 @@ class DistributedModel:
         """Sum of squares of the whole reduced gradient (``.grad``), fp64 scalar, equal bits on all ranks."""
         return global_sum_of_squares(self.parameters, self.specs, self.layout, self.device)
 
+    @property
+    def experts(self) -> list[int]:
+        """Number of experts of each mixture of the whole model, in order."""
+        return self._loads.experts
+
+    def after_step(self, loads: Tensor, accepted: Tensor) -> None:
+        """Let routers balance ``Totals.loads`` after a step, if it was ``accepted``, a flag on the device."""
+        self._loads.balance(loads, accepted)
+
     def reshard(self) -> None:
         """Free what a forward without backward left gathered."""
         self._runner.reshard()
@@ -289,6 +305,8 @@ class DistributedModel:
         checkpoint."""
         if self.buffer_names and dist.is_initialized():
             for each in self.buffers:
+                if any(each.tensor is buffer for buffer in self._loads.buffers):
+                    continue  # equal on all ranks
                 dist.broadcast(each.tensor, group=self.groups.stage, group_src=0)
 
 

@@ -105,10 +105,17 @@ def chunk(size: int, chunks: int, index: int) -> tuple[int, int]:
     return start, min(width, size - start)
 
 
-def sharding(slices: Sequence[Slice]) -> Slice:
-    """The slice of FSDP2, which shards dim 0 of what the ``slices`` before it leave."""
-    is_expert = any("expert" in each.axes for each in slices)
-    return Slice(0, ("expert_shard",) if is_expert else ("shard", "context"))
+def sharding(slices: Sequence[Slice], shape: Sequence[int], layout: Layout) -> Slice:
+    """The slice of FSDP2, which shards dim 0 of what the ``slices`` before it leave of ``shape``."""
+    if any("expert" in each.axes for each in slices):
+        return Slice(expert_sharding_dim(shape[0], layout), ("expert_shard",))
+    return Slice(0, ("shard", "context"))
+
+
+def expert_sharding_dim(experts: int, layout: Layout) -> int:
+    """Dim along which FSDP2 shards stacked experts: 1 if the experts of a rank are no multiple of the ranks to shard
+    them over, some of which would hold nothing. FSDP2 needs even parts there."""
+    return 1 if experts // layout.expert % layout.expert_shard else 0
 
 
 def stages_of(names: Sequence[str], plan: ParallelPlan, layout: Layout) -> dict[str, tuple[int, ...]]:

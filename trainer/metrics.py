@@ -3,7 +3,7 @@
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,14 +72,14 @@ class Meter:
         self.pauses[what] = seconds
         self._paused_seconds += seconds
 
-    def read(self, metrics: int) -> list[tuple[int, StepResult]]:
-        """Return all results since the last read, with so many named metrics each. Waits for the device."""
+    def read(self, metrics: int, experts: Sequence[int]) -> list[tuple[int, StepResult]]:
+        """Return all results since the last read, see ``StepResult.read``. Waits for the device."""
         if not self._results:
             return []
         table = torch.stack([result for _, result in self._results]).tolist()
         steps = [step for step, _ in self._results]
         self._results.clear()
-        return [(step, StepResult.read(row, metrics)) for step, row in zip(steps, table, strict=True)]
+        return [(step, StepResult.read(row, metrics, experts)) for step, row in zip(steps, table, strict=True)]
 
     def rates(
         self, step: int, tokens: int, data_seconds: float, time_split: Mapping[str, float] | None

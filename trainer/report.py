@@ -76,6 +76,17 @@ def saved_progress(start: Start) -> Progress:
         return progress
 
 
+def _expert_tokens(loads: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return what metrics.jsonl records of the tokens sent to experts: by layer the fewest, the most and all, and the
+    largest ratio of the most to the mean."""
+    if not loads:
+        return {}
+    return {
+        "expert_tokens": [[min(layer), max(layer), sum(layer)] for layer in loads],
+        "expert_imbalance": max(max(layer) * len(layer) / max(1, sum(layer)) for layer in loads),
+    }
+
+
 class Report:
     """Console and metrics.jsonl output of a run. Every rank has one; only rank 0 prints and records."""
 
@@ -135,6 +146,7 @@ class Report:
             **({"source_tokens": dict(self.progress.source_tokens)} if result.by_source else {}),
             **metrics,
             **rates,
+            **_expert_tokens(result.loads),
             "skipped": bool(result.skipped),
             "scale": result.scale if self._config.precision.name == "fp16" else None,
         }

@@ -44,12 +44,19 @@ class StepResult(NamedTuple):
     """Named metrics of the task, means over the global batch; NaN if their weight is 0."""
     by_source: tuple[float, ...] = ()
     """Valid targets of each source of a mixture; empty: there is one source."""
+    loads: tuple[tuple[int, ...], ...] = ()
+    """Tokens sent to each expert, by layer; empty: there are no experts."""
 
     @classmethod
-    def read(cls, row: Sequence[float], metrics: int = 0) -> "StepResult":
-        """Return what ``TrainStep`` returned, of a task with ``metrics`` named metrics, as named fields."""
-        single = len(cls._fields) - 2
-        return cls._make([*row[:single], tuple(row[single : single + metrics]), tuple(row[single + metrics :])])
+    def read(cls, row: Sequence[float], metrics: int = 0, experts: Sequence[int] = ()) -> "StepResult":
+        """Return what ``TrainStep`` returned as named fields: of a task with ``metrics`` named metrics, and of a model
+        with so many ``experts`` in each layer that has any."""
+        single, last = len(cls._fields) - 3, len(row) - sum(experts)
+        counts = iter(row[last:])
+        loads = tuple(tuple(int(next(counts)) for _ in range(each)) for each in experts)
+        return cls._make(
+            [*row[:single], tuple(row[single : single + metrics]), tuple(row[single + metrics : last]), loads]
+        )
 
     @property
     def is_finite(self) -> bool:
@@ -93,10 +100,10 @@ class TrainStep:
         """Train on ``batches``, this rank's micro-batches of one global batch.
 
         ``seeds`` are those of torch's random numbers in each micro-batch: a resumed run draws the same dropout masks.
-        Returns a StepResult as fp64 [9 + metrics + sources of a mixture], for ``StepResult.read``.
+        Returns a StepResult as fp64 [9 + metrics + sources of a mixture + experts], for ``StepResult.read``.
         """
         scale = self.scaler.scale
-        loss_sum, weight, votes, metrics, by_source = self._parallel.forward_backward(
+        loss_sum, weight, votes, metrics, by_source, loads = self._parallel.forward_backward(
             batches, self._objective, scale / self._nominal_weight, vote, seeds
         )
         self._parallel.phases.enter(OPTIMIZER)
@@ -119,12 +126,13 @@ class TrainStep:
                 group["lr"] = lr * group["lr_scale"]
             # A gradient of NaN times zero is NaN: a rejected step must not be computed at all.
             take_step(self._optimizer, divisor * clip, rejected)
+            self._parallel.after_step(loads, ~rejected)
             self.scaler.update(failed)
             result = torch.stack(
                 (mean_loss, weight, norm, rejected.double(), scale.double(), *limits, self._failed_in_row, votes)
             )
             sums = metrics.view(-1, 2)
-            return torch.cat((result, sums[:, 0] / sums[:, 1], by_source))
+            return torch.cat((result, sums[:, 0] / sums[:, 1], by_source, loads))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps beside weights and optimizer state. Waits for the device."""

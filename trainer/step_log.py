@@ -45,7 +45,7 @@ class StepLog:
         """Read all results that were not read yet; with ``loader``, log that of step ``newest``."""
         names = self._state.parallel.metric_names or ()
         check_metric_names(names)
-        for step, result in self.meter.read(len(names)):
+        for step, result in self.meter.read(len(names), self._state.parallel.experts):
             self._report.progress.add(result, self._sources)
             is_logged = loader is not None and step == newest
             if is_logged or result.skipped:

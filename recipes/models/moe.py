@@ -178,13 +178,11 @@ class MoETransformer(Transformer):
         first, layers = self.config.dense_layers, self.config.layers
         # A mixture takes each rank's part of the stream; only its shared experts are a region.
         regions = [f"layers.{number}.mlp" for number in range(first)] + ["layers.*.mlp.shared_experts"]
-        roles = {name: role for name, role in ROLES.items() if name != "layers.*.mlp"} | dict.fromkeys(regions, "region")
-        shared = {
-            name.replace(".mlp.", ".mlp.shared_experts."): role for name, role in ROLES.items() if ".mlp." in name
-        }
+        kept = {name: role for name, role in ROLES.items() if name != "layers.*.mlp"}
+        shared = {name.replace(".mlp.", ".mlp.shared_experts."): kept[name] for name in kept if ".mlp." in name}
         return replace(
             super().parallel_plan(),
-            roles=roles | shared,
+            roles=kept | shared | dict.fromkeys(regions, "region"),
             mixtures=tuple(f"layers.{number}.mlp" for number in range(first, layers)),
         )
 

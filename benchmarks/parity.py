@@ -54,6 +54,10 @@ CUTS = (
     Cut("ddp x3", 3, ("parallel=ddp",)),
     Cut("fsdp x3", 3, ("parallel=fsdp",)),
     Cut("hsdp 2x2", 4, ("parallel=hsdp", "parallel.replicate=2")),
+    Cut("tensor x2", 2, ("parallel=fsdp", "parallel.tensor=2"), 1),
+    Cut("tensor x2, whole stream", 2, ("parallel=fsdp", "parallel.tensor=2", "parallel.sequence=false"), 1, (3,), True),
+    Cut("tensor x2 x fsdp x2", 4, ("parallel=fsdp", "parallel.tensor=2"), 2, (3,)),
+    Cut("tensor x2 x replicate x2", 4, ("parallel=hsdp", "parallel.replicate=2", "parallel.tensor=2"), 2, (3,), True),
     pipeline("x2, 1f1b", 2, is_slow=False),
     pipeline("x2, zbv", 2, "parallel.schedule=zbv", is_slow=False),
     *(

@@ -18,7 +18,15 @@ from pydantic import create_model
 
 from serried.configs.errors import UserError
 from serried.configs.near import nearest
-from serried.configs.schema import LlamaSection, ModelSection, MoESection, OptimSection, ScheduleSection, Section
+from serried.configs.schema import (
+    GPT2Section,
+    LlamaSection,
+    ModelSection,
+    MoESection,
+    OptimSection,
+    ScheduleSection,
+    Section,
+)
 
 _Built = TypeVar("_Built", bound=Callable[..., Any])
 
@@ -131,6 +139,7 @@ schedules = Registry(
 )
 models = Registry("model family", "model", "serried.models", ModelSection, key="family")
 models.register("llama", LlamaSection, lambda: import_module("serried.recipes.models.transformer").Llama)
+models.register("gpt2", GPT2Section, lambda: import_module("serried.recipes.models.gpt2").GPT2)
 for _family in ("glm4_moe", "qwen3_moe", "mixtral"):
     models.register(_family, MoESection, lambda: import_module("serried.recipes.models.moe").MoE)
 tasks = Registry("task", "task", "serried.tasks")

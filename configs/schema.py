@@ -366,6 +366,63 @@ class MoESection(LlamaSection):
         return self
 
 
+class GPT2Section(ModelSection):
+    """Architecture of GPT-2."""
+
+    dim: Size
+    """Width of the residual stream."""
+    layers: Annotated[Count, Field(ge=1, le=1000)]
+    """Number of transformer blocks."""
+    heads: Size
+    """Number of heads per block."""
+    hidden_dim: DerivedSize
+    """Inner width of the feed-forward; 4 times ``dim`` when null."""
+    tie_embeddings: bool = True
+    """Use the embedding table as the output projection too."""
+    norm_eps: Number = Field(default=1e-5, gt=0)
+    """Added to the variance inside LayerNorm."""
+    initializer_std: Number = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
+    max_sequence_length: Annotated[Count, Field(ge=1, le=10**7)] = 1024
+    """Rows of the table of positions: the longest sequence; ``data.sequence_length`` must not exceed it."""
+
+    def divisible(self) -> Mapping[str, Mapping[str, int]]:
+        return {"tensor": {"model.heads": self.heads, "model.hidden_dim": self.hidden_dim}}
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        _refuse_unless(
+            found, activation_function="gelu_new", scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
+        )
+        if not found.get("scale_attn_weights", True):
+            raise ValueError("has scale_attn_weights False; only True can be taken over")
+        return {
+            "dim": found["n_embd"],
+            "layers": found["n_layer"],
+            "heads": found["n_head"],
+            "hidden_dim": found.get("n_inner") or 4 * found["n_embd"],
+            "vocab_size": found["vocab_size"],
+            "tie_embeddings": found.get("tie_word_embeddings", True),
+            "norm_eps": float(found.get("layer_norm_epsilon", 1e-5)),
+            "max_sequence_length": found["n_positions"],
+        }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derived(cls, values: Any) -> Any:
+        dim = parse_count(values.get("dim")) if isinstance(values, dict) else None
+        if isinstance(dim, int) and values.get("hidden_dim", 0) is None:
+            return {**values, "hidden_dim": 4 * dim}
+        return values
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "GPT2Section":
+        if self.dim % self.heads:
+            nearest = _nearest("model.heads", nearest_divisors(self.dim, self.heads))
+            raise ValueError(f"model.heads={self.heads} does not divide model.dim={self.dim}; {nearest}")
+        return self
+
+
 class SourceSection(Section):
     """Where documents come from."""
 

@@ -314,11 +314,15 @@ def test_the_sample_at_the_end_of_a_run_is_the_same_under_sharding(
 ) -> None:
     more = ["trainer.steps=3", "trainer.sample_tokens=40", "trainer.global_batch=4", "trainer.micro_batch=2"]
     samples = []
-    for ranks, parallel in ((1, "single"), (2, "fsdp")):
-        folder = tmp_path / parallel
-        argv = overrides(text, folder, f"parallel={parallel}", *more)
+    for ranks, parallel in (
+        (1, ["parallel=single"]),
+        (2, ["parallel=fsdp"]),
+        (2, ["parallel=fsdp", "parallel.tensor=2"]),
+    ):
+        folder = tmp_path / str(len(samples))
+        argv = overrides(text, folder, *parallel, *more)
         cluster.run(ranks, "tests.runs:train_small", argv=argv)
         log = (folder / "log" / "rank-0.log").read_text()
         samples.append([line[20:] for line in log.splitlines() if "  | " in line])
         assert metrics(folder, "stop")[-1]["state"] == "finished"
-    assert samples[0] == samples[1] != []
+    assert samples[0] == samples[1] == samples[2] != []

@@ -1,0 +1,119 @@
+"""The second family: GPT-2 as transformers computes it, trained, saved and read on parallel layouts."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import serried
+from serried.configs.schema import GPT2Section
+from serried.recipes.models.cache import Cache
+from serried.recipes.models.gpt2 import GPT2, GPT2Model
+from tests.cluster import Cluster
+from tests.runs import checkpoint, metrics, overrides
+
+
+def section(**changes: object) -> GPT2Section:
+    values = {
+        "name": "small", "family": "gpt2", "dim": 24, "layers": 2, "heads": 3, "hidden_dim": None,
+        "max_sequence_length": 40,
+    }  # fmt: skip
+    return GPT2Section(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def build(config: GPT2Section) -> GPT2Model:
+    torch.manual_seed(0)
+    model = GPT2Model(config, 131)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3)
+    return model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_equal_those_of_transformers(tied: bool) -> None:
+    import transformers
+
+    config = section(tie_embeddings=tied)
+    model, family = build(config), GPT2(config, 131)
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**family.export_config(0)))
+    state: dict[str, torch.Tensor] = {
+        name: torch.full_like(each, math.nan) for name, each in theirs.state_dict().items()
+    }
+    for name, parameter in model.named_parameters():
+        for fragment in family.exported(name, parameter.shape):
+            assert state[fragment.name].shape == fragment.shape
+            state[fragment.name][fragment.theirs.indices()] = parameter.detach()
+    if tied:
+        del state["lm_head.weight"]
+    assert not any(each.isnan().any() for each in state.values()), "every element comes from a parameter"
+    theirs.load_state_dict(state, strict=not tied)
+    tokens = torch.randint(131, (2, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs.eval()(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_documents_do_not_see_each_other_and_start_at_position_0() -> None:
+    model, tokens = build(section()), torch.randint(131, (1, 40))
+    positions = torch.cat((torch.arange(25), torch.arange(15))).unsqueeze(0)
+    targets = tokens.roll(-1, 1)
+    targets[0, 24] = -100
+    both = model(tokens, targets, positions)
+    apart = [model(tokens[:, part], targets[:, part]) for part in (slice(25), slice(25, 40))]
+    torch.testing.assert_close(both, apart[0] + apart[1])
+
+
+def test_cached_logits_are_those_of_the_whole_text() -> None:
+    model, tokens, cache = build(section()), torch.randint(131, (1, 9)), Cache(2, 9)
+    with torch.no_grad():
+        model(tokens[:, :5], cache=cache)
+        stepwise = [model(tokens[:, place : place + 1], cache=cache) for place in range(5, 9)]
+        torch.testing.assert_close(torch.cat(stepwise, 1), model(tokens)[:, 5:])
+
+
+def test_first_values_are_those_of_gpt2() -> None:
+    family = GPT2(section(), 131)
+    assert family.initial_std("h.0.ln_1.weight") is None
+    assert family.initial_std("ln_f.bias") == family.initial_std("h.1.mlp.c_fc.bias") == 0.0
+    assert family.initial_std("wpe.weight") == 0.02
+    assert family.initial_std("h.1.attn.c_proj.weight") == pytest.approx(0.01)
+
+
+def test_keys_are_those_of_a_hugging_face_config() -> None:
+    config = section()
+    found = GPT2(config, 131).export_config(0)
+    keys = GPT2Section.keys_from(found)
+    assert {name: getattr(config, name) for name in keys if name != "vocab_size"} | {"vocab_size": 131} == keys
+    assert GPT2Section.keys_from({**found, "n_inner": None})["hidden_dim"] == 96
+    with pytest.raises(ValueError, match="scale_attn_weights"):
+        GPT2Section.keys_from({**found, "scale_attn_weights": False})
+
+
+TRAINED = (
+    "model=gpt2", "model.dim=32", "model.layers=2", "model.heads=4", "model.hidden_dim=64", "trainer.steps=6",
+    "model.max_sequence_length=64", "data.isolate_documents=true",
+)  # fmt: skip
+
+
+def test_tensor_and_sharded_runs_equal_one_process_and_open_in_transformers(
+    cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    """Queries, keys and values go into ``c_attn`` and come back from it."""
+    import transformers
+
+    layouts = (1, "parallel=single"), (2, "parallel=fsdp parallel.tensor=2"), (2, "parallel=fsdp")
+    for number, (ranks, layout) in enumerate(layouts):
+        argv = overrides(text, tmp_path / str(number), *TRAINED, *layout.split(), "trainer.micro_batch=6")
+        argv = [word for word in argv if "kv_heads" not in word]
+        cluster.run(ranks, "tests.runs:train_small", argv=argv, ragged=True)
+    curves = [[(line["loss"], line["grad_norm"]) for line in metrics(tmp_path / str(number))] for number in range(3)]
+    for curve in curves[1:]:
+        assert curve == [pytest.approx(line, rel=1e-5) for line in curves[0]]
+    folder = checkpoint(tmp_path / "1")
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    tokens = torch.randint(257, (2, 32))
+    with torch.no_grad():
+        theirs = model(tokens).logits
+    ours = serried.load_model(tmp_path / "1")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs, rtol=1e-5, atol=1e-5)

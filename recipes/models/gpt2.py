@@ -126,11 +126,13 @@ class GPT2Model(nn.Module):
         With a ``cache`` the tokens follow those in it, and the logits are those of the last one alone, [B, 1, V].
         """
         first = 0 if cache is None else cache.length
-        length = self.context.whole_length(tokens.shape[1])
+        length = self.context.whole_length(tokens)
         documents = None if positions is None else numbered_documents(positions)
         if positions is None:
             positions = torch.arange(first, first + length, device=tokens.device).unsqueeze(0)
-        x = self.wte(tokens) + self.wpe(self.context.part(positions, 1))
+        x = self.wte(tokens)
+        if not tokens.is_floating_point():  # they are hidden states in the later stages of a pipeline
+            x = x + self.wpe(self.context.part(positions, 1))
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # as Transformer does
         if cache is None:

@@ -115,7 +115,7 @@ def _recorded(path: str, plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_same(given: Any, found: Any) -> bool:
-    given = parse_count(given)
+    given = given if isinstance(given, bool) else parse_count(given)
     if isinstance(given, str) and not isinstance(found, str | bool):
         try:
             given = float(given)

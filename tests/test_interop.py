@@ -231,7 +231,8 @@ def test_the_architecture_is_that_of_config_json(
 def test_only_keys_that_contradict_the_folder_are_refused(plain: Path) -> None:
     path, length = f"model.path={plain}", "data.sequence_length=256"
     fitting = [
-        "model=auto", "model.dim=32", "model.tie_embeddings=false", "model.rope_theta=1e4", "model.kv_heads=null", "model.max_sequence_length=1k",
+        "model=auto", "model.dim=32", "model.tie_embeddings=false", "model.rope_theta=1e4", "model.kv_heads=null",
+        "model.max_sequence_length=1k",
     ]  # fmt: skip
     assert compose([path, "data.sequence_length=512", *fitting]).model.max_sequence_length == 1000
     with pytest.raises(UserError) as caught:

@@ -24,6 +24,7 @@ from serried.parallel.pipeline import Pipeline
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.stages import SkippedModule, split
 from serried.parallel.units import units_of
+from serried.parallel.wide_gradients import widen_gradients
 
 
 def parallelize(
@@ -50,10 +51,12 @@ def parallelize(
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     place = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)
     stages, phases = split(model, plan, layout, place.pipeline), phases or Phases()
-    # A module that declares no plan may compute in several types: there autocast decides, as on one process.
-    gathered_dtype, autocast_dtype = (low_dtype, None) if layout.is_sharded and plan.units else (None, low_dtype)
+    if low_dtype == torch.float16:
+        for stage in stages.values():
+            widen_gradients(stage)
+    gathered_dtype = gathered_type(plan, low_dtype) if layout.is_sharded else None
     loads = Loads(list(stages.values()), plan, specs)
-    autocast = partial(_forward_context, device, autocast_dtype, loads)
+    autocast = partial(_forward_context, device, None if gathered_dtype else low_dtype, loads)
 
     def sharded(stage: nn.Module) -> Sharded:
         for axis in active_axes(layout):
@@ -107,6 +110,15 @@ def _units_of_stage(stage: nn.Module, plan: ParallelPlan) -> tuple[tuple[str, ..
 
     units = [tuple(name for name in unit if is_here(name)) for unit in plan.units]
     return tuple(unit for unit in units if unit)
+
+
+def gathered_type(plan: ParallelPlan, low_dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the type in which FSDP2 gathers parameters; None: fp32, and autocast decides, as on one process.
+
+    It decides for a module that declares no plan, which may compute in several types, and for fp16, in which FSDP2's
+    gradients of a micro-batch would overflow.
+    """
+    return low_dtype if plan.units and low_dtype != torch.float16 else None
 
 
 def _allocate(

@@ -1,0 +1,60 @@
+"""Gradients of fp16 products in fp32, so that which step overflows does not depend on the layout.
+
+The gradient of a linear layer's weight sums over all tokens of a micro-batch. Its fp16 sum leaves the range earlier if a
+rank takes more tokens at a time. Gradients of activations belong to one token each, on any layout.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+def widen_gradients(model: nn.Module) -> None:
+    """Let every ``nn.Linear`` of ``model`` sum its gradients in fp32 under fp16 autocast."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+            module.forward = partial(_forward, module)  # type: ignore[method-assign]
+
+
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, module.weight, module.bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` whose gradients of ``weight`` and ``bias`` are fp32 sums under fp16 autocast."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != torch.float16:
+        return F.linear(x, weight, bias)
+    with torch.autocast(kind, enabled=False):
+        out: Tensor = _WideLinear.apply(x.half(), weight, bias)
+        return out
+
+
+class _WideLinear(torch.autograd.Function):
+    """x [..., I] fp16, weight [O, I] and bias [O] fp32 -> [..., O] fp16. Keeps no fp16 copy of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = grad.reshape(-1, weight.shape[0])
+        return (
+            grad @ weight.to(grad.dtype) if of_x else None,
+            _fp32_product(rows.T, x.reshape(-1, weight.shape[1])).to(weight.dtype) if of_weight else None,
+            rows.float().sum(0) if of_bias else None,
+        )
+
+
+def _fp32_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of fp16 matrices with an fp32 result."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()

@@ -1,7 +1,7 @@
 """Gradients of fp16 products in fp32, so that which step overflows does not depend on the layout.
 
-The gradient of a linear layer's weight sums over all tokens of a micro-batch. Its fp16 sum leaves the range earlier if a
-rank takes more tokens at a time. Gradients of activations belong to one token each, on any layout.
+The gradient of a linear layer's weight sums over all tokens of a micro-batch. Its fp16 sum leaves the range earlier if
+a rank takes more tokens at a time. Gradients of activations belong to one token each, on any layout.
 """
 
 from functools import partial
@@ -43,7 +43,7 @@ class _WideLinear(torch.autograd.Function):
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad

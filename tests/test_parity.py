@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity import CUTS, TOLERANCES, Curve, Cut, compare, run
+from benchmarks.parity import BORDER, CUTS, TOLERANCES, Curve, Cut, compare, run
 from tests import runs
 from tests.cluster import Cluster
 
@@ -68,6 +68,16 @@ def test_low_precision_stays_within_its_rounding(
     assert difference.grad_norm < TOLERANCES[precision]
     against_fp32 = compare(references[precision], references["fp32"])
     assert 0 < against_fp32.loss < 3e-2, "the low type was really used, and does no harm"
+
+
+@pytest.mark.parametrize("cut", [*cuts("fsdp x2 (ZeRO-3)"), *cuts("single", "ddp x2", "hsdp 2x2", is_slow=True)])
+def test_fp16_overflows_in_the_same_steps(cut: Cut, cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    """Three micro-batches, or two ranks, sum a weight's gradient over fewer tokens at a time than one pass does."""
+    reference = run(cluster, CUTS[0], 1, "fp16", text, tmp_path / "single", *BORDER)
+    curve = run(cluster, cut, 3, "fp16", text, tmp_path / "run", *BORDER)
+    assert len(reference.skipped) > 3
+    assert curve.skipped == reference.skipped
+    assert compare(curve, reference).loss < TOLERANCES["fp16"]
 
 
 @pytest.mark.parametrize("cut", [*cuts("single", "ddp x2", "fsdp x2 (ZeRO-3)"), *cuts("hsdp 2x2", is_slow=True)])

@@ -1,11 +1,13 @@
 """Memory that a rank needs, computed from sizes: nothing is allocated."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from serried.configs.schema import RunConfig
+from serried.parallel.apply import gathered_type
 from serried.parallel.axes import shard_specs
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
@@ -59,19 +61,20 @@ def planned_memory(
         activations=task.activation_bytes(
             config.trainer.micro_batch,
             low_dtype or torch.float32,
-            autocast=low_dtype is not None and not is_sharded,
+            autocast=low_dtype == torch.bfloat16 and not is_sharded,  # fp16's products keep no copies of weights
         )
         or 0,
     )
 
 
 def _gathered(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> int:
-    """Bytes of whole parameters a sharded rank holds at once: those in no unit, and two units (one ahead)."""
-    # Without a plan of its own a module is gathered in fp32.
-    width = _FP32_BYTES if config.precision.name == "fp32" or not plan.units else 2
+    """Bytes of whole parameters a sharded rank holds at once: those in no unit, and two units, one used before the
+    other."""
+    gathered = gathered_type(plan, LOW_DTYPES[config.precision.name])
+    width = gathered.itemsize if gathered else _FP32_BYTES
     names = plan.units or units_of(model)
     units = [sum(p.numel() for name in unit for p in model.get_submodule(name).parameters()) for unit in names]
     whole = sum(parameter.numel() for parameter in model.parameters())
     if not config.parallel.frees_after_forward:
         return whole * width
-    return (whole - sum(units) + sum(sorted(units)[-2:])) * width
+    return (whole - sum(units) + max(first + second for first, second in pairwise([0, *units]))) * width

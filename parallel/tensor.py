@@ -30,6 +30,7 @@ from serried.parallel.groups import Groups
 from serried.parallel.mesh import Coordinates, Layout
 from serried.parallel.plan import ParallelPlan, Vocabulary
 from serried.parallel.shard_specs import Slice, chunk
+from serried.parallel.wide_gradients import linear
 
 _SLICED_DIMS = {
     "vocabulary": {"weight": 0},
@@ -182,5 +183,5 @@ def _embed(module: nn.Embedding, stream: _Stream, first_row: int, ids: Tensor) -
 
 def _multiply_and_sum(module: nn.Linear, stream: _Stream, x: Tensor, *, is_conv1d: bool) -> Tensor:
     """As the module's own forward, with the bias added once."""
-    product = stream.sum(F.linear(x, module.weight.T if is_conv1d else module.weight))
+    product = stream.sum(linear(x, module.weight.T if is_conv1d else module.weight))
     return product if module.bias is None else product + module.bias.to(product.dtype)

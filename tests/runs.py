@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import serried.trainer.training_state
 from serried.configs.compose import compose, config_yaml
@@ -143,6 +143,7 @@ class ObservedRecipe(CausalLM):
         self.sample_ids: list[list[int]] = []
         self.rank = 0
         self._forwards = 0
+        self._first_block: nn.Module | None = None
 
     def collate_numbered(self, samples: Sequence[Sample], ids: np.ndarray) -> Batch:
         batch = super().collate_numbered(samples, ids)
@@ -155,14 +156,33 @@ class ObservedRecipe(CausalLM):
         terms = super().terms(output, batch)
         if torch.is_grad_enabled() and batch.sample_ids.max() >= 0:  # no evaluation, no rehearsal
             self.sample_ids.append(batch.sample_ids.tolist())
-            self._forwards += 1
-            if self.rank == self._fault.get("rank") and self._forwards in self._fault["forwards"]:
-                terms = terms._replace(loss_sum=_Poison.apply(terms.loss_sum, float(self._fault["value"])))
+            if not self._fault.get("in_block"):
+                terms = terms._replace(loss_sum=self._poisoned(terms.loss_sum))
         return terms
+
+    def build_model(self) -> nn.Module:
+        """``in_block``: the fault is in the first block on the rank, not in the loss, which only the last stage has."""
+        model = super().build_model()
+        if self._fault.get("in_block"):
+            for block in model.get_submodule("layers").children():
+                block.register_forward_hook(self._block_done)
+        return model
+
+    def _block_done(self, block: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        del arguments
+        self._first_block = self._first_block or block
+        is_counted = block is self._first_block and torch.is_grad_enabled()
+        return self._poisoned(output) if is_counted else output
+
+    def _poisoned(self, value: Tensor) -> Tensor:
+        self._forwards += 1
+        if self.rank == self._fault.get("rank") and self._forwards in self._fault["forwards"]:
+            return _Poison.apply(value, float(self._fault["value"]))
+        return value
 
 
 class _Poison(torch.autograd.Function):
-    """Leaves the loss alone and multiplies its gradient."""
+    """Leaves its argument alone and multiplies the gradient."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, factor: float) -> Tensor:

@@ -1,0 +1,53 @@
+"""Faults, and the same bits again, on layouts of several axes at once."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.cluster import Cluster
+from tests.runs import metrics, overrides, weights
+
+CUBE = ["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2", "parallel.shard=2"]
+"""On 8 processes."""
+SMALL = ["model.layers=2", "trainer.global_batch=8", "trainer.micro_batch=2", "schedule=constant"]
+
+
+def train(
+    cluster: Cluster, text: Path, run_dir: Path, *more: str, fault: dict[str, Any] | None = None
+) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    argv = overrides(text, run_dir, *CUBE, *SMALL, "schedule.warmup_steps=0", *more)
+    cluster.run(8, "tests.runs:train_small", argv=argv, fault=fault)
+    return metrics(run_dir), weights(run_dir)
+
+
+@pytest.fixture(scope="module")
+def two_steps(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return train(cluster, text, tmp_path_factory.mktemp("two") / "run", "trainer.steps=2")
+
+
+@pytest.mark.parametrize("rank", [pytest.param(rank, marks=[] if rank == 5 else pytest.mark.slow) for rank in range(8)])
+def test_a_nan_on_any_rank_of_pipeline_x_tensor_x_shard_skips_the_step_everywhere(
+    rank: int, two_steps: Any, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    """The gradient of a block is bad on one rank, in the second of the two micro-batches of step 3."""
+    good, weights_good = two_steps
+    fault = {"rank": rank, "forwards": [6], "value": math.nan, "in_block": True}
+    bad, weights_bad = train(cluster, text, tmp_path / "run", "trainer.steps=3", fault=fault)
+    assert [line["skipped"] for line in bad] == [False, False, True]
+    assert [line["loss"] for line in bad[:2]] == [line["loss"] for line in good]
+    assert weights_good.keys() == weights_bad.keys()
+    assert all(weight.equal(weights_bad[name]) for name, weight in weights_good.items())
+
+
+@pytest.mark.slow
+def test_an_fp16_overflow_on_one_stage_halves_the_scale_everywhere(
+    cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    how = ["precision=fp16", "precision.initial_scale=256", "trainer.steps=4"]
+    fault = {"rank": 1, "forwards": [4], "value": math.inf, "in_block": True}
+    steps, _ = train(cluster, text, tmp_path / "run", *how, fault=fault)
+    assert [line["skipped"] for line in steps] == [False, True, False, False]
+    assert [line["scale"] for line in steps] == [256, 256, 128, 128]

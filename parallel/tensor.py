@@ -30,6 +30,7 @@ from serried.parallel.groups import Groups
 from serried.parallel.mesh import Coordinates, Layout
 from serried.parallel.plan import ParallelPlan, Vocabulary
 from serried.parallel.shard_specs import Slice, chunk
+from serried.parallel.stages import SkippedModule
 from serried.parallel.wide_gradients import linear
 
 _SLICED_DIMS = {
@@ -80,6 +81,8 @@ class Tensors:
         stream = _Stream(group, layout.sequence)
         for name, role in roles.items():
             each: Any = module.get_submodule(name)
+            if isinstance(each, SkippedModule):
+                continue  # its work is done on another stage of the pipeline
             if role == "vocabulary":
                 each.forward = partial(_embed, each, stream, _rows(size, layout, place)[0])
             elif role == "source":

@@ -95,25 +95,41 @@ TRAINED = (
 )  # fmt: skip
 
 
-def test_tensor_and_sharded_runs_equal_one_process_and_open_in_transformers(
+MORE_LAYOUTS = {
+    "fsdp parallel.pipeline=2": 2,
+    "fsdp parallel.tensor=2 parallel.pipeline=2 parallel.sequence=false": 4,
+    "hsdp parallel.replicate=2 parallel.context=2": 4,
+}
+
+
+def curve(cluster: Cluster, ranks: int, layout: str, text: Path, run_dir: Path) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step."""
+    argv = overrides(text, run_dir, *TRAINED, *f"parallel={layout}".split(), "trainer.micro_batch=6")
+    argv = [word for word in argv if "kv_heads" not in word]
+    cluster.run(ranks, "tests.runs:train_small", argv=argv, ragged=True)
+    return [(line["loss"], line["grad_norm"]) for line in metrics(run_dir)]
+
+
+def test_tensor_parallel_run_equals_one_process_and_opens_in_transformers(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     """Queries, keys and values go into ``c_attn`` and come back from it."""
     import transformers
 
-    layouts = (1, "parallel=single"), (2, "parallel=fsdp parallel.tensor=2"), (2, "parallel=fsdp")
-    for number, (ranks, layout) in enumerate(layouts):
-        argv = overrides(text, tmp_path / str(number), *TRAINED, *layout.split(), "trainer.micro_batch=6")
-        argv = [word for word in argv if "kv_heads" not in word]
-        cluster.run(ranks, "tests.runs:train_small", argv=argv, ragged=True)
-    curves = [[(line["loss"], line["grad_norm"]) for line in metrics(tmp_path / str(number))] for number in range(3)]
-    for curve in curves[1:]:
-        assert curve == [pytest.approx(line, rel=1e-5) for line in curves[0]]
-    folder = checkpoint(tmp_path / "1")
-    model = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    alone = curve(cluster, 1, "single", text, tmp_path / "single")
+    assert curve(cluster, 2, "fsdp parallel.tensor=2", text, tmp_path / "two") == [
+        pytest.approx(step, rel=1e-5) for step in alone
+    ]
+    model = transformers.GPT2LMHeadModel.from_pretrained(checkpoint(tmp_path / "two"))
     tokens = torch.randint(257, (2, 32))
     with torch.no_grad():
-        theirs = model(tokens).logits
-    ours = serried.load_model(tmp_path / "1")
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), theirs, rtol=1e-5, atol=1e-5)
+        ours = serried.load_model(tmp_path / "two")(tokens)
+        torch.testing.assert_close(ours, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_other_layouts_equal_one_process(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    alone = curve(cluster, 1, "single", text, tmp_path / "single")
+    for number, (layout, ranks) in enumerate(MORE_LAYOUTS.items()):
+        together = curve(cluster, ranks, layout, text, tmp_path / str(number))
+        assert together == [pytest.approx(step, rel=1e-5) for step in alone], layout

@@ -44,7 +44,7 @@ def test_fp32_equals_the_single_process(
     assert curve.losses[-1] < 0.8 * curve.losses[0], "a run that learns nothing would agree with anything"
 
 
-@pytest.mark.parametrize("cut", [*cuts("ddp x2", "fsdp x2 (ZeRO-3)"), *cuts("hsdp 2x2", is_slow=True)])
+@pytest.mark.parametrize("cut", [*cuts("ddp x2", "fsdp x2 (ZeRO-3)", "tensor x2"), *cuts("hsdp 2x2", is_slow=True)])
 def test_tied_embeddings_equal_the_single_process(cut: Cut, cluster: Cluster, text: Path, tmp_path: Path) -> None:
     """A table that is used at both ends gets the gradient of both, and belongs to no unit of its own when sharded."""
     tied = "model.tie_embeddings=true"
@@ -58,7 +58,7 @@ def test_tied_embeddings_equal_the_single_process(cut: Cut, cluster: Cluster, te
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("cut", [*cuts("fsdp x2 (ZeRO-3)"), *cuts("ddp x2", "hsdp 2x2", is_slow=True)])
+@pytest.mark.parametrize("cut", [*cuts("fsdp x2 (ZeRO-3)"), *cuts("ddp x2", "hsdp 2x2", "tensor x2", is_slow=True)])
 def test_low_precision_stays_within_its_rounding(
     cut: Cut, precision: str, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
@@ -80,7 +80,13 @@ def test_fp16_overflows_in_the_same_steps(cut: Cut, cluster: Cluster, text: Path
     assert compare(curve, reference).loss < TOLERANCES["fp16"]
 
 
-@pytest.mark.parametrize("cut", [*cuts("single", "ddp x2", "fsdp x2 (ZeRO-3)"), *cuts("hsdp 2x2", is_slow=True)])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        *cuts("single", "ddp x2", "fsdp x2 (ZeRO-3)"),
+        *cuts("hsdp 2x2", "tensor x2", "tensor x2 x fsdp x2", is_slow=True),
+    ],
+)
 def test_the_same_command_twice_gives_the_same_bits(cut: Cut, cluster: Cluster, text: Path, tmp_path: Path) -> None:
     first, second = (
         run(cluster, cut, 3, "fp32", text, tmp_path / name, "trainer.deterministic=true") for name in ("a", "b")

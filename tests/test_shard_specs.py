@@ -9,14 +9,16 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from serried.configs.compose import compose
 from serried.parallel.apply import parallelize
 from serried.parallel.axes import shard_specs
-from serried.parallel.mesh import AXES, Layout
+from serried.parallel.mesh import AXES, Layout, resolve_layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.shard_specs import ShardSpec, Slice, chunk
+from serried.recipes.models.transformer import Transformer
 
 DEGREES = st.sampled_from([1, 1, 2, 3])
 LAYOUTS = st.builds(Layout, st.just("hsdp"), **dict.fromkeys(AXES, DEGREES))
@@ -106,3 +108,36 @@ def test_on_512_ranks_local_shapes_are_those_of_the_specs(rank: int) -> None:
         assert shapes["1.weight"] == ((1, 24) if rank % 64 < 24 else (0, 24))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("rank", "stage"), [(3, 0), (500, 7)])
+def test_on_512_ranks_a_stage_exchanges_what_its_layout_says(rank: int, stage: int) -> None:
+    """Pipeline 8 x shard 8 x tensor 8. Shapes are asserted as the model is divided; collectives are counted here."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=512)
+    try:
+        config = compose([
+            "parallel=fsdp", "parallel.pipeline=8", "parallel.tensor=8", "parallel.shard=8", "model.dim=128",
+            "model.layers=16", "model.heads=16", "model.kv_heads=8", "model.hidden_dim=256", "model.vocab_size=3200",
+            "model.tie_embeddings=false",
+        ])  # fmt: skip
+        layout = resolve_layout(config.parallel, 512)
+        with torch.device("meta"):
+            model = Transformer(config.model, 3200)
+        parallel = parallelize(
+            model, model.parallel_plan(), lambda _: 0.02, seed=1, layout=layout, section=config.parallel,
+            low_dtype=None, device=torch.device("cpu"),
+        )  # fmt: skip
+        assert layout.stages_of(parallel.place.pipeline) == (stage,)
+        tokens, targets = torch.zeros(1, 64, dtype=torch.int64), torch.zeros(1, 64, dtype=torch.int64)
+        stream = tokens if stage == 0 else torch.randn(1, 8, 128, requires_grad=True)
+        with CommDebugMode() as counted:
+            root = parallel._runner._stages[stage].root  # not through the schedule, which talks to its neighbours
+            root(nn.Module.__call__, stream, targets=targets).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    found = {str(name): count for name, count in counted.get_comm_counts().items()}
+    # FSDP: a gather and a reduction for each of 2 blocks and one end. Tensor, in each block: 2 regions gather the stream
+    # and 2 rows add it up, and the reverse in the backward; and one end, of which the look-up adds up once, the head
+    # gathers and adds up the stream, and gathers the sums of its chunk.
+    ends = {0: (1, 1), 7: (2, 1)}[stage]
+    assert found == {"c10d._allgather_base_": 3 + 8 + ends[0], "c10d._reduce_scatter_base_": 3 + 8 + ends[1]}

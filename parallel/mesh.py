@@ -181,7 +181,8 @@ def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
     elif free:
         raise UserError(
             f"{_factors(degrees)} does not divide {_processes(world_size)}, so parallel.{free[0]}=-1 has no value; "
-            f"use {_nearest(degrees, world_size)}a multiple of {fixed} processes"
+            f"use {_nearest(degrees, world_size)}a multiple of {fixed} processes (in a dry run: "
+            f"launch.processes={fixed})"
         )
     elif fixed != world_size:
         rest = "replicate" if strategy == "ddp" else "shard"

@@ -251,6 +251,7 @@ def test_the_plan_of_llama8b_is_exact_and_allocates_nothing() -> None:
     share = 8_030_261_248 * 4 / 8 / 2**30
     assert f"parameters {share:.1f}GiB, gradients {share:.1f}GiB," in done.stdout
     assert f"optimizer state {2 * share:.1f}GiB" in done.stdout
+    assert "gathered 1.4GiB," in done.stdout, "an end and a block: the two ends are never whole together"
     assert len(done.stdout.splitlines()) <= 12
 
 
@@ -260,8 +261,17 @@ def test_a_plan_that_does_not_fit_a_gpu_says_so(capsys: pytest.CaptureFixture[st
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING ")]
 
     (warning,) = warnings("recipe=llama8b")
-    assert warning.endswith("more than a GPU of 80 GB has; to plan for a node of 8: launch.processes=8")
-    assert warnings("recipe=llama8b", "launch.processes=8") == []
-    (warning,) = warnings("recipe=llama70b", "launch.processes=64")
-    assert "does not fit: 291.2GiB per rank" in warning
-    assert warnings("recipe=llama1b") == []
+    assert warning.endswith("more than the 80.0GiB of a GPU; to plan for a node of 8: launch.processes=8")
+    for recipe, processes in (("llama1b", 8), ("llama3b", 8), ("llama8b", 8), ("llama70b", 64)):
+        assert warnings(f"recipe={recipe}", f"launch.processes={processes}") == [], "a recipe fits the nodes it names"
+    for words, expected in (
+        (["recipe=llama8b", "launch.processes=8", "trainer.micro_batch=4"], "trainer.micro_batch=1"),
+        (["recipe=llama70b", "launch.processes=64", "parallel.tensor=1"], "parallel.tensor=8"),
+        (["recipe=llama70b", "launch.processes=8"], "launch.processes=32"),
+    ):
+        (warning,) = warnings(*words)
+        advised = warning.partition("these fit: ")[2].split()
+        assert advised == [expected]
+        keys = [word.partition("=")[0] for word in advised]
+        kept = [word for word in words if word.partition("=")[0] not in keys]
+        assert warnings(*kept, *advised) == [], "what fits can be pasted"

@@ -1,5 +1,6 @@
 """The plan of a run, in at most twelve lines: printed before it starts, and the whole output of a dry run."""
 
+import torch
 from torch import nn
 
 from serried.configs.formats import short, size
@@ -8,6 +9,7 @@ from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data import training_data, with_steps
+from serried.trainer.fitting import fitting
 from serried.trainer.memory import planned_memory
 from serried.trainer.optimizer import learning_rate
 from serried.trainer.optimizer_state import checkpoint_bytes
@@ -21,7 +23,7 @@ _STATISTICS = (
     "depends on the layout; on GPUs torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) shares them"
 )
 _LARGE_GPU_BYTES = 80 * 2**30
-"""Of an A100 or H100, assumed by a plan that names no machine."""
+"""Of an A100 or H100, assumed by a plan on a machine without GPUs."""
 
 _PASSES_THAT_TEACH = 16
 """Muennighoff et al., "Scaling data-constrained language models", 2023: 4 passes are as good as new data, nearly; from
@@ -91,17 +93,20 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) ->
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
     plan = task.parallel_plan(model)
     lines = overview(config, task, layout, accumulation, model, plan, place)
-    needed = planned_memory(config, task, layout, accumulation, model, plan).total
+    needed, limit = planned_memory(config, task, layout, accumulation, model, plan).total, _gpu_bytes()
     is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
-    if is_for_gpus and needed > _LARGE_GPU_BYTES:
+    if is_for_gpus and needed > limit:
         if config.launch.processes is None and layout.world == 1:
             remedy = "to plan for a node of 8: launch.processes=8"
-        elif config.trainer.micro_batch > 1:
-            remedy = "use trainer.micro_batch=1, more processes or shorter samples"
         else:
-            remedy = "use more processes, which share all but the activations, or shorter samples for these"
-        lines.append(f"WARNING    does not fit: {size(needed)} per rank are more than a GPU of 80 GB has; {remedy}")
+            remedy = fitting(config, task, layout.world, model, plan, limit)
+        much = f"{size(needed)} per rank are more than the {size(limit)} of a GPU"
+        lines.append(f"WARNING    does not fit: {much}; {remedy}")
     return "\n".join([*lines, "dry run: no model was allocated and no process started"])
+
+
+def _gpu_bytes() -> int:
+    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else _LARGE_GPU_BYTES
 
 
 def _data(task: Task, training: Dataset | None) -> str:
@@ -166,7 +171,7 @@ def _memory(
         f"gradients {size(memory.gradients + memory.gradients_while_accumulating)}{note}",
         f"optimizer state {size(memory.optimizer_state)}",
     ]
-    if layout.shard > 1:
+    if memory.gathered:
         parts.append(f"gathered {size(memory.gathered)}")
     activations = f"activations about {size(memory.activations)}" if memory.activations else "activations not estimated"
     return f"{size(memory.total)} per rank: {', '.join(parts)}, {activations}"

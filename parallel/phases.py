@@ -25,6 +25,8 @@ class Phases:
     def __init__(self) -> None:
         self.now = ""
         """The phase entered last; waiting for other ranks is part of it."""
+        self.peers: tuple[int, ...] = ()
+        """Ranks from which a message is awaited, in a pipeline."""
         self.listener: Callable[[str], None] | None = None
         """Called with the name of each phase that is entered."""
         self._device = torch.device("cpu")

@@ -5,8 +5,8 @@ inferred or pickled. Evaluation does not use them; it passes one batch after ano
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -137,19 +137,28 @@ class Pipeline:
         if stage in self._stages:
             return
         group, to = self._groups.pipeline, self._layout.pipeline_of(stage)
-        if is_new:
-            dist.send(torch.tensor(_header(hidden), device=self._device), group=group, group_dst=to)
-        dist.send(hidden.contiguous(), group=group, group_dst=to)
+        with self._waiting_for(to):
+            if is_new:
+                dist.send(torch.tensor(_header(hidden), device=self._device), group=group, group_dst=to)
+            dist.send(hidden.contiguous(), group=group, group_dst=to)
 
     def _receive(self, stage: int, stream: torch.Size) -> Tensor:
         group, source = self._groups.pipeline, self._layout.pipeline_of(stage - 1)
-        if (stage, stream) not in self._borders:
-            header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._device)
-            dist.recv(header, group=group, group_src=source)
-            self._borders[stage, stream] = _described(header, torch.device("meta"))
-        hidden = torch.empty_like(self._borders[stage, stream], device=self._device)
-        dist.recv(hidden, group=group, group_src=source)
+        with self._waiting_for(source):
+            if (stage, stream) not in self._borders:
+                header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._device)
+                dist.recv(header, group=group, group_src=source)
+                self._borders[stage, stream] = _described(header, torch.device("meta"))
+            hidden = torch.empty_like(self._borders[stage, stream], device=self._device)
+            dist.recv(hidden, group=group, group_src=source)
         return hidden
+
+    @contextmanager
+    def _waiting_for(self, coordinate: int) -> Iterator[None]:
+        assert self._groups.pipeline is not None
+        self._phases.peers = (dist.get_global_rank(self._groups.pipeline, coordinate),)
+        yield
+        self._phases.peers = ()
 
     def _schedule(self, micro_batches: int, inputs: Inputs) -> "_Schedule":
         """Make the schedule for micro-batches shaped as ``inputs``, which pass through once to learn the borders'."""
@@ -161,16 +170,16 @@ class Pipeline:
         for each in modules:
             each.training = True
         self.reshard()
-        stages = []
+        stages, marks = [], _Marks(self._phases)
         for number, sync in self._stages.items():
             stage = _Stage(
                 sync.root, number, self._layout.stages, self._device,
                 input_args=self._border(number, inputs), output_args=self._border(number + 1, inputs),
                 group=self._groups.pipeline,
             )  # fmt: skip
-            stage.phases, stage.autocast = self._phases, self._autocast
+            stage.marks, stage.autocast = marks, self._autocast
             stages.append(stage)
-        return _Schedule(self._layout.schedule, stages, micro_batches)
+        return _Schedule(self._layout.schedule, stages, marks, micro_batches)
 
     def _border(self, stage: int, inputs: Inputs) -> Tensor:
         """Return what enters ``stage``, on meta; after the last, the loss."""
@@ -180,52 +189,107 @@ class Pipeline:
         return torch.empty_like(known, device="meta", requires_grad=True)
 
 
-class _Stage(pipelining.PipelineStage):
-    """A stage that asks for its inputs, and marks the phases of its work; what is between them is waiting."""
+class _Marks:
+    """What the stages of this rank do and wait for: what is between the phases of their work is waiting."""
 
-    phases: Phases
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
+        self._awaited: dict[tuple[str, int, int], int] = {}
+        """Kind, stage and micro-batch of messages that are to come -> the rank that sends them."""
+        self._sent_to: tuple[int, ...] = ()
+
+    def expect(self, kind: str, stage: int, index: int, receives: Sequence[dist.P2POp]) -> None:
+        """Note what a forward or backward waits for."""
+        for each in receives:
+            self._awaited[kind, stage, index] = each.peer
+        self._wait()
+
+    def send(self, sends: Sequence[dist.P2POp]) -> None:
+        """Note who is to take what this rank sends."""
+        self._sent_to = tuple(each.peer for each in sends) or self._sent_to
+        self._wait()
+
+    @contextmanager
+    def work(self, phase: str, stage: int, index: int = -1) -> Iterator[None]:
+        """Mark a forward or backward."""
+        self._awaited.pop((phase, stage, index), None)
+        self._phases.peers = ()
+        self._phases.enter(phase)
+        yield
+        self._phases.enter(PIPELINE)
+        self._wait()
+
+    def _wait(self) -> None:
+        """Note which ranks this one waits for, from now until its next work."""
+        self._phases.peers = tuple(dict.fromkeys(self._awaited.values())) or self._sent_to
+
+    def end(self) -> None:
+        """The step is done."""
+        self._awaited.clear()
+        self._sent_to = self._phases.peers = ()
+
+
+class _Stage(pipelining.PipelineStage):
+    """A stage that asks for its inputs, and marks its work."""
+
+    marks: _Marks
     autocast: Callable[[], AbstractContextManager[Any]]
     begin: Callable[[int, int], Inputs]
     _named: Mapping[str, Any]
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *rest: Any, **more: Any) -> Any:
         del args, kwargs  # the schedule was given none
-        self.phases.enter(FORWARD)
-        inputs = self.begin(fwd_chunk_id, self.stage_index)
-        self._named = inputs.named
-        try:
-            return super().forward_one_chunk(fwd_chunk_id, (inputs.stream,), None, *rest, **more)
-        except RuntimeError as error:
-            raise error.__cause__ or error from None  # as the model raised it
-        finally:
-            self.phases.enter(PIPELINE)
+        with self.marks.work(FORWARD, self.stage_index, fwd_chunk_id):
+            inputs = self.begin(fwd_chunk_id, self.stage_index)
+            self._named = inputs.named
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, (inputs.stream,), None, *rest, **more)
+            except RuntimeError as error:
+                raise error.__cause__ or error from None  # as the model raised it
 
     def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Any:
         # The named inputs come from here: among those of the schedule torch looks for gradients.
         with self.autocast():
             return self.submod(nn.Module.__call__, *args, **self._named)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        self.phases.enter(BACKWARD)
-        super().backward_one_chunk(*args, **kwargs)
-        self.phases.enter(PIPELINE)
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self.marks.work(BACKWARD, self.stage_index, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        self.phases.enter(BACKWARD)
-        super().backward_weight_one_chunk(*args, **kwargs)
-        self.phases.enter(PIPELINE)
+        with self.marks.work(BACKWARD, self.stage_index):
+            super().backward_weight_one_chunk(*args, **kwargs)
 
     def perform_reduce_grad(self, *args: Any) -> None:
-        self.phases.enter(BACKWARD)
-        super().perform_reduce_grad(*args)
-        self.phases.enter(PIPELINE)
+        with self.marks.work(BACKWARD, self.stage_index):
+            super().perform_reduce_grad(*args)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        receives = super().get_fwd_recv_ops(fwd_chunk_id)
+        self.marks.expect(FORWARD, self.stage_index, fwd_chunk_id, receives)
+        return receives
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        receives = super().get_bwd_recv_ops(bwd_chunk_id)
+        self.marks.expect(BACKWARD, self.stage_index, bwd_chunk_id, receives)
+        return receives
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        sends = super().get_fwd_send_ops(fwd_chunk_id)
+        self.marks.send(sends)
+        return sends
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        sends = super().get_bwd_send_ops(bwd_chunk_id)
+        self.marks.send(sends)
+        return sends
 
 
 class _Schedule:
     """One of torch's schedules, for a number of micro-batches."""
 
-    def __init__(self, name: str, stages: Sequence[_Stage], micro_batches: int) -> None:
-        self._stages, self._micro_batches = stages, micro_batches
+    def __init__(self, name: str, stages: Sequence[_Stage], marks: _Marks, micro_batches: int) -> None:
+        self._stages, self._marks, self._micro_batches = stages, marks, micro_batches
         self._ended: Callable[[int, Tensor], Tensor] | None = None
         self._schedule = _SCHEDULES[name](
             stages[0] if name in _OF_ONE_STAGE else stages,
@@ -241,6 +305,7 @@ class _Schedule:
             stage.begin = begin
         # The target of a micro-batch is its number. Outputs would be concatenated, and a loss has no dim.
         self._schedule.step(target=torch.arange(self._micro_batches), return_outputs=False)
+        self._marks.end()
 
     def _loss(self, output: Tensor, number: Tensor) -> Tensor:
         assert self._ended is not None

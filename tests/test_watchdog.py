@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from serried.configs.schema import LaunchSection
 from serried.program import main
+from serried.recipes.models.transformer import Transformer
 from serried.runtime.ending import leave
 from serried.runtime.session import open_session
 from serried.trainer.diagnosis import Beat, diagnose, judge_silent_by_others
@@ -34,6 +35,8 @@ BEFORE = ("gloo/0", 7, "all_reduce of 9 numbers", True)
 
 
 HSDP = ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=2", "trainer.global_batch=8"]
+
+PIPELINE = ["parallel=fsdp", "parallel.pipeline=3", "model.layers=3"]
 
 
 def beat(rank: int, phase: str = TRAIN, step: int = 812, age: float = 61, **more: Any) -> Beat:
@@ -66,6 +69,29 @@ def test_who_waits_in_one_group_is_not_blamed_for_being_late_in_another() -> Non
         beat(3, collectives=[("gloo/r1", 4, "x", True)]),
     ]
     assert [culprit.rank for culprit in diagnose(beats).culprits] == [3]
+
+
+def test_who_awaits_a_message_is_no_culprit_and_the_chain_ends_at_who_awaits_none() -> None:
+    """A pipeline of 3 stages x tensor 2: rank 4 hangs in its forward, rank 5 waits for it in a collective."""
+    beats = [beat(0, peers=[2]), beat(1, peers=[3]), beat(2, peers=[4]), beat(3, peers=[5])]
+    tensor = [("gloo/t", 4, "x", True)]
+    beats += [beat(4, collectives=tensor), beat(5, collectives=[*tensor, ("gloo/t", 5, "x", False)])]
+    assert [culprit.rank for culprit in diagnose(beats).culprits] == [4]
+    # Without tensor ranks nobody waits in a collective.
+    verdict = diagnose([beat(0, peers=[1]), beat(1, peers=[2]), beat(2)])
+    assert str(verdict) == (
+        "rank 2 on n0 in forward, backward and update of step 812 for 61 s; the others await messages of the pipeline "
+        "of step 812"
+    )
+    # Rank 1 is late for a collective because it awaits a message of rank 3.
+    beats = [
+        beat(0, collectives=[("gloo/f", 5, "x", False)]),
+        beat(1, collectives=[("gloo/f", 4, "x", True)], peers=[3]),
+    ]
+    beats += [beat(3)]
+    assert [culprit.rank for culprit in diagnose(beats).culprits] == [3]
+    verdict = diagnose([beat(0, peers=[1]), beat(1, peers=[0])])
+    assert [culprit.rank for culprit in verdict.culprits] == [0, 1]
 
 
 def test_who_tells_nothing_any_more_has_the_time_of_those_who_wait_for_it() -> None:
@@ -166,16 +192,19 @@ def test_collectives_are_told_with_their_sizes_and_whether_they_are_done(cluster
 
 @contextmanager
 def hanging(how: str, rank: int, step: int) -> Iterator[None]:
-    """On ``rank``, in ``step``: sleep in the data loader, skip a collective, be stopped, or fail while the others
-    sleep."""
+    """On ``rank``, in ``step``: sleep in the data loader or in a forward, skip a collective, be stopped, or fail while
+    the others sleep."""
     mine = int(os.environ["RANK"]) == rank
-    train, read = Loop._train, BatchLoader._read
+    train, read, forward = Loop._train, BatchLoader._read, Transformer.forward
+    step_now = 0
 
     def faulty_train(self: Loop, number: int, batches: list[Any]) -> None:
         if number == step and how == "skip" and not mine:
             dist.barrier()
         if number == step and how == "stop" and mine:
             os.kill(os.getpid(), signal.SIGSTOP)
+        nonlocal step_now
+        step_now = number
         train(self, number, batches)
 
     def faulty_read(self: BatchLoader, number: int, ids: Any) -> Any:
@@ -185,7 +214,16 @@ def hanging(how: str, rank: int, step: int) -> Iterator[None]:
             raise ZeroDivisionError("here")
         return read(self, number, ids)
 
-    with patch.object(Loop, "_train", faulty_train), patch.object(BatchLoader, "_read", faulty_read):
+    def faulty_forward(self: Transformer, *arguments: Any, **named: Any) -> Any:
+        if step_now == step and how == "forward" and mine:
+            time.sleep(1000)
+        return forward(self, *arguments, **named)
+
+    with (
+        patch.object(Loop, "_train", faulty_train),
+        patch.object(BatchLoader, "_read", faulty_read),
+        patch.object(Transformer, "forward", faulty_forward),
+    ):
         yield
 
 
@@ -211,12 +249,13 @@ def check_ended(run_dir: Path) -> str:
     [
         ("sleep", "in data.next of step 5 for"),
         ("skip", "is in all_reduce of 3 numbers where the others are in barrier: a collective was skipped"),
+        ("forward", "the others await messages of the pipeline"),
     ],
 )
 def test_a_hanging_rank_is_named_and_the_run_ends_and_goes_on(
     how: str, says: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    ranks, layout = (4, HSDP) if how == "sleep" else (3, [])
+    ranks, layout = {"sleep": (4, HSDP), "skip": (3, []), "forward": (3, PIPELINE)}[how]
     argv = short(text, tmp_path, *layout)
     with pytest.raises(AssertionError) as ended:
         cluster.run(ranks, "tests.test_watchdog:train_hanging", argv=argv, how=how, rank=1, step=5)
@@ -229,9 +268,11 @@ def test_a_hanging_rank_is_named_and_the_run_ends_and_goes_on(
     assert f"rank 1 on {os.uname().nodename} " in reason
     told = (tmp_path / "log" / "hang.txt").read_text()
     assert all(f"  rank {rank} on " in told for rank in range(ranks))
-    assert "trainer/loader.py" in told if how == "sleep" else "parallel/" in told
+    assert {"sleep": "trainer/loader.py", "skip": "parallel/", "forward": "parallel/pipeline.py"}[how] in told
     assert how != "sleep" or "waits for data. Is its disk slow, or trainer.workers too small?" in printed
     assert json.loads((tmp_path / "log" / "collectives-2.json").read_text())
+    if how == "forward":
+        return
     answers = cluster.run(ranks, "tests.runs:train_small", argv=argv)
     assert metrics(tmp_path, "start")[-1]["resumed_from"] >= 2
     assert [answer.value["code"] for answer in answers] == [0] * ranks

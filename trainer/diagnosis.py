@@ -25,6 +25,8 @@ class Beat:
     """How long it may take without a warning."""
     waits_for: str | None = None
     """Which ranks it waits for, if it knows: in exchanges through the store."""
+    peers: list[int] = field(default_factory=list)
+    """Ranks from which it awaits a message, in a pipeline; empty unless it is waiting."""
     stack: list[str] = field(default_factory=list)
     """Stack of the training thread, innermost last; empty until it has stood still for a while."""
     collectives: list[tuple[str, int, str, bool]] = field(default_factory=list)
@@ -86,7 +88,7 @@ def judge_silent_by_others(beats: list[Beat]) -> None:
 
 def diagnose(beats: list[Beat]) -> Verdict:
     """Return which of the ranks, none of which makes progress, the others wait for."""
-    culprits, others = _silent(beats) or _missing_from_collective(beats) or _behind(beats)
+    culprits, others = _silent(beats) or _missing_from_collective(beats) or _awaited(beats) or _behind(beats)
     if len(culprits) == len(beats):
         others = others if len(beats) > 1 else ""
     return Verdict(culprits, others, min(beat.stands_seconds for beat in beats))
@@ -121,9 +123,10 @@ def _missing_from_collective(beats: list[Beat]) -> tuple[list[Beat], str] | None
                 mine = entered[beat.rank].get(awaited, (usual, False))[0]
                 if mine != usual or most == next_most:
                     odd[beat.rank] = (beat, mine, usual)
-    # A rank may be late for one group because it waits in another: ranks that wait nowhere come first.
+    # A rank may be late for one group because it waits elsewhere: ranks that wait nowhere come first.
     waiting = {beat.rank for beat in beats if any(not done for *_, done in beat.collectives)}
-    culprits = [beat for rank, beat in missing.items() if rank not in waiting] or list(missing.values())
+    free = [beat for rank, beat in missing.items() if rank not in waiting and not beat.peers]
+    culprits = free or _ends_of_chains(list(missing.values()), beats) or list(missing.values())
     if culprits:
         named = {beat.rank for beat in culprits}
         return culprits, _waiting([beat for beat in beats if beat.rank not in named])
@@ -134,6 +137,33 @@ def _missing_from_collective(beats: list[Beat]) -> tuple[list[Beat], str] | None
     if is_any_pending:
         return beats, f"all {_waiting(beats).removeprefix('the others ')}: none is missing, so look at the network"
     return None
+
+
+def _awaited(beats: list[Beat]) -> tuple[list[Beat], str] | None:
+    """Find the ranks whose message others await, and that await none themselves."""
+    waiting = [beat for beat in beats if beat.peers]
+    if not waiting:
+        return None
+    culprits = _ends_of_chains(waiting, beats)
+    if not culprits:
+        return waiting, "each awaits a message of another: look at the network"
+    named = {beat.rank for beat in culprits}
+    return culprits, _waiting([beat for beat in beats if beat.rank not in named])
+
+
+def _ends_of_chains(starts: list[Beat], beats: list[Beat]) -> list[Beat]:
+    """Follow who awaits a message of whom; return those who await none, without a start that awaits none."""
+    by_rank, reached = {beat.rank: beat for beat in beats}, {beat.rank for beat in starts}
+    left = [rank for beat in starts for rank in beat.peers]
+    ends: dict[int, Beat] = {}
+    while left:
+        beat = by_rank[left.pop()]
+        if not beat.peers:
+            ends[beat.rank] = beat
+        elif beat.rank not in reached:
+            reached.add(beat.rank)
+            left += beat.peers
+    return [ends[rank] for rank in sorted(ends)]
 
 
 def _behind(beats: list[Beat]) -> tuple[list[Beat], str]:
@@ -152,7 +182,8 @@ def _waiting(beats: list[Beat]) -> str:
         return ""
     kinds = Counter(
         next((f"wait in {operation}" for *_, operation, done in beat.collectives if not done), None)
-        or (f"wait for {beat.waits_for}" if beat.waits_for else f"are in {beat.phase}")
+        or (f"wait for {beat.waits_for}" if beat.waits_for else None)
+        or ("await messages of the pipeline" if beat.peers else f"are in {beat.phase}")
         for beat in beats
     )
     steps = Counter(beat.step for beat in beats)

@@ -117,7 +117,7 @@ class Watchdog:
         self._told += 1
         beat = Beat(
             self._session.rank, self._session.host(), self._told, self.pulse.now.phase, self.pulse.now.step,
-            *age, waits_for=self._session.exchange.waits_for,
+            *age, waits_for=self._session.exchange.waits_for, peers=list(self.pulse.phases.peers),
         )  # fmt: skip
         if beat.age_seconds > _TELL_STACK_AT * self._section.step_timeout_seconds:
             beat.stack = self._stack()

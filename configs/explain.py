@@ -16,21 +16,13 @@ _LONGEST_VALUE = 80
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One YAML file of the composition and the section its keys go to; empty for the top."""
-
-    file: Path
-    section: str
-
-
-@dataclass(frozen=True)
 class Origins:
     """Origin of each value of a composed config."""
 
     typed: Mapping[str, str]
     """Overrides of the command line, by key."""
-    layers: Sequence[Layer]
-    """The YAML files, in the order they were merged; later ones win."""
+    layers: Sequence[tuple[Path, str]]
+    """The YAML files in the order they were merged, later ones win, and the section that each fills; "": the top."""
     root: Path
     """File names are shown relative to this folder."""
 
@@ -39,11 +31,10 @@ class Origins:
         parts = path.split(".")
         if any(".".join(parts[:end]) in self.typed for end in range(1, len(parts) + 1)):
             return "command line"
-        for layer in reversed(self.layers):
-            inside = parts if not layer.section else parts[1:] if parts[0] == layer.section else None
-            line = inside and _line_of(inside, layer.file)
-            if line:
-                return f"{layer.file.relative_to(self.root).as_posix()}:{line}"
+        for file, section in reversed(self.layers):
+            inside = parts if not section else parts[1:] if parts[0] == section else []
+            if inside and (line := _line_of(inside, file)):
+                return f"{file.relative_to(self.root).as_posix()}:{line}"
         return ""
 
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from serried.configs.compose import compose, config_dirs, config_yaml
+from serried.configs.command_line import config_dirs
+from serried.configs.compose import compose
 from serried.configs.declaration import BUILT_IN, Declaration, declaring
 from serried.configs.errors import UserError
+from serried.configs.run_config import config_yaml
 from serried.configs.schema import DEFAULT_VALIDATION, Section
 from serried.runtime.early import end_in_one_line
 from serried.runtime.program import remember_script

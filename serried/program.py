@@ -4,10 +4,13 @@ import sys
 from typing import TYPE_CHECKING
 
 import serried.runtime.early  # noqa: F401 -- first: from here on a signal ends this program in one line
-from serried.configs.compose import Action, compose, config_dirs, config_yaml, help_text, parse_arguments
+from serried.configs.command_line import Action, config_dirs, parse_arguments
+from serried.configs.compose import compose
 from serried.configs.declaration import BUILT_IN, Declaration, declared, declaring
 from serried.configs.errors import UserError
+from serried.configs.help import help_text
 from serried.configs.registry import tasks
+from serried.configs.run_config import config_yaml
 from serried.configs.schema import RunConfig
 from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
 from serried.parallel.checks import check_layout

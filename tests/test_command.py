@@ -63,7 +63,13 @@ def fill(words: str, places: dict[str, str]) -> str:
 IN_PROCESSES_OF_THEIR_OWN = ("recipe", "all at once", "absent file", "run folder is a file", "must resume")
 
 
-@pytest.mark.parametrize("mistake", [m for m in MISTAKES if m.processes == 1], ids=lambda m: m.name)
+# test_mistakes.py has the others that composing finds.
+BY_THE_PROGRAM = [
+    m for m in MISTAKES if m.processes == 1 and (m.stage != "compose" or m.name in IN_PROCESSES_OF_THEIR_OWN)
+]
+
+
+@pytest.mark.parametrize("mistake", BY_THE_PROGRAM, ids=lambda m: m.name)
 def test_a_mistake_is_one_line_and_exit_78(
     mistake: Mistake, places: dict[str, str], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from benchmarks.key_tables import key_tables
-from serried.configs.compose import FOLDER, compose, config_yaml, help_text, parse_arguments
+from serried.configs.command_line import parse_arguments
+from serried.configs.compose import FOLDER, compose
 from serried.configs.divisors import divisors
 from serried.configs.errors import UserError
-from serried.configs.help import choices_of
+from serried.configs.help import choices_of, help_text
 from serried.configs.keys import all_keys
-from serried.configs.run_config import check
+from serried.configs.run_config import check, config_yaml
 from serried.configs.schema import LlamaSection
 from serried.configs.suggest import unknown_key
 from serried.configs.trackers import asked_for
@@ -255,7 +256,7 @@ def test_arguments(argv: list[str], parsed: tuple[str, list[str]]):
 
 def test_composing_needs_no_torch():
     program = (
-        "from serried.configs.compose import compose, help_text\n"
+        "from serried.configs.compose import compose\nfrom serried.configs.help import help_text\n"
         "compose(['recipe=llama8b', 'trainer.steps=10k']); help_text()\n"
         "import sys; print('torch' in sys.modules)"
     )
@@ -474,7 +475,7 @@ def test_no_value_ends_in_anything_but_a_config_or_a_refusal(key: str, value: st
         ),
         ("defaults: [tiny]\nwandb:\n  project: x\n", ["unknown section wandb", "sections: ", "track"]),
         ("defaults: [tiny]\nlearning_rate: 1\n", ["learning_rate=1 (configs/recipe/mine.yaml:4)", "optim.lr=1"]),
-        ("defaults: [tiny]\nrun:\n  name: ${nope}\n", ["run.name=${nope} (configs/recipe/mine.yaml:5)", "not exist"]),
+        ("defaults: [tiny]\nrun:\n  name: ${nope}\n", ["run.name=${nope} (configs/recipe/mine.yaml:5)", "not found"]),
         ("trainer:\n  steps: 5\n", ["trainer.global_batch", "set by no YAML file", "trainer.micro_batch=8"]),
         ("defaults:\n  - override /model: lama8b\n", ["no model 'lama8b'", "YAML file in configs", "model=llama8b"]),
         ("defaults:\n  - override /modle: tiny\n", ["configs/recipe/mine.yaml", "no group 'modle'", "model?"]),

@@ -109,7 +109,7 @@ MISTAKES = [
     _mistake("section as key", "trainer=5", "trainer is a section", "global_batch"),
     _mistake("below a value", "trainer.steps.x=1", "trainer.steps=1"),
     _mistake("deletion", "~trainer.steps", "cannot be deleted", "trainer.steps=1000"),
-    _mistake("reference", "run.name=${nope}", "run.name=${nope} (command line)", "does not exist"),
+    _mistake("reference", "run.name=${nope}", "run.name=${nope} (command line)", "not found"),
     # values
     _mistake("no number", "trainer.steps=abc", "trainer.steps=abc (command line) is not a whole number", "10k, 2M"),
     _mistake("fraction", "trainer.global_batch=1.5", "is not a whole number"),

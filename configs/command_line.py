@@ -1,0 +1,260 @@
+"""The words of a command line: overrides that are accepted, and a sentence for each mistake."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from serried.configs.errors import UserError
+from serried.configs.explain import shown, unfit
+from serried.configs.keys import Key, all_keys, is_section
+from serried.configs.suggest import (
+    Groups,
+    advice,
+    listing,
+    meant,
+    other_names,
+    pasteable,
+    squeezed,
+    unknown_choice,
+    unknown_key,
+)
+from serried.configs.words import last_of_each
+
+COMMAND_LINE = "command line"
+Action = Literal["train", "help", "config", "sweep"]
+_CONFIG_DIR = "--config-dir="
+_SHIPPED = Path(__file__).resolve().parent
+_NO_SWEEP = "give one, or sweep over them: python train.py -m ..."
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
+    """Split the flags ``--help``, ``--cfg job`` and ``-m`` from the overrides; the first in this order wins.
+
+    ``--config-dir FOLDER`` stays among the overrides as one word, for ``config_dirs``, and so do other flags, which
+    ``compose`` refuses together with every other mistake.
+    """
+    action: Action = "train"
+    overrides: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word in ("--help", "-h"):
+            return "help", []
+        if (word == "--config-dir" and words) or (word in ("--cfg", "-c") and words[:1] == ["job"]):
+            word = f"{word}={words.pop(0)}"
+        if word in ("--cfg=job", "-c=job"):
+            action = "config"
+        elif word in ("-m", "--multirun"):
+            action = "sweep" if action == "train" else action
+        else:
+            overrides.append(word)
+    return action, overrides
+
+
+def config_dirs(argv: Sequence[str]) -> tuple[list[str], tuple[Path, ...]]:
+    """Split ``--config-dir=FOLDER`` from overrides.
+
+    Raises:
+        UserError: there is no such folder, or a file in it has the name of a shipped one, which would win.
+    """
+    folders = tuple(
+        Path(word.removeprefix(_CONFIG_DIR)).expanduser().absolute() for word in argv if word.startswith(_CONFIG_DIR)
+    )
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"--config-dir {folder} is no folder; give the one that holds recipe/, model/, data/, ...")
+        hidden = [path for path in folder.glob("*/*.yaml") if (_SHIPPED / path.relative_to(folder)).exists()]
+        if hidden:
+            raise UserError(f"{hidden[0]} has the name of a shipped choice, which would be used instead; rename it")
+    return [word for word in argv if not word.startswith(_CONFIG_DIR)], folders
+
+
+class _Unknown(NamedTuple):
+    """A word whose key nobody has; the sentence needs the rest of the config."""
+
+    word: str
+    """As typed, if it is not ``key=value``; else empty."""
+    key: str
+    value: str
+
+
+@dataclass
+class CommandLine:
+    """A command line, read word by word; mistakes are collected, not raised."""
+
+    groups: Groups
+    typed: dict[str, str] = field(default_factory=dict)
+    """Accepted overrides as typed, by key or group."""
+    choices: dict[str, str] = field(default_factory=dict)
+    """Choices, by group."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Values, by key."""
+    mistakes: list[str | _Unknown] = field(default_factory=list)
+
+    def read(self, argv: Sequence[str]) -> "CommandLine":
+        """Read all words; for a key that is repeated the last one counts."""
+        words = last_of_each(argv)
+        while words:
+            word = words.pop(0)
+            key, equals, value = word.partition("=")
+            if equals and word[0] not in "-~":
+                self._read_override(key.lstrip("+").strip(), value.strip())
+            elif word.startswith("~"):
+                self._refuse_deletion(word)
+            else:
+                key, _, value = re.sub("^([^=:]+):", r"\1=", word.lstrip("-")).partition("=")
+                is_value = not value and (word.startswith("-") or key in self.groups or key in all_keys())
+                if is_value and words and "=" not in words[0] and not re.match(r"-{1,2}[A-Za-z]", words[0]):
+                    value = words.pop(0)
+                    word = f"{word} {value}"
+                self._refuse_word(word, key.replace("-", "_") if word.startswith("-") else key, value)
+        return self
+
+    def sentences(self, plain: Mapping[str, Any]) -> list[str]:
+        """The mistakes. ``plain``: the config that the accepted overrides compose to, if any, for figures in them."""
+        unknown = {each.key: each.value for each in self.mistakes if isinstance(each, _Unknown)}
+        if plain and len(unknown) > 1:
+            plain = _renamed(unknown, plain)
+        return [each if isinstance(each, str) else self._sentence(each, plain) for each in self.mistakes]
+
+    def _sentence(self, unknown: _Unknown, plain: Mapping[str, Any]) -> str:
+        word, key, value = unknown
+        if word:
+            return f"{shown(word)}: {advice(key, value, plain)}"
+        return unknown_key(key, shown(value), COMMAND_LINE, self.groups, plain)
+
+    def _refuse_word(self, word: str, key: str, value: str) -> None:
+        """Refuse ``word``, a flag or one without ``=``, which somebody may have typed for ``key=value``."""
+        homes = [group for group, choices in self.groups.items() if word in choices]
+        is_flag = word.startswith("-")
+        if key in ("m", "multirun") and is_flag:
+            self.mistakes.append(_Unknown(word, "multirun", ""))
+        elif key in ("cfg", "c") and is_flag:
+            self.mistakes.append(f"{word}: write --cfg job, which prints the config and stops")
+        elif homes:
+            group = "recipe" if "recipe" in homes else homes[0]
+            self.mistakes.append(f"{word}: an override is key=value; write {group}={word}")
+        elif is_flag and key and advice(key, value):
+            self.mistakes.append(_Unknown(word, key, value))
+        elif key and (overrides := meant(key, value, self.groups)):
+            rule = "overrides have no dashes" if is_flag else "an override is key=value"
+            self.mistakes.append(f"{shown(word)}: {rule}; write {' or '.join(overrides)}")
+        elif is_flag:
+            self.mistakes.append(
+                f"no flag {shown(word)}; the flags are --help and --cfg job, anything else is key=value without dashes"
+            )
+        else:
+            example = "--help" if word == "help" else "recipe=tiny"
+            self.mistakes.append(f"{shown(word) or repr(word)}: an override is key=value; e.g. {example}")
+
+    def _refuse_deletion(self, word: str) -> None:
+        key = all_keys().get(word.lstrip("~").partition("=")[0])
+        instead = f"leave {word} out" if key is None else f"write {key.path}=null" if key.nullable else ""
+        instead = instead or f"give it another value, e.g. {key and key.example}"
+        self.mistakes.append(f"{word}: keys cannot be deleted; {instead}")
+
+    def _read_override(self, key: str, value: str) -> None:
+        if mistake := self._mistake(key, value):
+            self.mistakes.append(mistake)
+        elif key in self.groups:
+            self._read_choice(key, value)
+        else:
+            self._read_value(all_keys()[key], value)
+
+    def _mistake(self, key: str, value: str) -> str | _Unknown | None:
+        """Why ``key`` cannot be given a value."""
+        section, _, leaf = key.rpartition(".")
+        if not key:
+            return f"={shown(value)} has no key before the =; e.g. trainer.steps=1000"
+        if key in self.groups or key in all_keys():
+            if not value:
+                example = all_keys()[key].example if key in all_keys() else f"{key}={'|'.join(self.groups[key])}"
+                is_nullable = key in all_keys() and all_keys()[key].nullable
+                return f"{key}= has no value; e.g. {example}{f', or {key}=null for none' if is_nullable else ''}"
+            if leaf in ("name", "strategy") and value in self.groups.get(section, []):
+                # Would change the label, and no key that belongs to the choice.
+                return f"{key}={value} is only the label of a choice; write {section}={value}"
+            return None
+        if is_section(key) and squeezed(key) not in other_names().advice:
+            return f"{key}={shown(value)}: {key} is a section, not a key; {listing(key)}"
+        if above := _value_above(key):
+            return f"{key}={shown(value)}: {above} is a value with nothing below it; write {pasteable(above, value)}"
+        return _Unknown("", key, value)
+
+    def _read_choice(self, group: str, value: str) -> None:
+        choice = value.strip("\"'")
+        if choice in self.groups[group]:
+            self.typed[group], self.choices[group] = value, choice
+        elif "," in choice:
+            self.mistakes.append(f"{group}={shown(value)} holds several values: {_NO_SWEEP}")
+        else:
+            self.mistakes.append(unknown_choice(group, shown(choice), self.groups[group]))
+
+    def _read_value(self, key: Key, value: str) -> None:
+        parsed = _parsed(key.path, value)
+        is_several = parsed is not None and parsed.is_sweep_override()
+        if key.is_free_text:
+            self._read_text(key, value, None if is_several else parsed)
+        elif parsed is None:
+            self.mistakes.append(unfit(key, shown(value), COMMAND_LINE))
+        elif is_several:
+            in_brackets = f"a list stands in brackets, {pasteable(key.path, f'[{value}]')}"
+            remedy = in_brackets if key.kind in ("array", "texts") else _NO_SWEEP
+            self.mistakes.append(f"{key.path}={shown(value)} holds several values: {remedy}")
+        else:
+            self._accept(key, value, parsed.value())
+
+    def _read_text(self, key: Key, value: str, parsed: Override | None) -> None:
+        """Take text as typed even if Hydra's grammar reads it as something else (``~/books``, ``2024``, ``été``)."""
+        if parsed is not None and (value == "null" or isinstance(parsed.value(), str)):
+            self._accept(key, value, parsed.value())
+        elif "=" in value or "," in value:
+            # More likely two overrides run together, or a list, than a name.
+            quoted = QuotedString(text=value, quote=Quote.double).with_quotes()
+            self.mistakes.append(
+                f"{key.path}={shown(value)} holds a '{'=' if '=' in value else ','}'; "
+                f"if that is meant, quote it: {pasteable(key.path, quoted)}"
+            )
+        else:
+            self._accept(key, value, value)
+
+    def _accept(self, key: Key, typed: str, value: Any) -> None:
+        try:
+            OmegaConf.create({"value": value})
+        except OmegaConfBaseException:
+            reference = pasteable(key.path, "${recipe}")
+            self.mistakes.append(f"{key.path}={shown(typed)} is no reference to another key; e.g. {reference}")
+        else:
+            self.typed[key.path], self.values[key.path] = typed, value
+
+
+def _parsed(key: str, value: str) -> Override | None:
+    try:
+        return OverridesParser.create().parse_override(f"{key}={value}")
+    except HydraException:
+        return None
+
+
+def _renamed(unknown: Mapping[str, str], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """``plain`` with the values of unknown keys that are another framework's name for one key."""
+    plain = {name: {**part} if isinstance(part, dict) else part for name, part in plain.items()}
+    for name, value in unknown.items():
+        section, _, key = next(iter(other_names().keys.get(squeezed(name), [])), "").rpartition(".")
+        if isinstance(plain.get(section), dict):
+            plain[section][key] = value
+    return plain
+
+
+def _value_above(key: str) -> str | None:
+    """The key that is a plain value although ``key`` asks for something below it."""
+    parts = key.split(".")
+    above = (".".join(parts[:end]) for end in range(1, len(parts)))
+    return next((path for path in above if path in all_keys() and not is_section(path)), None)

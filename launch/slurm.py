@@ -13,7 +13,7 @@ from pathlib import Path
 import serried
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
 from serried.configs.schema import RunConfig
-from serried.launch.forward import NotedSignals
+from serried.launch.processes import NotedSignals
 from serried.launch.queue import jobs_of, note_job, queued_before_another, queued_jobs
 from serried.runtime.program import training_command
 from serried.runtime.ranks import processes_per_node, say

@@ -15,8 +15,8 @@ from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXI
 from serried.configs.formats import duration
 from serried.configs.plain_data import parse_yaml, read_yaml
 from serried.configs.schema import RunConfig
-from serried.launch.forward import NotedSignals
 from serried.launch.points import Point, Sweep, labels
+from serried.launch.processes import NotedSignals
 from serried.launch.queue import jobs_of, queued_before_another
 from serried.launch.slurm import submit
 from serried.launch.summary import Outcome, outcome_of, read_summary, shown, table, write_summary

@@ -2,18 +2,18 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from serried.configs.announce import tell
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED
-from serried.launch.forward import NotedSignals, killed_by, send
 from serried.launch.points import Point
+from serried.launch.processes import NotedSignals, killed_by, wait_for_all
 from serried.launch.summary import Outcome, outcome_of
 from serried.records.lock import is_locked
 from serried.records.status import record_kill
@@ -49,7 +49,9 @@ def train(point: Point, signals: NotedSignals) -> Outcome:
             process_group=0,  # a terminal's Ctrl-C reaches only this process, which passes it on once
             env=os.environ | {SWEEP: str(os.getpid())},
         )  # fmt: skip
-        code = _wait(process, run_dir / CONSOLE, signals, point.config.launch.stop_timeout_seconds)
+        patience = point.config.launch.stop_timeout_seconds + _LAST_WORDS_SECONDS
+        with _status_line(run_dir / CONSOLE) as show:
+            code = wait_for_all([process], signals, patience, show).get(0, EXIT_FINISHED)
     if code < 0 and not signals.received:
         with suppress(OSError):
             record_kill(run_dir, killed_by(-code), since=started)
@@ -79,25 +81,20 @@ def _wait_for_another_process(run_dir: Path, signals: NotedSignals) -> bool:
     return not signals.received
 
 
-def _wait(process: "subprocess.Popen[bytes]", console: Path, signals: NotedSignals, stop_timeout_seconds: float) -> int:
-    """Wait until the process has ended, and pass signals on to it. Return its exit code."""
-    passed_on, deadline, next_look = 0, float("inf"), 0.0
-    is_terminal = sys.stdout.isatty()
-    while True:
-        with suppress(subprocess.TimeoutExpired):
-            code = process.wait(_LOOK_SECONDS)
-            if is_terminal:
-                _show("")
-            return code
-        for number in signals.received[passed_on:]:
-            deadline = min(deadline, time.monotonic() + stop_timeout_seconds + _LAST_WORDS_SECONDS)
-            send(process.pid, number)
-            passed_on += 1
-        if time.monotonic() > deadline:
-            send(process.pid, signal.SIGKILL)
-        if is_terminal and time.monotonic() > next_look:
-            next_look = time.monotonic() + _LIVE_SECONDS
-            _show(_newest_line(console))
+@contextmanager
+def _status_line(console: Path) -> Iterator[Callable[[], None]]:
+    """Yield a function that shows the last line of the run's output in a terminal, at most twice a second."""
+    next_time = 0.0
+
+    def show() -> None:
+        nonlocal next_time
+        if sys.stdout.isatty() and time.monotonic() > next_time:
+            next_time = time.monotonic() + _LIVE_SECONDS
+            _replace_line(_newest_line(console))
+
+    yield show
+    if sys.stdout.isatty():
+        _replace_line("")
 
 
 def _newest_line(console: Path) -> str:
@@ -108,7 +105,7 @@ def _newest_line(console: Path) -> str:
     return ""
 
 
-def _show(line: str) -> None:
+def _replace_line(line: str) -> None:
     """Replace the last line of the terminal."""
     with suppress(OSError):
         print(f"\r\033[K{line[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)

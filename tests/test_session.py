@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from serried.configs.errors import UserError
 from serried.configs.schema import LaunchSection
-from serried.launch.forward import PASSED_ON
+from serried.launch.processes import PASSED_ON
 from serried.runtime.program import check_surroundings
 from serried.runtime.ranks import planned_processes, speaks, threads_per_process, torchrun_says, usable_cores
 from serried.runtime.session import open_session

@@ -16,9 +16,9 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 
 from serried.cli import main as serried
 from serried.configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, UserError
-from serried.launch.forward import NotedSignals
 from serried.launch.grid import read_sweep
 from serried.launch.points import Point
+from serried.launch.processes import NotedSignals
 from serried.launch.search import Search
 from serried.launch.summary import Outcome, outcome_of, read_outcome, table, write_summary
 from serried.launch.sweep import run_sweep, summarize

@@ -1,0 +1,88 @@
+"""Processes that a launcher starts: signals are passed on to them, and none is left behind."""
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+PASSED_ON = {  # what arrives, and what the processes get
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGHUP: signal.SIGHUP,
+    signal.SIGQUIT: signal.SIGTERM,
+}
+_LOOK_SECONDS = 0.1
+_OTHERS_END_SECONDS = 30.0
+
+
+class NotedSignals:
+    """While open, records signals that would end this process, for the caller to act on."""
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        """The signals to pass on, in the order they arrived."""
+
+    def __enter__(self) -> "NotedSignals":
+        # Ignored signals (nohup; SIGUSR1 of a batch script) stay ignored, here as in the processes.
+        self._before = {
+            number: signal.signal(number, self._note)
+            for number in PASSED_ON
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
+        return self
+
+    def _note(self, number: int, _: object) -> None:
+        self.received.append(PASSED_ON[signal.Signals(number)])
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def wait_for_all(
+    processes: Sequence["subprocess.Popen[bytes]"],
+    signals: NotedSignals,
+    patience_seconds: float,
+    on_look: Callable[[], object] = lambda: None,
+) -> dict[int, int]:
+    """Wait until all ``processes`` have ended, and pass signals on to them.
+
+    The first that fails ends the others: by SIGTERM, then SIGKILL. What still runs ``patience_seconds`` after a signal
+    is killed, too. ``on_look`` is called several times a second.
+
+    Returns:
+        Exit codes, negative for a signal, of the processes that failed before others were ended, by index.
+    """
+    failed: dict[int, int] = {}
+    passed_on, deadline, is_ending = 0, float("inf"), False
+    try:
+        while True:
+            running = [process for process in processes if process.poll() is None]
+            failed = failed or {n: process.returncode for n, process in enumerate(processes) if process.returncode}
+            if not running:
+                return failed
+            new, passed_on = signals.received[passed_on:], len(signals.received)
+            if new:
+                deadline = min(deadline, time.monotonic() + patience_seconds)
+            if failed and not is_ending:
+                is_ending, deadline = True, min(deadline, time.monotonic() + _OTHERS_END_SECONDS)
+                new.append(signal.SIGTERM)
+            if time.monotonic() > deadline:
+                new.append(signal.SIGKILL)
+            for process in running:
+                for number in new:
+                    process.send_signal(number)
+            on_look()
+            with suppress(subprocess.TimeoutExpired):
+                running[0].wait(_LOOK_SECONDS)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def killed_by(number: int) -> str:
+    """Return the reason of a process that signal ``number`` ended."""
+    hint = " (by a user, or by the system when memory ran out: see dmesg)" if number == signal.SIGKILL else ""
+    return f"killed by {signal.Signals(number).name}{hint}"

@@ -38,8 +38,7 @@ _NO_SWEEP = "give one, or sweep over them: python train.py -m ..."
 def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
     """Split the flags ``--help``, ``--cfg job`` and ``-m`` from the overrides; the first in this order wins.
 
-    ``--config-dir FOLDER`` stays among the overrides as one word, for ``config_dirs``, and so do other flags, which
-    ``compose`` refuses together with every other mistake.
+    Other flags stay among the overrides, for ``config_dirs`` and ``compose``.
     """
     action: Action = "train"
     overrides: list[str] = []
@@ -48,7 +47,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
         word = words.pop(0)
         if word in ("--help", "-h"):
             return "help", []
-        if (word == "--config-dir" and words) or (word in ("--cfg", "-c") and words[:1] == ["job"]):
+        if word in ("--cfg", "-c") and words[:1] == ["job"]:
             word = f"{word}={words.pop(0)}"
         if word in ("--cfg=job", "-c=job"):
             action = "config"
@@ -60,21 +59,28 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
 
 
 def config_dirs(argv: Sequence[str]) -> tuple[list[str], tuple[Path, ...]]:
-    """Split ``--config-dir=FOLDER`` from overrides.
+    """Split each ``--config-dir FOLDER`` from the overrides.
 
     Raises:
         UserError: there is no such folder, or a file in it has the name of a shipped one, which would win.
     """
-    folders = tuple(
-        Path(word.removeprefix(_CONFIG_DIR)).expanduser().absolute() for word in argv if word.startswith(_CONFIG_DIR)
-    )
+    overrides, folders = [], []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word == "--config-dir" and words:
+            word = f"{word}={words.pop(0)}"
+        if word.startswith(_CONFIG_DIR):
+            folders.append(Path(word.removeprefix(_CONFIG_DIR)).expanduser().absolute())
+        else:
+            overrides.append(word)
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"--config-dir {folder} is no folder; give the one that holds recipe/, model/, data/, ...")
         hidden = [path for path in folder.glob("*/*.yaml") if (_SHIPPED / path.relative_to(folder)).exists()]
         if hidden:
             raise UserError(f"{hidden[0]} has the name of a shipped choice, which would be used instead; rename it")
-    return [word for word in argv if not word.startswith(_CONFIG_DIR)], folders
+    return overrides, tuple(folders)
 
 
 class _Unknown(NamedTuple):

@@ -1,8 +1,5 @@
 """How a run can end before it is finished, and the exit codes for that."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from serried.configs.formats import printable
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_STOPPED, EXIT_MISTAKE = 0, 70, 75, 78
@@ -21,15 +18,6 @@ class UserError(Exception):
         if len(mistakes) < 2:
             return "".join(mistakes)
         return f"{len(mistakes)} mistakes:\n  " + "\n  ".join(mistakes)
-
-
-@contextmanager
-def noted(mistakes: list[str]) -> Iterator[None]:
-    """Add a mistake that ends this block to ``mistakes``, to be reported with the others."""
-    try:
-        yield
-    except UserError as error:
-        mistakes += error.args
 
 
 class TrainingFailed(Exception):

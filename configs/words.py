@@ -1,14 +1,18 @@
 """Reading the words of a command of ``serried``: ``key=value`` pairs, run folders, numbers."""
 
 from collections.abc import Sequence
-from math import nan
 from pathlib import Path
+from typing import TypeVar
 
 from serried.configs.errors import UserError
 from serried.configs.explain import shown
 from serried.configs.keys import all_keys
 from serried.configs.schema import parse_count
 from serried.configs.suggest import nearest, pasteable
+
+_Number = TypeVar("_Number", int, float)
+_ELSEWHERE = {"max_new_tokens": "tokens", "max_tokens": "tokens", "max_length": "tokens", "text": "prompt"}
+"""Names that other programs give to keys of ``serried generate``."""
 
 
 def last_of_each(words: Sequence[str]) -> list[str]:
@@ -37,12 +41,17 @@ def _key(word: str) -> str:
 
 
 def pairs(
-    words: Sequence[str], command: str, keys: Sequence[str], mistakes: list[str], *, reads_overrides: bool = False
+    words: Sequence[str], command: str, keys: Sequence[str], *, reads_overrides: bool = False
 ) -> tuple[dict[str, str], list[str]]:
     """Sort ``words`` into the command's own ``keys`` and, if it reads them, overrides of train.py. A bare folder is
-    that of the run. What is wrong goes to ``mistakes``."""
+    that of the run.
+
+    Raises:
+        UserError: some words are neither; names all.
+    """
     given: dict[str, str] = {}
     overrides: list[str] = []
+    mistakes: list[str] = []
     left = last_of_each(words)
     while left:
         word = left.pop(0)
@@ -57,7 +66,6 @@ def pairs(
                 value = left.pop(0)
                 word = f"{word} {value}"
             mistakes.append(f"{word}: keys have no dashes; write {pasteable(name, value or name.upper())}")
-            given.setdefault(name, value)
         elif key not in keys and name in keys:
             mistakes.append(f"{command} has no key {key!r}; did you mean {pasteable(name, value)}?")
         elif key not in keys and reads_overrides and not _is_slip(key, keys):
@@ -68,15 +76,11 @@ def pairs(
             close = nearest(key, keys)
             hint = f"did you mean {pasteable(close[0], value)}?" if close else f"its keys are {', '.join(keys)}"
             mistakes.append(f"{command} has no key {key!r}; {hint}")
-            if close[:1] in (["run.dir"], ["run.name"]):  # a run is named, so none is missing
-                given.setdefault(close[0], value)
         else:
             given[key] = value
+    if mistakes:
+        raise UserError(*mistakes)
     return given, overrides
-
-
-_ELSEWHERE = {"max_new_tokens": "tokens", "max_tokens": "tokens", "max_length": "tokens", "text": "prompt"}
-"""Names that other programs give to keys of ``serried generate``."""
 
 
 def run_key(word: str) -> str:
@@ -91,48 +95,18 @@ def _is_slip(key: str, keys: Sequence[str]) -> bool:
     return key not in all_keys() and bool(close := nearest(key, keys)) and "." not in key and close[0][:1] == key[:1]
 
 
-def whole_number(given: dict[str, str], key: str, default: int, mistakes: list[str], *, lowest: int) -> int:
-    """The whole number given for ``key``; a mistake goes to ``mistakes``."""
-    value = parse_count(given.get(key, str(default)))
-    if not isinstance(value, int) or not lowest <= value < 2**63:
-        mistakes.append(f"{key}={given[key]} is not a whole number of at least {lowest}; e.g. {key}={default}")
-        return default
-    return value
+def number(given: dict[str, str], key: str, default: _Number, lowest: float, highest: float) -> _Number:
+    """Return the number given for ``key``, of the type of ``default``.
 
-
-def number_between(
-    given: dict[str, str], key: str, default: float, lowest: float, highest: float, mistakes: list[str]
-) -> float:
-    """The number given for ``key``; a mistake goes to ``mistakes``."""
+    Raises:
+        UserError: it is none, or out of range.
+    """
+    kind = type(default)
     try:
-        value = float(given.get(key, default))
+        value = kind(parse_count(given.get(key, default)))
+        if lowest <= value <= highest:
+            return value
     except ValueError:
-        value = nan
-    if not lowest <= value <= highest:
-        mistakes.append(f"{key}={given[key]} is not a number from {lowest:g} to {highest:g}; e.g. {key}={default:g}")
-        return default
-    return value
-
-
-def step_number(text: str) -> int:
-    """The step of a checkpoint from its text.
-
-    Raises:
-        UserError: ``text`` is not a step.
-    """
-    step = parse_count(text)
-    if not isinstance(step, int):
-        raise UserError(f"checkpoint={text} is not a step; give the number in its name, e.g. checkpoint=100")
-    return step
-
-
-def byte_count(text: str) -> int:
-    """The number of bytes in a size such as ``5GB``.
-
-    Raises:
-        UserError: ``text`` is not a size.
-    """
-    count = parse_count(text.strip().removesuffix("B").removesuffix("b"))
-    if not isinstance(count, int) or count < 1:
-        raise UserError(f"shard_size={text} is not a size; e.g. shard_size=5GB or shard_size=500MB")
-    return count
+        pass
+    what = "whole number" if kind is int else "number"
+    raise UserError(f"{key}={given[key]} is not a {what} from {lowest:g} to {highest:g}; e.g. {key}={default:g}")

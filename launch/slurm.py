@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import serried
+from serried.configs.declaration import declared
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
 from serried.configs.schema import RunConfig
 from serried.launch.processes import NotedSignals
@@ -220,7 +221,8 @@ def preflight_script(argv: Sequence[str], config: RunConfig) -> str:
         "slurm": config.slurm.model_copy(update=changes),
     })  # fmt: skip
     folder = f"run_dir={shlex.quote(str(_absolute(config.run.dir)))}"
-    words = f"arguments=({shlex.join(['preflight', *_without_dry_run(argv)])})"
+    flags = [f"--config-dir={each}" for each in declared().config_dirs]
+    words = f"arguments=({shlex.join(['preflight', *flags, *_without_dry_run(argv)])})"
     return _script(_options([short]), short, ["-m", "serried"], [folder, words, "preflight=true"])
 
 

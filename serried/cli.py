@@ -1,37 +1,28 @@
 """The command ``serried``: everything that is not training. ``serried export runs/tiny out=my-model``."""
 
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from inspect import getdoc
 from pathlib import Path
+from textwrap import indent
+from typing import NamedTuple
 
-from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError, noted
+from serried.configs.command_line import config_dirs
+from serried.configs.declaration import BUILT_IN, declaring
+from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.configs.plain_data import read_json
-from serried.configs.schema import RunConfig, TextRunConfig
+from serried.configs.schema import RunConfig, TextRunConfig, parse_count
 from serried.configs.suggest import nearest
-from serried.configs.words import byte_count, number_between, pairs, run_key, whole_number
-from serried.runs import (
-    existing_runs,
-    find_run,
-    find_saved,
-    is_run,
-    run_folder,
-    runs_of_a_sweep,
-    similar_runs,
-)
+from serried.configs.words import number, pairs, run_key
+from serried.runs import existing_runs, find_run, find_saved, is_run, run_folder, runs_of_a_sweep, similar_runs
 from serried.runtime.early import print_any_text
 from serried.runtime.ending import leave, note_repeated, report_mistake
 from serried.runtime.program import check_surroundings
 from serried.runtime.ranks import is_started, say
 
-_EXPORT_KEYS = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
-_REPORT_KEYS = ("run.dir", "run.name", "out")
-_GENERATE_KEYS = (
-    "run.dir", "run.name", "checkpoint", "prompt", "tokens", "temperature", "top_p", "seed", "device",
-)  # fmt: skip
 _GENERATE_READS = ("precision", "launch.device")
-_EVALUATE_KEYS = ("run.dir", "run.name", "checkpoint", "json")
 _EVALUATE_READS = (
     "data", "precision", "parallel", "launch.device", "launch.start_timeout_seconds", "launch.step_timeout_seconds",
     "trainer.eval_batches", "trainer.global_batch", "trainer.micro_batch",
@@ -41,6 +32,35 @@ _OTHER_DATA = (
     "data", "data.path", "data.subset", "data.split", "data.revision", "data.text_column", "data.messages_column",
 )  # fmt: skip
 """Keys that name other documents than those of the run."""
+_HELP = ("--help", "-h")
+_TRAINS = ("plan", "submit")
+"""Commands that pass their words, flags too, on to train.py."""
+_OVERRIDES = "[recipe=RECIPE] [key=value ...]"
+_A_SAVED_MODEL = """\
+  RUN          run folder, checkpoint, exported model or Hugging Face folder; run.dir=RUN and run.name=NAME (for
+               runs/NAME) do the same; runs/tiny by default
+  checkpoint   step of the checkpoint; the newest by default
+"""
+
+
+class _Command(NamedTuple):
+    run: Callable[[list[str]], int]
+    """Takes the words after the command's name and returns the exit code. Mistakes raise ``UserError``. Its docstring
+    is the command's help."""
+    takes: str
+
+
+_COMMANDS: dict[str, _Command] = {}
+
+
+def _command(takes: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
+    """Make the decorated function a command that ``takes`` these words."""
+
+    def add(run: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+        _COMMANDS[run.__name__] = _Command(run, takes)
+        return run
+
+    return add
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,7 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
         if is_help or {*_HELP} & {*rest}:
             return say(_help(asked))
         note_repeated(rest)
-        code = _COMMANDS[name].run(rest)
+        overrides, folders = ([], ()) if name in _TRAINS else config_dirs(rest)
+        with declaring(BUILT_IN._replace(config_dirs=folders)):
+            code = _COMMANDS[name].run(rest if name in _TRAINS else overrides)
         if name in ("preflight", "evaluate"):  # threads of torch.distributed may outlive their work
             leave(code)
         return code
@@ -71,39 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_STOPPED
 
 
-def prepare(overrides: list[str]) -> int:
-    """Tokenize the data that ``overrides`` name. Return the exit code.
-
-    Raises:
-        UserError: an override is wrong, or the data cannot be had.
-    """
-    from serried.configs.compose import compose
-    from serried.recipes.causal_lm import CausalLM
-    from serried.runtime.console import Console
-
-    config = compose(overrides)
-    threads = config.trainer.workers if "workers" in config.trainer.model_fields_set else None
-    if threads == 0:
-        raise UserError("trainer.workers=0 leaves no thread to prepare with; use trainer.workers=1, or leave it out")
-    recipe = CausalLM(config)
-    recipe.open_data(recipe.prepare(Console(speaks=True, rank=0).progress, threads))
-    recipe.vocab_size()  # refuses a model that is too small for the tokenizer
-    return say(recipe.summary())
-
-
-def plan(words: list[str]) -> int:
-    """``train.py dry_run=true`` under another name: what a run would be. Return the exit code."""
-    from serried.program import main as train
-
-    return train([*words, *([] if "dry_run=true" in words else ["dry_run=true"])])
-
-
+@_command("")
 def recipes(words: list[str]) -> int:
-    """List the choices of ``recipe=``. Return the exit code.
-
-    Raises:
-        UserError: there are ``words``; it takes none.
-    """
+    """List the recipes."""
     from serried.configs.help import recipes_text
 
     if words:
@@ -113,44 +105,41 @@ def recipes(words: list[str]) -> int:
     return say(f"{recipes_text()}\nTrain one: python train.py recipe=NAME. Show its plan: serried plan recipe=NAME")
 
 
-def submit(words: list[str]) -> int:
-    """``train.py launch=slurm`` under another name. Return the exit code."""
+@_command(_OVERRIDES)
+def plan(words: list[str]) -> int:
+    """Print the plan of a run, on any machine; same as python train.py dry_run=true."""
     from serried.program import main as train
 
-    return train([*words, *([] if "launch=slurm" in words else ["launch=slurm"])])
+    return train([*words, *([] if "dry_run=true" in words else ["dry_run=true"])])
 
 
-def status(words: list[str]) -> int:
-    """Print the state of the run that ``words`` (a folder, or overrides of train.py) name; without any, of every run in
-    ``runs``. The table and the report of a sweep that is named are written again. Return the exit code.
+@_command(_OVERRIDES)
+def prepare(words: list[str]) -> int:
+    """Tokenize the data once, before training or on another machine.
 
-    Raises:
-        UserError: an override is wrong, or there is no such run.
+    trainer.workers  threads; one per core by default
+    data.cache_dir   where to write; give the same to train.py
     """
     from serried.configs.compose import compose
-    from serried.launch.progress import describe_run, runs_in
-    from serried.launch.sweep import update_summary
-    from serried.records.page import write_report
+    from serried.recipes.causal_lm import CausalLM
+    from serried.runtime.console import Console
 
-    words = [f"{run_key(word)}={word}" if "=" not in word and run_key(word) else word for word in words]
-    if words:
-        run_dir = compose(words).run.dir
-        if not run_dir.is_dir():
-            raise UserError(f"there is no run in {run_dir}; {similar_runs(run_dir, is_run)}")
-        print(describe_run(run_dir), flush=True)
-        update_summary(run_dir, write_report)
-        return EXIT_FINISHED
-    folders = runs_in(Path("runs"))
-    if not folders:
-        raise UserError("there is no run in runs; use run.dir=FOLDER")
-    return say("\n\n".join(describe_run(folder) for folder in folders))
+    config = compose(words)
+    threads = config.trainer.workers if "workers" in config.trainer.model_fields_set else None
+    if threads == 0:
+        raise UserError("trainer.workers=0 leaves no thread to prepare with; use trainer.workers=1, or leave it out")
+    recipe = CausalLM(config)
+    recipe.open_data(recipe.prepare(Console(speaks=True, rank=0).progress, threads))
+    recipe.vocab_size()  # refuses a model that is too small for the tokenizer
+    return say(recipe.summary())
 
 
+@_command("[key=value ...]")
 def preflight(words: list[str]) -> int:
-    """Test the nodes that a run with ``words`` (overrides of train.py) would use. Return the exit code.
+    """Test one node, or all nodes of a run under torchrun or in a Slurm job.
 
-    Raises:
-        UserError: an override is mistaken.
+    torchrun --nnodes=2 --nproc_per_node=8 ... -m serried preflight run.dir=RUN
+    serried preflight launch=slurm launch.nodes=2 ... run.dir=RUN    submits a job, waits for it and prints its table
     """
     from serried.configs.compose import compose
     from serried.launch.slurm import preflight_by_job
@@ -178,11 +167,43 @@ def _preflight_here(config: RunConfig) -> int:
     return examine(config.launch, config.run.dir, needed_bytes, peaks, config.slurm.exclude)
 
 
-def export(words: list[str]) -> int:
-    """Export the checkpoint that ``words`` name. Return the exit code.
+@_command("[key=value ...] [-m]")
+def submit(words: list[str]) -> int:
+    """Submit a run to Slurm; same as python train.py launch=slurm."""
+    from serried.program import main as train
 
-    Raises:
-        UserError: a key or value is wrong, or the export fails.
+    return train([*words, *([] if "launch=slurm" in words else ["launch=slurm"])])
+
+
+@_command("[RUN] [key=value ...]")
+def status(words: list[str]) -> int:
+    """Show the state of a run or sweep and of its job; by default, of all in runs/."""
+    from serried.configs.compose import compose
+    from serried.launch.progress import describe_run, runs_in
+    from serried.launch.sweep import update_summary
+    from serried.records.page import write_report
+
+    words = [f"{run_key(word)}={word}" if "=" not in word and run_key(word) else word for word in words]
+    if words:
+        run_dir = compose(words).run.dir
+        if not run_dir.is_dir():
+            raise UserError(f"there is no run in {run_dir}; {similar_runs(run_dir, is_run)}")
+        print(describe_run(run_dir), flush=True)
+        update_summary(run_dir, write_report)
+        return EXIT_FINISHED
+    folders = runs_in(Path("runs"))
+    if not folders:
+        raise UserError("there is no run in runs; use run.dir=FOLDER")
+    return say("\n\n".join(describe_run(folder) for folder in folders))
+
+
+@_command("RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]")
+def export(words: list[str]) -> int:
+    """Write a checkpoint as a plain model folder that transformers opens.
+
+    out          folder to write: config, generation config, tokenizer, weights
+    dtype        of the weights; as saved (fp32) by default
+    shard_size   largest file: 500MB, 5GB (default); a larger tensor has its own file
     """
     import torch
 
@@ -190,179 +211,41 @@ def export(words: list[str]) -> int:
     from serried.trainer.checkpoint.export import export as write
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    mistakes: list[str] = []
-    given, _ = pairs(words, "export", _EXPORT_KEYS, mistakes)
+    given, _ = pairs(words, "export", ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size"))
     dtype = given.get("dtype")
     if dtype is not None and dtype not in dtypes:
-        mistakes.append(f"dtype={dtype} is not one of {', '.join(dtypes)}; use dtype=bf16")
+        raise UserError(f"dtype={dtype} is not one of {', '.join(dtypes)}; use dtype=bf16")
     if "out" not in given:
-        mistakes.append("out=FOLDER is missing: the folder to write; e.g. out=my-model")
-    with noted(mistakes):
-        shard_bytes = byte_count(given.get("shard_size", "5GB"))
-    with noted(mistakes):
-        checkpoint = find_saved(given, "export").folder
-    _refuse(mistakes)
-    out = Path(given["out"])
+        raise UserError("out=FOLDER is missing: the folder to write; e.g. out=my-model")
+    text = given.get("shard_size", "5GB")
+    shard_bytes = parse_count(re.sub("[Bb]$", "", text.strip()))
+    if not isinstance(shard_bytes, int) or shard_bytes < 1:
+        raise UserError(f"shard_size={text} is not a size; e.g. shard_size=5GB or shard_size=500MB")
+    checkpoint, out = find_saved(given, "export").folder, Path(given["out"])
     files = write(checkpoint, out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes)
     return say(f"exported   {checkpoint} to {out}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}")
 
 
-def generate(words: list[str]) -> int:
-    """Print text from a model. ``words``: the command's own keys, and overrides of the run's config. Return the exit
-    code.
-
-    Raises:
-        UserError: a key or value is wrong, or there is no such checkpoint.
-    """
-    from serried.configs.formats import printable
-    from serried.recipes.causal_lm import CausalLM
-    from serried.recipes.saved import as_saved
-    from serried.runtime.ranks import choose_device, torchrun_says
-    from serried.runtime.session import Session
-    from serried.trainer.generation import Sampling, write_text
-
-    mistakes: list[str] = []
-    given, overrides = pairs(words, "generate", _GENERATE_KEYS, mistakes, reads_overrides=True)
-    sampling = Sampling(
-        tokens=whole_number(given, "tokens", 200, mistakes, lowest=1),
-        temperature=number_between(given, "temperature", 0.8, 0, 1000, mistakes),
-        top_p=number_between(given, "top_p", 1.0, 0, 1, mistakes),
-        seed=whole_number(given, "seed", 1, mistakes, lowest=0),
-    )
-    if sampling.top_p == 0:
-        mistakes.append("top_p=0 leaves no token to choose from; use temperature=0 for the most likely one")
-    if torchrun_says()[2] > 1:
-        mistakes.append("serried generate runs in one process; start it without torchrun")
-    device = [f"launch.device={given['device']}"] if "device" in given else []
-    config, checkpoint = _opened(given, [*overrides, *device], _GENERATE_READS, "generate", mistakes)
-    config = as_saved(config, checkpoint, world_size=1, is_cut_anew=True, is_other_data=True)
-    session = Session((0, 0, 1, 1), choose_device(config.launch, 0, 1), config.launch)
-    shown = printable if sys.stdout.isatty() else str
-    with suppress(BrokenPipeError):  # the reader has closed the pipe
-        write_text(
-            config, CausalLM(config), session, checkpoint, given.get("prompt", ""), sampling,
-            say=lambda text: print(shown(text), end="", flush=True),
-            note=lambda line: print(line, file=sys.stderr, flush=True),
-        )  # fmt: skip
-    return EXIT_FINISHED
-
-
-def evaluate(words: list[str]) -> int:
-    """Print the losses of a model on its run's validation sets, or on data that ``words`` name. End the process, or
-    return the exit code.
-
-    Raises:
-        UserError: a key or value is wrong, or there is no such checkpoint.
-    """
-    from serried.recipes.causal_lm import CausalLM
-    from serried.recipes.saved import as_saved
-    from serried.runtime.ranks import torchrun_says
-    from serried.runtime.session import Session, run_in_session
-    from serried.trainer.evaluation import print_evaluation
-
-    mistakes: list[str] = []
-    given, overrides = pairs(words, "evaluate", _EVALUATE_KEYS, mistakes, reads_overrides=True)
-    if given.get("json", "false") not in ("true", "false"):
-        mistakes.append(f"json={given['json']} is not true or false; use json=true")
-    keys = [word.partition("=")[0].lstrip("+") for word in overrides]
-    config, checkpoint = _opened(given, overrides, _EVALUATE_READS, "evaluate", mistakes)
-    is_other_data = any(key in _OTHER_DATA for key in keys)
-    if not is_other_data and not (checkpoint.absolute().parent.parent / "config.yaml").is_file():
-        raise UserError(f"{checkpoint} is a model without a run, so name the data: data=text data.path=FILES")
-    if is_other_data and config.data.name == "mixture":
-        raise UserError("data=mixture is several sources; evaluate them one at a time: data=text data.path=FILES")
-    is_cut_anew = not any(key.startswith("parallel") for key in keys)
-    config = as_saved(
-        config, checkpoint, world_size=torchrun_says()[2], is_cut_anew=is_cut_anew, is_other_data=is_other_data
-    )
-    batches = None if is_other_data and "trainer.eval_batches" not in keys else config.trainer.eval_batches
-
-    def work(session: Session) -> int:
-        session.same_everywhere("the config", config.model_dump_json())
-        return print_evaluation(
-            config, CausalLM(config), session, checkpoint, is_whole=is_other_data, batches=batches,
-            as_json=given.get("json") == "true",
-        )  # fmt: skip
-
-    return run_in_session(config.launch, work)
-
-
-def _refuse(mistakes: list[str]) -> None:
-    if mistakes:
-        raise UserError(*mistakes)
-
-
-def _opened(
-    given: dict[str, str], overrides: list[str], reads: tuple[str, ...], command: str, mistakes: list[str]
-) -> tuple[TextRunConfig, Path]:
-    """The config and folder of the saved model that ``given`` names. ``overrides`` of the config may have keys that
-    begin as ``reads`` say.
-
-    Raises:
-        UserError: there is no such model, an override is wrong, or there were ``mistakes`` before.
-    """
-    from serried.configs.compose import compose_saved, refuse_misread
-
-    not_found: list[str] = []
-    saved = None
-    with noted(not_found):
-        saved = find_saved(given, command)
-    with noted(mistakes):
-        if saved is None or saved.run is None:
-            refuse_misread(overrides, reads)
-        else:
-            config = compose_saved(saved.run / "config.yaml", overrides, reads)
-    _refuse([*mistakes, *not_found])
-    assert saved is not None
-    if saved.run is None:
-        config = _config_of_model(saved.folder, overrides)
-    return config, saved.folder
-
-
-def _config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
-    """The config of a run with the model and tokenizer of ``folder``, which transformers opens.
-
-    Raises:
-        UserError: it holds a model of another family, or cannot be read.
-    """
-    from serried.api import words
-    from serried.configs.compose import compose
-    from serried.configs.model_folder import keys_of_model
-
-    longest = keys_of_model(str(folder)).get("max_sequence_length", 2048)
-    config = compose([*words({"model": {"path": folder.absolute()}}), f"data.sequence_length={longest}", *overrides])
-    if (folder / "chat_template.jinja").is_file():
-        config = config.model_copy(update={"data": config.data.model_copy(update={"format": "chat"})})
-    return config
-
-
+@_command("RUN [RUN ...] [out=FILE]")
 def report(words: list[str]) -> int:
-    """Write the page of the runs in ``words``: folders, and ``_REPORT_KEYS``. Return the exit code.
+    """Write one HTML page with the curves of one run, or of several compared.
 
-    Raises:
-        UserError: there is no such run, a key or value is wrong, or the page cannot be written.
+    RUN          run folders: runs/tiny, or runs/sweep/*; a sweep's own folder among them is skipped
+    out          file to write; RUN/report.html by default, or report.html here for several runs
     """
     from serried.configs.formats import size
     from serried.records.page import write_report
 
-    mistakes: list[str] = []
     # A word with "=" is a key, unless there is a folder of that name.
     folders = [word for word in words if Path(word).is_dir() or not ("=" in word or word.startswith("-"))]
-    given, _ = pairs([word for word in words if word not in folders], "report", _REPORT_KEYS, mistakes)
+    given, _ = pairs([word for word in words if word not in folders], "report", ("run.dir", "run.name", "out"))
     if len(folders) > 1:  # runs/sweep-* matches the sweep's own folder too
         folders = [folder for folder in folders if is_run(Path(folder)) or not runs_of_a_sweep(Path(folder))] or folders
     folders += [given["run.dir"]] if "run.dir" in given else []
     folders += [f"runs/{given['run.name']}"] if "run.name" in given else []
-    runs: list[Path] = []
-    for folder in folders:
-        with noted(mistakes):
-            run = run_folder(folder, is_run)
-            if run.resolve() in [other.resolve() for other in runs]:
-                raise UserError(f"the run {run} is given twice; give it once")
-            runs.append(run)
     if not folders:
-        mistakes.append(f"serried report needs a run folder: serried report RUN; {existing_runs(Path('runs'), is_run)}")
-    _refuse(mistakes)
+        raise UserError(f"serried report needs a run folder: serried report RUN; {existing_runs(Path('runs'), is_run)}")
+    runs = list({run.resolve(): run for run in (run_folder(folder, is_run) for folder in folders)}.values())
     out = Path(given.get("out", runs[0] / "report.html" if len(runs) == 1 else "report.html"))
     if out.is_dir():
         raise UserError(f"out={out} is a folder; give a file, e.g. out={out / 'report.html'}")
@@ -374,21 +257,16 @@ def report(words: list[str]) -> int:
     return say(f"report     {what}: {out}, {size(out.stat().st_size)}; open it in a browser")
 
 
+@_command("RUN")
 def send(words: list[str]) -> int:
-    """Send the records of a run that has ended to its trackers. Return the exit code.
-
-    Raises:
-        UserError: there is no such run, it has no trackers, or one of them is not installed.
-    """
+    """Send the records of a run that has ended to its trackers again."""
     from serried.configs.compose import compose_saved
     from serried.configs.trackers import asked_for, missing_trackers
     from serried.records.run_folder import RunFolder
     from serried.records.trackers.processes import Trackers
     from serried.runtime.console import Console
 
-    mistakes: list[str] = []
-    given, _ = pairs(words, "send", ("run.dir", "run.name"), mistakes)
-    _refuse(mistakes)
+    given, _ = pairs(words, "send", ("run.dir", "run.name"))
     run = find_run(given, "send", is_run)
     track = compose_saved(run / "config.yaml", (), ()).track
     if not asked_for(track):
@@ -410,102 +288,131 @@ def send(words: list[str]) -> int:
         claimed.close()
 
 
-_OVERRIDES = "[recipe=RECIPE] [key=value ...]"
-_OF_A_RUN = """\
-  RUN          run folder, checkpoint, exported model or Hugging Face folder; run.dir=RUN and run.name=NAME (for
-               runs/NAME) do the same; runs/tiny by default
-  checkpoint   step of the checkpoint; the newest by default
-"""
-_HELP = ("--help", "-h")
+@_command("RUN [prompt=TEXT] [tokens=200] [temperature=0.8] [top_p=1] [seed=1] [checkpoint=STEP]")
+def generate(words: list[str]) -> int:
+    """Print text from a model; for a chat model the prompt is a user's message.
+
+    prompt       text to continue; without one, a new document
+    tokens       at most this many; ends earlier at the end of the text
+    temperature  0: always the most likely token; 1: the model's own probabilities
+    top_p        sample from the most likely tokens whose probabilities add up to this
+    device       cpu or cuda; precision=bf16 is read too
+    """
+    from serried.configs.formats import printable
+    from serried.recipes.causal_lm import CausalLM
+    from serried.recipes.saved import as_saved
+    from serried.runtime.ranks import choose_device, torchrun_says
+    from serried.runtime.session import Session
+    from serried.trainer.generation import Sampling, write_text
+
+    keys = ("run.dir", "run.name", "checkpoint", "prompt", "tokens", "temperature", "top_p", "seed", "device")
+    given, overrides = pairs(words, "generate", keys, reads_overrides=True)
+    sampling = Sampling(
+        tokens=number(given, "tokens", 200, 1, 10**9),
+        temperature=number(given, "temperature", 0.8, 0, 1000),
+        top_p=number(given, "top_p", 1.0, 0, 1),
+        seed=number(given, "seed", 1, 0, 2**63 - 1),
+    )
+    if sampling.top_p == 0:
+        raise UserError("top_p=0 leaves no token to choose from; use temperature=0 for the most likely one")
+    if torchrun_says()[2] > 1:
+        raise UserError("serried generate runs in one process; start it without torchrun")
+    device = [f"launch.device={given['device']}"] if "device" in given else []
+    config, checkpoint = _opened(given, [*overrides, *device], _GENERATE_READS, "generate")
+    config = as_saved(config, checkpoint, world_size=1, is_cut_anew=True, is_other_data=True)
+    session = Session((0, 0, 1, 1), choose_device(config.launch, 0, 1), config.launch)
+    shown = printable if sys.stdout.isatty() else str
+    with suppress(BrokenPipeError):  # the reader has closed the pipe
+        write_text(
+            config, CausalLM(config), session, checkpoint, given.get("prompt", ""), sampling,
+            say=lambda text: print(shown(text), end="", flush=True),
+            note=lambda line: print(line, file=sys.stderr, flush=True),
+        )  # fmt: skip
+    return EXIT_FINISHED
 
 
-@dataclass(frozen=True)
-class _Command:
-    run: Callable[[list[str]], int]
-    takes: str
-    does: str
-    more: str = ""
+@_command("RUN [checkpoint=STEP] [json=true] [data=text data.path=FILES] [key=value ...]")
+def evaluate(words: list[str]) -> int:
+    """Print loss, perplexity and bits per byte on the run's validation sets, or on other data.
+
+    data, data.path, ...   other data, all of it, tokenized as the run's
+    trainer.eval_batches   batches of trainer.global_batch sequences; the run's by default
+    parallel, precision    as in training; under torchrun on all its processes: torchrun ... -m serried evaluate ...
+    json=true              print one line of JSON per set
+    """
+    from serried.recipes.causal_lm import CausalLM
+    from serried.recipes.saved import as_saved
+    from serried.runtime.ranks import torchrun_says
+    from serried.runtime.session import Session, run_in_session
+    from serried.trainer.evaluation import print_evaluation
+
+    given, overrides = pairs(words, "evaluate", ("run.dir", "run.name", "checkpoint", "json"), reads_overrides=True)
+    if given.get("json", "false") not in ("true", "false"):
+        raise UserError(f"json={given['json']} is not true or false; use json=true")
+    keys = [word.partition("=")[0].lstrip("+") for word in overrides]
+    config, checkpoint = _opened(given, overrides, _EVALUATE_READS, "evaluate")
+    is_other_data = any(key in _OTHER_DATA for key in keys)
+    if not is_other_data and not (checkpoint.absolute().parent.parent / "config.yaml").is_file():
+        raise UserError(f"{checkpoint} is a model without a run, so name the data: data=text data.path=FILES")
+    if is_other_data and config.data.name == "mixture":
+        raise UserError("data=mixture is several sources; evaluate them one at a time: data=text data.path=FILES")
+    is_cut_anew = not any(key.startswith("parallel") for key in keys)
+    config = as_saved(
+        config, checkpoint, world_size=torchrun_says()[2], is_cut_anew=is_cut_anew, is_other_data=is_other_data
+    )
+    batches = None if is_other_data and "trainer.eval_batches" not in keys else config.trainer.eval_batches
+
+    def work(session: Session) -> int:
+        session.same_everywhere("the config", config.model_dump_json())
+        return print_evaluation(
+            config, CausalLM(config), session, checkpoint, is_whole=is_other_data, batches=batches,
+            as_json=given.get("json") == "true",
+        )  # fmt: skip
+
+    return run_in_session(config.launch, work)
 
 
-_COMMANDS = {
-    "recipes": _Command(recipes, "", "list the recipes"),
-    "plan": _Command(plan, _OVERRIDES, "print the plan of a run, on any machine; same as python train.py dry_run=true"),
-    "prepare": _Command(
-        prepare,
-        _OVERRIDES,
-        "tokenize the data once, before training or on another machine",
-        """\
-  trainer.workers  threads; one per core by default
-  data.cache_dir   where to write; give the same to train.py
-""",
-    ),
-    "preflight": _Command(
-        preflight,
-        "[key=value ...]",
-        "test one node, or all nodes of a run under torchrun or in a Slurm job",
-        """\
-  torchrun --nnodes=2 --nproc_per_node=8 ... -m serried preflight run.dir=RUN
-  serried preflight launch=slurm launch.nodes=2 ... run.dir=RUN    submits a job, waits for it and prints its table
-""",
-    ),
-    "submit": _Command(submit, "[key=value ...] [-m]", "submit a run to Slurm; same as python train.py launch=slurm"),
-    "status": _Command(
-        status, "[RUN] [key=value ...]", "show the state of a run or sweep and of its job; by default, of all in runs/"
-    ),
-    "export": _Command(
-        export,
-        "RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]",
-        "write a checkpoint as a plain model folder that transformers opens",
-        f"""\
-{_OF_A_RUN}\
-  out          folder to write: config, generation config, tokenizer, weights
-  dtype        of the weights; as saved (fp32) by default
-  shard_size   largest file: 500MB, 5GB (default); a larger tensor has its own file
-""",
-    ),
-    "report": _Command(
-        report,
-        "RUN [RUN ...] [out=FILE]",
-        "write one HTML page with the curves of one run, or of several compared",
-        """\
-  RUN          run folders: runs/tiny, or runs/sweep/*; a sweep's own folder among them is skipped
-  out          file to write; RUN/report.html by default, or report.html here for several runs
-""",
-    ),
-    "send": _Command(send, "RUN", "send the records of a run that has ended to its trackers again"),
-    "generate": _Command(
-        generate,
-        "RUN [prompt=TEXT] [tokens=200] [temperature=0.8] [top_p=1] [seed=1] [checkpoint=STEP]",
-        "print text from a model; for a chat model the prompt is a user's message",
-        f"""\
-{_OF_A_RUN}\
-  prompt       text to continue; without one, a new document
-  tokens       at most this many; ends earlier at the end of the text
-  temperature  0: always the most likely token; 1: the model's own probabilities
-  top_p        sample from the most likely tokens whose probabilities add up to this
-  device       cpu or cuda; precision=bf16 is read too
-""",
-    ),
-    "evaluate": _Command(
-        evaluate,
-        "RUN [checkpoint=STEP] [json=true] [data=text data.path=FILES] [key=value ...]",
-        "print loss, perplexity and bits per byte on the run's validation sets, or on other data",
-        f"""\
-{_OF_A_RUN}\
-  data, data.path, ...   other data, all of it, tokenized as the run's
-  trainer.eval_batches   batches of trainer.global_batch sequences; the run's by default
-  parallel, precision    as in training; under torchrun on all its processes: torchrun ... -m serried evaluate ...
-  json=true              print one line of JSON per set
-""",
-    ),
-}
+def _opened(
+    given: dict[str, str], overrides: list[str], reads: tuple[str, ...], command: str
+) -> tuple[TextRunConfig, Path]:
+    """Return the config and folder of the saved model that ``given`` names. ``overrides`` of the config may have keys
+    that begin as ``reads`` say.
+
+    Raises:
+        UserError: there is no such model, or an override is wrong.
+    """
+    from serried.configs.compose import compose_saved, refuse_misread
+
+    saved = find_saved(given, command)
+    if saved.run is not None:
+        return compose_saved(saved.run / "config.yaml", overrides, reads), saved.folder
+    refuse_misread(overrides, reads)
+    return _config_of_model(saved.folder, overrides), saved.folder
+
+
+def _config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
+    """The config of a run with the model and tokenizer of ``folder``, which transformers opens.
+
+    Raises:
+        UserError: it holds a model of another family, or cannot be read.
+    """
+    from serried.api import words
+    from serried.configs.compose import compose
+    from serried.configs.model_folder import keys_of_model
+
+    longest = keys_of_model(str(folder)).get("max_sequence_length", 2048)
+    config = compose([*words({"model": {"path": folder.absolute()}}), f"data.sequence_length={longest}", *overrides])
+    if (folder / "chat_template.jinja").is_file():
+        config = config.model_copy(update={"data": config.data.model_copy(update={"format": "chat"})})
+    return config
 
 
 def _help(name: str | None) -> str:
     """The help text of the command ``name``, or of all commands."""
+    does = {each: (getdoc(command.run) or "").partition("\n") for each, command in _COMMANDS.items()}
     if name is None:
         width = max(map(len, _COMMANDS))
-        lines = [f"  {each:<{width}}  {command.does}" for each, command in _COMMANDS.items()]
+        lines = [f"  {each:<{width}}  {first[0].lower()}{first[1:-1]}" for each, (first, _, _) in does.items()]
         return "\n".join(
             [
                 "usage: serried COMMAND [RUN] [key=value ...]",
@@ -516,10 +423,8 @@ def _help(name: str | None) -> str:
                 "plan, prepare, preflight, submit and status take the overrides of train.py.",
             ]
         )
-    command = _COMMANDS[name]
-    overrides = (
-        "\nkey=value: overrides of train.py, listed by python train.py --help" if "key=value" in command.takes else ""
-    )
-    usage = f"usage: serried {name} {command.takes}".rstrip()
-    does = command.does[0].upper() + command.does[1:]
-    return f"{usage}\n\n{does}.\n{command.more}{overrides}\nAll commands: serried --help"
+    takes, (first, _, keys) = _COMMANDS[name].takes, does[name]
+    keys = (_A_SAVED_MODEL if "checkpoint=STEP" in takes else "") + indent(keys.strip("\n"), "  ")
+    overrides = "key=value: overrides of train.py, listed by python train.py --help\n" if "key=value" in takes else ""
+    usage = f"usage: serried {name} {takes}".rstrip()
+    return f"{usage}\n\n{first}\n{keys}\n\n{overrides}All commands: serried --help"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serried.configs.errors import UserError
+from serried.configs.schema import parse_count
 from serried.configs.suggest import nearest
-from serried.configs.words import step_number
 
 IsTaken = Callable[[Path], bool]
 """Whether a command can use the run in a folder."""
@@ -46,8 +46,9 @@ def find_saved(given: Mapping[str, str], command: str) -> Saved:
 
 
 def find_run(given: Mapping[str, str], command: str, is_taken: IsTaken | None = None) -> Path:
-    """The folder of the run that ``given`` names; without a name, the run of recipe tiny if it exists. ``is_taken``:
-    which runs ``command`` can use; by default those with a checkpoint.
+    """Return the folder of the run that ``given`` names; without a name, of the run of recipe tiny if it exists.
+
+    ``is_taken``: which runs ``command`` can use; by default those with a checkpoint.
 
     Raises:
         UserError: there is no such run; names those that ``command`` can use.
@@ -58,15 +59,13 @@ def find_run(given: Mapping[str, str], command: str, is_taken: IsTaken | None = 
     if (run / "checkpoints").is_dir() or (is_taken is not None and is_taken(run)):
         return run
     is_taken = is_taken or has_saved
-    if not {"run.dir", "run.name"} & {*given}:
-        raise UserError(
-            f"serried {command} needs a run: serried {command} RUN; {existing_runs(Path('runs'), is_taken)}"
-        )
-    return run_folder(str(run), is_taken)
+    if "run.dir" in given or "run.name" in given:
+        return run_folder(str(run), is_taken)
+    raise UserError(f"serried {command} needs a run: serried {command} RUN; {existing_runs(Path('runs'), is_taken)}")
 
 
 def run_folder(word: str, is_taken: IsTaken) -> Path:
-    """The run folder that ``word`` names.
+    """Return the run folder that ``word`` names.
 
     Raises:
         UserError: it holds no run; names similar ones that the command can use.
@@ -75,9 +74,7 @@ def run_folder(word: str, is_taken: IsTaken) -> Path:
     if is_run(folder):
         return folder
     if not folder.is_dir():
-        named = Path("runs") / word
-        hint = f"did you mean {named}?" if named.is_dir() else similar_runs(folder, is_taken)
-        raise UserError(f"there is no folder {word}; {hint}")
+        raise UserError(f"there is no folder {word}; {similar_runs(folder, is_taken)}")
     if runs := [run for run in runs_of_a_sweep(folder) if is_taken(run)]:
         raise UserError(f"{word} is the folder of a sweep; its runs are {_listed(runs)}")
     hint = existing_runs(folder, is_taken)
@@ -103,17 +100,19 @@ def checkpoints_of(run: Path) -> dict[int, Path]:
 
 
 def choose_checkpoint(found: Mapping[int, Path], given: Mapping[str, str]) -> Path:
-    """The checkpoint among ``found`` that ``given`` names, or the newest.
+    """Return the checkpoint among ``found`` that ``given`` names, or the newest.
 
     Raises:
         UserError: it is not among them.
     """
-    wanted = step_number(given["checkpoint"]) if "checkpoint" in given else max(found)
-    if wanted not in found:
-        steps = " or ".join(f"checkpoint={step}" for step in [*found][-4:])
-        folder = next(iter(found.values())).parent
-        raise UserError(f"checkpoint={given['checkpoint']}: {folder} has no step {wanted}; use {steps}")
-    return found[wanted]
+    typed = given.get("checkpoint", str(max(found)))
+    step = parse_count(typed)
+    if not isinstance(step, int):
+        raise UserError(f"checkpoint={typed} is not a step; give the number in its name, e.g. checkpoint=100")
+    if step not in found:
+        steps = " or ".join(f"checkpoint={each}" for each in [*found][-4:])
+        raise UserError(f"checkpoint={typed}: {next(iter(found.values())).parent} has no step {step}; use {steps}")
+    return found[step]
 
 
 def is_run(folder: Path) -> bool:
@@ -137,6 +136,8 @@ def runs_of_a_sweep(folder: Path) -> list[Path]:
 
 def similar_runs(missing: Path, is_taken: IsTaken) -> str:
     """What to type in place of a folder that is ``missing``: a run with a similar name, or all runs there are."""
+    if (Path("runs") / missing).is_dir():
+        return f"did you mean {Path('runs') / missing}?"
     folder = missing.parent if missing.parent.is_dir() and missing.parent != Path() else Path("runs")
     with suppress(OSError):
         names = [path.name for path in folder.iterdir() if is_taken(path)]

@@ -12,35 +12,13 @@ _FOLDER = Path(__file__).resolve().parent
 _WIDTH = 108
 
 _COMMON_KEYS = (
-    "trainer.steps",
-    "trainer.global_batch",
-    "trainer.micro_batch",
-    "trainer.max_grad_norm",
-    "trainer.seed",
-    "trainer.deterministic",
-    "trainer.log_every",
-    "trainer.eval_every",
-    "optim.lr",
-    "optim.weight_decay",
-    "schedule.warmup_steps",
-    "data.path",
-    "data.tokenizer",
-    "data.sequence_length",
-    "model.dim",
-    "model.layers",
-    "parallel.replicate",
-    "parallel.shard",
-    "parallel.reshard_after_forward",
-    "run.name",
-    "run.dir",
-    "checkpoint.every",
-    "checkpoint.resume",
-    "trainer.stop_at",
-    "trainer.max_minutes",
-    "launch.processes",
-    "launch.device",
-    "dry_run",
-)
+    "trainer.steps", "trainer.global_batch", "trainer.micro_batch", "trainer.max_grad_norm", "trainer.seed",
+    "trainer.deterministic", "trainer.log_every", "trainer.eval_every", "optim.lr", "optim.weight_decay",
+    "schedule.warmup_steps", "data.path", "data.tokenizer", "data.sequence_length", "model.dim", "model.layers",
+    "parallel.replicate", "parallel.shard", "parallel.reshard_after_forward", "run.name", "run.dir",
+    "checkpoint.every", "checkpoint.resume", "trainer.stop_at", "trainer.max_minutes", "launch.processes",
+    "launch.device", "dry_run",
+)  # fmt: skip
 
 _EXAMPLES = (
     ("python train.py", "recipe tiny, one process"),
@@ -62,16 +40,12 @@ def choices_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
 def files_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
     """The groups in ``folder`` and the choices that have a YAML file there."""
     found: dict[str, list[str]] = {"recipe": []}
-    for path in sorted(path for each in _folders(folder) for path in each.glob("*/*.yaml")):
+    for path in sorted(path for each in (folder, *declared().config_dirs) for path in each.glob("*/*.yaml")):
         found.setdefault(path.parent.name, []).append(path.stem)
     own = () if declared().sections else ("model", "data")
     if not declared().sections:  # the shipped recipes are for the built-in tasks
         found["recipe"] = [path.stem for each in declared().config_dirs for path in each.glob("recipe/*.yaml")]
     return {group: names for group, names in found.items() if names and group not in own}
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [folder, *declared().config_dirs]
 
 
 def help_text(program: str = "train.py", folder: Path = _FOLDER) -> str:
@@ -107,13 +81,8 @@ def help_text(program: str = "train.py", folder: Path = _FOLDER) -> str:
 
 def recipes_text(folder: Path = _FOLDER) -> str:
     """Recipes with their first comment."""
-    names = choices_of(folder)["recipe"]
-    return "\n".join(_table([(name, _first_comment(_recipe_file(folder, name))) for name in names]))
-
-
-def _recipe_file(folder: Path, name: str) -> Path:
-    files = [each / "recipe" / f"{name}.yaml" for each in _folders(folder)]
-    return next(file for file in files if file.exists())
+    files = {path.stem: path for each in (*declared().config_dirs, folder) for path in each.glob("recipe/*.yaml")}
+    return "\n".join(_table([(name, _first_comment(files[name])) for name in choices_of(folder)["recipe"]]))
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> list[str]:

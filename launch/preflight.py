@@ -60,8 +60,13 @@ def preflight(
 
     def work(session: Session) -> int:
         facts = session.gather(examine(session, run_dir))
-        code = session.once(lambda: _report(facts, session, run_dir, needed_bytes, peaks, excluded))
-        return int(code)
+
+        def print_report() -> int:
+            findings = judge(facts, session.device.type, session.local_world_size, run_dir, needed_bytes)
+            print("\n".join(report(facts, findings, peaks, excluded)), flush=True)
+            return EXIT_FAILED if findings.by_host or findings.common else EXIT_FINISHED
+
+        return int(session.once(print_report))
 
     return run_in_session(impatient, work)
 
@@ -74,13 +79,13 @@ def examine(session: Session, run_dir: Path) -> dict[str, Any]:
     def alone(name: str, probe: Callable[[], Any]) -> None:
         try:
             facts[name] = probe()
-        except _Unwritable as error:
-            facts[name] = None
-            if str(error) not in facts["problems"]:
-                facts["problems"].append(str(error))
         except Exception as error:  # recorded as a finding; the other probes continue
             facts[name] = None
-            facts["problems"].append(f"{name.replace('_', ' ')}: {type(error).__name__}: {error}")
+            problem = f"{name.replace('_', ' ')}: {type(error).__name__}: {error}"
+            if isinstance(error, OSError) and name in ("disk", "sees_run_dir"):
+                problem = f"cannot write to {run_dir}: {error.strerror}; use run.dir=FOLDER on another disk"
+            if problem not in facts["problems"]:
+                facts["problems"].append(problem)
 
     hosts = session.gather(facts["host"])
     alone("versions", probes.versions)
@@ -89,9 +94,9 @@ def examine(session: Session, run_dir: Path) -> dict[str, Any]:
     alone("matmul", lambda: probes.matmul_flops(session))
     alone("unresolved", lambda: probes.unresolved([*hosts, os.environ.get("MASTER_ADDR", "localhost")]))
     alone("shared_memory", probes.shared_memory_bytes)
-    alone("sees_run_dir", lambda: _writing(run_dir, lambda: _sees_what_rank_0_writes(session, run_dir)))
+    alone("sees_run_dir", lambda: _sees_what_rank_0_writes(session, run_dir))
     is_first = hosts.index(facts["host"]) == session.rank
-    alone("disk", lambda: _writing(run_dir, lambda: probes.disk(run_dir)) if is_first else None)
+    alone("disk", lambda: probes.disk(run_dir) if is_first else None)
     session.gather("measured")  # no rank measures the network while another still computes
     if session.world_size > 1:
         facts["collectives"] = probes.collectives(session)
@@ -100,18 +105,6 @@ def examine(session: Session, run_dir: Path) -> dict[str, Any]:
         facts["pairs"] = probes.pairs_bytes_per_second(session, members)
     facts["clock"] = probes.clock_ahead_seconds(session)
     return facts
-
-
-class _Unwritable(Exception):
-    """The run folder cannot be written."""
-
-
-def _writing(run_dir: Path, probe: Callable[[], Any]) -> Any:
-    try:
-        return probe()
-    except OSError as error:
-        reason = f"cannot write to {run_dir}: {error.strerror}; use run.dir=FOLDER on another disk"
-        raise _Unwritable(reason) from None
 
 
 def _sees_what_rank_0_writes(session: Session, run_dir: Path) -> bool | None:
@@ -132,20 +125,6 @@ def _sees_what_rank_0_writes(session: Session, run_dir: Path) -> bool | None:
     if session.is_main:
         path.unlink(missing_ok=True)
     return seen if is_there else None
-
-
-def _report(
-    facts: list[dict[str, Any]],
-    session: Session,
-    run_dir: Path,
-    needed_bytes: int | None,
-    peaks: dict[str, float],
-    excluded: str | None,
-) -> int:
-    findings = judge(facts, session.device.type, session.local_world_size, run_dir, needed_bytes)
-    for line in report(facts, findings, peaks, excluded):
-        print(line, flush=True)
-    return EXIT_FAILED if findings.by_host or findings.common else EXIT_FINISHED
 
 
 # the verdict ----------------------------------------------------------------------------------------------------------

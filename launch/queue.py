@@ -10,7 +10,7 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import parse_json, read_bytes
 
 _JOBS = "jobs.jsonl"
-_FORMAT = "%A|%F|%K|%T|%M|%L|%R|%P"
+_FORMAT = "%i|%T|%M|%L|%R|%P"
 _PATIENCE_SECONDS = 30
 _ENDING = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
@@ -20,7 +20,7 @@ class Job:
     """One job, or one task of an array, in the queue."""
 
     name: str
-    """Its number, followed by ``_TASK`` for one task of an array, or ``_[0-3]`` for pending tasks."""
+    """Its number, followed by ``_TASK`` for one task of an array."""
     state: str
     """RUNNING, PENDING, COMPLETING, ..."""
     elapsed: str
@@ -52,7 +52,7 @@ def was_submitted(run_dir: Path) -> bool:
 def jobs_of(run_dir: Path, queued: Iterable[Job]) -> list[Job]:
     """Return the jobs in ``queued`` that were submitted for the run in ``run_dir``."""
     noted = set(_noted(run_dir))
-    return [job for job in queued if _names(job) & noted]
+    return [job for job in queued if job.name in noted]
 
 
 def _noted(run_dir: Path) -> list[str]:
@@ -67,35 +67,17 @@ def _noted(run_dir: Path) -> list[str]:
     return names
 
 
-def _names(job: Job) -> set[str]:
-    """``17_[0-2,5%2]`` -> 17_0, 17_1, 17_2, 17_5."""
-    number, _, tasks = job.name.partition("_")
-    if not tasks.startswith("["):
-        return {job.name}
-    names = set()
-    for part in tasks.strip("[]").partition("%")[0].split(","):
-        first, _, last = part.partition("-")
-        if first.isdecimal() and (last or first).isdecimal():
-            names |= {f"{number}_{task}" for task in range(int(first), int(last or first) + 1)}
-    return names
-
-
 def queued_jobs() -> list[Job] | None:
     """Return this user's jobs that have not ended; None if there is no Slurm, or it does not answer."""
     try:
         done = subprocess.run(
-            ["squeue", "--me", "--noheader", f"--format={_FORMAT}"],
+            ["squeue", "--me", "--array", "--noheader", f"--format={_FORMAT}"],
             capture_output=True, encoding="utf-8", errors="replace", timeout=_PATIENCE_SECONDS, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
-    jobs = []
-    for line in done.stdout.splitlines():
-        job, array, task, state, elapsed, left, where, partition = line.split("|")
-        name = job if task in ("N/A", "") else f"{array}_{task}" if task.isdecimal() else f"{array}_[{task}]"
-        if state not in _ENDING:
-            jobs.append(Job(name, state, elapsed, left, where, partition))
-    return jobs
+    jobs = [Job(*line.split("|")) for line in done.stdout.splitlines()]
+    return [job for job in jobs if job.state not in _ENDING]
 
 
 def queued_before_another(run_dirs: Sequence[Path]) -> list[Job]:

@@ -212,6 +212,7 @@ def export(words: list[str]) -> int:
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     given, _ = pairs(words, "export", ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size"))
+    checkpoint = find_saved(given, "export").folder
     dtype = given.get("dtype")
     if dtype is not None and dtype not in dtypes:
         raise UserError(f"dtype={dtype} is not one of {', '.join(dtypes)}; use dtype=bf16")
@@ -221,7 +222,7 @@ def export(words: list[str]) -> int:
     shard_bytes = parse_count(re.sub("[Bb]$", "", text.strip()))
     if not isinstance(shard_bytes, int) or shard_bytes < 1:
         raise UserError(f"shard_size={text} is not a size; e.g. shard_size=5GB or shard_size=500MB")
-    checkpoint, out = find_saved(given, "export").folder, Path(given["out"])
+    out = Path(given["out"])
     files = write(checkpoint, out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes)
     return say(f"exported   {checkpoint} to {out}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}")
 

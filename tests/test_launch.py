@@ -175,7 +175,7 @@ def test_library_missing_here_is_accepted_for_a_job_with_another_python(
 def test_mistake_found_by_the_ranks_is_one_line(text: Path, tmp_path: Path) -> None:
     run = Local(*tiny_overrides(text, tmp_path / "run", "checkpoint.resume=must"))
     code, stdout, stderr = run.end()
-    assert (code, stdout) == (78, "")
+    assert (code, [line for line in stdout.splitlines() if not line.startswith("waiting")]) == (78, [])
     assert stderr.startswith("error: checkpoint.resume=must but ")
     assert len(stderr.splitlines()) == 1
 
@@ -365,5 +365,5 @@ def test_jobs_are_found_by_their_run(tmp_path: Path) -> None:
     def job(name: str) -> Job:
         return Job(name, "PENDING", "0:00", "1:00", "(Resources)", "gpu")
 
-    queued = [job("17_[0,2-4%2]"), job("17_3"), job("17_1"), job("18")]
-    assert [found.name for found in jobs_of(tmp_path, queued)] == ["17_[0,2-4%2]", "17_3"]
+    queued = [job("17_3"), job("17_1"), job("17"), job("18")]
+    assert [found.name for found in jobs_of(tmp_path, queued)] == ["17_3"]

@@ -7,10 +7,10 @@ files live with whoever opens them.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
@@ -69,6 +69,16 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
+    def _mistakes(self) -> Iterator[str]:
+        """Yield a sentence for each contradiction between values, with an override that resolves it."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _values_agree(self) -> Self:
+        for mistake in self._mistakes():
+            raise ValueError(mistake)
+        return self
+
 
 class RunSection(Section):
     """Where the run keeps its files."""
@@ -91,14 +101,12 @@ class RopeScaling(Section):
     original_max_sequence_length: PositiveCount
     """Longest sequence of the first training, in tokens."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> "RopeScaling":
+    def _mistakes(self) -> Iterator[str]:
         if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
+            yield (
                 f"model.rope_scaling.high_freq_factor={self.high_freq_factor:g} must exceed "
                 f"model.rope_scaling.low_freq_factor={self.low_freq_factor:g}; Llama 3.1 uses 4 and 1"
             )
-        return self
 
 
 def _nearest(key: str, values: Sequence[int]) -> str:
@@ -225,30 +233,26 @@ class LlamaSection(ModelSection):
             values["kv_heads"] = heads // 2 if heads % 2 == 0 and heads > 0 else heads
         return values
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> "LlamaSection":
+    def _mistakes(self) -> Iterator[str]:
         if self.head_dim is None and self.dim % self.heads:
             if self.dim % 2:  # rotary embeddings turn pairs, so no number of heads would do
                 pairs = 2 * self.heads
                 fix = f"use model.dim={max(pairs, (self.dim + self.heads) // pairs * pairs)}"
             else:
                 fix = _nearest("model.heads", nearest_divisors(self.dim // 2, self.heads))
-            raise ValueError(
-                f"model.heads={self.heads} does not divide model.dim={self.dim}; {fix}, or set model.head_dim"
-            )
+            yield f"model.heads={self.heads} does not divide model.dim={self.dim}; {fix}, or set model.head_dim"
         if self.heads % self.kv_heads:
-            raise ValueError(
+            yield (
                 f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
                 + _nearest("model.kv_heads", nearest_divisors(self.heads, self.kv_heads))
             )
         width = self.attention_head_dim
         if width % 2:
             derived = "" if self.head_dim else f" (model.dim={self.dim} / model.heads={self.heads})"
-            raise ValueError(
+            yield (
                 f"model.head_dim={width}{derived} is odd, but rotary embeddings turn pairs; "
                 f"use model.head_dim={width + 1}"
             )
-        return self
 
 
 _FORMS: Mapping[str, Mapping[str, Any]] = {
@@ -442,7 +446,7 @@ class SourceSection(Section):
     """Column that holds a conversation (``data.format=chat``)."""
 
 
-_PATHS = {"text": "FILE_OR_FOLDER_OR_GLOB", "hf": "OWNER/DATASET", "tokens": "FOLDER"}
+_PATHS = {"text": "FILE_OR_FOLDER_OR_GLOB", "hf": "OWNER/NAME_OR_FOLDER", "tokens": "FILE_OR_FOLDER_OR_GLOB"}
 
 TRAINING = "train"
 """Name of the training data among the data sets of a recipe."""
@@ -506,108 +510,89 @@ class DataSection(SourceSection):
     cache_dir: Path | None = None
     """Folder of prepared tokens; ``$XDG_CACHE_HOME/serried`` or ``~/.cache/serried`` when null."""
 
-    @model_validator(mode="after")
-    def _path_given(self) -> "DataSection":
-        needed = {"text": "FILE_OR_FOLDER_OR_GLOB", "hf": "OWNER/NAME_OR_FOLDER", "tokens": "FILE_OR_FOLDER_OR_GLOB"}
-        if self.name in needed and not self.path:
-            raise ValueError(f"data={self.name} needs data.path={needed[self.name]}")
+    def _mistakes(self) -> Iterator[str]:
+        yield from self._contradictions_of_source()
+        yield from self._contradictions_of_names()
+        yield from self._contradictions_of_text()
+
+    def _contradictions_of_source(self) -> Iterator[str]:
+        if self.name in _PATHS and not self.path:
+            yield f"data={self.name} needs data.path={_PATHS[self.name]}"
         is_prepared = os.path.exists(os.path.expanduser(f"{self.path}/summary.json"))  # noqa: PTH110, PTH111
         if self.name == "tokens" and "tokenizer" not in self.model_fields_set and not is_prepared:
-            raise ValueError(
+            yield (
                 "data=tokens needs data.tokenizer, the one that made the tokens, e.g. "
                 "data.tokenizer=openai-community/gpt2 or data.tokenizer=bytes. For characters (nanoGPT's "
                 "shakespeare_char) train on the text: data=text data.path=input.txt data.tokenizer=chars"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _keys_are_read(self) -> "DataSection":
         for key, readers in _READ_BY.items():
             value = getattr(self, key)
             if self.name not in readers and value != type(self).model_fields[key].default:
-                others = " and ".join(f"data={reader}" for reader in readers)
-                raise ValueError(
-                    f"data.{key}={str(value).lower() if isinstance(value, bool) else value} is only read by {others}, "
-                    f"and this is data={self.name}; add data={readers[0]}, or leave it out"
+                yield (
+                    f"data.{key}={str(value).lower() if isinstance(value, bool) else value} is only read by "
+                    f"{' and '.join(f'data={reader}' for reader in readers)}, and this is data={self.name}; add "
+                    f"data={readers[0]}, or leave it out"
                 )
-        if self.vocab_size != type(self).model_fields["vocab_size"].default and self.tokenizer != "train":
-            raise ValueError(
-                f"data.vocab_size={self.vocab_size} is only read with data.tokenizer=train, and this is "
-                f"data.tokenizer={self.tokenizer}; add data.tokenizer=train, or set the model's size: "
-                f"model.vocab_size={self.vocab_size}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _streaming_fits(self) -> "DataSection":
-        whole = {  # what a stream does not have: all of the text, before the first step
+        # A stream does not have all of the text before the first step.
+        whole = {
             "packing=best_fit": self.packing == "best_fit",
             "format=chat": self.format == "chat",
             f"tokenizer={self.tokenizer}": self.tokenizer in ("chars", "train"),
         }
         for setting in (key for key, is_given in whole.items() if is_given and self.streaming):
-            raise ValueError(
+            yield (
                 f"data.{setting} needs all of the data before training, and data.streaming=true reads it as it trains; "
                 "leave one of them out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _sources_given(self) -> "DataSection":
+    def _contradictions_of_names(self) -> Iterator[str]:
+        """Of the sections that the user names."""
         if self.sources and self.name != "mixture":
-            raise ValueError(f"data.sources is only read by data=mixture, and data is {self.name}; add data=mixture")
+            yield f"data.sources is only read by data=mixture, and data is {self.name}; add data=mixture"
         if self.name == "mixture" and not self.sources:
-            raise ValueError(
+            yield (
                 "data=mixture needs sources: data.sources.NAME.name=text data.sources.NAME.path=FILE_OR_FOLDER "
                 "data.sources.NAME.weight=0.7, with a NAME you choose for each"
             )
         if self.name == "mixture" and self.path:
-            raise ValueError(f"data.path={self.path} is not read by data=mixture; use data.sources.NAME.path")
+            yield f"data.path={self.path} is not read by data=mixture; use data.sources.NAME.path"
         named: dict[str, SourceSection] = {f"data.sources.{name}": each for name, each in self.sources.items()}
         named |= {f"data.validation.{name}": source for name, source in self.validation.items()}
         for key, source in named.items():
             if not re.fullmatch(NAME_PATTERN, key.split(".", 2)[2]):
-                raise ValueError(f"{key}: use letters, digits, _ and -, starting with a letter; e.g. web-2024")
+                yield f"{key}: use letters, digits, _ and -, starting with a letter; e.g. web-2024"
             if source.name == "stdlib" and source.path:
-                raise ValueError(f"{key}.path={source.path} is not read by {key}.name=stdlib; use {key}.name=text")
+                yield f"{key}.path={source.path} is not read by {key}.name=stdlib; use {key}.name=text"
             if source.name != "stdlib" and not source.path:
-                raise ValueError(f"{key}.name={source.name} needs {key}.path=" + _PATHS[source.name])
-        if DEFAULT_VALIDATION in self.validation:
-            raise ValueError(
-                f"data.validation.{DEFAULT_VALIDATION}: this is the name of the data kept back from training; "
-                "give this set another name"
-            )
-        if TRAINING in self.validation:
-            raise ValueError(
-                f"data.validation.{TRAINING}: this is the name of the training data; give this set another name"
-            )
-        return self
+                yield f"{key}.name={source.name} needs {key}.path={_PATHS[source.name]}"
+        taken = {DEFAULT_VALIDATION: "data kept back from training", TRAINING: "training data"}
+        for name in self.validation.keys() & taken.keys():
+            yield f"data.validation.{name}: this is the name of the {taken[name]}; give this set another name"
 
-    @model_validator(mode="after")
-    def _format_fits(self) -> "DataSection":
+    def _contradictions_of_text(self) -> Iterator[str]:
+        made = ("chars", "train")
+        if self.vocab_size != type(self).model_fields["vocab_size"].default and self.tokenizer != "train":
+            yield (
+                f"data.vocab_size={self.vocab_size} is only read with data.tokenizer=train, and this is "
+                f"data.tokenizer={self.tokenizer}; add data.tokenizer=train, or set the model's size: "
+                f"model.vocab_size={self.vocab_size}"
+            )
         if self.format != "chat" and self.chat_template is not None:
-            raise ValueError("data.chat_template is only read with data.format=chat; add data.format=chat")
-        if self.format == "chat" and self.tokenizer in ("chars", "train"):
-            raise ValueError(
+            yield "data.chat_template is only read with data.format=chat; add data.format=chat"
+        if self.format == "chat" and self.tokenizer in made:
+            yield (
                 f"data.format=chat needs an existing tokenizer, and data.tokenizer={self.tokenizer} is "
                 "made from text; use data.tokenizer=bytes, or the tokenizer of the model: data.tokenizer=MODEL_FOLDER"
             )
         if self.format == "chat" and self.name == "stdlib":
-            raise ValueError(
-                "data=stdlib has no conversations; use data=text data.path=CHATS.jsonl, or data.format=text"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _tokenizer_named(self) -> "DataSection":
-        named = ("bytes", "chars", "train")
+            yield "data=stdlib has no conversations; use data=text data.path=CHATS.jsonl, or data.format=text"
+        named = ("bytes", *made)
         if self.tokenizer not in named and "/" not in self.tokenizer and not os.path.exists(self.tokenizer):  # noqa: PTH110
             close = (get_close_matches(self.tokenizer, named, 1, 0.5) or named)[0]
-            raise ValueError(
+            yield (
                 f"data.tokenizer={self.tokenizer} is none of {', '.join(named)}, and there is no such file or folder; "
                 f"use data.tokenizer={close}, or a Hugging Face name with its owner, as in openai-community/gpt2"
             )
-        return self
 
 
 class ParallelSection(Section):
@@ -687,14 +672,10 @@ class OptimSection(Section):
     groups: dict[str, ParameterGroup] = Field(default_factory=dict)
     """Parameters with a learning rate or weight decay of their own, or frozen ones, by names of yours."""
 
-    @field_validator("betas", check_fields=False)
-    @classmethod
-    def _betas_in_range(cls, betas: tuple[float, ...]) -> tuple[float, ...]:
+    def _mistakes(self) -> Iterator[str]:
+        betas = getattr(self, "betas", ())
         if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                f"optim.betas={list(betas)}: both must be at least 0 and below 1; e.g. optim.betas=[0.9,0.95]"
-            )
-        return betas
+            yield f"optim.betas={list(betas)}: both must be at least 0 and below 1; e.g. optim.betas=[0.9,0.95]"
 
 
 class ScheduleSection(Section):
@@ -789,11 +770,9 @@ class CheckpointSection(Section):
     allow_changes: bool = False
     """Resume even if settings that change the loss curve (schedule, seed, data, global batch, ...) have changed."""
 
-    @model_validator(mode="after")
-    def _resume_as_written(self) -> "CheckpointSection":
+    def _mistakes(self) -> Iterator[str]:
         if self.resume.lower() in ("auto", "must", "never") and self.resume != self.resume.lower():
-            raise ValueError(f"checkpoint.resume={self.resume}: use checkpoint.resume={self.resume.lower()}")
-        return self
+            yield f"checkpoint.resume={self.resume}: use checkpoint.resume={self.resume.lower()}"
 
 
 class ProfileSection(Section):
@@ -815,19 +794,15 @@ class ProfileSection(Section):
             )
         return steps
 
-    @model_validator(mode="after")
-    def _ordered(self) -> "ProfileSection":
-        if self.steps is None:
-            return self
-        first, last = self.steps
+    def _mistakes(self) -> Iterator[str]:
+        first, last = self.steps or (1, 1)
         if min(first, last) < 1:
-            raise ValueError(f"profile.steps=[{first},{last}]: steps count from 1; e.g. 'profile.steps=[10,13]'")
+            yield f"profile.steps=[{first},{last}]: steps count from 1; e.g. 'profile.steps=[10,13]'"
         if first > last:
-            raise ValueError(
-                f"profile.steps=[{first},{last}]: the first step comes after the last; "
-                f"use 'profile.steps=[{last},{first}]'"
+            yield (
+                f"profile.steps=[{first},{last}]: the first step comes after the last; use "
+                f"'profile.steps=[{last},{first}]'"
             )
-        return self
 
 
 class LaunchSection(Section):
@@ -879,17 +854,15 @@ class TrackSection(Section):
     notes: str | None = None
     """Notes about the run."""
 
-    @model_validator(mode="after")
-    def _no_secret(self) -> "TrackSection":
+    def _mistakes(self) -> Iterator[str]:
         if self.mlflow and has_password(self.mlflow):
             kept = without_password(self.mlflow)
-            raise ValueError(
+            yield (
                 "track.mlflow holds a password, and the config is kept in the run folder; use "
                 f"{f'track.mlflow={kept}' if kept else 'an address without it'}, and give the password by the "
                 "environment: MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN for a server, PGPASSWORD or MYSQL_PWD "
                 "for a database"
             )
-        return self
 
 
 _Word = Annotated[str, Field(pattern=r"""^[^\s'"\\]+$""")]
@@ -940,15 +913,13 @@ class SlurmSection(Section):
     dry_run: bool = False
     """Print the script and stop."""
 
-    @model_validator(mode="after")
-    def _time_to_stop(self) -> "SlurmSection":
+    def _mistakes(self) -> Iterator[str]:
         limit = self.time_minutes and self.time_minutes * 60
         if limit and self.signal_seconds >= limit:
-            raise ValueError(
+            yield (
                 f"slurm.signal_seconds={self.signal_seconds} is not below slurm.time_minutes={self.time_minutes} "
                 f"(= {limit} s): the run would be stopped as it starts; use slurm.signal_seconds={max(1, limit // 4)}"
             )
-        return self
 
 
 class TaskSection(Section):
@@ -979,26 +950,24 @@ class RunConfig(Section):
     launch: LaunchSection
     slurm: SlurmSection = Field(default_factory=SlurmSection)
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> "RunConfig":
+    def _mistakes(self) -> Iterator[str]:
         if self.checkpoint.keep_best and not self.trainer.eval_every:
-            raise ValueError(
+            yield (
                 "checkpoint.keep_best=true but trainer.eval_every=0 evaluates nothing; "
                 f"use trainer.eval_every={self.checkpoint.every or self.trainer.steps}"
             )
         if self.trainer.patience and not self.trainer.eval_every:
-            raise ValueError(
+            yield (
                 f"trainer.patience={self.trainer.patience} but trainer.eval_every=0 evaluates nothing; "
                 f"use trainer.eval_every={max(1, (self.trainer.steps or 100) // 10)}"
             )
         if self.profile.steps is not None and self.profile.steps[1] > (end := self.trainer.last_step):
             first, last = self.profile.steps
             key = "steps" if end == self.trainer.steps else "stop_at"
-            raise ValueError(
+            yield (
                 f"profile.steps=[{first},{last}] goes beyond trainer.{key}={end}; "
                 f"use 'profile.steps=[{max(1, end - (last - first))},{end}]'"
             )
-        return self
 
 
 class TextRunConfig(RunConfig):
@@ -1007,13 +976,12 @@ class TextRunConfig(RunConfig):
     model: LlamaSection  # or the section of another family, see configs.run_config
     data: DataSection
 
-    @model_validator(mode="after")
-    def _sequence_fits(self) -> "TextRunConfig":
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
         if self.data.sequence_length > self.model.max_sequence_length:
-            raise ValueError(
+            yield (
                 f"data.sequence_length={self.data.sequence_length} exceeds "
                 f"model.max_sequence_length={self.model.max_sequence_length}; "
                 f"use data.sequence_length={self.model.max_sequence_length} or "
                 f"model.max_sequence_length={self.data.sequence_length}"
             )
-        return self

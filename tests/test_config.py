@@ -311,7 +311,10 @@ def test_sources_and_validation_sets_have_names_of_the_users():
         (["data.sources.a.name=stdlib"], "data.sources is only read by data=mixture"),
         (["data=mixture", "data.sources.a.weigth=3"], "did you mean data.sources.a.weight=3"),
         (["data=mixture", "data.sources.a.path=x"], "data.sources.a.name is set by no YAML file"),
-        (["data=mixture", "data.sources.a.name=hf"], "data.sources.a.name=hf needs data.sources.a.path=OWNER/DATASET"),
+        (
+            ["data=mixture", "data.sources.a.name=hf"],
+            "data.sources.a.name=hf needs data.sources.a.path=OWNER/NAME_OR_FOLDER",
+        ),
         (["data=mixture", "data.sources.a=x"], "data.sources.a is a section, not a key; the keys of data.sources.a"),
         (["data.sources=x"], "it has one section for each name you choose, as in data.sources.web"),
         (["data.sources.a/b.name=text"], "a/b is not a valid name; use letters, digits, _ and -"),

@@ -1,4 +1,4 @@
-"""Passwords in addresses, in each form that servers and databases take them."""
+"""Passwords in addresses of servers and databases."""
 
 import re
 from urllib.parse import unquote
@@ -14,19 +14,19 @@ _IN_QUERY = re.compile(rf"""([?&;]{_KEYS}=)[^&;#\s"']*""", re.IGNORECASE)
 
 
 def has_password(address: str) -> bool:
-    """Whether ``address`` holds a password or a token: before its host, or in its query, also in an encoded one."""
+    """Return whether ``address`` holds a password or token: before its host, or in its query, even if encoded."""
     return any(
         _USER_WITH_PASSWORD.search(each) or _IN_QUERY.search(each) for each in (address, unquote(unquote(address)))
     )
 
 
 def without_password(address: str) -> str | None:
-    """``address`` with its user and without its password; None where that is not all of it."""
+    """Return ``address`` with its user and without its password; None if something secret remains."""
     kept = re.sub(r"[?&;]+$", "", _IN_QUERY.sub(r"\1", _USER_WITH_PASSWORD.sub(r"\1@", address)))
     kept = re.sub(rf"(?<=[?&;]){_KEYS}=(?:[&;]|$)", "", kept, flags=re.IGNORECASE).rstrip("?&;")
     return None if has_password(kept) else kept
 
 
 def masked(text: str) -> str:
-    """``text`` with *** for the users and passwords of the addresses in it."""
+    """Return ``text`` with *** for the users and passwords of the addresses in it."""
     return _IN_QUERY.sub(r"\1***", _USER.sub("***", _USER_WITH_PASSWORD.sub("://***@", text)))

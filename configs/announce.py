@@ -16,21 +16,21 @@ def announced(what: str, *, speaks: bool) -> Iterator[None]:
     """While this is open, print how long ``what`` has taken, if this process ``speaks``."""
     done = threading.Event()
     if speaks:
-        threading.Thread(target=_tell, args=(what, done), name="announce", daemon=True).start()
+        threading.Thread(target=_print_waiting, args=(what, done), name="announce", daemon=True).start()
     try:
         yield
     finally:
         done.set()
 
 
-def tell(label: str, text: str) -> None:
+def print_line(label: str, text: str) -> None:
     """Print one line now."""
-    with suppress(OSError, ValueError):  # nobody is left to read it
+    with suppress(OSError, ValueError):  # the output is closed
         print(printable(f"{label:<10} {text}"), flush=True)
 
 
-def _tell(what: str, done: threading.Event) -> None:
+def _print_waiting(what: str, done: threading.Event) -> None:
     started, times = time.monotonic(), 0
     while not done.wait(SILENCE_SECONDS[min(times, len(SILENCE_SECONDS) - 1)]):
         times += 1
-        tell("waiting", f"{time.monotonic() - started:.0f} s so far: {what}")
+        print_line("waiting", f"{time.monotonic() - started:.0f} s so far: {what}")

@@ -76,7 +76,7 @@ def config_dirs(argv: Sequence[str]) -> tuple[list[str], tuple[Path, ...]]:
             overrides.append(word)
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"--config-dir {folder} is no folder; give the one that holds recipe/, model/, data/, ...")
+            raise UserError(f"--config-dir {folder} is not a folder; use one that has recipe/, model/, data/, ...")
         hidden = [path for path in folder.glob("*/*.yaml") if (_SHIPPED / path.relative_to(folder)).exists()]
         if hidden:
             raise UserError(f"{hidden[0]} has the name of a shipped choice, which would be used instead; rename it")
@@ -84,7 +84,7 @@ def config_dirs(argv: Sequence[str]) -> tuple[list[str], tuple[Path, ...]]:
 
 
 class _Unknown(NamedTuple):
-    """A word whose key nobody has; the sentence needs the rest of the config."""
+    """A word with an unknown key. The sentence may need the rest of the config."""
 
     word: str
     """As typed, if it is not ``key=value``; else empty."""
@@ -125,7 +125,7 @@ class CommandLine:
         return self
 
     def sentences(self, plain: Mapping[str, Any]) -> list[str]:
-        """The mistakes. ``plain``: the config that the accepted overrides compose to, if any, for figures in them."""
+        """Return the mistakes. ``plain``: what the accepted overrides compose to, if known, for figures in them."""
         unknown = {each.key: each.value for each in self.mistakes if isinstance(each, _Unknown)}
         if plain and len(unknown) > 1:
             plain = _renamed(unknown, plain)
@@ -138,7 +138,7 @@ class CommandLine:
         return unknown_key(key, shown(value), COMMAND_LINE, self.groups, plain)
 
     def _refuse_word(self, word: str, key: str, value: str) -> None:
-        """Refuse ``word``, a flag or one without ``=``, which somebody may have typed for ``key=value``."""
+        """Refuse ``word``, a flag or a word without ``=``. The user may have meant ``key=value``."""
         homes = [group for group, choices in self.groups.items() if word in choices]
         is_flag = word.startswith("-")
         if key in ("m", "multirun") and is_flag:
@@ -176,7 +176,7 @@ class CommandLine:
             self._read_value(all_keys()[key], value)
 
     def _mistake(self, key: str, value: str) -> str | _Unknown | None:
-        """Why ``key`` cannot be given a value."""
+        """Return why ``key`` cannot be given a value; None if it can."""
         section, _, leaf = key.rpartition(".")
         if not key:
             return f"={shown(value)} has no key before the =; e.g. trainer.steps=1000"
@@ -212,7 +212,7 @@ class CommandLine:
         elif parsed is None:
             self.mistakes.append(unfit(key, shown(value), COMMAND_LINE))
         elif is_several:
-            in_brackets = f"a list stands in brackets, {pasteable(key.path, f'[{value}]')}"
+            in_brackets = f"write a list in brackets, {pasteable(key.path, f'[{value}]')}"
             remedy = in_brackets if key.kind in ("array", "texts") else _NO_SWEEP
             self.mistakes.append(f"{key.path}={shown(value)} holds several values: {remedy}")
         else:
@@ -237,7 +237,7 @@ class CommandLine:
             OmegaConf.create({"value": value})
         except OmegaConfBaseException:
             reference = pasteable(key.path, "${recipe}")
-            self.mistakes.append(f"{key.path}={shown(typed)} is no reference to another key; e.g. {reference}")
+            self.mistakes.append(f"{key.path}={shown(typed)} is not a reference to another key; e.g. {reference}")
         else:
             self.typed[key.path], self.values[key.path] = typed, value
 
@@ -260,7 +260,7 @@ def _renamed(unknown: Mapping[str, str], plain: Mapping[str, Any]) -> dict[str, 
 
 
 def _value_above(key: str) -> str | None:
-    """The key that is a plain value although ``key`` asks for something below it."""
+    """Return the part of ``key`` that is a plain value, with nothing below it."""
     parts = key.split(".")
     above = (".".join(parts[:end]) for end in range(1, len(parts)))
     return next((path for path in above if path in all_keys() and not is_section(path)), None)

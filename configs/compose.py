@@ -213,7 +213,7 @@ def _origins(folder: Path, line: CommandLine) -> Origins:
 
 
 def _not_composed(error: Exception, folder: Path, groups: Groups) -> str:
-    """The sentence for YAML files that Hydra cannot compose; its messages name the file first, if possible."""
+    """Return the sentence for YAML files that Hydra cannot compose; its messages name the file first, if possible."""
     if isinstance(error, MissingConfigException):
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         return unknown_choice(group, choice, groups.get(group, []), f"chosen by a YAML file in {folder.name}")
@@ -228,7 +228,7 @@ def _not_composed(error: Exception, folder: Path, groups: Groups) -> str:
 
 
 def _without_missing(node: Any) -> Any:
-    """The same data less the keys marked ``???``, for the schema to report as missing; all keys are text."""
+    """Return the data without keys marked ``???``, which the schema reports as missing. All keys are text."""
     if isinstance(node, dict):
         return {str(key): _without_missing(value) for key, value in node.items() if value != "???"}
     return node

@@ -15,7 +15,7 @@ class Declaration(NamedTuple):
     name: str = ""
     """Name of the task, which is the run's name unless the user gives another."""
     section: type[Section] = Section
-    """Fields of the section ``task`` beside its name."""
+    """Fields of the section ``task``, apart from its name."""
     sections: tuple[str, ...] = ("model", "data")
     """Sections of the built-in language models that it reads."""
     defaults: Sequence[str] = ()
@@ -23,7 +23,7 @@ class Declaration(NamedTuple):
     task: Any = None
     """The class itself; None: the built-in task that the configuration names."""
     config_dirs: tuple[Path, ...] = ()
-    """Folders of the user's YAML files, beside the shipped ones."""
+    """Folders of the user's own YAML files."""
 
     @property
     def root(self) -> str:
@@ -42,7 +42,7 @@ def declared() -> Declaration:
 
 @contextmanager
 def declaring(declaration: Declaration) -> Iterator[None]:
-    """Within, keys are those of ``declaration``."""
+    """Inside this context, the keys are those of ``declaration``."""
     token = _declared.set(declaration)
     try:
         yield

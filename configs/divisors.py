@@ -1,4 +1,4 @@
-"""What divides a number, for messages that name a value that works."""
+"""Divisors, for messages that name a value that works."""
 
 from math import isqrt
 

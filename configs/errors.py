@@ -9,8 +9,8 @@ class UserError(Exception):
     """A mistake in the command, the config or the environment that the user can fix.
 
     It is printed as one ``error:`` line with exit code 78, never as a traceback, so the message has what was wrong,
-    where, every number involved, and an override to paste. Several mistakes, an argument each, have a line each.
-    Values of the user's cannot add lines, or control the terminal.
+    its source, every number involved, and an override to paste. Several mistakes are one argument and one line each.
+    Values from the user cannot add lines or control the terminal.
     """
 
     def __str__(self) -> str:
@@ -31,5 +31,5 @@ class TrainingStopped(TrainingFailed):
 class StopRequested(BaseException):
     """A signal asked to stop before there was anything to save. Holds its name; exit code 75.
 
-    Like KeyboardInterrupt it is no ``Exception``: code that handles errors must not catch it.
+    Like KeyboardInterrupt it is not an ``Exception``: code that handles errors must not catch it.
     """

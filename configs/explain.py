@@ -39,7 +39,7 @@ class Origins:
 
 
 def _line_of(parts: Sequence[str], file: Path) -> int | None:
-    """Line of the deepest of the nested keys ``parts``, if all of them, or a value above, are found in ``file``."""
+    """Line of the deepest of the nested keys ``parts``, if all of them, or a value above, are in ``file``."""
     node, line = yaml.compose(file.read_text(encoding="utf-8")), None
     for part in parts:
         if not isinstance(node, yaml.MappingNode):
@@ -52,7 +52,7 @@ def _line_of(parts: Sequence[str], file: Path) -> int | None:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML would write it, on one line of bounded length."""
+    """Return a value as YAML would write it, on one line of bounded length."""
     if isinstance(value, bool) or value is None:
         text = {True: "true", False: "false", None: "null"}[value]
     elif isinstance(value, list | tuple):
@@ -66,7 +66,7 @@ def shown(value: Any) -> str:
 
 
 def unfit(key: Key, text: str, source: str) -> str:
-    """The sentence for a value of the wrong type or not among the choices."""
+    """Return the sentence for a value of the wrong type or not among the choices."""
     given = f"{key.path}={text} ({source})"
     if key.choices:
         near = nearest_choice(key.path, text, key.choices)
@@ -83,7 +83,7 @@ def explain(
     *,
     alone: bool,
 ) -> list[str]:
-    """One sentence per mistaken key of ``config``, in the order of the schema.
+    """Return one sentence per mistaken key of ``config``, in the order of the schema.
 
     ``alone``: leave out keys that are missing or contradict another key.
     """
@@ -144,7 +144,7 @@ def _sentence(
 
 
 def value_at(path: str, config: Any) -> Any:
-    """Value at a dotted path of nested dicts; ``None`` if there is none."""
+    """Return the value at a dotted path of nested dicts; ``None`` if there is none."""
     for part in path.split("."):
         config = config.get(part) if isinstance(config, dict) else None
     return config

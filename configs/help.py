@@ -1,4 +1,4 @@
-"""The text of ``--help``, made from the YAML files and the docstrings of the schema. Needs no Hydra."""
+"""The text of ``--help``, generated from the YAML files and the docstrings of the schema. Needs no Hydra."""
 
 import re
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ _EXAMPLES = (
 
 
 def choices_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
-    """The groups in ``folder`` and their choices, registered names among them; ``recipe`` first, choices in natural
+    """Return the groups in ``folder`` and their choices, with registered names; ``recipe`` first, choices in natural
     order (8b before 70b)."""
     named = {group: registry.names() for group, registry in CHOSEN.items() if registry.key == "name"}
     files = files_of(folder)
@@ -38,7 +38,7 @@ def choices_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
 
 
 def files_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
-    """The groups in ``folder`` and the choices that have a YAML file there."""
+    """Return the groups in ``folder`` and the choices that have a YAML file there."""
     found: dict[str, list[str]] = {"recipe": []}
     for path in sorted(path for each in (folder, *declared().config_dirs) for path in each.glob("*/*.yaml")):
         found.setdefault(path.parent.name, []).append(path.stem)
@@ -49,7 +49,7 @@ def files_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
 
 
 def help_text(program: str = "train.py", folder: Path = _FOLDER) -> str:
-    """Usage of ``program``, its recipes, groups, the common keys with their units, and examples."""
+    """Return the usage of ``program``, its recipes, groups, the common keys with their units, and examples."""
     groups, known = choices_of(folder), all_keys()
     has_recipes = bool(groups.pop("recipe", None))
     own = [path for path in known if path.startswith("task.") and path != "task.name"]
@@ -80,7 +80,7 @@ def help_text(program: str = "train.py", folder: Path = _FOLDER) -> str:
 
 
 def recipes_text(folder: Path = _FOLDER) -> str:
-    """Recipes with their first comment."""
+    """Return the recipes with their first comment."""
     files = {path.stem: path for each in (*declared().config_dirs, folder) for path in each.glob("recipe/*.yaml")}
     return "\n".join(_table([(name, _first_comment(files[name])) for name in choices_of(folder)["recipe"]]))
 
@@ -100,7 +100,7 @@ def _first_comment(file: Path) -> str:
 
 
 def _first_sentence(purpose: str, width: int) -> str:
-    """As many whole sentences, or else clauses, of ``purpose`` as fit into ``width``."""
+    """Return as many whole sentences, or else clauses, of ``purpose`` as fit into ``width``."""
     text = purpose.replace("``", "")
     for mark in (". ", "; "):
         while len(text) > width and mark in text:

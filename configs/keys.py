@@ -38,7 +38,7 @@ class Key:
     """JSON's name of the type: integer, number, boolean, string, array; texts: an array of strings; object: a section
     that may be null."""
     choices: tuple[str, ...]
-    """The values it may take, where they are few; else empty."""
+    """The values it may take, if they are few; else empty."""
     nullable: bool
     bounds: str
     """The range in words, such as ``at least 1``; empty when there is none."""
@@ -53,7 +53,7 @@ class Key:
         return self.kind == "string" and not self.choices
 
     def may_take(self, value: str) -> bool:
-        """Whether ``value``, as typed, is of the key's kind, whatever its range."""
+        """Whether ``value``, as typed, is of the key's kind; its range is not checked."""
         if value in ("", "null") or "${" in value:
             return bool(self.nullable or value != "null")
         if self.kind in ("array", "texts"):
@@ -66,7 +66,7 @@ class Key:
 
     @property
     def expected(self) -> str:
-        """What a value has to be, to stand after "is not"."""
+        """What a value must be, to follow "is not"."""
         words = f"one of {', '.join(self.choices)}" if self.choices else _WORDS[self.kind][0]
         return f"{words} or null" if self.nullable else words
 
@@ -84,12 +84,12 @@ class Key:
 
 
 NAME = "NAME"
-"""Stands in the path of a key for a name of the user's."""
+"""Placeholder in a path for a name that the user chooses."""
 
 
 class Keys(dict[str, Key]):
-    """Keys by full dotted name. Those below a name of the user's, as in ``data.sources.web.path``, are found under any
-    name, and not listed."""
+    """Keys by full dotted name. Keys below a name that the user chooses, as in ``data.sources.web.path``, are found
+    under any name, and not listed."""
 
     def __init__(self) -> None:
         self.named: dict[str, dict[str, Key]] = {}
@@ -119,15 +119,15 @@ def is_name(text: str) -> bool:
 
 
 def all_keys(schema: type[RunConfig] | None = None) -> Keys:
-    """Every key of ``schema`` by its full dotted name, in its order; without one every key that any run may have: those
-    of all optimizers, schedules, ... that are registered."""
+    """Every key of ``schema`` by its full dotted name, in its order. Without a schema: every key that a run may have,
+    with all registered optimizers, schedules, ..."""
     if schema is not None:
         return _keys_of_class(schema)
     return _keys_of_any(base_schema(), registered_sections())
 
 
 def readers(path: str) -> list[str]:
-    """Names of the optimizers (schedules, ...) whose section has the key ``path``; empty if it is not one of theirs."""
+    """Names of the optimizers (schedules, ...) whose section has the key ``path``; empty if it is not such a key."""
     group = path.partition(".")[0]
     entries = CHOSEN[group].entries() if group in CHOSEN else []
     return [entry.name for entry in entries if path in _keys_of_section(group, entry.section)]
@@ -200,7 +200,7 @@ def _kind(field: dict[str, Any]) -> str:
 
 
 def all_sections() -> list[str]:
-    """Dotted names of everything that has keys below it."""
+    """Dotted names of all sections."""
     return list(dict.fromkeys(path.rpartition(".")[0] for path in all_keys() if "." in path))
 
 

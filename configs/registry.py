@@ -1,6 +1,6 @@
-"""What a config can choose by name: optimizers, schedules, model families, tasks.
+"""Registries of what a config chooses by name: optimizers, schedules, model families, tasks.
 
-An entry has a name, a config section of its own, and a function that loads what it stands for: composing a config needs
+An entry has a name, a config section of its own, and a function that loads the implementation: composing a config needs
 the section only and never imports torch. Built-in entries are the modules of one package, each of which registers
 itself when it is imported. Installed packages add entries through entry points, a user's script through
 ``serried.register_optimizer`` and ``serried.register_model``.
@@ -39,7 +39,7 @@ class Entry:
     section: type[Section]
     """Section of ``RunConfig`` that holds its keys."""
     load: Callable[[], Any]
-    """Import and return what the name stands for."""
+    """Import and return the implementation."""
 
 
 @dataclass
@@ -149,7 +149,7 @@ tasks.register("causal_lm", Section, lambda: import_module("serried.recipes.caus
 def register_optimizer(name: str, *, section: type[Section] = OptimSection) -> Callable[[_Built], _Built]:
     """Register ``build(param_groups, section) -> torch.optim.Optimizer`` as ``optim=NAME``; a decorator.
 
-    ``section`` declares its keys beside those that all optimizers have (``lr``, ``weight_decay``, ``groups``).
+    ``section`` declares its keys, in addition to those that all optimizers have (``lr``, ``weight_decay``, ``groups``).
     """
     return optimizers.registering(name, section)
 
@@ -157,7 +157,7 @@ def register_optimizer(name: str, *, section: type[Section] = OptimSection) -> C
 def register_schedule(name: str, *, section: type[Section] = ScheduleSection) -> Callable[[_Built], _Built]:
     """Register ``rate(step, steps, peak, section) -> float`` as ``schedule=NAME``; a decorator.
 
-    It is asked for steps after the warm-up only, up to and including ``steps``, the last one.
+    It is called for the steps after the warm-up, up to and including ``steps``.
     """
     return schedules.registering(name, section)
 
@@ -165,7 +165,7 @@ def register_schedule(name: str, *, section: type[Section] = ScheduleSection) ->
 def register_model(name: str, *, section: type[Section] = ModelSection) -> Callable[[_Built], _Built]:
     """Register a ``ModelFamily``, or a function ``build(section, vocab_size) -> nn.Module``, as ``model.family=NAME``.
 
-    A decorator. The module of a function maps ``tokens`` [B, S] to logits [B, S, V]. ``section`` declares its keys
-    beside those that all families have (``vocab_size``, ``max_sequence_length``, ...).
+    A decorator. The module of a function maps ``tokens`` [B, S] to logits [B, S, V]. ``section`` declares its keys,
+    in addition to those that all families have (``vocab_size``, ``max_sequence_length``, ...).
     """
     return models.registering(name, section)

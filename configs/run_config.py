@@ -1,4 +1,4 @@
-"""The ``RunConfig`` of one run: its sections are those of the optimizer, the schedule, ... that it chooses."""
+"""The ``RunConfig`` of one run: with the sections of the optimizer, schedule, ... that it chooses."""
 
 import functools
 from collections.abc import Mapping
@@ -60,8 +60,7 @@ def check(plain: Mapping[str, Any]) -> RunConfig:
 
 
 def registered_sections() -> tuple[tuple[str, type[Section]], ...]:
-    """Return the section of each name that is registered, after the section of ``RunConfig`` that it takes the place
-    of."""
+    """Return the section of each name that is registered, after the section of ``RunConfig`` that it replaces."""
     return tuple((group, entry.section) for group, registry in CHOSEN.items() for entry in registry.entries())
 
 

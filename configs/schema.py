@@ -2,7 +2,7 @@
 
 Hydra composes YAML and the command line into a plain dict; ``RunConfig`` turns it into one frozen, checked object and
 nothing writes to it afterwards. Checks that need the number of processes live in ``parallel.mesh``; checks that need
-files live with whoever opens them.
+files live with the code that opens them.
 """
 
 import os
@@ -18,7 +18,7 @@ from serried.configs.addresses import has_password, without_password
 from serried.configs.divisors import nearest_divisors
 
 NAME_PATTERN = r"[A-Za-z][A-Za-z0-9_-]*"
-"""What sources and validation sets may be called."""
+"""Names of sources and validation sets."""
 
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
@@ -81,12 +81,12 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """Where the run keeps its files."""
+    """Name and folder of the run."""
 
     name: str = Field(min_length=1, pattern=r"^[^/\s]+$")
     """Name of the run; the recipe's name unless given."""
     dir: Path
-    """Run folder, relative to where the command was typed. Never a timestamp: the same command finds it again."""
+    """Run folder, relative to the current folder. Never a timestamp: the same command finds it again."""
 
 
 class RopeScaling(Section):
@@ -122,7 +122,7 @@ def _refuse_unless(found: Mapping[str, Any], **plain: Any) -> None:
 
 
 class ModelSection(Section):
-    """What all families of language models have in common; each has a section of its own with its other keys."""
+    """Keys that all families of language models have; each adds its own."""
 
     name: str
     """Name of the model config, for display."""
@@ -428,7 +428,7 @@ class GPT2Section(ModelSection):
 
 
 class SourceSection(Section):
-    """Where documents come from."""
+    """Source of documents."""
 
     name: Literal["stdlib", "text", "hf", "tokens"]
     """``stdlib``, ``text`` (your files), ``hf`` (a Hugging Face dataset) or ``tokens`` (made earlier)."""
@@ -452,10 +452,10 @@ TRAINING = "train"
 """Name of the training data among the data sets of a recipe."""
 
 DEFAULT_VALIDATION = "validation"
-"""Name of the validation set that is made of the training data's own documents."""
+"""Name of the validation set taken from the training data."""
 
 WHOLE = "all of data"
-"""Name of all documents together, where none is kept back; no name of a user's has blanks."""
+"""Name of all documents together, without a validation part; names that users choose have no blanks."""
 
 
 class MixedSource(SourceSection):
@@ -488,7 +488,7 @@ class DataSection(SourceSection):
     validation_fraction: Number = Field(default=0.05, gt=0, lt=1)
     """Fraction of the text kept for validation: whole documents, or the tail of each file if there are few files."""
     validation_split: str | None = None
-    """``hf``: split for validation, in place of a fraction of the training split."""
+    """``hf``: split for validation, instead of a fraction of the training split."""
     format: Literal["text", "chat"] = "text"
     """``chat``: each row is a conversation; only the assistant's messages are trained on."""
     chat_template: str | None = None
@@ -596,7 +596,7 @@ class DataSection(SourceSection):
 
 
 class ParallelSection(Section):
-    """How the work is divided: ``pipeline x replicate x shard x context x tensor`` is the number of processes."""
+    """Parallel layout: ``pipeline x replicate x shard x context x tensor`` is the number of processes."""
 
     strategy: Literal["single", "ddp", "fsdp", "hsdp"]
     """``ddp`` replicates the model, ``fsdp`` shards it, ``hsdp`` replicates groups of shards. One process is always
@@ -661,7 +661,7 @@ class ParameterGroup(Section):
 
 
 class OptimSection(Section):
-    """What all optimizers have in common; each has a section of its own with its other keys."""
+    """Keys that all optimizers have; each adds its own."""
 
     name: str = "adamw"
     """Name of the optimizer; ``optim=NAME`` sets it."""
@@ -670,7 +670,7 @@ class OptimSection(Section):
     weight_decay: Number = Field(default=0.1, ge=0)
     """Weight decay of matrices, times the learning rate; vectors such as norms and biases have none."""
     groups: dict[str, ParameterGroup] = Field(default_factory=dict)
-    """Parameters with a learning rate or weight decay of their own, or frozen ones, by names of yours."""
+    """Parameters with a learning rate or weight decay of their own, or frozen ones, by names you choose."""
 
     def _mistakes(self) -> Iterator[str]:
         betas = getattr(self, "betas", ())
@@ -679,7 +679,7 @@ class OptimSection(Section):
 
 
 class ScheduleSection(Section):
-    """What all schedules have in common: learning rate as a pure function of the step, after a linear warm-up."""
+    """Keys that all schedules have. The learning rate is a pure function of the step, after a linear warm-up."""
 
     name: str
     """Name of the schedule; ``schedule=NAME`` sets it."""
@@ -693,7 +693,7 @@ class TrainerSection(Section):
     steps: PositiveCount
     """Number of optimizer steps of the whole run."""
     epochs: Annotated[Number, Field(gt=0, le=10**6)] | None = None
-    """Passes over the training data, in place of ``steps``: rounded up to whole steps."""
+    """Passes over the training data, instead of ``steps``: rounded up to whole steps."""
     global_batch: PositiveCount
     """Sequences per optimizer step, over all processes and micro-batches."""
     micro_batch: PositiveCount
@@ -930,7 +930,7 @@ class TaskSection(Section):
 
 
 class RunConfig(Section):
-    """The whole of a run, whatever it trains."""
+    """The configuration of a run."""
 
     recipe: str
     """Name of the recipe that chose the rest."""
@@ -971,7 +971,7 @@ class RunConfig(Section):
 
 
 class TextRunConfig(RunConfig):
-    """The whole of a run that trains a built-in language model."""
+    """The configuration of a run that trains a built-in language model."""
 
     model: LlamaSection  # or the section of another family, see configs.run_config
     data: DataSection

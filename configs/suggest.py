@@ -1,4 +1,4 @@
-"""From what was typed to what was meant: nearest names, and names that other frameworks use."""
+"""Suggestions for mistyped keys and choices: similar names, and names that other frameworks use."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ class Names(NamedTuple):
     """Names from elsewhere, squeezed: ``maxSteps``, ``max-steps`` and ``max_steps`` are one."""
 
     keys: dict[str, list[str]]
-    """Name -> the keys or groups it may stand for."""
+    """Name -> the keys or groups it may mean."""
     choices: dict[str, list[str]]
     """Name of a choice -> overrides that choose it: ``fp16`` -> ``precision=fp16``."""
     advice: dict[str, str]
@@ -53,12 +53,12 @@ def squeezed(name: str) -> str:
 
 
 def pasteable(key: str, value: str) -> str:
-    """``key=value`` as it has to be typed into a shell."""
+    """Return ``key=value``, quoted for a shell."""
     return shlex.quote(f"{key}={value}")
 
 
 def nearest_choice(key: str, typed: str, choices: Sequence[str]) -> list[str]:
-    """The ``choices`` of a key or group that ``typed`` may stand for, best first."""
+    """The ``choices`` of a key or group that ``typed`` may mean, best first."""
     named = _choice_named(key, typed)
     return [named] if named in choices else nearest(typed, choices)
 
@@ -70,7 +70,7 @@ def _choice_named(key: str, typed: str) -> str:
 
 
 def nearest_keys(typed: str, names: Iterable[str]) -> list[str]:
-    """Up to three of the full dotted ``names`` that ``typed`` may be a slip of, best first.
+    """Return up to three of the full dotted ``names`` that are similar to ``typed``, best first.
 
     A name is as near as its whole or, a little less, as its last part: ``stpes`` is near ``trainer.steps``. A shared
     section is not enough: ``trainer.foo`` is near nothing.
@@ -92,7 +92,7 @@ def _ratio(one: str, other: str) -> float:
 
 
 def meant(key: str, value: str, groups: Groups) -> list[str]:
-    """Overrides to paste that somebody who typed ``key=value`` may have meant; best first, empty if none.
+    """Return overrides to paste for a mistyped ``key=value``, best first; empty if none.
 
     Without a value the overrides get an example of one.
     """
@@ -181,7 +181,7 @@ def _processes(at: _Config) -> int:
 
 
 def advice(key: str, value: str, config: _Config | None = None) -> str | None:
-    """Why there is no key to write in place of ``key``, and what to do; ``None`` if there may be one.
+    """Return why there is no such key and what to do instead; ``None`` if another key may be meant.
 
     ``config``: the rest of the run's config, if it is known, for the numbers in the sentence.
     """
@@ -211,7 +211,7 @@ def _figure(example: str, compute: Callable[[float, _Config], float], value: str
 
 
 def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Config | None = None) -> str:
-    """The sentence for a key that the schema does not have."""
+    """Return the sentence for a key that the schema does not have."""
     given = f"{key}={value} ({source})"
     if reason := advice(key, value, config):
         return f"{given}: {reason}"
@@ -229,14 +229,14 @@ def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Conf
 
 
 def listing(section: str) -> str:
-    """The keys of a section, to stand after a semicolon."""
+    """Return the keys of a section, to follow a semicolon."""
     if section in all_keys().named:
         return f"it has one section for each name you choose, as in {section}.web; {listing(f'{section}.web')}"
     return f"the keys of {section} are {', '.join(key.rpartition('.')[2] for key in keys_of(section))}"
 
 
 def unknown_section(name: str, source: str) -> str:
-    """The sentence for a whole section, given in a YAML file, that the schema does not have."""
+    """Return the sentence for a whole section, given in a YAML file, that the schema does not have."""
     if reason := advice(name, ""):
         return f"section {name} ({source}): {reason}"
     near = nearest(name, all_sections())
@@ -246,7 +246,7 @@ def unknown_section(name: str, source: str) -> str:
 
 
 def unknown_choice(group: str, choice: str, choices: Sequence[str], source: str = "") -> str:
-    """The sentence for ``group=choice`` when there is no such choice."""
+    """Return the sentence for ``group=choice`` when there is no such choice."""
     where = f" ({source})" if source else ""
     plural = f"{group}s" if group in ("recipe", "model", "schedule") else group
     if reason := other_names().advice.get(squeezed(f"{group}={choice}")):

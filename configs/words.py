@@ -35,7 +35,7 @@ def repeated(words: Sequence[str]) -> list[str]:
 
 
 def _key(word: str) -> str:
-    """The key of an override; "" for another word."""
+    """The key of an override; empty for another word."""
     key, equals, _ = word.partition("=")
     return key.lstrip("+").strip() if equals and not word.startswith("-") else ""
 

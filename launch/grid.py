@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from serried.configs.announce import tell
+from serried.configs.announce import print_line
 from serried.configs.compose import FOLDER, compose
 from serried.configs.errors import UserError
 from serried.launch.points import Point, Sweep, labels
@@ -48,7 +48,7 @@ def _grid(words: Words, folder: Path) -> Sweep:
     name = f"sweep-{in_a_name('-'.join(label.values()))}"
     builder = PointBuilder.of(words.fixed, combinations[0], folder, name, inside=False)
     if runs >= _MANY_RUNS:
-        tell("sweep", f"{runs} runs: {' x '.join(keys)}; checking the settings of each")
+        print_line("sweep", f"{runs} runs: {' x '.join(keys)}; checking the settings of each")
     points: dict[Path, Point] = {}
     for chosen in combinations:
         point = builder.point("-".join(f"{label[key]}-{in_a_name(value)}" for key, value in chosen.items()), chosen)

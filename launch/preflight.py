@@ -72,8 +72,8 @@ def preflight(
 
 
 def examine(session: Session, run_dir: Path) -> dict[str, Any]:
-    """Return everything this rank measures. A collective: all ranks measure the network together, and the rest each
-    by itself at the same time."""
+    """Return everything this rank measures. A collective: all ranks measure the network together, and everything else
+    at the same time, each on its own."""
     facts: dict[str, Any] = {"rank": session.rank, "host": session.host(), "problems": []}
 
     def alone(name: str, probe: Callable[[], Any]) -> None:

@@ -47,10 +47,10 @@ def verdict(run_dir: Path, start: Path) -> tuple[int, str]:
         return EXIT_FINISHED, f"stopped {where}: {reason}. Not queued again; run the same command to resume"
     if not reason.startswith(_ASKED_FOR) and (is_same or fruitless >= _FRUITLESS_STARTS):
         what = f"ended {where}" if is_same else f"saved nothing, and the last one ended {where}"
-        mend = "raise slurm.time_minutes, or lower checkpoint.every" if reason.startswith(_OUT_OF_TIME) else "fix that"
+        fix = "raise slurm.time_minutes, or lower checkpoint.every" if reason.startswith(_OUT_OF_TIME) else "fix that"
         return (
             EXIT_FAILED,
-            f"crash loop: two starts in a row {what} ({reason}). Not queued again; {mend}, and submit the same command",
+            f"crash loop: two starts in a row {what} ({reason}). Not queued again; {fix}, and submit the same command",
         )
     return EXIT_STOPPED, f"stopped {where}: {reason}"
 

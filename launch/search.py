@@ -1,7 +1,7 @@
 """``search.trials``: Optuna chooses each run of a sweep from the results of those before it.
 
 Nothing of the study is stored. ``sweep.json`` and the run folders have every trial's values and result, and each start
-replays them to Optuna. The sampler is seeded anew for each trial, so a search that was interrupted suggests what an
+replays them to Optuna. The sampler is seeded for each trial, so a search that was interrupted suggests what an
 uninterrupted one would have.
 """
 
@@ -16,7 +16,7 @@ from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 
-from serried.configs.announce import tell
+from serried.configs.announce import print_line
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.keys import all_keys
@@ -59,7 +59,7 @@ class Search:
         while len(tried) < self.trials:
             suggestion = self._suggest(study, tried)
             if suggestion is None:
-                tell("search", f"ends after {len(tried)} of {self.trials} trials: no values are left to try")
+                print_line("search", f"ended after {len(tried)} of {self.trials} trials: no values are left to try")
                 return
             trial, point = suggestion
             tried.append(trial.params)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from serried.configs.announce import tell
+from serried.configs.announce import print_line
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED
 from serried.launch.points import Point
 from serried.launch.processes import NotedSignals, killed_by, wait_for_all
@@ -75,7 +75,7 @@ def _wait_for_another_process(run_dir: Path, signals: NotedSignals) -> bool:
     deadline, is_told = time.monotonic() + _OTHERS_END_SECONDS, False
     while is_locked(run_dir) and time.monotonic() < deadline and not signals.received:
         if not is_told:
-            tell("waiting", f"for another process, which is training in {run_dir}")
+            print_line("waiting", f"for another process, which is training in {run_dir}")
         is_told = True
         time.sleep(_LOOK_SECONDS)
     return not signals.received

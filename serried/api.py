@@ -122,14 +122,16 @@ def declaration(task: "type[Task]") -> Declaration:
     """Return what composing the configuration needs to know of a task class.
 
     Raises:
-        UserError: ``task`` is no task, or its ``Config`` is no section.
+        UserError: ``task`` is not a task, or its ``Config`` is not a section.
     """
     from serried.trainer.task import Task
 
     if not (inspect.isclass(task) and issubclass(task, Task)):
-        raise UserError(f"{getattr(task, '__name__', task)} is no task; give a subclass of serried.Task or an instance")
+        raise UserError(
+            f"{getattr(task, '__name__', task)} is not a task; give a subclass of serried.Task, or an instance"
+        )
     if not (inspect.isclass(task.Config) and issubclass(task.Config, Section)):
-        raise UserError(f"{task.__name__}.Config is no section; write: class Config(serried.Section)")
+        raise UserError(f"{task.__name__}.Config is not a section; write: class Config(serried.Section)")
     return Declaration(task.task_name(), task.Config, task.sections, words(task.defaults), task)
 
 

@@ -135,7 +135,7 @@ def runs_of_a_sweep(folder: Path) -> list[Path]:
 
 
 def similar_runs(missing: Path, is_taken: IsTaken) -> str:
-    """What to type in place of a folder that is ``missing``: a run with a similar name, or all runs there are."""
+    """Return what to type instead of a ``missing`` folder: a run with a similar name, or all existing runs."""
     if (Path("runs") / missing).is_dir():
         return f"did you mean {Path('runs') / missing}?"
     folder = missing.parent if missing.parent.is_dir() and missing.parent != Path() else Path("runs")
@@ -149,7 +149,7 @@ def similar_runs(missing: Path, is_taken: IsTaken) -> str:
 
 
 def existing_runs(folder: Path, is_taken: IsTaken) -> str:
-    """What to type: the runs in ``folder`` that the command can use, and those of sweeps in it, which lie deeper."""
+    """Return what to type: the runs in ``folder`` that the command can use, and the runs of sweeps in it."""
     try:
         inside = sorted(path for path in folder.iterdir() if path.is_dir())
     except OSError:

@@ -4,6 +4,7 @@ Hydra composes, pydantic checks, and all mistakes are reported at once, a senten
 schema before Hydra sees anything: it gets the choices of groups only, and values are set in what it composes.
 """
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -158,10 +159,10 @@ def _composed(folder: Path, line: CommandLine) -> dict[str, Any]:
         UserError: a YAML file cannot be read or merged, or refers to something that does not exist.
     """
     try:
-        with initialize_config_dir(str(folder), version_base=None):
-            config = hydra_compose(declared().root, _for_hydra(line, folder), return_hydra_config=True)
-        with open_dict(config):
-            _fill_in(config, line)
+        stamp = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in _files(folder))
+        files, choices = _from_files(declared().root, folder, _for_hydra(line, folder), stamp)
+        config = OmegaConf.create(files)
+        _fill_in(config, choices, line)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"{_relative(mark.name, folder)}:{mark.line + 1}" if mark else f"a file in {folder.name}"
@@ -176,10 +177,24 @@ def _composed(folder: Path, line: CommandLine) -> dict[str, Any]:
         raise UserError(f"{given} cannot be filled in: {str(error).splitlines()[0]}") from None
 
 
-def _fill_in(config: DictConfig, line: CommandLine) -> None:
+@functools.lru_cache(maxsize=64)  # of a sweep, most runs choose the same files
+def _from_files(root: str, folder: Path, words: tuple[str, ...], stamp: object) -> tuple[Any, Any]:
+    """Return what the YAML files hold, and the choices, as plain data. ``stamp`` changes with the files."""
+    del stamp
+    with initialize_config_dir(str(folder), version_base=None):
+        config = hydra_compose(root, list(words), return_hydra_config=True)
+    with open_dict(config):
+        choices = config.pop("hydra").runtime.choices
+    return OmegaConf.to_container(config), OmegaConf.to_container(choices)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for each in (folder, *declared().config_dirs) for path in each.rglob("*.yaml"))
+
+
+def _fill_in(config: DictConfig, choices: Mapping[str, str], line: CommandLine) -> None:
     """Set the names of what is chosen, and the values of the command line."""
-    choices = config.pop("hydra").runtime.choices
-    config.recipe = choices.recipe or declared().name
+    config.recipe = choices["recipe"] or declared().name
     for group, registry in CHOSEN.items():  # a choice without a YAML file, or whose file leaves the name out
         if registry.key == "name":
             name = line.choices.get(group, choices.get(group))
@@ -187,10 +202,10 @@ def _fill_in(config: DictConfig, line: CommandLine) -> None:
     if declared().name:
         config.task = {"name": declared().name, **config.get("task", {})}
     for key, value in line.values.items():
-        OmegaConf.update(config, key, value, force_add=True)
+        OmegaConf.update(config, key, value)
 
 
-def _for_hydra(line: CommandLine, folder: Path) -> list[str]:
+def _for_hydra(line: CommandLine, folder: Path) -> tuple[str, ...]:
     """Return the choices that have a YAML file; for others the defaults of their section apply."""
     files = files_of(folder)
     words = [
@@ -198,14 +213,14 @@ def _for_hydra(line: CommandLine, folder: Path) -> list[str]:
         for group, choice in line.choices.items()
     ]
     urls = (QuotedString(text=f"file://{each}", quote=Quote.double).with_quotes() for each in declared().config_dirs)
-    return [*words, f"hydra.searchpath=[{','.join(urls)}]"]
+    return (*words, f"hydra.searchpath=[{','.join(urls)}]")
 
 
 def _origins(folder: Path, line: CommandLine) -> Origins:
     """Return the origins of the values of a composed config."""
     with initialize_config_dir(str(folder), version_base=None):
         loader = GlobalHydra.instance().config_loader()
-        defaults = loader.compute_defaults_list(declared().root, _for_hydra(line, folder), RunMode.RUN).defaults
+        defaults = loader.compute_defaults_list(declared().root, [*_for_hydra(line, folder)], RunMode.RUN).defaults
     folders = [folder, *declared().config_dirs]
     files = [(each / f"{default.config_path}.yaml", default.package or "") for default in defaults for each in folders]
     # Hydra's own settings are in the list too; their files are elsewhere.

@@ -1,5 +1,6 @@
 """What somebody coming from another framework types, and whether the answer works when pasted back."""
 
+import functools
 import re
 import shlex
 from pathlib import Path
@@ -42,6 +43,7 @@ def overrides_in(sentence: str) -> list[str]:
     return [word.rstrip(",") for pair in found for word in pair if word]
 
 
+@functools.cache
 def paste(override: str) -> None:
     """Type a suggestion, with what else such a run needs."""
     key = override.partition("=")[0]

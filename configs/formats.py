@@ -1,4 +1,6 @@
-"""How numbers and foreign text are shown: bytes, durations, counts, control characters."""
+"""Formatting of bytes, durations, counts, tables and foreign text."""
+
+from collections.abc import Sequence
 
 
 def size(number_bytes: float) -> str:
@@ -26,6 +28,12 @@ def short(number: float) -> str:
         if number < limit:
             return f"{number / divisor:.1f}{suffix}" if suffix else f"{number:.0f}"
     return f"{number / 1e12:.1f}T"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line per row, with each column as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def printable(text: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from serried.configs.declaration import declared
+from serried.configs.formats import columns
 from serried.configs.keys import all_keys
 from serried.configs.run_config import CHOSEN
 
@@ -86,8 +87,7 @@ def recipes_text(folder: Path = _FOLDER) -> str:
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
-    width = max(len(left) for left, _ in rows)
-    return [f"  {left:<{width}}  {right}".rstrip() for left, right in rows]
+    return [f"  {line}" for line in columns(rows)]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

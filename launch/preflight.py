@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED
-from serried.configs.formats import size
+from serried.configs.formats import columns, size
 from serried.configs.schema import LaunchSection
 from serried.configs.suggest import pasteable
 from serried.launch import probes
@@ -256,8 +256,7 @@ def report(
     hosts = list(dict.fromkeys(fact["host"] for fact in facts))
     rows: list[tuple[str, ...]] = [_COLUMNS]
     rows += [_row(host, [fact for fact in facts if fact["host"] == host], findings, peaks) for host in hosts]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = columns(rows)
     versions: dict[str, str] = next((fact["versions"] for fact in facts if fact["versions"]), {})
     lines.append("versions   " + ", ".join(f"{name} {value}" for name, value in versions.items() if value))
     lines += [f"WARNING    {text}" for text in findings.warnings]

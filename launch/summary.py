@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
 
+from serried.configs.formats import columns
 from serried.configs.plain_data import is_number, read_json
 from serried.configs.schema import DEFAULT_VALIDATION
 from serried.launch.points import Point, labels
@@ -108,7 +109,7 @@ def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]
     write_atomically(
         folder / RECORD, json.dumps({"name": folder.name, "keys": list(keys), "runs": runs}, indent=2) + "\n"
     )
-    columns = [
+    names = (
         "loss",
         "validation_loss",
         "metric",
@@ -118,9 +119,9 @@ def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]
         "step",
         "reason",
         "run_dir",
-    ]
+    )
     text = io.StringIO(newline="")
-    rows = csv.DictWriter(text, [*keys, *columns], extrasaction="ignore")
+    rows = csv.DictWriter(text, [*keys, *names.split()], extrasaction="ignore")
     rows.writeheader()
     rows.writerows({**run, **each.values} for run, each in zip(runs, best, strict=True))
     write_atomically(folder / _TABLE, text.getvalue())
@@ -153,10 +154,7 @@ def table(keys: Sequence[str], outcomes: Sequence[Outcome]) -> str:
         results = [each.loss, each.validation_loss, *([each.metric_value] if metrics else [])]
         numbers = [*(_number(result, ".4f") for result in results), _number(each.tokens_per_second)]
         rows.append([*(shown(each.values.get(key, "")) for key in keys), *numbers, _state(each), str(each.run_dir)])
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join(columns(rows))
 
 
 def shown(value: str) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from serried.configs.command_line import config_dirs
 from serried.configs.declaration import BUILT_IN, declaring
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError
+from serried.configs.formats import columns
 from serried.configs.plain_data import read_json
 from serried.configs.schema import RunConfig, TextRunConfig, parse_count
 from serried.configs.suggest import nearest
@@ -412,13 +413,12 @@ def _help(name: str | None) -> str:
     """The help text of the command ``name``, or of all commands."""
     does = {each: (getdoc(command.run) or "").partition("\n") for each, command in _COMMANDS.items()}
     if name is None:
-        width = max(map(len, _COMMANDS))
-        lines = [f"  {each:<{width}}  {first[0].lower()}{first[1:-1]}" for each, (first, _, _) in does.items()]
+        rows = [(each, first[0].lower() + first[1:-1]) for each, (first, _, _) in does.items()]
         return "\n".join(
             [
                 "usage: serried COMMAND [RUN] [key=value ...]",
                 "",
-                *lines,
+                *(f"  {line}" for line in columns(rows)),
                 "",
                 "Details and keys of one command: serried COMMAND --help. To train: python train.py --help",
                 "plan, prepare, preflight, submit and status take the overrides of train.py.",

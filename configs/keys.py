@@ -78,7 +78,8 @@ class Key:
     @property
     def example(self) -> str:
         """An override to paste into a shell, perhaps with other values after it."""
-        values = key_notes()["examples"].get(self.path) or (self.choices[0] if self.choices else _WORDS[self.kind][1])
+        made_up = self.choices[0] if self.choices else _WORDS[self.kind][1]
+        values = str(key_notes()["examples"].get(self.path, made_up))
         first, *others = values.split(", ")
         return ", ".join([shlex.quote(f"{self.path}={first}"), *others])
 

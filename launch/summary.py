@@ -121,7 +121,7 @@ def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]
         "run_dir",
     )
     text = io.StringIO(newline="")
-    rows = csv.DictWriter(text, [*keys, *names.split()], extrasaction="ignore")
+    rows = csv.DictWriter(text, [*keys, *names], extrasaction="ignore")
     rows.writeheader()
     rows.writerows({**run, **each.values} for run, each in zip(runs, best, strict=True))
     write_atomically(folder / _TABLE, text.getvalue())

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from serried.configs.errors import UserError
 from serried.configs.explain import shown, unfit
 from serried.configs.keys import Key, all_keys, is_section
+from serried.configs.plain_data import flatten
 from serried.configs.suggest import (
     Groups,
     advice,
@@ -114,7 +115,8 @@ class CommandLine:
             if equals and word[0] not in "-~":
                 self._read_override(key.lstrip("+").strip(), value.strip())
             elif word.startswith("~"):
-                self._refuse_deletion(word)
+                instead = _another_value(key.lstrip("~")) or f"the command without {word}"
+                self.mistakes.append(f"{word}: keys cannot be deleted; use {instead}")
             else:
                 key, _, value = re.sub("^([^=:]+):", r"\1=", word.lstrip("-")).partition("=")
                 is_value = not value and (word.startswith("-") or key in self.groups or key in all_keys())
@@ -126,26 +128,22 @@ class CommandLine:
 
     def sentences(self, plain: Mapping[str, Any]) -> list[str]:
         """Return the mistakes. ``plain``: what the accepted overrides compose to, if known, for figures in them."""
-        unknown = {each.key: each.value for each in self.mistakes if isinstance(each, _Unknown)}
-        if plain and len(unknown) > 1:
-            plain = _renamed(unknown, plain)
-        return [each if isinstance(each, str) else self._sentence(each, plain) for each in self.mistakes]
+        known = other_names().keys
+        unknown = [each for each in self.mistakes if isinstance(each, _Unknown) and squeezed(each.key) in known]
+        at = flatten(plain) | {known[squeezed(each.key)][0]: each.value for each in unknown}
+        return [each if isinstance(each, str) else self._sentence(each, at) for each in self.mistakes]
 
-    def _sentence(self, unknown: _Unknown, plain: Mapping[str, Any]) -> str:
+    def _sentence(self, unknown: _Unknown, at: Mapping[str, Any]) -> str:
         word, key, value = unknown
         if word:
-            return f"{shown(word)}: {advice(key, value, plain)}"
-        return unknown_key(key, shown(value), COMMAND_LINE, self.groups, plain)
+            return f"{shown(word)}: {advice(key, value, at)}"
+        return unknown_key(key, shown(value), COMMAND_LINE, self.groups, at)
 
     def _refuse_word(self, word: str, key: str, value: str) -> None:
         """Refuse ``word``, a flag or a word without ``=``. The user may have meant ``key=value``."""
         homes = [group for group, choices in self.groups.items() if word in choices]
         is_flag = word.startswith("-")
-        if key in ("m", "multirun") and is_flag:
-            self.mistakes.append(_Unknown(word, "multirun", ""))
-        elif key in ("cfg", "c") and is_flag:
-            self.mistakes.append(f"{word}: write --cfg job, which prints the config and stops")
-        elif homes:
+        if homes:
             group = "recipe" if "recipe" in homes else homes[0]
             self.mistakes.append(f"{word}: an override is key=value; write {group}={word}")
         elif is_flag and key and advice(key, value):
@@ -155,17 +153,11 @@ class CommandLine:
             self.mistakes.append(f"{shown(word)}: {rule}; write {' or '.join(overrides)}")
         elif is_flag:
             self.mistakes.append(
-                f"no flag {shown(word)}; the flags are --help and --cfg job, anything else is key=value without dashes"
+                f"no flag {shown(word)}; the flags are --help, --cfg job and -m; all else is key=value without dashes"
             )
         else:
             example = "--help" if word == "help" else "recipe=tiny"
             self.mistakes.append(f"{shown(word) or repr(word)}: an override is key=value; e.g. {example}")
-
-    def _refuse_deletion(self, word: str) -> None:
-        key = all_keys().get(word.lstrip("~").partition("=")[0])
-        instead = f"leave {word} out" if key is None else f"write {key.path}=null" if key.nullable else ""
-        instead = instead or f"give it another value, e.g. {key and key.example}"
-        self.mistakes.append(f"{word}: keys cannot be deleted; {instead}")
 
     def _read_override(self, key: str, value: str) -> None:
         if mistake := self._mistake(key, value):
@@ -182,17 +174,13 @@ class CommandLine:
             return f"={shown(value)} has no key before the =; e.g. trainer.steps=1000"
         if key in self.groups or key in all_keys():
             if not value:
-                example = all_keys()[key].example if key in all_keys() else f"{key}={'|'.join(self.groups[key])}"
-                is_nullable = key in all_keys() and all_keys()[key].nullable
-                return f"{key}= has no value; e.g. {example}{f', or {key}=null for none' if is_nullable else ''}"
+                return f"{key}= has no value; e.g. {_another_value(key) or f'{key}={chr(124).join(self.groups[key])}'}"
             if leaf in ("name", "strategy") and value in self.groups.get(section, []):
                 # Would change the label, and no key that belongs to the choice.
                 return f"{key}={value} is only the label of a choice; write {section}={value}"
             return None
         if is_section(key) and squeezed(key) not in other_names().advice:
             return f"{key}={shown(value)}: {key} is a section, not a key; {listing(key)}"
-        if above := _value_above(key):
-            return f"{key}={shown(value)}: {above} is a value with nothing below it; write {pasteable(above, value)}"
         return _Unknown("", key, value)
 
     def _read_choice(self, group: str, value: str) -> None:
@@ -249,18 +237,7 @@ def _parsed(key: str, value: str) -> Override | None:
         return None
 
 
-def _renamed(unknown: Mapping[str, str], plain: Mapping[str, Any]) -> dict[str, Any]:
-    """``plain`` with the values of unknown keys that are another framework's name for one key."""
-    plain = {name: {**part} if isinstance(part, dict) else part for name, part in plain.items()}
-    for name, value in unknown.items():
-        section, _, key = next(iter(other_names().keys.get(squeezed(name), [])), "").rpartition(".")
-        if isinstance(plain.get(section), dict):
-            plain[section][key] = value
-    return plain
-
-
-def _value_above(key: str) -> str | None:
-    """Return the part of ``key`` that is a plain value, with nothing below it."""
-    parts = key.split(".")
-    above = (".".join(parts[:end]) for end in range(1, len(parts)))
-    return next((path for path in above if path in all_keys() and not is_section(path)), None)
+def _another_value(key: str) -> str:
+    """Return overrides that give the key ``key`` a value; empty if there is no such key."""
+    found = all_keys().get(key)
+    return f"{found.example}{f', or {key}=null for none' if found.nullable else ''}" if found else ""

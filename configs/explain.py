@@ -9,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from serried.configs.keys import Key, all_keys, is_section, keys_of, readers
+from serried.configs.plain_data import flatten
 from serried.configs.run_config import CHOSEN
 from serried.configs.suggest import listing, nearest_choice, unknown_key, unknown_section
 
@@ -127,7 +128,7 @@ def _sentence(
             )
         if isinstance(mistake["input"], dict):
             return unknown_section(path, source)
-        return unknown_key(path, shown(mistake["input"]), source, groups, config)
+        return unknown_key(path, shown(mistake["input"]), source, groups, flatten(config))
     value = shown(origins.typed.get(path, value_at(path, config)))
     if key is None or (key.kind == "object" and kind != "missing"):
         return f"{path}={value} ({source}): {path} is a section, not a key; {listing(path)}"

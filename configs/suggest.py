@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from serried.configs.keys import all_keys, all_sections, is_name, is_section, key_notes, keys_of
 from serried.configs.near import nearest
-from serried.configs.plain_data import flatten
 from serried.configs.schema import parse_count
 
 Groups = Mapping[str, Sequence[str]]
@@ -183,7 +182,7 @@ def _processes(at: _Config) -> int:
 def advice(key: str, value: str, config: _Config | None = None) -> str | None:
     """Return why there is no such key and what to do instead; ``None`` if another key may be meant.
 
-    ``config``: the rest of the run's config, if it is known, for the numbers in the sentence.
+    ``config``: the rest of the run's config by key, if it is known, for the numbers in the sentence.
     """
     known = other_names().advice
     section, last = key.partition(".")[0], key.rpartition(".")[2]
@@ -194,7 +193,7 @@ def advice(key: str, value: str, config: _Config | None = None) -> str | None:
     sentence = next((known[squeezed(name)] for name in names if squeezed(name) in known), None)
     if sentence is None:
         return None
-    at = {path: parse_count(leaf) for path, leaf in flatten(config or {}).items()}
+    at = {path: parse_count(leaf) for path, leaf in (config or {}).items()}
     figures = {name: _figure(*figure, value, at) for name, figure in _FIGURES.items()}
     return sentence.format(value=value or "N", **figures)
 
@@ -223,6 +222,8 @@ def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Conf
     if suggestions := [each for each, name in named.items() if name in all_keys() or name in groups]:
         return f"unknown key {given}; did you mean {' or '.join(suggestions)}?"
     section = key.rpartition(".")[0]
+    if section in all_keys():
+        return f"unknown key {given}; {section} is a value with nothing below it; write {pasteable(section, value)}"
     if is_section(section):
         return f"unknown key {given}; {listing(section)}"
     return f"unknown key {given}; --help lists the keys"

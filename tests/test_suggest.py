@@ -12,6 +12,7 @@ from serried.configs.compose import FOLDER, compose
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of
 from serried.configs.keys import all_keys, readers
+from serried.configs.plain_data import flatten
 from serried.configs.suggest import meant, other_names, unknown_choice, unknown_key
 
 GROUPS = choices_of()
@@ -87,7 +88,7 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
         message = unknown_choice(*name.split("="), [])
     else:
         value = "0.9" if "beta" in name else "4"
-        message = unknown_key(name, value, "here", GROUPS, compose([]).model_dump(mode="json"))
+        message = unknown_key(name, value, "here", GROUPS, flatten(compose([]).model_dump(mode="json")))
         assert message.startswith(f"{name}={value} (here): ")
     assert "{" not in message
     said = message.partition(": ")[2].replace("FOLDER", str(tmp_path)).replace("NAME", "web")

@@ -320,7 +320,7 @@ def test_search_ends_when_no_values_are_left(tmp_path: Path, capsys: pytest.Capt
     values = tried(tmp_path, by_rate, 9, "schedule=cosine,constant", "trainer.seed=1,2", "trainer.eval_every=3")
     assert sorted(str(each) for each in values.values()) == sorted({str(each) for each in values.values()})
     assert len(values) == 4
-    assert "ends after 4 of 9 trials" in capsys.readouterr().out
+    assert "ended after 4 of 9 trials" in capsys.readouterr().out
 
 
 def test_values_that_do_not_fit_are_replaced(tmp_path: Path) -> None:

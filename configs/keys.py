@@ -42,8 +42,6 @@ class Key:
     nullable: bool
     bounds: str
     """The range in words, such as ``at least 1``; empty when there is none."""
-    required: bool
-    """Whether some YAML must set it."""
     purpose: str
     """Its docstring in ``schema.py``, on one line."""
 
@@ -119,11 +117,8 @@ def is_name(text: str) -> bool:
     return re.fullmatch(NAME_PATTERN, text) is not None
 
 
-def all_keys(schema: type[RunConfig] | None = None) -> Keys:
-    """Every key of ``schema`` by its full dotted name, in its order. Without a schema: every key that a run may have,
-    with all registered optimizers, schedules, ..."""
-    if schema is not None:
-        return _keys_of_class(schema)
+def all_keys() -> Keys:
+    """Every key that a run may have by its full dotted name, with those of all registered optimizers, schedules, ..."""
     return _keys_of_any(base_schema(), registered_sections())
 
 
@@ -131,39 +126,29 @@ def readers(path: str) -> list[str]:
     """Names of the optimizers (schedules, ...) whose section has the key ``path``; empty if it is not such a key."""
     group = path.partition(".")[0]
     entries = CHOSEN[group].entries() if group in CHOSEN else []
-    return [entry.name for entry in entries if path in _keys_of_section(group, entry.section)]
+    return [entry.name for entry in entries if path in _keys_of(entry.section, f"{group}.")]
 
 
 @functools.cache
 def _keys_of_any(schema: type[RunConfig], sections: tuple[tuple[str, type[Section]], ...]) -> Keys:
+    own, registered = _keys_of(schema, ""), [_keys_of(section, f"{group}.") for group, section in sections]
     keys = Keys()
-    for path, key in _keys_of_class(schema).items():
+    for path, key in own.items():
         group = path.partition(".")[0]
-        for own, section in sections:
-            if own == group:
-                keys |= {path: key for path, key in _keys_of_section(group, section).items() if path not in keys}
+        for found in registered:
+            keys |= {path: key for path, key in found.items() if path.startswith(f"{group}.") and path not in keys}
         keys.setdefault(path, key)
-    keys.named = _keys_of_class(schema).named
-    for group, section in sections:
-        keys.named = _keys_of_section(group, section).named | keys.named
+    for found in [own, *registered]:
+        keys.named = found.named | keys.named
     return keys
 
 
 @functools.cache
-def _keys_of_class(schema: type[RunConfig]) -> Keys:
-    return _keys_of(schema, "")
-
-
-@functools.cache
-def _keys_of_section(group: str, section: type[Section]) -> Keys:
-    return _keys_of(section, f"{group}.")
-
-
 def _keys_of(model: type[Section], above: str) -> Keys:
     description = model.model_json_schema()
     keys = Keys()
 
-    def walk(properties: dict[str, Any], required: list[str], prefix: str, found: dict[str, Key]) -> None:
+    def walk(properties: dict[str, Any], prefix: str, found: dict[str, Key]) -> None:
         for name, field in properties.items():
             purpose = field.get("description", "")
             alternatives = field.get("anyOf", [field])
@@ -173,7 +158,7 @@ def _keys_of(model: type[Section], above: str) -> Keys:
             if "$ref" in field.get("additionalProperties", {}):
                 inner = description["$defs"][field["additionalProperties"]["$ref"].rpartition("/")[2]]
                 below: dict[str, Key] = {}
-                walk(inner["properties"], inner.get("required", []), f"{path}.{NAME}.", below)
+                walk(inner["properties"], f"{path}.{NAME}.", below)
                 keys.named[path] = {key.rpartition(".")[2]: each for key, each in below.items()}
                 continue
             section = description["$defs"][field["$ref"].rpartition("/")[2]] if "$ref" in field else None
@@ -181,18 +166,15 @@ def _keys_of(model: type[Section], above: str) -> Keys:
                 found[path] = Key(
                     path=path,
                     kind="object" if section else _kind(field),
-                    choices=tuple(field["enum"])
-                    if "enum" in field
-                    else ((field["const"],) if "const" in field else ()),
+                    choices=tuple(field.get("enum", [field["const"]] if "const" in field else [])),
                     nullable=nullable,
                     bounds=_bounds(field),
-                    required=name in required,
                     purpose=" ".join(purpose.split()),
                 )
             if section is not None:
-                walk(section["properties"], section.get("required", []), f"{path}.", found)
+                walk(section["properties"], f"{path}.", found)
 
-    walk(description["properties"], description.get("required", []), above, keys)
+    walk(description["properties"], above, keys)
     return keys
 
 

@@ -78,16 +78,20 @@ def nearest_keys(typed: str, names: Iterable[str]) -> list[str]:
     leaf = typed.rpartition(".")[2]
 
     def likeness(name: str) -> tuple[float, float]:
-        whole, last = _ratio(typed, name), _ratio(leaf, name.rpartition(".")[2])
-        whole = whole if whole >= 0.8 else 0.0
-        return max(whole, 0.9 * last if last >= 0.75 else 0.0), whole
+        whole = _likeness(typed, name, 0.8)
+        return max(whole, 0.9 * _likeness(leaf, name.rpartition(".")[2], 0.75)), whole
 
     ranked = sorted(((likeness(name), name) for name in names), key=lambda pair: pair[0], reverse=True)[:3]
     return [name for (score, _), name in ranked if score and score >= ranked[0][0][0] - 0.06]
 
 
-def _ratio(one: str, other: str) -> float:
-    return SequenceMatcher(None, one, other, autojunk=False).ratio()
+def _likeness(one: str, other: str, least: float) -> float:
+    """Return how similar two names are, from 0 to 1; 0 if below ``least``."""
+    matcher = SequenceMatcher(None, one, other, autojunk=False)
+    if min(matcher.real_quick_ratio(), matcher.quick_ratio()) < least:  # bounds, which are quick to compute
+        return 0.0
+    ratio = matcher.ratio()
+    return ratio if ratio >= least else 0.0
 
 
 def meant(key: str, value: str, groups: Groups) -> list[str]:
@@ -104,7 +108,7 @@ def meant(key: str, value: str, groups: Groups) -> list[str]:
     if not aliases and (switches := known.choices.get(squeezed(last))):
         return [_switched(switches[0], value, groups)]
     near = nearest_keys(key, names)
-    slips = [name for name in near if _ratio(key.lower(), name) >= _A_SLIP]
+    slips = [name for name in near if _likeness(key.lower(), name, _A_SLIP)]
     if aliases:
         near = [*aliases, *slips]  # a name from elsewhere may also be one slip away from a real key: offer both
     elif near[:1] != slips[:1] or not near:

@@ -20,7 +20,6 @@ SEARCH = "search."
 """Prefix of the options of a search."""
 SEARCH_EXAMPLE = "-m search.trials=20 'optim.lr=tag(log, interval(1e-5, 1e-2))'"
 GRID_EXAMPLE = "-m optim.lr=1e-3,3e-3"
-_HYDRA = "hydra/sweeper", "hydra.sweeper"
 _ONE_VALUE = {
     "run.name": "each run gets its own name",
     "run.dir": "each run gets its own folder inside it",
@@ -51,9 +50,6 @@ def read_words(argv: Sequence[str], folder: Path) -> Words:
         key, is_override, value = (part.strip() for part in typed.partition("="))
         word = f"{key.lstrip('+')}={value}" if is_override else typed
         key = key.lstrip("+")
-        if key.startswith(_HYDRA):
-            words.mistakes.append(f"hydra/sweeper and hydra.sweeper are not read; a search is {SEARCH_EXAMPLE}")
-            continue
         if key.startswith(SEARCH):
             words.options[key.removeprefix(SEARCH)] = value
             continue

@@ -444,7 +444,7 @@ def test_corners_of_a_search_are_checked_before_it_starts() -> None:
         ("optim.lr=interval(1,2)", "add search.trials=20"),
         ("run.dir=a,b", "cannot be swept"),
         ("launch=local,torchrun", "cannot be swept"),
-        ("hydra/sweeper=optuna hydra.sweeper.n_trials=5 optim.lr=1,2", "a search is -m search.trials=20"),
+        ("hydra.sweeper.n_trials=5 optim.lr=1,2", "-m search.trials=20"),
         ("search.trials=20", "no key has several"),
         ("search.seed=1 optim.lr=1e-3,1e-2", "needs the number of trials: search.trials=20"),
         ("search.trials=x optim.lr=1,2", "is not a whole number from 1 on; e.g. search.trials=20"),

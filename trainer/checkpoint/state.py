@@ -90,7 +90,7 @@ def load_state(
             "use the optim it was trained with, or its weights alone: serried export, then checkpoint.resume=FOLDER"
         )
     if folder is not None:
-        _check(folder, {each.name: each for part in states for each in part.fragments})
+        _check(folder, {each.name: each for part in states for each in part.fragments}, saved)  # some of other stages
         _fill(folder, states)
 
 

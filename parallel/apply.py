@@ -53,7 +53,7 @@ def parallelize(
     stages, phases = split(model, plan, layout, place.pipeline), phases or Phases()
     if low_dtype == torch.float16:
         for stage in stages.values():
-            widen_gradients(stage)
+            widen_gradients(stage, plan)
     gathered_dtype = gathered_type(plan, low_dtype) if layout.is_sharded else None
     loads = Loads(list(stages.values()), plan, specs)
     autocast = partial(_forward_context, device, None if gathered_dtype else low_dtype, loads)

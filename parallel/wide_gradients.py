@@ -12,16 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-
-def widen_gradients(model: nn.Module) -> None:
-    """Let every ``nn.Linear`` of ``model`` sum its gradients in fp32 under fp16 autocast."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-            module.forward = partial(_forward, module)  # type: ignore[method-assign]
+from serried.parallel.plan import ParallelPlan
 
 
-def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    return linear(x, module.weight, module.bias)
+def widen_gradients(model: nn.Module, plan: ParallelPlan) -> None:
+    """Let every ``nn.Linear`` of ``model``, and what has a role of ``Conv1D``, sum its gradients in fp32 under fp16
+    autocast."""
+    for name, module in model.named_modules():
+        is_conv1d = (plan.role(name) or "").startswith("conv1d")
+        if is_conv1d or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward):
+            module.forward = partial(_forward, module, is_conv1d)
+
+
+def _forward(module: Any, is_conv1d: bool, x: Tensor) -> Tensor:
+    return linear(x, module.weight.T if is_conv1d else module.weight, module.bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -261,9 +261,9 @@ class DistributedModel:
                 terms = self._runner.predict(self._of_this_rank(batch, objective), objective)
                 if self._evaluation_names is None:
                     self._evaluation_names, _ = same_sums_everywhere(terms)
+                if names is None:
+                    totals = totals.new_zeros(2 + 2 * len(self._evaluation_names))
                 names = self._evaluation_names if terms is None else same_names(names, terms)
-                if len(totals) == 2:
-                    totals = totals.new_zeros(2 + 2 * len(names))
                 if terms is not None:
                     terms = terms if counts else terms.zeroed()
                     totals += terms.totals()[: len(totals)] * self.place.owns_loss

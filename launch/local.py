@@ -70,7 +70,10 @@ def _start_rank(rank: int, world: int, port: int, argv: Sequence[str], output: P
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RUN_ID": output.name, LAUNCHER: os.getpid(),
     }  # fmt: skip
-    defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // world)), "GLOO_SOCKET_IFNAME": "lo"}
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // world)), "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }  # fmt: skip
     log: IO[bytes] | None = (output / f"rank-{rank}.log").open("wb") if rank else None
     try:
         return subprocess.Popen(

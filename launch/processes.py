@@ -67,8 +67,10 @@ def wait_for_all(
             if new:
                 deadline = min(deadline, time.monotonic() + patience_seconds)
             if failed and not is_ending:
-                is_ending, deadline = True, min(deadline, time.monotonic() + _OTHERS_END_SECONDS)
+                is_ending = True
                 new.append(signal.SIGTERM)
+                if not signals.received:
+                    deadline = time.monotonic() + _OTHERS_END_SECONDS
             if time.monotonic() > deadline:
                 new.append(signal.SIGKILL)
             for process in running:

@@ -20,7 +20,7 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
         UserError: the layout does not fit the model, the sequences or the batch.
     """
     section = config.parallel
-    if section.sync_every_micro_batch and layout.strategy == "ddp":
+    if section.sync_every_micro_batch and section.strategy == "ddp":
         raise UserError(
             "parallel.sync_every_micro_batch=true with parallel=ddp: replicas hold whole gradients either way, so it "
             "only costs communication; use parallel.sync_every_micro_batch=false, or parallel=fsdp"

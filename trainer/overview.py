@@ -164,7 +164,7 @@ def _memory(
 ) -> str:
     memory = planned_memory(config, task, layout, accumulation, model, plan)
     note = ""
-    if memory.gradients_while_accumulating and layout.pipeline == 1:
+    if memory.gradients_while_accumulating and layout.pipeline == 1 and layout.strategy != "ddp":
         note = f" (whole while accumulating; parallel.sync_every_micro_batch=true: {size(memory.gradients)})"
     parts = [
         f"parameters {size(memory.parameters)}",

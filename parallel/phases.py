@@ -59,7 +59,8 @@ class Phases:
         """
         if not self._marked:
             return None
-        seconds = dict.fromkeys(PHASES, 0.0)
+        marked = {phase for phase, _ in self._marked}
+        seconds = {phase: 0.0 for phase in PHASES if phase != PIPELINE or phase in marked}
         for (phase, start), (_, end) in pairwise(self._marked):
             seconds[phase] += _seconds_between(start, end)
         self._marked = []

@@ -9,6 +9,8 @@ from benchmarks.parity import BORDER, CUTS, TOLERANCES, Curve, Cut, compare, run
 from tests import runs
 from tests.cluster import Cluster
 
+PIPELINES = [cut.name for cut in CUTS if cut.name.startswith("pipeline ")]
+
 
 def cuts(*names: str, is_slow: bool = False) -> list[Any]:
     """Parameters: the cuts of these names."""
@@ -44,12 +46,18 @@ def test_fp32_equals_the_single_process(
     assert curve.losses[-1] < 0.8 * curve.losses[0], "a run that learns nothing would agree with anything"
 
 
-@pytest.mark.parametrize("cut", [*cuts("ddp x2", "fsdp x2 (ZeRO-3)", "tensor x2"), *cuts("hsdp 2x2", is_slow=True)])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        *cuts("ddp x2", "fsdp x2 (ZeRO-3)", "tensor x2", "pipeline x2, zbv"),
+        *cuts("hsdp 2x2", *(name for name in PIPELINES if name != "pipeline x2, zbv"), is_slow=True),
+    ],
+)
 def test_tied_embeddings_equal_the_single_process(cut: Cut, cluster: Cluster, text: Path, tmp_path: Path) -> None:
     """A table that is used at both ends gets the gradient of both, and belongs to no unit of its own when sharded."""
     tied = "model.tie_embeddings=true"
     reference = run(cluster, CUTS[0], 1, "fp32", text, tmp_path / "single", tied)
-    curve = run(cluster, cut, 3, "fp32", text, tmp_path / "run", tied)
+    curve = run(cluster, cut, cut.accumulations[-1], "fp32", text, tmp_path / "run", tied)
     difference = compare(curve, reference)
     assert difference.same_samples
     assert difference.loss < TOLERANCES["fp32"]
@@ -58,11 +66,18 @@ def test_tied_embeddings_equal_the_single_process(cut: Cut, cluster: Cluster, te
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("cut", [*cuts("fsdp x2 (ZeRO-3)"), *cuts("ddp x2", "hsdp 2x2", "tensor x2", is_slow=True)])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        *cuts("fsdp x2 (ZeRO-3)"),
+        *cuts("ddp x2", "hsdp 2x2", "tensor x2", "pipeline x2, 1f1b", "pipeline x2, zbv", is_slow=True),
+    ],
+)
 def test_low_precision_stays_within_its_rounding(
     cut: Cut, precision: str, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    difference = compare(run(cluster, cut, 3, precision, text, tmp_path / "run"), references[precision])
+    curve = run(cluster, cut, cut.accumulations[-1], precision, text, tmp_path / "run")
+    difference = compare(curve, references[precision])
     assert difference.same_samples
     assert difference.loss < TOLERANCES[precision]
     assert difference.grad_norm < TOLERANCES[precision]
@@ -84,12 +99,13 @@ def test_fp16_overflows_in_the_same_steps(cut: Cut, cluster: Cluster, text: Path
     "cut",
     [
         *cuts("single", "ddp x2", "fsdp x2 (ZeRO-3)"),
-        *cuts("hsdp 2x2", "tensor x2", "tensor x2 x fsdp x2", is_slow=True),
+        *cuts("hsdp 2x2", "tensor x2", "tensor x2 x fsdp x2", "pipeline x2 x tensor x2 x fsdp x2", is_slow=True),
     ],
 )
 def test_the_same_command_twice_gives_the_same_bits(cut: Cut, cluster: Cluster, text: Path, tmp_path: Path) -> None:
     first, second = (
-        run(cluster, cut, 3, "fp32", text, tmp_path / name, "trainer.deterministic=true") for name in ("a", "b")
+        run(cluster, cut, cut.accumulations[-1], "fp32", text, tmp_path / name, "trainer.deterministic=true")
+        for name in ("a", "b")
     )
     assert first == second
     weights = [runs.weights(tmp_path / name) for name in ("a", "b")]

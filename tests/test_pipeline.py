@@ -1,5 +1,7 @@
 """Pipeline stages: what is in each, and what a pipeline refuses."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,8 @@ from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.stages import split
 from serried.recipes.models.transformer import Transformer
+from tests.cluster import Cluster
+from tests.runs import metrics, overrides, weights
 
 SECTION = LlamaSection(
     name="t", dim=16, layers=4, heads=2, kv_heads=1, hidden_dim=24, vocab_size=33, tie_embeddings=True
@@ -60,6 +64,28 @@ def test_stages_one_after_the_other_compute_what_the_model_does() -> None:
     for pipeline in range(3):
         hidden = split(whole, whole.parallel_plan(), layout, pipeline)[pipeline](hidden, **named)
     assert hidden.equal(whole(tokens[:, :-1], **named))
+
+
+def test_a_run_evaluates_samples_and_resumes_with_the_same_bits(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    """Tied, with two stages a rank, one of which has both ends. Evaluations pass by the schedule."""
+    layout = ["parallel=fsdp", "parallel.pipeline=2", "parallel.schedule=zbv", "model.tie_embeddings=true"]
+    small = [*layout, "model.layers=4", "trainer.steps=4", "trainer.global_batch=8", "trainer.micro_batch=2"]
+
+    def run(name: str, *more: str) -> str:
+        argv = overrides(text, tmp_path / name, *small, *more)
+        return cluster.run(2, "tests.runs:train_small", argv=argv)[0].printed
+
+    printed = run("whole", "trainer.eval_every=2", "trainer.sample_tokens=4")
+    assert "sample     unconditional text" in printed
+    assert len(metrics(tmp_path / "whole", "eval")) == 2
+    run("halves", "trainer.stop_at=2")
+    run("halves")
+    whole, halves = ([(line["loss"], line["grad_norm"]) for line in metrics(tmp_path / n)] for n in ("whole", "halves"))
+    assert whole == halves
+    for stem in ("model", "optimizer"):
+        first, second = (weights(tmp_path / name, stem) for name in ("whole", "halves"))
+        assert first.keys() == second.keys()
+        assert all(first[name].equal(second[name]) for name in first)
 
 
 def test_a_model_without_blocks_is_refused() -> None:

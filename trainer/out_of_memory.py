@@ -271,6 +271,7 @@ def _that_keep_the_numbers(planned: _Planned, stage: str, usage: _Usage) -> Iter
             "parallel.reshard_after_forward=true", planned.saved_by("parallel", reshard_after_forward=True),
             ", and is slower",
         )  # fmt: skip
+    if layout.shard > 1 and layout.pipeline == 1:
         yield (
             "parallel.sync_every_micro_batch=true", planned.saved_by("parallel", sync_every_micro_batch=True),
             ", and communicates more",

@@ -7,7 +7,7 @@ const PALETTES = {
   dark: ["#56b4e9", "#ff8f4d", "#875aff", "#f0f000", "#e13c69", "#69ffc3", "#a5ff96"],
 };
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
-const SPLIT_PARTS = ["data", "forward", "backward", "optimizer", "host"];
+const SPLIT_PARTS = ["data", "forward", "backward", "pipeline", "optimizer", "host"];
 const AXES = {
   step: { label: "step", tick: compact, title: (x) => `step ${exact(x)}` },
   tokens: { label: "tokens", tick: compact, title: (x) => `${exact(x)} tokens` },

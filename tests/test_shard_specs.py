@@ -136,8 +136,8 @@ def test_on_512_ranks_a_stage_exchanges_what_its_layout_says(rank: int, stage: i
     finally:
         dist.destroy_process_group()
     found = {str(name): count for name, count in counted.get_comm_counts().items()}
-    # FSDP: a gather and a reduction for each of 2 blocks and one end. Tensor, in each block: 2 regions gather
-    # the stream and 2 rows add it up, and the reverse in the backward; and one end, of which the look-up adds up once, the head
+    # FSDP: a gather and a reduction for each of 2 blocks and one end. Tensor, in each block: 2 regions gather the
+    # stream and 2 rows add it up, and the reverse in the backward. Of the ends, the look-up adds up once; the head
     # gathers and adds up the stream, and gathers the sums of its chunk.
     ends = {0: (1, 1), 7: (2, 1)}[stage]
     assert found == {"c10d._allgather_base_": 3 + 8 + ends[0], "c10d._reduce_scatter_base_": 3 + 8 + ends[1]}

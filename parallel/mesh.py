@@ -15,6 +15,7 @@ MODEL_AXES = ("pipeline", "context", "tensor")
 """Axes along which ranks divide the work on one sample."""
 
 
+_ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv", "dualpipev")
 V_SCHEDULES = ("zbv", "dualpipev")
 """Pipeline schedules in which a rank holds a stage of the first half and its mirror image in the second."""
 
@@ -141,10 +142,27 @@ class Layout:
         first = sum(counts[:stage])
         return range(first, first + counts[stage])
 
-    def describe(self) -> str:
-        """For the plan: ``fsdp, shard 8``."""
-        degrees = [f"{axis} {getattr(self, axis)}" for axis in (*AXES, "expert") if getattr(self, axis) > 1]
-        return ", ".join([self.strategy, *degrees])
+    def describe(self, blocks: int = 0, micro_batches: int = 0) -> str:
+        """For the plan: ``fsdp, shard 8, tensor 8, pipeline 8 (1f1b, 10 layers a stage, bubble 18%)``.
+
+        ``blocks`` of the model, and ``micro_batches`` of a step; 0: unknown.
+        """
+        axes = ("replicate", "shard", "context", "tensor", "expert", "pipeline")
+        degrees = [f"{axis} {getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
+        text = ", ".join([self.strategy, *degrees])
+        if self.pipeline == 1 or not blocks:
+            return text
+        counts = [len(self.block_range(stage, blocks)) for stage in range(self.stages)]
+        layers = " + ".join(map(str, counts)) + " layers" if len(set(counts)) > 1 else f"{counts[0]} layers a stage"
+        bubble = (
+            f", bubble {self._bubble(micro_batches):.0%}" if micro_batches and self.schedule not in _ZERO_BUBBLE else ""
+        )
+        return f"{text} ({self.schedule}, {layers}{bubble})"
+
+    def _bubble(self, micro_batches: int) -> float:
+        """Share of a step that a rank of the pipeline waits, if all stages take equally long."""
+        work = micro_batches * self.stages // self.pipeline
+        return (self.pipeline - 1) / (work + self.pipeline - 1)
 
 
 def resolve_layout(section: ParallelSection, world_size: int) -> Layout:

@@ -68,6 +68,25 @@ class Objective(Protocol):
         needs it."""
 
 
+class Share(NamedTuple):
+    """What one rank does of the work on a micro-batch, for estimates of its memory."""
+
+    context: int = 1
+    """Ranks that each sequence is divided over."""
+    tensor: int = 1
+    """Ranks that each matrix of a block is divided over."""
+    sequence: int = 1
+    """Ranks that activations between these matrices are divided over."""
+    blocks: float = 1.0
+    """Share of the blocks, times the micro-batches that are between their forward and their backward at a time."""
+    has_end: bool = True
+    """Whether the end of the model is here, where the loss is."""
+
+
+ALL_OF_IT = Share()
+"""A rank that does all of it."""
+
+
 @dataclass(frozen=True)
 class ParallelPlan:
     """Declared by a model, carried out by ``parallel.apply``.

@@ -22,7 +22,7 @@ from serried.configs.schema import (
     TrainerSection,
 )
 from serried.parallel.fragments import Fragment
-from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
+from serried.parallel.plan import ALL_OF_IT, Inputs, LossTerms, ParallelPlan, Share
 from serried.recipes.data.chat import ask, chat_template
 from serried.recipes.data.choose_source import check_path
 from serried.recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
@@ -267,8 +267,11 @@ class CausalLM(TextTask):
         length = self._data.sequence_length
         return length * self._family().flops_per_token(parameters, length)
 
-    def activation_bytes(self, samples: int, dtype: torch.dtype, *, autocast: bool) -> int | None:
-        return self._family().activation_bytes(samples, self._data.sequence_length, dtype, autocast=autocast)
+    def activation_bytes(
+        self, samples: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
+    ) -> int | None:
+        length = self._data.sequence_length
+        return self._family().activation_bytes(samples, length, dtype, autocast=autocast, share=share)
 
     @torch.no_grad()
     def sample(self, model: nn.Module, tokens: int, seed: int, device: torch.device) -> str:

@@ -1,6 +1,6 @@
 """Memory that a rank needs, computed from sizes: nothing is allocated."""
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -11,16 +11,14 @@ from torch import nn
 from serried.configs.schema import RunConfig
 from serried.parallel.apply import gathered_type
 from serried.parallel.axes import shard_specs
-from serried.parallel.mesh import Layout
-from serried.parallel.plan import ParallelPlan
-from serried.parallel.shard_specs import ShardSpec
+from serried.parallel.mesh import V_SCHEDULES, Layout
+from serried.parallel.plan import ParallelPlan, Share
 from serried.parallel.units import units_of
 from serried.trainer.optimizer_state import state_bytes
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task
 
 _FP32_BYTES = 4
-_FSDP_AXES = {"shard", "context", "expert_shard"}
 
 
 class Memory(NamedTuple):
@@ -45,75 +43,102 @@ class Memory(NamedTuple):
 def planned_memory(
     config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
 ) -> Memory:
-    """Return the memory of a run of ``config``, on the pipeline rank that needs most. ``model`` may be on meta."""
-    specs = shard_specs(model, plan, layout)
-    activations = _activations(config, task, layout, accumulation)
-    memories = [_of_stage(config, layout, accumulation, model, plan, specs, rank) for rank in range(layout.pipeline)]
-    return max(memories, key=lambda memory: memory.total)._replace(activations=activations)
+    """Return the memory of a run of ``config``. ``model`` may be on meta."""
+    sizes = _Sizes(config, layout, model, plan)
+    each = (_of_stages(config, task, layout, accumulation, sizes, pipeline) for pipeline in range(layout.pipeline))
+    return max(each, key=lambda memory: memory.total)
 
 
-def _of_stage(
-    config: RunConfig,
-    layout: Layout,
-    accumulation: int,
-    model: nn.Module,
-    plan: ParallelPlan,
-    specs: Mapping[str, ShardSpec],
-    pipeline: int,
+class _Sizes:
+    """Numbers of elements, from the shard specs of a model."""
+
+    def __init__(self, config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelPlan) -> None:
+        self.plan, self.layout, self.model = plan, layout, model
+        self.specs = shard_specs(model, plan, layout)
+        self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.state_bytes = state_bytes(config.optim)
+
+    def held(self, name: str) -> int:
+        """Of a parameter, on the rank that holds the most: the first of a block."""
+        return self.specs[name].box(self.layout, self.layout.coordinates(0)).numel
+
+    def gathered(self, name: str) -> int:
+        """Of a parameter, while FSDP2 has gathered it: what the other axes leave of it."""
+        spec = self.specs[name]
+        kept = tuple(each for each in spec.slices if not {"shard", "expert_shard"} & {*each.axes})
+        return replace(spec, slices=kept).box(self.layout, self.layout.coordinates(0)).numel
+
+    def of_units(self, names: Collection[str]) -> list[int]:
+        """Gathered, of each unit, with the parameters ``names`` alone."""
+        counts = []
+        for unit in self.plan.units or units_of(self.model):
+            prefixes = tuple(f"{module}." for module in unit)
+            counts.append(sum(self.gathered(name) for name in names if name.startswith(prefixes)))
+        return counts
+
+
+def _of_stages(
+    config: RunConfig, task: Task, layout: Layout, accumulation: int, sizes: _Sizes, pipeline: int
 ) -> Memory:
-    """All but the activations, on the ranks at coordinate ``pipeline``."""
-    place = layout.coordinates(pipeline * layout.world // layout.pipeline)  # the first of them: no other holds more
-    held = {name: spec.box(layout, place).numel for name, spec in specs.items() if pipeline in spec.holders}
-    gathered = {name: _unsharded(specs[name]).box(layout, place).numel for name in held}
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name in held]
-    share, share_trained = sum(held.values()), sum(held[name] for name in trained)
-    holds_whole_gradients = layout.is_sharded and accumulation > 1 and not config.parallel.sync_every_micro_batch
+    """Memory of the ranks at a coordinate of the pipeline."""
+    low_dtype = LOW_DTYPES[config.precision.name]
+    copies = {name: spec.holders.count(pipeline) for name, spec in sizes.specs.items()}
+    here = [name for name, count in copies.items() if count]
+    trained = [name for name in here if name in sizes.trained]
+    share, share_trained = (sum(sizes.held(name) * copies[name] for name in names) for names in (here, trained))
+    is_divided = layout.is_sharded and layout.shard * layout.context > 1
+    holds_whole_gradients = is_divided and accumulation > 1 and not config.parallel.sync_every_micro_batch
+    whole = sum(sizes.gathered(name) for name in trained) if holds_whole_gradients else 0
+    gathered = gathered_type(sizes.plan, low_dtype)
+    width = gathered.itemsize if gathered else _FP32_BYTES
+    uses_copies = is_divided or (layout.is_sharded and width < _FP32_BYTES)  # a single shard of fp32 is used as it is
+    activations = task.activation_bytes(
+        config.trainer.micro_batch,
+        low_dtype or torch.float32,
+        autocast=low_dtype == torch.bfloat16 and not layout.is_sharded,  # fp16's products keep no copies of weights
+        share=_share(layout, accumulation, sizes.plan, pipeline),
+    )
     return Memory(
         parameters=share * _FP32_BYTES,
         gradients=share_trained * _FP32_BYTES,
-        gradients_while_accumulating=sum(gathered[name] for name in trained) * _FP32_BYTES
-        if holds_whole_gradients
-        else 0,
-        optimizer_state=share_trained * state_bytes(config.optim),
-        gathered=_gathered(config, model, plan, gathered) if layout.is_sharded else 0,
-        activations=0,
+        gradients_while_accumulating=whole * _FP32_BYTES,
+        optimizer_state=share_trained * sizes.state_bytes,
+        gathered=_gathered(config, sizes, here) * width if uses_copies else 0,
+        activations=activations or 0,
     )
 
 
-def _unsharded(spec: ShardSpec) -> ShardSpec:
-    """What FSDP2 gathers."""
-    return replace(spec, slices=tuple(each for each in spec.slices if not _FSDP_AXES & {*each.axes}))
-
-
-def _gathered(config: RunConfig, model: nn.Module, plan: ParallelPlan, sizes: Mapping[str, int]) -> int:
-    """Bytes of gathered parameters a rank holds at once: those in no unit, and two units, one used before the other.
-    ``sizes``: of the parameters that it gathers."""
-    gathered = gathered_type(plan, LOW_DTYPES[config.precision.name])
-    width = gathered.itemsize if gathered else _FP32_BYTES
-    whole = sum(sizes.values())
+def _gathered(config: RunConfig, sizes: _Sizes, names: Collection[str]) -> int:
+    """Elements of gathered parameters that a rank holds at once: those in no unit, and a unit and the next."""
+    whole = sum(sizes.gathered(name) for name in names)
     if not config.parallel.frees_after_forward:
-        return whole * width
-    units = []
-    for unit in plan.units or units_of(model):
-        names = [f"{name}.{each}" for name in unit for each, _ in model.get_submodule(name).named_parameters()]
-        units.append(sum(sizes.get(name, 0) for name in names))
-    used = [size for size in units if size]
-    return (whole - sum(used) + max(first + second for first, second in pairwise([0, *used, 0]))) * width
+        return whole
+    units = sizes.of_units(names)
+    return whole - sum(units) + max(first + second for first, second in pairwise([0, *units, 0]))
 
 
-def _activations(config: RunConfig, task: Task, layout: Layout, accumulation: int) -> int:
-    """Bytes by estimate; 0: unknown. What grows with the tokens is divided over tensor, context and pipeline ranks, of
-    which a pipeline rank holds several micro-batches; what does not, over tensor ranks."""
-    low_dtype = LOW_DTYPES[config.precision.name]
-    # Under autocast copies of the weights are kept too, but by fp16's products.
-    autocast = low_dtype == torch.bfloat16 and not layout.is_sharded
+def _share(layout: Layout, accumulation: int, plan: ParallelPlan, pipeline: int) -> Share:
+    """What a rank at a coordinate of the pipeline does of the work on a micro-batch."""
+    stages, blocks = layout.stages_of(pipeline), max(1, len(plan.blocks))
+    here = sum(len(layout.block_range(stage, blocks)) for stage in stages) / blocks if layout.pipeline > 1 else 1.0
+    return Share(
+        context=layout.context,
+        tensor=layout.tensor,
+        sequence=layout.tensor if layout.sequence else 1,
+        blocks=here * _in_flight(layout, accumulation, pipeline),
+        has_end=layout.stages - 1 in stages,
+    )
 
-    def of(samples: int) -> int:
-        return task.activation_bytes(samples, low_dtype or torch.float32, autocast=autocast) or 0
 
-    count = config.trainer.micro_batch
-    of_tokens = min(of(2 * count) - of(count), of(count))
-    at_once = accumulation if layout.schedule in ("gpipe", "looped_bfs") else min(accumulation, 2 * layout.stages)
-    at_once = at_once if layout.schedule != "1f1b" else min(accumulation, layout.pipeline)
-    in_flight = of_tokens * at_once // layout.pipeline if layout.pipeline > 1 else of_tokens
-    return (of(count) - of_tokens + in_flight // layout.context) // layout.tensor
+def _in_flight(layout: Layout, accumulation: int, pipeline: int) -> float:
+    """Micro-batches between their forward and their backward at a time, on a rank of a pipeline."""
+    if layout.pipeline == 1:
+        return 1.0
+    if layout.schedule in ("gpipe", "looped_bfs"):
+        return accumulation
+    after, per_rank = layout.pipeline - pipeline, layout.stages // layout.pipeline
+    if layout.schedule == "1f1b":
+        return min(accumulation, after)
+    if layout.schedule in V_SCHEDULES:
+        return min(accumulation, layout.pipeline)
+    return min(accumulation, ((per_rank - 1) * layout.pipeline + 2 * after - 1) / per_rank)  # the schedule's warm-up

@@ -16,8 +16,9 @@ from serried.configs.divisors import divisors
 from serried.configs.errors import TrainingFailed, UserError
 from serried.configs.formats import size
 from serried.configs.schema import RunConfig
+from serried.parallel.checks import check_layout
 from serried.parallel.held import local
-from serried.parallel.mesh import gradient_accumulation, resolve_layout
+from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.parallel.phases import BACKWARD, FORWARD
 from serried.records.run_folder import PROFILES
 from serried.runtime.session import Session
@@ -223,6 +224,7 @@ class _Planned:
         """Raises UserError where the config does not go together."""
         layout = resolve_layout(config.parallel, world_size)
         accumulation = gradient_accumulation(config.trainer, layout)
+        check_layout(config, layout, accumulation)
         return planned_memory(config, self._task, layout, accumulation, self._model, self._plan)
 
     def saved_by(self, section: str, ranks: int = 1, **values: object) -> int:
@@ -231,6 +233,12 @@ class _Planned:
             return self.memory.total - self.of(self.with_(section, **values), ranks * self.world_size).total
         except UserError:
             return 0
+
+    def axes_left(self, layout: Layout) -> list[str]:
+        """Axes along which the model may be divided further, on as many ranks."""
+        plan = self._plan
+        declared = {"tensor": plan.roles, "context": plan.context, "pipeline": plan.blocks}
+        return [axis for axis, names in declared.items() if names and layout.shard % 2 == 0]
 
     def with_(self, section: str, **values: object) -> RunConfig:
         changed = getattr(self.config, section).model_copy(update=values)
@@ -266,7 +274,7 @@ def _that_keep_the_numbers(planned: _Planned, stage: str, usage: _Usage) -> Iter
         if smaller:
             chosen = max(fitting, default=1)
             yield f"trainer.micro_batch={chosen}", planned.saved_by("trainer", micro_batch=chosen), " of activations"
-    if layout.shard > 1:
+    if layout.shard * layout.context > 1:
         yield (
             "parallel.reshard_after_forward=true", planned.saved_by("parallel", reshard_after_forward=True),
             ", and is slower",
@@ -278,6 +286,10 @@ def _that_keep_the_numbers(planned: _Planned, stage: str, usage: _Usage) -> Iter
         )  # fmt: skip
     if layout.replicate > 1:
         yield "parallel=fsdp", planned.saved_by("parallel", strategy="fsdp", replicate=1, shard=-1), ""
+    if layout.world > 1 and layout.strategy != "ddp":
+        for axis in planned.axes_left(layout):
+            degree = 2 * getattr(layout, axis)
+            yield f"parallel.{axis}={degree}", planned.saved_by("parallel", shard=-1, **{axis: degree}), ""
     fully = {"strategy": "fsdp", "replicate": 1, "shard": -1}
     if layout.strategy != "ddp":
         name = "more ranks" if layout.shard > 1 else "more ranks and parallel=fsdp"

@@ -46,8 +46,8 @@ def overview(
     trainer, parallel = config.trainer, config.parallel
     parameters = sum(parameter.numel() for parameter in model.parameters())
     step_weight = trainer.global_batch * task.weight_per_sample()
-    mesh = layout.describe()
-    if layout.shard > 1:
+    mesh = layout.describe(len(plan.blocks), accumulation)
+    if layout.shard * layout.context > 1:
         mesh += ", ZeRO-3 (gathers for use)" if parallel.frees_after_forward else ", ZeRO-2 (stays gathered)"
     schedule = config.schedule
     ratio = learning_rate(trainer.steps, trainer.steps, 1.0, schedule)
@@ -59,7 +59,8 @@ def overview(
         (
             "batch",
             f"{trainer.global_batch} samples = {trainer.micro_batch} per pass x {layout.data_ranks} "
-            f"rank{'s' if layout.data_ranks > 1 else ''} x {accumulation} accumulated; "
+            f"{'' if layout.data_ranks == layout.world else 'data '}rank{'s' if layout.data_ranks > 1 else ''} x "
+            f"{accumulation} accumulated; "
             f"{step_weight:,} {task.unit} a step, {short(step_weight * trainer.steps)} in {trainer.steps:,} steps",
         ),
         ("precision", _precision(config)),

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig, Section
 from serried.parallel.fragments import Fragment
-from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
+from serried.parallel.plan import ALL_OF_IT, Inputs, LossTerms, ParallelPlan, Share
 
 
 class Dataset(Protocol):
@@ -175,12 +175,15 @@ class Task:
         del parameters
         return None
 
-    def activation_bytes(self, samples: int, dtype: torch.dtype, *, autocast: bool) -> int | None:
+    def activation_bytes(
+        self, samples: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
+    ) -> int | None:
         """Return an estimate of what forward and backward of ``samples`` samples hold beside parameters and gradients.
 
-        ``dtype`` is that of matrix products, for which ``autocast`` copies weights. None: unknown.
+        ``dtype`` is that of matrix products, for which ``autocast`` copies weights; ``share`` is what one rank does of
+        the work. None: unknown.
         """
-        del samples, dtype, autocast
+        del samples, dtype, autocast, share
         return None
 
     # words -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from serried.configs.errors import UserError
 from serried.configs.schema import ModelSection
 from serried.parallel.fragments import Fragment
-from serried.parallel.plan import Inputs, ParallelPlan
+from serried.parallel.plan import ALL_OF_IT, Inputs, ParallelPlan, Share
 from serried.recipes.models.head import IGNORE
 
 
@@ -80,10 +80,11 @@ class ModelFamily:
         return 6.0 * parameters
 
     def activation_bytes(
-        self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool
+        self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
     ) -> int | None:
-        """Return what forward and backward hold beside parameters and gradients; None: unknown."""
-        del sequences, sequence_length, dtype, autocast
+        """Return what forward and backward hold beside parameters and gradients, on a rank that does ``share`` of the
+        work; None: unknown."""
+        del sequences, sequence_length, dtype, autocast, share
         return None
 
     def export_name(self, name: str) -> str:

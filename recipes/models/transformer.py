@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.schema import LlamaSection, RopeScaling
-from serried.parallel.plan import Context, Inputs, ParallelPlan
+from serried.parallel.plan import ALL_OF_IT, Context, Inputs, ParallelPlan, Share
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask, numbered_documents
 from serried.recipes.models.cache import Cache, LayerCache
 from serried.recipes.models.family import ModelFamily, Tokens
@@ -265,30 +265,37 @@ def flops_per_token(config: LlamaSection, parameters: int, vocab_size: int, sequ
 
 
 def activation_bytes(
-    config: LlamaSection, vocab_size: int, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool
-) -> int:
+    config: LlamaSection, vocab_size: int, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool,
+    share: Share = ALL_OF_IT,
+) -> int:  # fmt: skip
     """Bytes that a forward and its backward need at most beside parameters and their gradients: what the forward keeps
     for the backward, and the logits of one chunk.
 
     ``dtype`` is that of matrix products; under ``autocast`` copies of the weights in it are kept too. Attention keeps
     no scores. Masks that keep documents apart come on top on a CPU (they cost a GPU next to nothing).
     """
-    tokens, width = sequences * sequence_length, dtype.itemsize
+    tokens, width = sequences * sequence_length // share.context, dtype.itemsize
     queries, keys = config.heads * config.attention_head_dim, config.kv_heads * config.attention_head_dim
-    norm = (8 + width) * config.dim + 4  # its input and the normalised input in fp32, its output, 1 / root mean square
+    rows = -(-vocab_size // share.tensor)
+    norm = 8 * config.dim + 4  # its input and the normalised input in fp32, 1 / root mean square
+    into = width * config.dim  # its output, which the matrices read: of all tokens
     attention = width * (2 * queries + 2 * keys) + 4 * config.heads  # q, k, v, the mix, the scores' log-sum
     feed_forward = 4 * width * config.hidden_dim  # gate, its SiLU, up, their product
-    layers = config.layers * tokens * (2 * norm + attention + feed_forward)
-    ends = tokens * (norm + 8) + 4 * vocab_size * config.dim  # of the head's forward: both gradients, and the tokens
-    if width < 4:  # the head's input and weight in it
-        ends += width * config.dim * (2 * tokens + vocab_size)
+    layer = 2 * (norm / share.sequence + into) + (attention + feed_forward) / share.tensor
+    layers = share.blocks * config.layers * tokens * layer
     rope = 8 * sequence_length * config.attention_head_dim
-    # Two copies of a chunk's logits in fp32; while there is a second chunk, one of the first is still there.
-    chunk = min(tokens, chunk_tokens(vocab_size))
-    logits = 4 * vocab_size * max(2 * chunk, chunk + 2 * min(chunk, tokens - chunk))
     matrices = config.dim * (2 * queries + 2 * keys + 3 * config.hidden_dim)
     copies = width * config.layers * matrices if autocast else 0
-    return layers + ends + rope + logits + copies
+    if not share.has_end:
+        return int(layers + rope + copies)
+    # Of the head's forward: both gradients, and the tokens.
+    ends = tokens * (norm / share.sequence + into + 8) + 4 * rows * config.dim
+    if width < 4:  # the head's input and weight in it
+        ends += width * config.dim * (2 * tokens + rows)
+    # Two copies of a chunk's logits in fp32; while there is a second chunk, one of the first is still there.
+    chunk = min(tokens, chunk_tokens(vocab_size))
+    logits = 4 * rows * max(2 * chunk, chunk + 2 * min(chunk, tokens - chunk))
+    return int(layers + ends + rope + logits + copies)
 
 
 def hugging_face_name(name: str) -> str:
@@ -370,8 +377,12 @@ class Llama(ModelFamily):
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
         return flops_per_token(self.section, parameters, self.vocab_size, sequence_length)
 
-    def activation_bytes(self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool) -> int:
-        return activation_bytes(self.section, self.vocab_size, sequences, sequence_length, dtype, autocast=autocast)
+    def activation_bytes(
+        self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
+    ) -> int:
+        return activation_bytes(
+            self.section, self.vocab_size, sequences, sequence_length, dtype, autocast=autocast, share=share
+        )
 
     def export_name(self, name: str) -> str:
         return hugging_face_name(name)

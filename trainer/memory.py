@@ -50,30 +50,27 @@ def planned_memory(
 
 
 class _Sizes:
-    """Numbers of elements, from the shard specs of a model."""
+    """Numbers of elements of each parameter on a rank, from the shard specs of a model."""
 
     def __init__(self, config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelPlan) -> None:
         self.plan, self.layout, self.model = plan, layout, model
         self.specs = shard_specs(model, plan, layout)
         self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.state_bytes = state_bytes(config.optim)
-
-    def held(self, name: str) -> int:
-        """Of a parameter, on the rank that holds the most: the first of a block."""
-        return self.specs[name].box(self.layout, self.layout.coordinates(0)).numel
-
-    def gathered(self, name: str) -> int:
-        """Of a parameter, while FSDP2 has gathered it: what the other axes leave of it."""
-        spec = self.specs[name]
-        kept = tuple(each for each in spec.slices if not {"shard", "expert_shard"} & {*each.axes})
-        return replace(spec, slices=kept).box(self.layout, self.layout.coordinates(0)).numel
+        first = layout.coordinates(0)  # no rank of a block holds more
+        self.held = {name: spec.box(layout, first).numel for name, spec in self.specs.items()}
+        self.gathered: dict[str, int] = {}
+        """By FSDP2: what the other axes leave."""
+        for name, spec in self.specs.items():
+            kept = tuple(each for each in spec.slices if not {"shard", "expert_shard"} & {*each.axes})
+            self.gathered[name] = replace(spec, slices=kept).box(layout, first).numel
 
     def of_units(self, names: Collection[str]) -> list[int]:
         """Gathered, of each unit, with the parameters ``names`` alone."""
         counts = []
         for unit in self.plan.units or units_of(self.model):
             prefixes = tuple(f"{module}." for module in unit)
-            counts.append(sum(self.gathered(name) for name in names if name.startswith(prefixes)))
+            counts.append(sum(self.gathered[name] for name in names if name.startswith(prefixes)))
         return counts
 
 
@@ -85,10 +82,10 @@ def _of_stages(
     copies = {name: spec.holders.count(pipeline) for name, spec in sizes.specs.items()}
     here = [name for name, count in copies.items() if count]
     trained = [name for name in here if name in sizes.trained]
-    share, share_trained = (sum(sizes.held(name) * copies[name] for name in names) for names in (here, trained))
+    share, share_trained = (sum(sizes.held[name] * copies[name] for name in names) for names in (here, trained))
     is_divided = layout.is_sharded and layout.shard * layout.context > 1
     holds_whole_gradients = is_divided and accumulation > 1 and not config.parallel.sync_every_micro_batch
-    whole = sum(sizes.gathered(name) for name in trained) if holds_whole_gradients else 0
+    whole = sum(sizes.gathered[name] for name in trained) if holds_whole_gradients else 0
     gathered = gathered_type(sizes.plan, low_dtype)
     width = gathered.itemsize if gathered else _FP32_BYTES
     uses_copies = is_divided or (layout.is_sharded and width < _FP32_BYTES)  # a single shard of fp32 is used as it is
@@ -110,7 +107,7 @@ def _of_stages(
 
 def _gathered(config: RunConfig, sizes: _Sizes, names: Collection[str]) -> int:
     """Elements of gathered parameters that a rank holds at once: those in no unit, and a unit and the next."""
-    whole = sum(sizes.gathered(name) for name in names)
+    whole = sum(sizes.gathered[name] for name in names)
     if not config.parallel.frees_after_forward:
         return whole
     units = sizes.of_units(names)

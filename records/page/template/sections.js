@@ -394,15 +394,28 @@ function meshes() {
 }
 
 function meshText(start) {
-  const { replicate = 1, shard = 1 } = start.mesh ?? {};
+  const { pipeline = 1, replicate = 1, shard = 1, context = 1, tensor = 1, expert = 1 } = start.mesh ?? {};
   const ranks = count(start.world_size, "rank");
-  if (shard === 1) return `${ranks}, each with a whole copy of the model.`;
-  if (replicate === 1) return `${ranks} hold one copy of the model together, 1/${shard} each.`;
-  return `${ranks}: ${replicate} copies of the model, a colour each; ${shard} ranks share one.`;
+  const block = shard * context * tensor;
+  if (block === 1 && pipeline === 1) return `${ranks}, each with a whole copy of the model.`;
+  const stages = pipeline > 1 ? ` ${pipeline} stages of the model follow each other.` : "";
+  const experts = expert > 1 ? ` Experts are divided over ${expert} ranks.` : "";
+  const holds = [
+    shard > 1 && `shards in ${shard}`,
+    context > 1 && `sequences in ${context}`,
+    tensor > 1 && `matrices in ${tensor}`,
+  ].filter(Boolean);
+  const divided = holds.length > 1 || context > 1 || tensor > 1 ? ` They divide ${holds.join(", ")}.` : "";
+  if (replicate === 1) {
+    return `${ranks} hold one copy of the model together, 1/${pipeline * block} each.${divided}${stages}${experts}`;
+  }
+  return `${ranks}: ${replicate} copies of the model, a colour each; ${pipeline * block} ranks share one.${divided}${stages}${experts}`;
 }
 
 function grid(start) {
-  const axes = Object.entries(start.mesh ?? {});
+  const { expert = 1, ...mesh } = start.mesh ?? {}; // experts number the ranks of a block in another way
+  const axes = Object.entries(mesh);
+  const isDivided = Object.entries(mesh).some(([axis, degree]) => axis !== "replicate" && degree > 1);
   const hosts = start.hosts?.length === start.world_size ? start.hosts : Array(start.world_size).fill(null);
   const rows = new Map();
   hosts.forEach((host, rank) => {
@@ -422,6 +435,7 @@ function grid(start) {
           { class: "ranks" },
           ranks.map((rank) => {
             const places = coordinates(rank, axes);
+            if (expert > 1) places.push(["expert", rank % expert, expert]);
             const told = places.map(([axis, place]) => `${axis} ${place}`).join(", ");
             const cell = make(
               "div",
@@ -437,7 +451,7 @@ function grid(start) {
               ),
             );
             const copy = places.find(([axis]) => axis === "replicate")?.[1] ?? 0;
-            cell.style.setProperty("--hue", start.mesh?.shard > 1 ? (205 + 137.5 * copy) % 360 : 205);
+            cell.style.setProperty("--hue", isDivided ? (205 + 137.5 * copy) % 360 : 205);
             return cell;
           }),
         ),

@@ -1,0 +1,74 @@
+"""What the plan says of a layout of several axes: mesh, batch, and the memory of the rank that needs the most."""
+
+import pytest
+
+from serried.configs.compose import compose
+from serried.parallel.axes import shard_specs
+from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
+from serried.recipes.causal_lm import CausalLM
+from serried.trainer.memory import Memory, planned_memory
+from serried.trainer.overview import dry_run
+
+
+def memory_of(*argv: str, processes: int) -> tuple[Memory, Layout]:
+    config = compose(["recipe=llama8b", "parallel=fsdp", *argv])
+    layout = resolve_layout(config.parallel, processes)
+    task = CausalLM(config)
+    model = task.build_model()
+    accumulation = gradient_accumulation(config.trainer, layout)
+    return planned_memory(config, task, layout, accumulation, model, task.parallel_plan(model)), layout
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "text"),
+    [
+        ("1f1b", 8, "fsdp, shard 8, tensor 8, pipeline 8 (1f1b, 10 layers a stage, bubble 18%)"),
+        ("interleaved", 16, "fsdp, shard 8, tensor 8, pipeline 8 (interleaved, 5 layers a stage, bubble 10%)"),
+        ("zbv", 16, "fsdp, shard 8, tensor 8, pipeline 8 (zbv, 5 layers a stage)"),
+    ],
+)
+def test_a_mesh_is_described_with_its_schedule_and_bubble(schedule: str, stages: int, text: str) -> None:
+    layout = Layout("fsdp", pipeline=8, shard=8, tensor=8, schedule=schedule, stages=stages)
+    assert layout.describe(80, 32) == text
+
+
+def test_stages_of_unequal_length_are_all_named() -> None:
+    layout = Layout("fsdp", pipeline=2, stages=2, layers_of_stages=(3, 1))
+    assert layout.describe(4, 4) == "fsdp, pipeline 2 (1f1b, 3 + 1 layers, bubble 20%)"
+
+
+def test_the_rank_that_holds_the_most_is_planned_for() -> None:
+    memory, layout = memory_of("parallel.tensor=2", "parallel.pipeline=2", "parallel.shard=2", processes=8)
+    config = compose(["recipe=llama8b"])
+    task = CausalLM(config)
+    model = task.build_model()
+    specs = shard_specs(model, task.parallel_plan(model), layout)
+    held = [0] * layout.world
+    for rank in range(layout.world):
+        place = layout.coordinates(rank)
+        for spec in specs.values():
+            held[rank] += spec.box(layout, place).numel if place.pipeline in spec.holders else 0
+    assert memory.parameters in (4 * max(held[:4]), 4 * max(held[4:]))
+    assert sum(held) == pytest.approx(sum(each.numel() for each in model.parameters()), rel=1e-3)
+
+
+def test_each_axis_divides_the_memory_that_it_should() -> None:
+    eight, _ = memory_of(processes=8)
+    tensor, _ = memory_of("parallel.tensor=8", processes=8)
+    context, _ = memory_of("parallel.context=8", processes=8)
+    assert tensor.parameters == pytest.approx(eight.parameters, rel=0.01)
+    assert tensor.gathered < eight.gathered / 7
+    assert eight.activations / 8 < tensor.activations < eight.activations / 2, "inputs of matrices are whole"
+    assert context.parameters == eight.parameters
+    assert context.activations < eight.activations / 5
+    pipeline, _ = memory_of("parallel.pipeline=8", processes=8)
+    assert eight.activations / 2 < pipeline.activations < eight.activations, "the first stage has eight in flight"
+
+
+def test_a_plan_names_processes_and_data_ranks_apart() -> None:
+    argv = ["recipe=llama8b", "parallel=fsdp", "parallel.tensor=8", "launch.processes=64", "dry_run=true"]
+    config = compose(argv)
+    layout = resolve_layout(config.parallel, 64)
+    text = dry_run(config, CausalLM(config), layout, gradient_accumulation(config.trainer, layout))
+    assert "mesh       fsdp, shard 8, tensor 8, ZeRO-3 (gathers for use); planned for 64 processes" in text
+    assert " per pass x 8 data ranks x " in text

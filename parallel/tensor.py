@@ -88,7 +88,7 @@ class Tensors:
             elif role == "source":
                 each.register_forward_hook(lambda _module, _arguments, output: stream.own_part(output))
             elif role == "region":
-                each.register_forward_pre_hook(lambda _module, arguments: (stream.enter(arguments[0]), *arguments[1:]))
+                each.register_forward_pre_hook(partial(_enter, stream), with_kwargs=True)
             elif role in ("row", "conv1d_row"):
                 each.forward = partial(_multiply_and_sum, each, stream, is_conv1d=role == "conv1d_row")
             elif role == "head":
@@ -174,6 +174,17 @@ def _rows(size: int, layout: Layout, place: Coordinates) -> tuple[int, int]:
     if not chunk(size, layout.tensor, layout.tensor - 1)[1]:
         raise UserError(f"parallel.tensor={layout.tensor} leaves ranks without any of {size} rows of the vocabulary")
     return chunk(size, layout.tensor, place.tensor)
+
+
+def _enter(
+    stream: _Stream, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Let a region read all of the stream, its first argument."""
+    del module
+    if arguments:
+        return (stream.enter(arguments[0]), *arguments[1:]), named
+    first = next(iter(named))
+    return (), {**named, first: stream.enter(named[first])}
 
 
 def _embed(module: nn.Embedding, stream: _Stream, first_row: int, ids: Tensor) -> Tensor:

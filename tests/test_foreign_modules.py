@@ -76,13 +76,44 @@ def odd_loss(model: Any, rows: Tensor) -> LossTerms:
     return LossTerms((x.sin() ** 2).sum(), torch.tensor(x.numel()))
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {"gpt2": (gpt2, gpt2_loss), "odd": (Odd, odd_loss)}
+def vit() -> nn.Module:
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, image_size=8, patch_size=4,
+        num_labels=3,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config)
+
+
+def vit_loss(model: nn.Module, rows: Tensor) -> LossTerms:
+    pixels = torch.sin(rows.view(-1, 1, 1, 1) * torch.arange(1, 193).view(1, 3, 8, 8))
+    logits = model(pixels).logits
+    return LossTerms(nn.functional.cross_entropy(logits, rows % 3, reduction="sum"), torch.tensor(len(rows)))
+
+
+VIT_PLAN = ParallelPlan(
+    roles={
+        "vit.layers.*.attention": "region",
+        "vit.layers.*.attention.[qkv]_proj": "column",
+        "vit.layers.*.attention.o_proj": "row",
+        "vit.layers.*.mlp": "region",
+        "vit.layers.*.mlp.fc1": "column",
+        "vit.layers.*.mlp.fc2": "row",
+    }
+)
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any, ParallelPlan]] = {
+    "gpt2": (gpt2, gpt2_loss, ParallelPlan()),
+    "odd": (Odd, odd_loss, ParallelPlan()),
+    "vit": (vit, vit_loss, VIT_PLAN),
+}
 
 
 def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
     """Losses of some steps, the number of parameters, and a checkpoint in ``run_dir`` that is read back."""
     config = compose([f"run.dir={run_dir}", "checkpoint.mode=sync", "optim.lr=0.01", *argv])
-    build, loss = MODELS[name]
+    build, loss, plan = MODELS[name]
     objective: Any = SimpleNamespace(loss=loss)
     with open_session(LaunchSection()) as session:
         torch.manual_seed(config.trainer.seed)
@@ -90,7 +121,7 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
 
         def parallel() -> DistributedModel:
             return parallelize(
-                build(), ParallelPlan(()), None, seed=1, layout=layout, section=config.parallel, low_dtype=None,
+                build(), plan, None, seed=1, layout=layout, section=config.parallel, low_dtype=None,
                 device=session.device,
             )  # fmt: skip
 
@@ -169,6 +200,21 @@ def test_whatever_a_module_holds_it_trains_alike_on_every_layout(cluster: Cluste
         assert other["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert other["norms"] == pytest.approx(alone["norms"], rel=1e-4)
         assert other["parameters"] == alone["parameters"]
+
+
+def test_a_vit_of_transformers_has_one_curve_when_tensor_ranks_divide_it(cluster: Cluster, tmp_path: Path) -> None:
+    """By the roles in its plan alone: its own values are sliced, and no class knows of ranks."""
+    found = []
+    for ranks, argv in (
+        (1, ["parallel=single"]),
+        (2, ["parallel=fsdp", "parallel.tensor=2", "parallel.sequence=false"]),
+    ):
+        answers = cluster.run(
+            ranks, "tests.test_foreign_modules:train", name="vit", argv=argv, run_dir=str(tmp_path / str(ranks))
+        )
+        found.append(answers[0].value)
+    assert found[1]["losses"] == pytest.approx(found[0]["losses"], rel=1e-5)
+    assert found[1]["norms"] == pytest.approx(found[0]["norms"], rel=1e-4)
 
 
 def test_units_are_repeated_blocks_and_large_ends_that_share_nothing() -> None:

@@ -8,11 +8,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from serried.configs.compose import compose
+from serried.configs.errors import UserError
 from serried.configs.schema import LlamaSection
 from serried.parallel.mesh import Layout
+from serried.parallel.plan import ParallelPlan
 from serried.parallel.shard_specs import ShardSpec
 from serried.parallel.tensor import TENSOR
 from serried.recipes.models import head
@@ -111,3 +113,30 @@ def test_loss_and_gradients_equal_one_process(ranks: int, tied: bool, sequence: 
     normalizers = SEQUENCES * LENGTH * 2 * 4
     expected = (LAYERS * 8 + 4) * stream * (ranks - 1) // ranks + (ranks - 1) * normalizers
     assert [answer.value["sent"] for answer in answers] == [expected] * ranks
+
+
+def refusal(built: nn.Module, plan: ParallelPlan, ranks: int) -> str:
+    layout, groups = Layout("fsdp", tensor=ranks), SimpleNamespace(tensor=object())
+    with pytest.raises(UserError) as refused:
+        TENSOR.apply(built, plan, layout, layout.coordinates(0), groups)  # type: ignore[arg-type]
+    return str(refused.value)
+
+
+def test_a_model_without_roles_or_with_too_few_rows_is_refused() -> None:
+    assert "declares no roles" in refusal(nn.Linear(2, 2), ParallelPlan(), 2)
+    with torch.device("meta"):
+        few = nn.Sequential(nn.Embedding(5, 4))
+    assert "leaves ranks without any of 5 rows" in refusal(few, ParallelPlan(roles={"0": "vocabulary"}), 4)
+
+
+def test_gradients_that_are_terms_of_a_sum() -> None:
+    """By their place: a bias after the sum is whole only on a whole stream, a norm of heads never."""
+    roles = {"wpe": "source", "attn": "region", "attn.q": "column", "attn.out": "row"}
+    names = ["wpe.weight", "norm.weight", "attn.q.bias", "attn.q_norm.weight", "attn.out.weight", "attn.out.bias"]
+
+    def partial(sequence: bool) -> list[str]:
+        layout = Layout("fsdp", tensor=2, sequence=sequence)
+        return [name for name in names if TENSOR.is_partial(ParallelPlan(roles=roles), layout, name)]
+
+    assert partial(sequence=True) == ["wpe.weight", "norm.weight", "attn.q_norm.weight", "attn.out.bias"]
+    assert partial(sequence=False) == ["attn.q_norm.weight"]

@@ -20,13 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
 
-from serried.configs.schema import DataSection
+from serried.configs.data_section import data_section
 from serried.recipes.data.dataset import TokenDataset, collate
 from serried.recipes.data.hugging_face_tokenizer import find_tokenizer, train_tokenizer
 from serried.recipes.data.prepare import Prepared, prepare
-from serried.recipes.data.shards import TokenStream
+from serried.recipes.data.shards import Shard
 from serried.recipes.data.tokenize import TokenCounts
 from serried.recipes.data.tokenizer import BytesTokenizer
 from serried.trainer.loader import BatchLoader
@@ -47,9 +46,9 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 def reading(folder: Path, turns: int) -> None:
     """Sequences a second that one thread reads and collates at random places, and two together."""
     tokens = 2**28  # 512 MiB as uint16
-    path = folder / "train.safetensors"
-    numbers = np.random.default_rng(1).integers(0, 2**15, tokens, np.uint16)
-    save_file({"document_starts": np.zeros(1, np.int64), "tokens": numbers}, path)
+    path = folder / "train.bin"
+    np.random.default_rng(1).integers(0, 2**15, tokens, np.uint16).tofile(path)
+    path.with_suffix(".starts").write_bytes(bytes(8))
     dataset = TokenDataset(_opened([path]), "train", SEQUENCE)
     batches = SampleOrder(len(dataset), 1)(np.arange(4096)).reshape(-1, 8)
 
@@ -82,7 +81,7 @@ def preparing(folder: Path, turns: int) -> None:
         started = time.perf_counter()
         tokenizer.encode_many(documents)
         rates["the tokenizer alone"].append(megabytes / (time.perf_counter() - started))
-        section = DataSection(
+        section = data_section(
             name="text", path=str(path), tokenizer=str(tokenizer_path), sequence_length=256,
             cache_dir=folder / f"cache-{turn}",
         )  # fmt: skip
@@ -145,7 +144,7 @@ def memory(folder: Path, turns: int) -> None:
 def grown(folder: str, shards: int) -> str:
     """Open the sparse shards of ``folder`` and read from them; what that added to this process's own memory."""
     before = _anonymous_bytes()
-    dataset = TokenDataset(_opened(sorted(Path(folder).glob("*.safetensors"))[:shards]), "train", SEQUENCE)
+    dataset = TokenDataset(_opened(sorted(Path(folder).glob("*.bin"))[:shards]), "train", SEQUENCE)
     order = SampleOrder(len(dataset), 1)
     for index in order(np.arange(1000)).tolist():
         dataset[index]
@@ -154,11 +153,12 @@ def grown(folder: str, shards: int) -> str:
 
 def _opened(paths: list[Path]) -> Prepared:
     """Shards as they would be after a preparation."""
-    tokens = TokenStream(paths).tokens
+    shards = [Shard(path, "uint16", path.stat().st_size // 2, path.with_suffix(".starts")) for path in paths]
+    tokens = sum(shard.count for shard in shards)
     counts = TokenCounts(documents=1, text_bytes=tokens, tokens=tokens)
     splits = {"train": counts, "validation": counts}
     return Prepared(
-        Path(), "benchmark", BytesTokenizer(), splits, {"train": [*paths], "validation": [*paths]}, 0, 0, "document"
+        Path(), "benchmark", BytesTokenizer(), splits, {"train": shards, "validation": shards}, 0, 0, "document"
     )
 
 
@@ -169,19 +169,12 @@ def _anonymous_bytes() -> int:
 
 
 def _sparse(folder: Path, shards: int) -> list[Path]:
-    """Shards that say they hold a thousandth of a trillion tokens each, of which the disk keeps the header alone."""
-    tokens = _TRILLION // 1000
-    header = {
-        "document_starts": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]},
-        "tokens": {"dtype": "U16", "shape": [tokens], "data_offsets": [8, 8 + 2 * tokens]},
-    }
-    text = json.dumps(header).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
-    paths = [folder / f"train-{number:05d}.safetensors" for number in range(shards)]
+    """Files that say they hold a thousandth of a trillion tokens each, of which the disk keeps nothing."""
+    paths = [folder / f"train-{number:05d}.bin" for number in range(shards)]
     for path in paths:
         with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + 8 + 2 * tokens)
+            file.truncate(2 * _TRILLION // 1000)
+        path.with_suffix(".starts").write_bytes(bytes(8))
     return paths
 
 

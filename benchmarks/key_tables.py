@@ -20,8 +20,14 @@ def key_tables() -> str:
     recipes = {name: _texts(compose([f"recipe={name}"]).model_dump(mode="json")) for name in choices_of()["recipe"]}
     values = recipes["tiny"]
     for group, registry in CHOSEN.items():
-        for name in registry.names() if registry.key == "name" else ():
-            values = _texts(compose([f"{group}={name}"]).model_dump(mode="json")) | values
+        for entry in registry.entries(installed=True):
+            optional = {name: each for name, each in entry.section.model_fields.items() if not each.is_required()}
+            defaults = {
+                f"{group}.{name}": each.get_default() for name, each in optional.items() if not each.default_factory
+            }
+            if registry.key == "name" and group != "data":  # most sources need keys that no YAML file sets
+                defaults = compose([f"{group}={entry.name}"]).model_dump(mode="json")
+            values = _texts(defaults) | values
     named = [key for keys in all_keys().named.values() for key in keys.values()]
     keys = [
         (f"`{key.path}`", _type(key), _code(values.get(key.path, "")), _purpose(key))

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import nn
 
 from serried.configs.compose import compose, config_yaml
-from serried.configs.schema import TextRunConfig
+from serried.configs.data_section import TextRunConfig
 from serried.parallel.axes import shard_specs
 from serried.parallel.held import held_parameters
 from serried.parallel.initialize import initialize

@@ -22,14 +22,14 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from serried.configs.command_line import CommandLine
+from serried.configs.data_section import DataSection, TextRunConfig
 from serried.configs.declaration import declared
 from serried.configs.errors import UserError
 from serried.configs.explain import Origins, explain, shown, value_at
 from serried.configs.help import choices_of, files_of
 from serried.configs.model_folder import with_model_folder
 from serried.configs.plain_data import flatten, read_yaml
-from serried.configs.run_config import CHOSEN, check, config_yaml
-from serried.configs.schema import SourceSection, TextRunConfig
+from serried.configs.run_config import CHOSEN, base_schema, check, config_yaml
 from serried.configs.suggest import Groups, nearest, unknown_choice
 
 __all__ = ["FOLDER", "compose", "compose_saved", "config_yaml", "refuse_misread"]
@@ -74,10 +74,6 @@ def _keys_of_own_recipe(argv: Sequence[str]) -> set[str]:
         except (OSError, ValueError):
             continue  # not there; or a mistake in it, which composing reports
     return found
-
-
-_SOURCE = (*SourceSection.model_fields, "sources", "weigh_by", "token_dtype", "validation_split", "streaming")
-"""Keys of ``data`` that name the documents. A choice of ``data`` replaces these only."""
 
 
 def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> TextRunConfig:
@@ -136,8 +132,10 @@ def _misread(line: CommandLine, reads: tuple[str, ...], plain: Mapping[str, Any]
 def _take_over(key: str, composed: Mapping[str, Any], plain: dict[str, Any]) -> None:
     """Copy ``key``, a key or a group, from ``composed`` to ``plain``."""
     if key == "data":
-        source = {name: composed[key][name] for name in _SOURCE if name in composed[key]}
-        plain[key] = {**{name: value for name, value in plain[key].items() if name not in _SOURCE}, **source}
+        # A choice of data replaces the keys of the source, and no others.
+        shared = DataSection.model_fields.keys() - {"name"}
+        source = {name: value for name, value in composed[key].items() if name not in shared}
+        plain[key] = {**{name: value for name, value in plain[key].items() if name in shared}, **source}
         plain[key].update(validation={})
         return
     *sections, last = key.split(".")
@@ -196,7 +194,7 @@ def _fill_in(config: DictConfig, choices: Mapping[str, str], line: CommandLine) 
     """Set the names of what is chosen, and the values of the command line."""
     config.recipe = choices["recipe"] or declared().name
     for group, registry in CHOSEN.items():  # a choice without a YAML file, or whose file leaves the name out
-        if registry.key == "name":
+        if registry.key == "name" and group in base_schema().model_fields:
             name = line.choices.get(group, choices.get(group))
             config[group] = {"name": name, **(config.get(group) or {})}
     if declared().name:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from serried.configs.keys import Key, all_keys, is_section, keys_of, readers
+from serried.configs.keys import Key, all_keys, is_section, is_source, keys_of, readers
 from serried.configs.plain_data import flatten
 from serried.configs.run_config import CHOSEN
 from serried.configs.suggest import listing, nearest_choice, unknown_key, unknown_section
@@ -117,10 +117,11 @@ def _sentence(
     source = origins.of(path) or "configs"
     if kind == "extra_forbidden":
         if names := readers(path):  # a key of another optimizer, schedule, ...
-            section = path.partition(".")[0]
-            key = CHOSEN[section].key
-            group = f"{section}.{key}" if key != "name" else section
-            chosen = value_at(section, config).get(key, CHOSEN[section].base.model_fields[key].default)
+            section, above = path.partition(".")[0], path.rpartition(".")[0]
+            default = CHOSEN[section].base.model_fields[CHOSEN[section].key].default
+            section, key = (above, "name") if is_source(above) else (section, CHOSEN[section].key)
+            group = section if key == "name" and section in CHOSEN else f"{section}.{key}"
+            chosen = value_at(section, config).get(key, default)
             add = f", or add {group}={names[0]}" if key == "name" else ""
             return (
                 f"{path}={shown(mistake['input'])} ({source}) is read by {group}={', '.join(names)}, and this is "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from serried.configs.data_section import names_of_singles
 from serried.configs.plain_data import read_yaml
 from serried.configs.run_config import CHOSEN, base_schema, registered_sections
 from serried.configs.schema import NAME_PATTERN, RunConfig, Section
@@ -82,6 +83,8 @@ class Key:
         return ", ".join([shlex.quote(f"{self.path}={first}"), *others])
 
 
+_NAMED_SOURCES = {"data.sources", "data.validation"}
+
 NAME = "NAME"
 """Placeholder in a path for a name that the user chooses."""
 
@@ -124,9 +127,17 @@ def all_keys() -> Keys:
 
 def readers(path: str) -> list[str]:
     """Names of the optimizers (schedules, ...) whose section has the key ``path``; empty if it is not such a key."""
-    group = path.partition(".")[0]
+    group, _, last = path.partition(".")
     entries = CHOSEN[group].entries() if group in CHOSEN else []
-    return [entry.name for entry in entries if path in _keys_of(entry.section, f"{group}.")]
+    if is_source(path.rpartition(".")[0]):
+        return [entry.name for entry in entries if path.rpartition(".")[2] in entry.own.model_fields]
+    return [entry.name for entry in entries if last.partition(".")[0] in entry.section.model_fields]
+
+
+def is_source(path: str) -> bool:
+    """Whether ``path`` is a source of a mixture or a validation set, under a name of the user's."""
+    above, _, name = path.rpartition(".")
+    return above in _NAMED_SOURCES and is_name(name)
 
 
 @functools.cache
@@ -140,6 +151,12 @@ def _keys_of_any(schema: type[RunConfig], sections: tuple[tuple[str, type[Sectio
         keys.setdefault(path, key)
     for found in [own, *registered]:
         keys.named = found.named | keys.named
+    for named in _NAMED_SOURCES & keys.named.keys():
+        inner = keys.named[named] = dict(keys.named[named])
+        for name in names_of_singles():
+            for key in _keys_of(CHOSEN["data"].get(name).own, f"{named}.{NAME}.").values():
+                inner.setdefault(key.path.rpartition(".")[2], key)
+        inner["name"] = replace(inner["name"], choices=tuple(names_of_singles()))
     return keys
 
 

@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from serried.configs.data_section import DataSection, SourceSection
 from serried.configs.errors import UserError
-from serried.configs.schema import DataSection, SourceSection
 
 
 def check_data_libraries(data: DataSection) -> None:
@@ -23,11 +23,11 @@ def not_installed(name: str, purpose: str) -> UserError:
 def _needed(data: DataSection) -> Iterator[tuple[str, str]]:
     """Yield names of libraries, and the setting that needs each."""
     sources: dict[str, SourceSection] = {"": data}
-    sources |= {f"data.sources.{name}: ": each for name, each in data.sources.items()}
+    sources |= {f"data.sources.{name}: ": each for name, each in data.mixed.items()}
     sources |= {f"data.validation.{name}: ": each for name, each in data.validation.items()}
     for key, source in sources.items():
-        if source.name == "hf":
-            yield "datasets", f"{key}data=hf"
+        for library in source.libraries:
+            yield library, f"{key}data={source.name}"
     tokenizer = data.tokenizer
     if tokenizer == "train":
         yield "tokenizers", "data.tokenizer=train"

@@ -1,5 +1,7 @@
 """Registries of what a config chooses by name: optimizers, schedules, model families, tasks.
 
+That of data sources is in data_section.py.
+
 An entry has a name, a config section of its own, and a function that loads the implementation: composing a config needs
 the section only and never imports torch. Built-in entries are the modules of one package, each of which registers
 itself when it is imported. Installed packages add entries through entry points, a user's script through
@@ -36,8 +38,10 @@ class Entry:
     """One name of a registry."""
 
     name: str
+    own: type[Section]
+    """The section that it was registered with."""
     section: type[Section]
-    """Section of ``RunConfig`` that holds its keys."""
+    """Section of ``RunConfig`` that holds its keys: its own and those that all entries have."""
     load: Callable[[], Any]
     """Import and return the implementation."""
 
@@ -66,13 +70,14 @@ class Registry:
             UserError: there is another entry of this name.
         """
         self._load_built_in()
+        own = section
         if name in self._entries:
             raise UserError(f"{self.kind} {name} is registered twice; give one of the two another name")
         if section is Section:
             section = self.base
         elif not issubclass(section, self.base):  # the section has its own keys only: add those that all have
             section = create_model(section.__name__, __base__=(section, self.base), __doc__=section.__doc__)
-        self._entries[name] = Entry(name, section, load)
+        self._entries[name] = Entry(name, own, section, load)
 
     def registering(self, name: str, section: type[Section]) -> Callable[[_Built], _Built]:
         """Return a decorator that registers what it decorates."""

@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import create_model
 
+from serried.configs.data_section import TextRunConfig, sources
 from serried.configs.declaration import Declaration, declared
 from serried.configs.registry import Registry, models, optimizers, schedules
-from serried.configs.schema import RunConfig, Section, TaskSection, TextRunConfig
+from serried.configs.schema import RunConfig, Section, TaskSection
 
 Config = TypeVar("Config", bound=RunConfig)
 
-CHOSEN: dict[str, Registry] = {registry.group: registry for registry in (optimizers, schedules, models)}
+CHOSEN: dict[str, Registry] = {registry.group: registry for registry in (optimizers, schedules, models, sources)}
 """Sections of ``RunConfig`` whose class depends on a name, by section."""
 
 
@@ -56,7 +57,19 @@ def check(plain: Mapping[str, Any]) -> RunConfig:
         UserError: it names something that is not registered.
         ValidationError: it does not fit.
     """
-    return run_config_class(plain, base_schema()).model_validate(plain)
+    schema = run_config_class(plain, base_schema())
+    return schema.model_validate({key: _set(key, value, schema) for key, value in plain.items()})
+
+
+def _set(group: str, values: Any, schema: type[RunConfig]) -> Any:
+    """Return ``values`` without null for keys of a source, an optimizer, ... that is not chosen: that unsets what a
+    YAML file set."""
+    if group not in CHOSEN or group not in schema.model_fields or not isinstance(values, dict):
+        return values
+    own: Any = schema.model_fields[group].annotation
+    known = {name for entry in CHOSEN[group].entries() for name in entry.section.model_fields}
+    unset = {name for name, value in values.items() if value is None and name in known - own.model_fields.keys()}
+    return {name: value for name, value in values.items() if name not in unset}
 
 
 def registered_sections() -> tuple[tuple[str, type[Section]], ...]:

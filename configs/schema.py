@@ -5,10 +5,8 @@ nothing writes to it afterwards. Checks that need the number of processes live i
 files live with the code that opens them.
 """
 
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -427,27 +425,6 @@ class GPT2Section(ModelSection):
         return self
 
 
-class SourceSection(Section):
-    """Source of documents."""
-
-    name: Literal["stdlib", "text", "hf", "tokens"]
-    """``stdlib``, ``text`` (your files), ``hf`` (a Hugging Face dataset) or ``tokens`` (made earlier)."""
-    path: str | None = None
-    """File, folder or glob (``text``, ``tokens``), or dataset (``hf``)."""
-    subset: str | None = None
-    """``hf``: name of the configuration within the dataset, such as ``sample-10BT``."""
-    split: str = "train"
-    """``hf``: split to train on."""
-    revision: str | None = None
-    """``hf``: branch, tag or commit of the dataset."""
-    text_column: str = "text"
-    """Column that holds the text, in Hugging Face datasets and in .jsonl and .parquet files."""
-    messages_column: str = "messages"
-    """Column that holds a conversation (``data.format=chat``)."""
-
-
-_PATHS = {"text": "FILE_OR_FOLDER_OR_GLOB", "hf": "OWNER/NAME_OR_FOLDER", "tokens": "FILE_OR_FOLDER_OR_GLOB"}
-
 TRAINING = "train"
 """Name of the training data among the data sets of a recipe."""
 
@@ -456,143 +433,6 @@ DEFAULT_VALIDATION = "validation"
 
 WHOLE = "all of data"
 """Name of all documents together, without a validation part; names that users choose have no blanks."""
-
-
-class MixedSource(SourceSection):
-    """One source of a mixture."""
-
-    weight: Number = Field(default=1.0, ge=1e-9, le=1e9)
-    """Share of the training data, relative to the weights of the other sources."""
-
-
-_READ_BY = {
-    "path": ("text", "hf", "tokens"), "subset": ("hf",), "split": ("hf",), "revision": ("hf",),
-    "validation_split": ("hf",), "streaming": ("hf",), "text_column": ("text", "hf"),
-    "messages_column": ("text", "hf"), "token_dtype": ("tokens",),
-}  # fmt: skip
-"""Keys of ``data`` that only some of its choices read."""
-
-
-class DataSection(SourceSection):
-    """Training data."""
-
-    name: Literal["stdlib", "text", "hf", "tokens", "mixture"]  # type: ignore[assignment]
-    """``stdlib`` (Python's own sources), ``text`` (your files), ``hf`` (a Hugging Face dataset), ``tokens`` (made
-    earlier) or ``mixture`` (several of these)."""
-    sources: dict[str, MixedSource] = Field(default_factory=dict)
-    """``mixture``: the sources, by names you choose."""
-    weigh_by: Literal["tokens", "samples"] = "tokens"
-    """``mixture``: unit of the weights."""
-    validation: dict[str, SourceSection] = Field(default_factory=dict)
-    """Further validation sets, by names you choose; each is evaluated whole, or up to ``trainer.eval_batches``."""
-    validation_fraction: Number = Field(default=0.05, gt=0, lt=1)
-    """Fraction of the text kept for validation: whole documents, or the tail of each file if there are few files."""
-    validation_split: str | None = None
-    """``hf``: split for validation, instead of a fraction of the training split."""
-    format: Literal["text", "chat"] = "text"
-    """``chat``: each row is a conversation; only the assistant's messages are trained on."""
-    chat_template: str | None = None
-    """Jinja template of a conversation, or a file with one; when null the tokenizer's own, else ChatML."""
-    tokenizer: str = Field(default="bytes", min_length=1, max_length=4096)
-    """``bytes``, ``chars``, ``train``, a ``tokenizer.json`` or a Hugging Face name."""
-    vocab_size: Size = 8192
-    """``data.tokenizer=train``: size of the vocabulary to learn."""
-    token_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
-    """``tokens``: dtype of flat binary files."""
-    sequence_length: Annotated[Count, Field(ge=1, le=10**8)]
-    """Tokens per sequence."""
-    packing: Literal["split", "best_fit"] = "split"
-    """``split``: one stream of documents, split into sequences. ``best_fit``: pack whole documents."""
-    isolate_documents: bool = False
-    """Mask attention between documents of a sequence, and restart positions with each."""
-    streaming: bool = False
-    """``hf``: read during training, for data that does not fit on disk."""
-    cache_dir: Path | None = None
-    """Folder of prepared tokens; ``$XDG_CACHE_HOME/serried`` or ``~/.cache/serried`` when null."""
-
-    def _mistakes(self) -> Iterator[str]:
-        yield from self._contradictions_of_source()
-        yield from self._contradictions_of_names()
-        yield from self._contradictions_of_text()
-
-    def _contradictions_of_source(self) -> Iterator[str]:
-        if self.name in _PATHS and not self.path:
-            yield f"data={self.name} needs data.path={_PATHS[self.name]}"
-        is_prepared = os.path.exists(os.path.expanduser(f"{self.path}/summary.json"))  # noqa: PTH110, PTH111
-        if self.name == "tokens" and "tokenizer" not in self.model_fields_set and not is_prepared:
-            yield (
-                "data=tokens needs data.tokenizer, the one that made the tokens, e.g. "
-                "data.tokenizer=openai-community/gpt2 or data.tokenizer=bytes. For characters (nanoGPT's "
-                "shakespeare_char) train on the text: data=text data.path=input.txt data.tokenizer=chars"
-            )
-        for key, readers in _READ_BY.items():
-            value = getattr(self, key)
-            if self.name not in readers and value != type(self).model_fields[key].default:
-                yield (
-                    f"data.{key}={str(value).lower() if isinstance(value, bool) else value} is only read by "
-                    f"{' and '.join(f'data={reader}' for reader in readers)}, and this is data={self.name}; add "
-                    f"data={readers[0]}, or leave it out"
-                )
-        # A stream does not have all of the text before the first step.
-        whole = {
-            "packing=best_fit": self.packing == "best_fit",
-            "format=chat": self.format == "chat",
-            f"tokenizer={self.tokenizer}": self.tokenizer in ("chars", "train"),
-        }
-        for setting in (key for key, is_given in whole.items() if is_given and self.streaming):
-            yield (
-                f"data.{setting} needs all of the data before training, and data.streaming=true reads it as it trains; "
-                "leave one of them out"
-            )
-
-    def _contradictions_of_names(self) -> Iterator[str]:
-        """Of the sections that the user names."""
-        if self.sources and self.name != "mixture":
-            yield f"data.sources is only read by data=mixture, and data is {self.name}; add data=mixture"
-        if self.name == "mixture" and not self.sources:
-            yield (
-                "data=mixture needs sources: data.sources.NAME.name=text data.sources.NAME.path=FILE_OR_FOLDER "
-                "data.sources.NAME.weight=0.7, with a NAME you choose for each"
-            )
-        if self.name == "mixture" and self.path:
-            yield f"data.path={self.path} is not read by data=mixture; use data.sources.NAME.path"
-        named: dict[str, SourceSection] = {f"data.sources.{name}": each for name, each in self.sources.items()}
-        named |= {f"data.validation.{name}": source for name, source in self.validation.items()}
-        for key, source in named.items():
-            if not re.fullmatch(NAME_PATTERN, key.split(".", 2)[2]):
-                yield f"{key}: use letters, digits, _ and -, starting with a letter; e.g. web-2024"
-            if source.name == "stdlib" and source.path:
-                yield f"{key}.path={source.path} is not read by {key}.name=stdlib; use {key}.name=text"
-            if source.name != "stdlib" and not source.path:
-                yield f"{key}.name={source.name} needs {key}.path={_PATHS[source.name]}"
-        taken = {DEFAULT_VALIDATION: "data kept back from training", TRAINING: "training data"}
-        for name in self.validation.keys() & taken.keys():
-            yield f"data.validation.{name}: this is the name of the {taken[name]}; give this set another name"
-
-    def _contradictions_of_text(self) -> Iterator[str]:
-        made = ("chars", "train")
-        if self.vocab_size != type(self).model_fields["vocab_size"].default and self.tokenizer != "train":
-            yield (
-                f"data.vocab_size={self.vocab_size} is only read with data.tokenizer=train, and this is "
-                f"data.tokenizer={self.tokenizer}; add data.tokenizer=train, or set the model's size: "
-                f"model.vocab_size={self.vocab_size}"
-            )
-        if self.format != "chat" and self.chat_template is not None:
-            yield "data.chat_template is only read with data.format=chat; add data.format=chat"
-        if self.format == "chat" and self.tokenizer in made:
-            yield (
-                f"data.format=chat needs an existing tokenizer, and data.tokenizer={self.tokenizer} is "
-                "made from text; use data.tokenizer=bytes, or the tokenizer of the model: data.tokenizer=MODEL_FOLDER"
-            )
-        if self.format == "chat" and self.name == "stdlib":
-            yield "data=stdlib has no conversations; use data=text data.path=CHATS.jsonl, or data.format=text"
-        named = ("bytes", *made)
-        if self.tokenizer not in named and "/" not in self.tokenizer and not os.path.exists(self.tokenizer):  # noqa: PTH110
-            close = (get_close_matches(self.tokenizer, named, 1, 0.5) or named)[0]
-            yield (
-                f"data.tokenizer={self.tokenizer} is none of {', '.join(named)}, and there is no such file or folder; "
-                f"use data.tokenizer={close}, or a Hugging Face name with its owner, as in openai-community/gpt2"
-            )
 
 
 class ParallelSection(Section):
@@ -967,21 +807,4 @@ class RunConfig(Section):
             yield (
                 f"profile.steps=[{first},{last}] goes beyond trainer.{key}={end}; "
                 f"use 'profile.steps=[{max(1, end - (last - first))},{end}]'"
-            )
-
-
-class TextRunConfig(RunConfig):
-    """The configuration of a run that trains a built-in language model."""
-
-    model: LlamaSection  # or the section of another family, see configs.run_config
-    data: DataSection
-
-    def _mistakes(self) -> Iterator[str]:
-        yield from super()._mistakes()
-        if self.data.sequence_length > self.model.max_sequence_length:
-            yield (
-                f"data.sequence_length={self.data.sequence_length} exceeds "
-                f"model.max_sequence_length={self.model.max_sequence_length}; "
-                f"use data.sequence_length={self.model.max_sequence_length} or "
-                f"model.max_sequence_length={self.data.sequence_length}"
             )

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+from serried.configs.data_section import TextRunConfig
 from serried.configs.errors import UserError
 from serried.configs.libraries import check_data_libraries
-from serried.configs.schema import RunConfig, TextRunConfig
+from serried.configs.schema import RunConfig
 from serried.configs.trackers import check_trackers
 from serried.launch.grid import read_sweep
 from serried.launch.points import Sweep

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from serried.configs.data_section import DataSection, TextRunConfig
 from serried.configs.errors import UserError
 from serried.configs.formats import printable
 from serried.configs.model_folder import CONFIG, model_folder
@@ -15,17 +16,15 @@ from serried.configs.registry import models
 from serried.configs.schema import (
     DEFAULT_VALIDATION,
     WHOLE,
-    DataSection,
     ModelSection,
     RunConfig,
-    TextRunConfig,
     TrainerSection,
 )
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ALL_OF_IT, Inputs, LossTerms, ParallelPlan, Share
 from serried.recipes.data.chat import ask, chat_template
-from serried.recipes.data.choose_source import check_path
 from serried.recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset, collate, open_dataset
+from serried.recipes.data.hugging_face_tokenizer import named_tokenizer
 from serried.recipes.data.lanes import StreamDataset
 from serried.recipes.data.mixture import (
     MixtureDataset,
@@ -36,7 +35,7 @@ from serried.recipes.data.mixture import (
     validation_sections,
 )
 from serried.recipes.data.overlap import kept_apart, left_out
-from serried.recipes.data.prepare import Prepared, cache_folder, named_tokenizer, open_prepared, prepare
+from serried.recipes.data.prepare import Prepared, cache_folder, open_prepared, prepare
 from serried.recipes.data.show import marked_lines
 from serried.recipes.data.stream import open_training, prepare_stream
 from serried.recipes.data.summary import summary_of
@@ -88,8 +87,8 @@ class CausalLM(TextTask):
         sections |= {f"data.validation.{name}": each for name, each in validation_sections(self._data).items()}
         for key, section in sections.items():
             with mistakes_of(key):
-                check_path(section)
-        if self._data.streaming:
+                section.check()
+        if self._data.is_streamed:
             sequences = self._trainer.eval_batches * self._trainer.global_batch
             sources = {"": prepare_stream(self._data, sequences, show)}
         else:
@@ -135,7 +134,7 @@ class CausalLM(TextTask):
         if self._prepared is None:
             return line
         sizes = [f"{name} {prepared.describe()}".strip() for name, prepared in self._sources.items()]
-        if self._data.streaming:
+        if self._data.is_streamed:
             held_out = self._prepared.splits["validation"]
             sizes = [f"validation {held_out.tokens:,} tokens of {held_out.documents:,} documents"]
         left_out = [f"{name} without {count:,} that are trained on" for name, count in self._left_out.items()]
@@ -167,7 +166,7 @@ class CausalLM(TextTask):
         if split in self._held_out:
             with mistakes_of(f"data.validation.{split}"):
                 return open_dataset(self._held_out[split], "validation", self._data)
-        if self._data.streaming and split == "train":
+        if self._data.is_streamed and split == "train":
             lanes, seed = self._trainer.global_batch, self._trainer.seed
             return open_training(self._data, self._sources[""], lanes=lanes, seed=seed, workers=self._trainer.workers)
         sources = dict(self._sources)
@@ -179,10 +178,10 @@ class CausalLM(TextTask):
         for name, prepared in sources.items():
             with mistakes_of(key_of_source(name)):
                 datasets[name] = open_dataset(prepared, split, self._data)
-        if self._data.name != "mixture":
+        if not self._data.mixed:
             return datasets[""]
-        weights = {name: source.weight for name, source in self._data.sources.items()}
-        return MixtureDataset(datasets, weights, self._data.weigh_by)
+        weights = {name: source.weight for name, source in self._data.mixed.items()}
+        return MixtureDataset(datasets, weights, getattr(self._data, "weigh_by", "tokens"))
 
     def further_validation(self) -> Sequence[str]:
         return list(self._data.validation)

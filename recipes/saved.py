@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from serried.configs.data_section import TextRunConfig
 from serried.configs.errors import UserError
 from serried.configs.plain_data import read_json
-from serried.configs.schema import ParallelSection, TextRunConfig
+from serried.configs.schema import ParallelSection
 
 
 def as_saved(
@@ -30,8 +31,7 @@ def as_saved(
         parallel = ParallelSection.model_validate({"strategy": strategy, **degrees})
     if is_other_data:
         update: dict[str, Any] = {"validation_fraction": 0.0, "validation": {}}
-        is_prepared = data.name == "tokens" and (Path(data.path or "") / "summary.json").exists()
-        if data.tokenizer != "bytes" and not is_prepared:
+        if data.tokenizer != "bytes" and not getattr(data, "is_prepared", False):
             update["tokenizer"] = str(checkpoint.absolute())
         if (checkpoint / "chat_template.jinja").exists():
             update["chat_template"] = str(checkpoint / "chat_template.jinja")

@@ -2,10 +2,9 @@
 
 The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, little-endian; the header, a
 JSON object ``{name: {"dtype", "shape", "data_offsets": [begin, end]}}`` that may be padded with spaces; then the bytes
-of the tensors, row-major and little-endian, without gaps. The header is written by hand because the library wants every
-tensor of a file in memory at once. The tensors are read by hand because the library (0.8) hands out mappings of the
-file: one that is cut short, or on a disk that fails, would then kill the process where it could be an error, and what
-is mapped counts as memory of this process.
+of the tensors, row-major and little-endian, without gaps. The library checks headers. It does not write them here,
+because it needs every tensor of a file in memory at once; nor read tensors, because it (0.8) maps the file: if that is
+cut short, or the disk fails, the process is killed instead of getting an error, and mapped pages count as its memory.
 """
 
 import json
@@ -18,9 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from serried.configs.errors import UserError
+from serried.configs.plain_data import NotPlainData, read_json
 
 DTYPES = {
     "F64": torch.float64,
@@ -182,25 +183,6 @@ class TensorFolder:
                 raise UserError(f"{self.folder / str(index)} says that {_shown(name)} is in {file}, where it is not")
             self.specs[name], self._begins[name] = found[name]
 
-    def read(self, name: str, first_row: int = 0, rows: int | None = None) -> Tensor:
-        """A copy of ``rows`` rows of tensor ``name`` along its first dim, from ``first_row`` on; None: to the end.
-
-        On the CPU, [rows, *the other dims]. A tensor without dims is read whole.
-
-        Raises:
-            KeyError: there is no such tensor.
-            ValueError: it has no such rows.
-            UserError: the file cannot be read, or has become shorter.
-        """
-        shape = self.specs[name].shape
-        available = shape[0] if shape else 1
-        count = available - first_row if rows is None else rows
-        if first_row < 0 or count < 0 or first_row + count > available or (not shape and count != 1):
-            raise ValueError(f"rows {first_row} to {first_row + count} of {name!r}, which is {list(shape)}")
-        row = math.prod(shape[1:])
-        flat = self.read_elements(name, first_row * row, count * row)
-        return flat.view(count, *shape[1:]) if shape else flat.view(())
-
     def read_elements(self, name: str, first: int, count: int) -> Tensor:
         """A copy of ``count`` elements of tensor ``name``, taken as a flat one, from ``first`` on; CPU, [count].
 
@@ -237,80 +219,43 @@ def read_header(path: Path) -> dict[str, Entry]:
     """Return every tensor of a file with the place of its first byte, in the order of their bytes.
 
     Raises:
-        UserError: the file cannot be read, or is not as the format wants it.
+        UserError: the file cannot be read, or is not in the format.
     """
-    text, file_bytes = _read_header_text(path)
-    entries = _parse(path, text)
-    metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        _refuse(path, "its __metadata__ is not a map from text to text")
-    data_begin, data_bytes = 8 + len(text), file_bytes - 8 - len(text)
-    found = sorted(
-        ((*_read_entry(path, name, entry), name) for name, entry in entries.items()), key=lambda item: item[:2]
-    )
-    expected = 0
-    for begin, end, dtype, shape, name in found:
-        if begin != expected:
-            what = "overlaps the one before it" if begin < expected else "leaves a gap before it"
-            _refuse(path, f"{_shown(name)} {what}: it begins at byte {begin} of the data instead of {expected}")
-        if end > data_bytes:
-            _refuse(path, f"{_shown(name)} ends at byte {end} of the data, of which there are {data_bytes}: cut short?")
-        needed = math.prod(shape) * dtype.itemsize
-        if end - begin != needed:
-            _refuse(path, f"{_shown(name)} of shape {_shown(shape)} takes {needed} bytes, but {end - begin} are given")
-        expected = end
-    if expected != data_bytes:
-        _refuse(path, f"its header describes {expected} bytes of data, but there are {data_bytes}")
-    return {name: Entry(TensorSpec(name, dtype, shape), data_begin + begin) for begin, _, dtype, shape, name in found}
-
-
-def _read_header_text(path: Path) -> tuple[bytes, int]:
-    """The header's text and the size of the file. Reads no more than there can be of it."""
     try:
+        if not _is_there(path):
+            _refuse(path, "it is not a regular file")
         with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                _refuse(path, "it is not a regular file")
             start = file.read(8)
-            length = int.from_bytes(start, "little")
-            limit = min(status.st_size - 8, _LARGEST_HEADER_BYTES)
-            if len(start) < 8 or length > limit:
-                known = _known_format(start)
-                _refuse(path, known or f"its header would be {length} bytes, with {max(limit, 0)} at most")
-            text = file.read(length)
+            if known := _known_format(start):
+                _refuse(path, known)
+            with safe_open(path, "numpy"):  # checks the header: types, sizes, no gaps, nothing left over
+                text = file.read(int.from_bytes(start, "little"))
+        entries = json.loads(text)
+    except (SafetensorError, ValueError, RecursionError) as error:
+        _refuse(path, f"{_shown(str(error))}; it may be cut short: copy it again")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if len(text) != length:
-        _refuse(path, f"it has become shorter: {len(text)} of {length} bytes of its header are there")
-    return text, status.st_size
-
-
-def _read_entry(path: Path, name: str, entry: Any) -> tuple[int, int, torch.dtype, tuple[int, ...]]:
-    """(begin, end, dtype, shape) of one entry of a header, each of the right type and range by itself."""
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        _refuse(path, f"{_shown(name)} has not just a dtype, a shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        _refuse(path, f"{_shown(name)} has the dtype {_shown(dtype)}, which is none of {', '.join(DTYPES)}")
-    if not _are_counts(shape) or len(shape) > _MOST_DIMS:
-        _refuse(path, f"{_shown(name)} has the shape {_shown(shape)}")
-    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        _refuse(path, f"{_shown(name)} has the data_offsets {_shown(offsets)}")
-    # Zeros left out: [0, 2**40, 2**40] has no bytes, and yet torch cannot count its strides.
-    if math.prod(size for size in shape if size) * DTYPES[dtype].itemsize > _LARGEST_TENSOR_BYTES:
-        _refuse(path, f"{_shown(name)} has the shape {_shown(shape)}")
-    return offsets[0], offsets[1], DTYPES[dtype], tuple(shape)
+    entries.pop("__metadata__", None)
+    found: dict[str, Entry] = {}
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        if entry["dtype"] not in DTYPES:
+            _refuse(path, f"{_shown(name)} has the dtype {entry['dtype']}, which is none of {', '.join(DTYPES)}")
+        dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+        # Zeros left out: [0, 2**40, 2**40] has no bytes, and yet torch cannot count its strides.
+        if len(shape) > _MOST_DIMS or math.prod(filter(None, shape)) * dtype.itemsize > _LARGEST_TENSOR_BYTES:
+            _refuse(path, f"{_shown(name)} has the shape {_shown(entry['shape'])}")
+        found[name] = Entry(TensorSpec(name, dtype, shape), 8 + len(text) + entry["data_offsets"][0])
+    return found
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The ``weight_map``: name of a tensor -> name of a file in the same folder."""
+    """Return the ``weight_map``: name of a tensor -> name of a file in the same folder."""
     try:
-        if (size := path.stat().st_size) > _LARGEST_HEADER_BYTES:
-            _refuse(path, f"it has {size} bytes, with {_LARGEST_HEADER_BYTES} at most")
-        text = path.read_bytes()
+        weight_map = read_json(path, _LARGEST_HEADER_BYTES).get("weight_map")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    weight_map = _parse(path, text).get("weight_map")
+    except NotPlainData as error:
+        _refuse(path, str(error))
     if not isinstance(weight_map, dict) or not weight_map:
         _refuse(path, "it has no weight_map")
     for file in weight_map.values():
@@ -321,24 +266,6 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries: dict[str, Any] = {}
-        for name, entry in pairs:
-            if name in entries:
-                _refuse(path, f"it has {_shown(name)} twice")
-            entries[name] = entry
-        return entries
-
-    try:
-        value = json.loads(text.decode(), object_pairs_hook=without_duplicates)
-    except (ValueError, RecursionError):  # ValueError: JSON or UTF-8 that is none, or a number of thousands of digits
-        value = None
-    if not isinstance(value, dict):
-        _refuse(path, f"the {len(text)} bytes that should be a JSON object are not")
-    return value
-
-
 def _known_format(start: bytes) -> str | None:
     """What the file is instead, when its first eight bytes tell."""
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
@@ -346,10 +273,6 @@ def _known_format(start: bytes) -> str | None:
     if start == b"version ":
         return "it is a pointer of git-lfs; fetch the file itself with: git lfs pull"
     return None
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
 def _is_there(path: Path) -> bool:

@@ -10,11 +10,12 @@ from textwrap import indent
 from typing import NamedTuple
 
 from serried.configs.command_line import config_dirs
+from serried.configs.data_section import DataSection, TextRunConfig
 from serried.configs.declaration import BUILT_IN, declaring
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.configs.formats import columns
 from serried.configs.plain_data import read_json
-from serried.configs.schema import RunConfig, TextRunConfig, parse_count
+from serried.configs.schema import RunConfig, parse_count
 from serried.configs.suggest import nearest
 from serried.configs.words import number, pairs, run_key
 from serried.runs import existing_runs, find_run, find_saved, is_run, run_folder, runs_of_a_sweep, similar_runs
@@ -29,10 +30,6 @@ _EVALUATE_READS = (
     "trainer.eval_batches", "trainer.global_batch", "trainer.micro_batch",
 )  # fmt: skip
 """Beginnings of the keys of train.py that these commands read too."""
-_OTHER_DATA = (
-    "data", "data.path", "data.subset", "data.split", "data.revision", "data.text_column", "data.messages_column",
-)  # fmt: skip
-"""Keys that name other documents than those of the run."""
 _HELP = ("--help", "-h")
 _TRAINS = ("plan", "submit")
 """Commands that pass their words, flags too, on to train.py."""
@@ -353,7 +350,9 @@ def evaluate(words: list[str]) -> int:
         raise UserError(f"json={given['json']} is not true or false; use json=true")
     keys = [word.partition("=")[0].lstrip("+") for word in overrides]
     config, checkpoint = _opened(given, overrides, _EVALUATE_READS, "evaluate")
-    is_other_data = any(key in _OTHER_DATA for key in keys)
+    is_other_data = any(
+        key == "data" or (key.startswith("data.") and key.split(".")[1] not in DataSection.model_fields) for key in keys
+    )
     if not is_other_data and not (checkpoint.absolute().parent.parent / "config.yaml").is_file():
         raise UserError(f"{checkpoint} is a model without a run, so name the data: data=text data.path=FILES")
     if is_other_data and config.data.name == "mixture":

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from serried.configs.data_section import sources
 from serried.configs.registry import models, optimizers, schedules, tasks
 from tests.cluster import Cluster
 from tests.runs import write_text
@@ -14,7 +15,7 @@ from tests.runs import write_text
 # A shell has what it starts in the background (`make test &`) ignore SIGINT, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-REGISTRIES = (models, optimizers, schedules, tasks)
+REGISTRIES = (models, optimizers, schedules, sources, tasks)
 
 settings.register_profile("here", deadline=None, print_blob=True)  # a busy machine is not a failing test
 settings.load_profile("here")

@@ -296,7 +296,7 @@ def test_of_several_keys_those_are_suggested_that_take_the_value(key: str, value
 def test_sources_and_validation_sets_have_names_of_the_users():
     argv = ["data.sources.web-2.name=text", "data.sources.web-2.path=~/books", "data.sources.web-2.weight=0.7"]
     config = compose(["data=mixture", *argv, "data.sources.code.name=stdlib", "data.validation.held.name=stdlib"])
-    assert {name: (source.path, source.weight) for name, source in config.data.sources.items()} == {
+    assert {name: (getattr(source, "path", None), source.weight) for name, source in config.data.sources.items()} == {
         "web-2": ("~/books", 0.7),
         "code": (None, 1.0),
     }
@@ -308,18 +308,27 @@ def test_sources_and_validation_sets_have_names_of_the_users():
     "argv, message",
     [
         (["data=mixture"], "data=mixture needs sources: data.sources.NAME.name=text"),
-        (["data.sources.a.name=stdlib"], "data.sources is only read by data=mixture"),
+        (
+            ["data.sources.a.name=stdlib"],
+            "is read by data=mixture, and this is data=stdlib; leave it out, or add data=m",
+        ),
+        (
+            ["data=text", "data.path=x", "data.subset=y"],
+            "data.subset=y (command line) is read by data=hf, and this is data=text",
+        ),
+        (
+            ["data=mixture", "data.sources.a.name=text", "data.sources.a.path=x", "data.sources.a.subset=y"],
+            "subset=y (command line) is read by data.sources.a.name=hf, and this is data.sources.a.name=text",
+        ),
+        (["data=mixture", "data.sources.a.name=txt"], "did you mean data.sources.a.name=text?"),
         (["data=mixture", "data.sources.a.weigth=3"], "did you mean data.sources.a.weight=3"),
         (["data=mixture", "data.sources.a.path=x"], "data.sources.a.name is set by no YAML file"),
-        (
-            ["data=mixture", "data.sources.a.name=hf"],
-            "data.sources.a.name=hf needs data.sources.a.path=OWNER/NAME_OR_FOLDER",
-        ),
+        (["data=mixture", "data.sources.a.name=hf"], "data.sources.a.name=hf needs data.sources.a.path=OWNER/NAME"),
         (["data=mixture", "data.sources.a=x"], "data.sources.a is a section, not a key; the keys of data.sources.a"),
         (["data.sources=x"], "it has one section for each name you choose, as in data.sources.web"),
         (["data.sources.a/b.name=text"], "a/b is not a valid name; use letters, digits, _ and -"),
         (
-            ["data.sources.a.weight=0"],
+            ["data=mixture", "data.sources.a.weight=0", "data.sources.a.name=stdlib"],
             "data.sources.a.weight=0 (command line) is out of range: it must be at least 1e-9",
         ),
         (["data.sources.a.path.b=0"], "data.sources.a.path is a value with nothing below it"),

@@ -22,6 +22,11 @@ from serried.trainer.checkpoint.export import export
 from serried.trainer.checkpoint.manifest import record_of, write_manifest
 
 
+def whole(folder: TensorFolder, name: str) -> torch.Tensor:
+    """All of a tensor in a folder."""
+    return folder.read_elements(name, 0, folder.specs[name].numel).view(folder.specs[name].shape)
+
+
 def write(path: Path, tensors: dict[str, Tensor]) -> list[TensorSpec]:
     specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     with path.open("wb") as file:
@@ -129,7 +134,7 @@ def test_pieces_make_up_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert set(found.specs) == set(state)
     for name, tensor in state.items():
         expected = tensor if name in ("count", "scaled") else tensor.half()
-        read = found.read(name)
+        read = whole(found, name)
         assert read.dtype == expected.dtype and read.shape == expected.shape
         assert bytes(tensor_bytes(read)) == bytes(tensor_bytes(expected))
 
@@ -190,7 +195,7 @@ def test_an_empty_folder_and_what_a_killed_export_left_are_taken(small: Path, tm
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / "model.safetensors").write_text("half")
     export(small, tmp_path / "out", dtype=None, shard_bytes=10**9)
-    assert torch.equal(TensorFolder(tmp_path / "out").read("a"), TensorFolder(small).read("a"))
+    assert torch.equal(whole(TensorFolder(tmp_path / "out"), "a"), whole(TensorFolder(small), "a"))
     assert not (tmp_path / ".out.partial").exists()
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
-from serried.configs.schema import DataSection
 from serried.recipes.data.prepare import Prepared, open_prepared, prepare
 from tests.texts import everything, many_files, section
 
@@ -133,7 +133,7 @@ def test_a_change_is_another_key_and_an_old_folder_is_refused(tmp_path: Path) ->
         ("a.npy", b"\x93NUMPY\1\0", {}, r"a\.npy is not a complete \.npy file"),
         ("a.npy", np.zeros((2, 3), np.uint16), {}, r"a\.npy holds uint16 of shape \[2, 3\], not a list of tokens"),
         ("a.npy", np.zeros(3, np.float32), {}, r"a\.npy holds float32 of shape \[3\]"),
-        ("a.txt", b"x", {"path": ""}, r"holds neither prepared data \(summary\.json\) nor files of tokens"),
+        ("a.txt", b"x", {"path": ""}, r"none of the 1 files in it ends in \.bin \.npy"),
         ("train.bin", b"\1\0", {"path": "trian.bin"}, r"trian\.bin does not .*did you mean data\.path=.*/train\.bin"),
         (
             "a.bin",

@@ -92,7 +92,7 @@ MISTAKES = [
     _mistake("no dataset", "data=hf", "data.path=OWNER/NAME_OR_FOLDER"),
     _mistake("idle subset", "data.subset=en", "add data=hf"),
     _mistake(
-        "idle column", "data=tokens|data.path=x|data.tokenizer=bytes|data.text_column=body", "data=text and data=hf"
+        "idle column", "data=tokens|data.path=x|data.tokenizer=bytes|data.text_column=body", "is read by data=text, hf"
     ),
     _mistake("idle vocabulary", "data.vocab_size=300", "data.tokenizer=train", "model.vocab_size=300"),
     _mistake("sweep", "-m|trainer.seed=1", "no key has them", stage="parse"),

@@ -38,7 +38,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def mixed(sources: dict[str, Path], run_dir: Path, *more: str) -> list[str]:
-    mixture = ["data=mixture", "data.path=null"]
+    mixture = ["data=mixture", "data.path=null"]  # null: of the text that tiny_overrides names
     for name, weight in (("web", 0.7), ("code", 0.3)):
         key = f"data.sources.{name}"
         mixture += [f"{key}.name=text", f"{key}.path={sources[name]}", f"{key}.weight={weight}"]
@@ -184,7 +184,9 @@ def test_a_mistake_names_the_source_it_is_in(sources: dict[str, Path], tmp_path:
 def test_paths_are_looked_at_before_the_hub_is_asked_for_a_tokenizer(
     words: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serried.recipes.data.prepare.find_tokenizer", lambda _: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr(
+        "serried.recipes.data.hugging_face_tokenizer.find_tokenizer", lambda _: pytest.fail("the Hub was asked")
+    )
     with pytest.raises(UserError, match=expected):
         CausalLM(compose([*words, "data.tokenizer=owner/name"])).prepare()
 

@@ -70,7 +70,7 @@ def test_a_family_in_a_users_file_trains_alike_on_every_layout(folder: Path, tex
     ("word", "answer"),
     [
         ("model.widht=4", "did you mean model.width=4?"),
-        ("model.heads=4", "is read by model.family=llama, and this is model.family=bigram"),
+        ("model.heads=4", "and this is model.family=bigram"),
         ("model.width=x", "model.width=x (command line) is not a whole number"),
     ],
 )

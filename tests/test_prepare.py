@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import serried.recipes.data.files
 import serried.recipes.data.prepare as preparing
@@ -72,19 +71,18 @@ def test_what_is_prepared_is_the_text(tmp_path: Path, tokenizer: str) -> None:
     prepared = prepare(section(write(tmp_path / "text", files), tmp_path / "cache", tokenizer=tokenizer))
     found = []
     for name in ("train", "validation"):
-        stored = load_file(prepared.folder / f"{name}-00000.safetensors")  # the library reads what we wrote
-        assert np.array_equal(stored["tokens"], everything(prepared, name))
-        assert stored["tokens"].dtype == token_dtype(prepared.tokenizer.vocab_size)
-        assert stored["document_starts"].dtype == np.int64
+        stored = np.fromfile(prepared.folder / f"{name}-00000.bin", token_dtype(prepared.tokenizer.vocab_size))
+        assert np.array_equal(stored, everything(prepared, name))
         pieces = documents(prepared, name)
         found += pieces
         summary = prepared.splits[name]
-        assert (summary.documents, summary.tokens) == (len(pieces), len(stored["tokens"]))
+        assert (summary.documents, summary.tokens) == (len(pieces), len(stored))
         assert summary.text_bytes == sum(len(piece.encode()) for piece in pieces)
         assert sum(summary.lengths) == summary.documents
     assert sorted(found) == sorted(files.values())
     assert sorted(path.name for path in prepared.folder.iterdir()) == [
-        "summary.json", "tokenizer.json", "train-00000.safetensors", "validation-00000.safetensors"
+        "summary.json", "tokenizer.json", "train-00000.bin", "train-00000.starts", "validation-00000.bin",
+        "validation-00000.starts",
     ]  # fmt: skip
     again = open_prepared(prepared.folder)
     assert (again.splits, again.tokenizer.spec()) == (prepared.splits, prepared.tokenizer.spec())
@@ -209,9 +207,9 @@ def test_a_killed_preparation_is_gone_on_with(tmp_path: Path) -> None:
     process.start()
     assert reached.wait(60)
     (left,) = cache.glob("*.partial")
-    finished = {path: path.stat().st_ino for path in left.glob("train-*.safetensors")}
+    finished = {path: path.stat().st_ino for path in left.glob("train-*.bin")}
     assert len(finished) == 3
-    (left / f"train-00003.safetensors.{socket.gethostname()}.x.tmp").write_bytes(b"half")
+    (left / f"train-00003.bin.{socket.gethostname()}.x.tmp").write_bytes(b"half")
     with pytest.raises(UserError, match="does not exist"):
         open_prepared(left)
 
@@ -256,9 +254,9 @@ def test_what_nobody_goes_on_with_is_removed_after_two_weeks(tmp_path: Path) -> 
     cache = tmp_path / "cache"
     fresh, old, aside = cache / "k.partial", cache / "l.partial", cache / "m.elsewhere.tmp"
     for folder in (fresh, old, aside):
-        write(folder, {"train-00000.safetensors": "x"})
+        write(folder, {"train-00000.bin": "x"})
         if folder != fresh:
-            for path in (folder / "train-00000.safetensors", folder):
+            for path in (folder / "train-00000.bin", folder):
                 os.utime(path, (LONG_AGO, LONG_AGO))
     prepare(section(many_files(tmp_path / "text"), cache))
     assert (fresh.exists(), old.exists(), aside.exists()) == (True, False, False)
@@ -356,10 +354,11 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda folder: (folder / "train-00000.safetensors").unlink(),
-        lambda folder: os.truncate(folder / "train-00000.safetensors", 900),
-        lambda folder: os.truncate(folder / "validation-00000.safetensors", 100),
-        lambda folder: os.truncate(folder / "validation-00000.safetensors", 0),
+        lambda folder: (folder / "train-00000.bin").unlink(),
+        lambda folder: os.truncate(folder / "train-00000.bin", 900),
+        lambda folder: os.truncate(folder / "validation-00000.bin", 100),
+        lambda folder: os.truncate(folder / "validation-00000.bin", 0),
+        lambda folder: (folder / "train-00000.starts").unlink(),
         lambda folder: (folder / "summary.json").write_text("{"),
         lambda folder: (folder / "summary.json").write_text("[]"),
         lambda folder: (folder / "tokenizer.json").write_text('{"kind": "runes"}'),

@@ -18,11 +18,11 @@ import pyarrow.parquet
 import pytest
 
 import serried.recipes.data.rows
+from serried.configs.data_section import DataSection, data_section
 from serried.configs.errors import UserError
-from serried.configs.schema import DataSection, SourceSection
-from serried.recipes.data.choose_source import open_source, open_stream
+from serried.recipes.data.hugging_face_dataset import HubStream
 from serried.recipes.data.prepare import Prepared, prepare
-from serried.recipes.data.source import Row
+from serried.recipes.data.source import Row, open_source
 from tests.cluster import ROOT
 from tests.texts import Reading, documents, everything, many_files, section, write
 
@@ -50,7 +50,7 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def all_rows(path: Path, **changes: Any) -> list[Row]:
-    source = open_source(SourceSection(name="text", path=str(path), **changes))
+    source = open_source(data_section(sequence_length=16, name="text", path=str(path), **changes))
     source.fingerprint(Reading())
     return [row for unit in source.units() for row in unit.rows()]
 
@@ -113,7 +113,7 @@ def test_a_unit_can_be_read_from_any_row_on(tmp_path: Path, kind: str) -> None:
         write(tmp_path, {"a.jsonl": lines()})
     else:
         table(tmp_path / "a.parquet")
-    source = open_source(SourceSection(name="text", path=str(tmp_path)))
+    source = open_source(data_section(sequence_length=16, name="text", path=str(tmp_path)))
     source.fingerprint(Reading())
     for unit in source.units():
         rows = list(unit.rows())
@@ -257,6 +257,10 @@ def of_hub(path: Path | str, cache: Path, **changes: Any) -> DataSection:
     return section(path, cache, name="hf", **changes)
 
 
+def stream_of(path: Path, **changes: Any) -> HubStream:
+    return HubStream(of_hub(path, Path(), **changes), changes.get("split", "train"))
+
+
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
     table(tmp_path / "set/train-00000-of-00002.parquet", TEXTS[:120])
@@ -296,11 +300,11 @@ def test_a_validation_split_is_whole_and_kept_out_of_training(tmp_path: Path, da
 
 
 def test_a_dataset_is_streamed_by_its_files(tmp_path: Path, dataset: Path) -> None:
-    units = open_stream(SourceSection(name="hf", path=str(dataset))).units()
+    units = stream_of(dataset).units()
     assert [row.content for unit in units for row in unit.rows()] == TEXTS
     assert len(units) == 4 + 3
     write(tmp_path / "csv", {"train-0.csv": "text\na\nb\nc\n", "train-1.csv": "text\nd\n"})
-    units = open_stream(SourceSection(name="hf", path=str(tmp_path / "csv"))).units()
+    units = stream_of(tmp_path / "csv").units()
     assert [[row.content for row in unit.rows(1)] for unit in units] == [["b", "c"], []]
 
 
@@ -323,7 +327,7 @@ def test_mistakes_about_a_dataset(tmp_path: Path, dataset: Path, changes: dict[s
             if not stream:
                 prepare(of_hub(dataset, tmp_path / "cache", **changes))
             elif "validation_split" not in changes:
-                units = open_stream(SourceSection(name="hf", path=str(dataset), **changes)).units()
+                units = stream_of(dataset, **changes).units()
                 next(iter(units[0].rows()))
             else:
                 raise UserError(expected)

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
-from serried.configs.schema import DataSection
+from serried.configs.data_section import DataSection, data_section
+from serried.recipes.data.encode import Encoded
 from serried.recipes.data.prepare import Prepared
-from serried.recipes.data.shards import TokenStream
+from serried.recipes.data.shards import Shard, ShardWriter, TokenStream
 from serried.recipes.data.tokenizer import BytesTokenizer
 
 
 def section(path: Path | str, cache: Path | None = None, **changes: Any) -> DataSection:
-    return DataSection(**{"name": "text", "path": str(path), "sequence_length": 16, "cache_dir": cache, **changes})
+    return data_section(**{"name": "text", "path": str(path), "sequence_length": 16, "cache_dir": cache, **changes})
 
 
 class Reading:
@@ -57,13 +57,13 @@ def many_files(folder: Path, count: int = 40) -> Path:
 class Documents:
     """Documents of tokens on disk, in shards as preparation writes them: what a dataset takes from prepared data."""
 
-    folder: Path
-    shards: int
+    shards: list[Shard]
     key: str = "documents"
     tokenizer: BytesTokenizer = field(default_factory=BytesTokenizer)
 
     def stream(self, split: str) -> TokenStream:
-        return TokenStream([self.folder / f"{split}-{shard}.safetensors" for shard in range(self.shards)])
+        assert split == "train"
+        return TokenStream(self.shards)
 
 
 def write_documents(
@@ -74,15 +74,13 @@ def write_documents(
     shards: int = 1,
 ) -> Documents:
     """Write ``documents`` (and which of their tokens are learned) as the training split, dealt to ``shards``."""
-    for shard in range(shards):
+    written = []
+    for number in range(shards):
         # A shard may end anywhere in the stream; these end with a document, and some may have none.
-        part = slice(len(documents) * shard // shards, len(documents) * (shard + 1) // shards)
-        lengths = [len(document) for document in documents[part]]
-        tensors = {
-            "document_starts": np.cumsum([0, *lengths], dtype=np.int64)[:-1],
-            "tokens": np.array([token for document in documents[part] for token in document], np.uint16),
-        }
-        if supervised is not None:
-            tensors["supervised"] = np.array([flag for flags in supervised[part] for flag in flags], np.uint8)
-        save_file(tensors, folder / f"train-{shard}.safetensors")
-    return Documents(folder, shards)
+        part = range(len(documents) * number // shards, len(documents) * (number + 1) // shards)
+        with ShardWriter(folder, f"train-{number}", np.dtype(np.uint16)) as writer:
+            for place in part:
+                flags = None if supervised is None else np.array(supervised[place], np.uint8)
+                writer.add(Encoded(np.array(documents[place], np.uint16), flags), begins=True)
+        written += [writer.shard()] if part else []
+    return Documents(written)

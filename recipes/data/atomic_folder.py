@@ -6,10 +6,13 @@ import fcntl
 import os
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from serried.configs.errors import UserError
+from serried.recipes.data.files import assignment
 from serried.recipes.data.progress import Progress
 from serried.recipes.data.shards import unfinished_beside
 
@@ -17,48 +20,65 @@ _ABANDONED_SECONDS = 24 * 3600.0
 _GIVEN_UP_SECONDS = 14 * _ABANDONED_SECONDS
 
 
-@contextlib.contextmanager
-def claimed(folder: Path, is_there: Callable[[], bool], progress: Progress) -> Iterator[Path | None]:
-    """Lock and return ``<folder>.partial``; None if ``is_there`` by now.
+def make_folder(folder: Path, write: Callable[[Path], None], is_there: Callable[[], bool], progress: Progress) -> None:
+    """Call ``write`` with ``<folder>.partial`` and rename that to ``folder``, unless it ``is_there``.
 
-    The lock is on the folder itself, so that it goes with it, and with its owner. Where machines share a disk and not
-    its locks, two may write at once: each under names of its own, the same bytes, renamed when they are whole.
+    One of the processes that want it makes it, and the others wait. After an interruption the next one continues in
+    the same partial folder.
+
+    Raises:
+        UserError: ``write`` raised it, or the disk fails.
+    """
+    try:
+        with _claimed(folder, is_there, progress) as partial:
+            if partial is not None:
+                try:
+                    write(partial)
+                except (UserError, OSError) as error:
+                    # A mistake would be the same another time; what a disk took can be used.
+                    if isinstance(error, UserError) or not any(partial.glob("done-*.json")):
+                        shutil.rmtree(partial, ignore_errors=True)
+                    raise
+                _publish(partial, folder, is_there)
+    except OSError as error:
+        # Another machine, which shares the disk and not its locks, may have been first.
+        if not is_there():
+            raise _cannot_write(folder.parent, error, progress.total_bytes) from error
+
+
+@contextlib.contextmanager
+def _claimed(folder: Path, is_there: Callable[[], bool], progress: Progress) -> Iterator[Path | None]:
+    """Lock ``<folder>.partial``; None if the folder ``is_there`` by now.
+
+    The lock is on the partial folder itself, so it ends with it, and with its owner. If machines share a disk and not
+    its locks, two may write at once: each under names of its own, the same bytes, renamed when they are complete.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder.parent)
     partial = folder.with_name(f"{folder.name}.partial")
-    while True:
-        if is_there():
-            yield None
-            return
+    while not is_there():
         partial.mkdir(exist_ok=True)
         descriptor = os.open(partial, os.O_RDONLY)
         try:
             _lock(descriptor, progress)
             if _is_still(partial, descriptor):  # its last owner may have renamed or removed it
-                _remove_unfinished(partial)
+                for path in partial.glob(f"*.{socket.gethostname()}.*.tmp"):  # of dead processes
+                    path.unlink(missing_ok=True)
                 yield partial
                 return
         finally:
             os.close(descriptor)
+    yield None
 
 
-def publish(partial: Path, folder: Path, is_intact: Callable[[], bool]) -> None:
-    """Rename into place, unless another process was first."""
-    while True:
-        try:
-            partial.rename(folder)
-            return
-        except OSError:
-            if not folder.exists():
-                raise
-        if is_intact():
-            shutil.rmtree(partial, ignore_errors=True)
-            return
+def _publish(partial: Path, folder: Path, is_intact: Callable[[], bool]) -> None:
+    """Rename into place. A damaged folder of this name is removed."""
+    if folder.exists() and not is_intact():
         aside = unfinished_beside(folder)
         with contextlib.suppress(FileNotFoundError):  # another process found it damaged too
             folder.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
+    partial.rename(folder)
 
 
 def _lock(descriptor: int, progress: Progress) -> None:
@@ -77,20 +97,28 @@ def _is_still(partial: Path, descriptor: int) -> bool:
     return False
 
 
-def _remove_unfinished(partial: Path) -> None:
-    """Remove unfinished files of processes that are dead: on this machine, or old enough."""
-    for path in partial.glob("*.tmp"):
-        with contextlib.suppress(OSError):
-            if f".{socket.gethostname()}." in path.name or time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
-                path.unlink()
-
-
 def _remove_abandoned(cache: Path) -> None:
     """Remove discarded folders after a day, and partial ones after two idle weeks."""
-    for folder, after in [(f, _ABANDONED_SECONDS) for f in cache.glob("*.tmp")] + [
-        (f, _GIVEN_UP_SECONDS) for f in cache.glob("*.partial")
-    ]:
-        with contextlib.suppress(OSError):
-            written = max(entry.stat().st_mtime for entry in (folder, *folder.iterdir()))
-            if time.time() - written > after:
-                shutil.rmtree(folder)
+    for pattern, after in (("*.tmp", _ABANDONED_SECONDS), ("*.partial", _GIVEN_UP_SECONDS)):
+        for folder in cache.glob(pattern):
+            with contextlib.suppress(OSError):
+                written = max(entry.stat().st_mtime for entry in (folder, *folder.iterdir()))
+                if time.time() - written > after:
+                    shutil.rmtree(folder)
+
+
+def _cannot_write(cache: Path, error: OSError, source_bytes: int) -> UserError:
+    free = ""
+    with contextlib.suppress(OSError):
+        there = next(folder for folder in (cache, *cache.parents) if folder.exists())
+        free = f", {shutil.disk_usage(there).free:,} bytes free"
+    return UserError(
+        f"cannot write prepared data to {cache}: {error.strerror} (about {2 * source_bytes:,} bytes needed{free}); "
+        f"{other_cache(cache)}"
+    )
+
+
+def other_cache(cache: Path | None) -> str:
+    """Return the words that name another folder for prepared data."""
+    other = Path(tempfile.gettempdir()) / "serried"
+    return f"choose another folder: {assignment('data.cache_dir', other if other != cache else 'cache')}"

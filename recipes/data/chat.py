@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
-from serried.configs.schema import DataSection
 from serried.recipes.data.encode import Encoded, row_of_unit
 from serried.recipes.data.files import library
 from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer

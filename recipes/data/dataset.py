@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
-from serried.configs.schema import DataSection
 from serried.recipes.data.packing import Pieces, best_fit, find_pieces
 from serried.recipes.data.prepare import Prepared
 from serried.recipes.data.shards import TokenStream

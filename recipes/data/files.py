@@ -10,6 +10,7 @@ import logging
 import lzma
 import os
 import re
+import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -74,9 +75,14 @@ def quiet() -> Iterator[None]:
 
 
 def kind_of(path: Path | str) -> str:
-    """Ending of what is in a file, compressed or not: ``.jsonl`` for ``a.jsonl.gz``."""
+    """Return the ending without that of a compression: ``.jsonl`` for ``a.jsonl.gz``."""
     name = Path(path)
     return (Path(name.stem) if name.suffix.lower() in COMPRESSED else name).suffix.lower()
+
+
+def ending_of(path: Path) -> str:
+    """Return the ending with that of a compression: ``.jsonl.gz``."""
+    return "".join(path.suffixes[-2:]) if path.suffix.lower() in COMPRESSED else path.suffix
 
 
 def unreadable(path: Path | str, error: OSError) -> UserError:
@@ -111,18 +117,18 @@ def _damaged(path: Path | str, error: Exception) -> UserError:
     )
 
 
-def _decompressed(path: Path | str, stack: contextlib.ExitStack) -> Any:
+def opened(path: Path | str, stack: contextlib.ExitStack) -> Any:
+    """Open a file of the disk or of an fsspec address, until ``stack`` ends."""
     if isinstance(path, str) and "://" in path:
-        raw: Any = stack.enter_context(library("fsspec", f"reading {path}").open(path, "rb"))
-    else:
-        raw = stack.enter_context(Path(path).open("rb"))  # noqa: SIM115
-    suffix = Path(path).suffix.lower()
-    if suffix == ".gz":
-        return stack.enter_context(gzip.open(raw))
-    if suffix == ".bz2":
-        return stack.enter_context(bz2.BZ2File(raw))
-    if suffix == ".xz":
-        return stack.enter_context(lzma.LZMAFile(raw))
+        return stack.enter_context(library("fsspec", f"reading {path}").open(path, "rb"))
+    return stack.enter_context(Path(path).open("rb"))
+
+
+def _decompressed(path: Path | str, stack: contextlib.ExitStack) -> Any:
+    raw, suffix = opened(path, stack), Path(path).suffix.lower()
+    if suffix in (".gz", ".bz2", ".xz"):
+        kinds: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
+        return stack.enter_context(kinds[suffix](raw))
     if suffix == ".zst":
         arrow = library("pyarrow", f"reading {Path(path).name}")
         return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(raw, "r"), "zstd"), PIECE_BYTES)
@@ -139,14 +145,14 @@ def skip(stream: IO[bytes], size: int) -> None:
 
 
 def read_pieces(stream: IO[bytes], length: int | None = None) -> Iterator[bytes]:
-    """The next ``length`` bytes (None: all there are) in pieces of at most ``PIECE_BYTES``, as ``cut`` cuts them."""
-    rest, left = b"", length
+    """Yield the next ``length`` bytes (None: to the end) in pieces of at most ``PIECE_BYTES``, split by ``cut``."""
+    rest, left = b"", sys.maxsize if length is None else length
     while True:
-        wanted = PIECE_BYTES - len(rest)
-        block = _read_exactly(stream, wanted if left is None else min(wanted, left))
-        left = None if left is None else left - len(block)
+        wanted = min(PIECE_BYTES - len(rest), left)
+        block = stream.read(wanted)
+        left -= len(block)
         rest += block
-        if len(block) < wanted:
+        if len(rest) < PIECE_BYTES:
             if rest:
                 yield rest
             return
@@ -155,100 +161,92 @@ def read_pieces(stream: IO[bytes], length: int | None = None) -> Iterator[bytes]
         rest = rest[at:]
 
 
-def _read_exactly(stream: IO[bytes], size: int) -> bytes:
-    """``size`` bytes, fewer at the end only: where pieces are cut must not depend on what a read happens to give."""
-    block = stream.read(size)
-    while 0 < len(block) < size and (more := stream.read(size - len(block))):
-        block += more
-    return block
-
-
 def cut(content: bytes) -> int:
-    """Where the first piece of a longer text ends: after a line, before a blank, else between two characters."""
+    """Return the end of the first piece of a longer text: after a line, before a blank, else between characters."""
     middle = len(content) // 2
     if (line_end := content.rfind(b"\n", middle)) >= 0:
         return line_end + 1
     if (blank := content.rfind(b" ", middle)) > 0:
         return blank
-    # Back to the start of a character (0b10...... is inside of one). What is no UTF-8 has none.
+    # Back to the start of a character (0b10...... is inside of one), which bytes that are not UTF-8 may lack.
     near = range(len(content) - 1, max(0, len(content) - 4), -1)
     return next((at for at in near if content[at] & 0xC0 != 0x80), len(content))
 
 
-def stamp_of(status: os.stat_result) -> Stamp:
-    """What changes when a file does."""
+@dataclass(frozen=True)
+class Document:
+    """A file whose content was hashed."""
+
+    name: str
+    path: Path
+    size_bytes: int
+    """Decompressed."""
+    sha256: bytes
+    """Of the decompressed content."""
+    stamp: Stamp | None
+    """The state of the file then; None: it is not compared."""
+
+    def read(self, start_bytes: int, stop_bytes: int) -> bytes:
+        """Return bytes ``start_bytes`` up to ``stop_bytes``; raise ``UserError`` if the file has changed since."""
+        with unchanged(self.path, self.stamp), open_plain(self.path) as stream:
+            skip(stream, start_bytes)
+            return stream.read(stop_bytes - start_bytes)
+
+
+def hash_files(files: Sequence[SourceFile], reading: Reading) -> list[Document]:
+    """Read every file. Raises ``UserError`` if one cannot be read, or changes meanwhile."""
+
+    def hashed(file: SourceFile) -> Document:
+        sha256, size_bytes, stamp = hashlib.sha256(), 0, stamp_of(file.path)
+        with unchanged(file.path, stamp), open_plain(file.path) as stream:
+            while block := stream.read(PIECE_BYTES):
+                sha256.update(block)
+                size_bytes += len(block)
+                reading.done(len(block))
+        return Document(file.name, file.path, size_bytes, sha256.digest(), stamp)
+
+    reading.total(sum(stamp_of(file.path)[1] for file in files))
+    return list(reading.map(hashed, files))
+
+
+def key_of(documents: Sequence[Document]) -> bytes:
+    """Return a hash of the names and contents of files."""
+    key = hashlib.sha256()
+    for document in documents:
+        name = document.name.encode("utf-8", "surrogateescape")  # a file name need not be UTF-8
+        key.update(len(name).to_bytes(8, "little") + name + document.sha256)
+    return key.digest()
+
+
+def stamp_of(path: Path) -> Stamp:
+    """Return values that change when a file does. Raises ``UserError`` if it is gone."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from error
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @contextlib.contextmanager
 def unchanged(path: Path | str, stamp: Stamp | None) -> Iterator[None]:
-    """Raise ``UserError`` if ``path`` has changed since ``stamp`` was taken."""
-    _compare(path, stamp)
-    yield
-    _compare(path, stamp)
-
-
-def _compare(path: Path | str, stamp: Stamp | None) -> None:
-    if stamp is None:
-        return
-    try:
-        now = stamp_of(Path(path).stat())
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if now != stamp:
-        raise UserError(
-            f"{path} changed while it was being prepared (from {stamp[1]} to {now[1]} bytes); "
-            "run again when nothing writes to it"
-        )
+    """Raise ``UserError`` if ``path`` has changed since ``stamp`` was taken, before or after the ``with``."""
+    for is_before in (True, False):
+        if stamp is not None and (now := stamp_of(Path(path))) != stamp:
+            raise UserError(
+                f"{path} changed while it was being prepared (from {stamp[1]} to {now[1]} bytes); "
+                "run again when nothing writes to it"
+            )
+        if is_before:
+            yield
 
 
 def files_state(files: Iterable[SourceFile]) -> str | None:
-    """Hash of names, sizes and times. None where a file is so fresh that one more change could leave the same times."""
+    """Return a hash of names, sizes and times; None if a file is so fresh that a change could leave the same times."""
     settled_ns = time.time_ns() - int(SETTLED_SECONDS * 1e9)
     state = hashlib.sha256()
     for file in files:
-        try:
-            stamp = stamp_of(file.path.stat())
-        except OSError:
-            return None  # whoever reads it says why
+        stamp = stamp_of(file.path)
         if max(stamp[2:]) > settled_ns:
             return None
         state.update(repr((file.name, *stamp)).encode())
     return state.hexdigest()
-
-
-def hash_files(files: Sequence[SourceFile], reading: Reading) -> list[tuple[bytes, Stamp]]:
-    """SHA-256 of each file, and its stamp."""
-
-    def hashed(file: SourceFile) -> tuple[bytes, Stamp]:
-        sha256 = hashlib.sha256()
-        try:
-            with file.path.open("rb") as stream:
-                stamp = stamp_of(os.fstat(stream.fileno()))
-                while block := stream.read(PIECE_BYTES):
-                    sha256.update(block)
-                    reading.done(len(block))
-        except OSError as error:
-            raise unreadable(file.path, error) from error
-        with unchanged(file.path, stamp):
-            return sha256.digest(), stamp
-
-    reading.total(sum(size_of(file) for file in files))
-    return list(reading.map(hashed, files))
-
-
-def size_of(file: SourceFile) -> int:
-    """Size in bytes; raises ``UserError`` where the file is gone."""
-    try:
-        return file.path.stat().st_size
-    except OSError as error:
-        raise unreadable(file.path, error) from error
-
-
-def key_of_files(files: Sequence[SourceFile], digests: Sequence[bytes]) -> bytes:
-    """Hash of the names and contents of files."""
-    key = hashlib.sha256()
-    for file, digest in zip(files, digests, strict=True):
-        name = file.name.encode("utf-8", "surrogateescape")  # a file name need not be UTF-8
-        key.update(len(name).to_bytes(8, "little") + name + digest)
-    return key.digest()

@@ -1,26 +1,21 @@
 """Token files of other tools: raw numbers (nanoGPT, Megatron exports), llm.c, and ``.npy``."""
 
-import glob
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from serried.configs.errors import UserError
-from serried.configs.schema import DataSection
-from serried.recipes.data.files import SourceFile, assignment, files_state, size_of, stamp_of, unchanged, unreadable
-from serried.recipes.data.progress import Progress
-from serried.recipes.data.shards import FlatTokens, write_starts
-from serried.recipes.data.source import SPLITS
-from serried.recipes.data.text import no_such_path
+from serried.recipes.data.files import SourceFile, files_state, stamp_of, unchanged, unreadable
+from serried.recipes.data.find import find_files
+from serried.recipes.data.hugging_face_tokenizer import named_tokenizer
+from serried.recipes.data.shards import Shard, to_disk
+from serried.recipes.data.source import SPLITS, Reading, Source, Unit
 from serried.recipes.data.tokenize import Counts, TokenCounts
-from serried.recipes.data.tokenizer import Tokenizer
 
-_SUFFIXES = (".bin", ".npy")
 _VALIDATION = re.compile(r"(^|[^a-z])(val|valid|validation|dev)([^a-z]|$)", re.IGNORECASE)
 _LLM_C = {20240520: "uint16", 20240801: "uint32"}
 """First number of a file of llm.c -> type of the tokens, which come after 256 numbers of 32 bits."""
@@ -40,64 +35,66 @@ class _Scanned(NamedTuple):
     sha256: bytes
 
 
-@dataclass(frozen=True)
-class FlatContent:
-    """What was found in the files."""
-
-    fingerprint: bytes
-    counts: Counts
-    _pieces: dict[str, list[tuple[_Scanned, int, int]]]
-    """Split -> parts of files, from one token up to another."""
-
-    def write(self, folder: Path) -> dict[str, list[Any]]:
-        """Write where documents start into ``folder``. Returns the ``FlatTokens`` of each split, as plain data."""
-        shards: dict[str, list[Any]] = {}
-        for split, pieces in self._pieces.items():
-            shards[split] = []
-            for number, (found, start, stop) in enumerate(pieces):
-                name = f"{split}-{number:05d}.starts.safetensors"
-                write_starts(folder / name, _starts_in(found, start, stop) - start)
-                offset = found.offset_bytes + start * np.dtype(found.dtype).itemsize
-                path = found.file.path.absolute()
-                flat = asdict(FlatTokens(path, found.dtype, offset, stop - start, Path(name)))
-                shards[split].append(flat | {"path": str(path), "starts": name})
-        return shards
-
-
-class FlatFiles:
+class FlatFiles(Source):
     """Files of tokens. Those with ``val`` in their names are validation; without any, the tail of all is."""
 
-    def __init__(self, section: DataSection, tokenizer: Tokenizer, tokenizer_name: str) -> None:
-        """Raises ``UserError`` where there are none."""
-        assert section.path is not None  # the schema sees to it
-        self._section, self._tokenizer, self._tokenizer_name = section, tokenizer, tokenizer_name
-        self._files = _find(section.path)
+    def __init__(self, section: Any) -> None:
+        """Raises ``UserError`` if there are none."""
+        if section.tokenizer in ("chars", "train"):
+            raise UserError(
+                f"data.tokenizer={section.tokenizer} is made from text, and data=tokens has none; name the tokenizer "
+                "that made the tokens, as in data.tokenizer=openai-community/gpt2"
+            )
+        tokenizer = named_tokenizer(section)
+        assert tokenizer is not None
+        self._section, self._tokenizer = section, tokenizer
+        self._files = find_files(section.path, (".bin", ".npy"))
+        self._scanned: list[_Scanned] = []
+
+    def identity(self) -> list[str]:
+        return [self._section.path, self._section.token_dtype]
 
     def state(self) -> str | None:
-        """See ``Source``."""
         return files_state(self._files)
 
-    def read(self, progress: Progress, validation_fraction: float) -> FlatContent:
+    def units(self) -> list[Unit]:
+        return []  # there is nothing to tokenize
+
+    def fingerprint(self, reading: Reading) -> bytes:
         """Read all files once: hash, end marks, and a check that the tokenizer has every id.
 
         Raises:
             UserError: a file is damaged, or has numbers that are no tokens.
         """
-        progress.total(sum(size_of(file) for file in self._files))
-        scanned = list(progress.map(lambda file: self._scan(file, progress), self._files))
+        reading.total(sum(stamp_of(file.path)[1] for file in self._files))
+        self._scanned = list(reading.map(lambda file: self._scan(file, reading), self._files))
         key = hashlib.sha256()
-        for found in scanned:
-            key.update(f"{found.file.name} {found.dtype} {found.offset_bytes} ".encode() + found.sha256)
-        pieces = _split(scanned, validation_fraction)
-        counts = Counts()
-        for split in SPLITS:
-            for found, start, stop in pieces[split]:
-                _count(getattr(counts, split), _starts_in(found, start, stop), stop)
-        return FlatContent(key.digest(), counts, pieces)
+        for found in self._scanned:  # with the paths: the tokens stay where they are
+            path = found.file.path.absolute()
+            key.update(f"{path} {found.file.name} {found.dtype} {found.offset_bytes} ".encode() + found.sha256)
+        return key.digest()
 
-    def _scan(self, file: SourceFile, progress: Progress) -> _Scanned:
+    def write(self, folder: Path) -> tuple[Counts, dict[str, list[Shard]]]:
+        """Write the starts of documents into ``folder``. Return counts, and the shards of each split."""
+        counts, shards = Counts(), dict[str, list[Shard]]()
+        for split, pieces in _split(self._scanned, self._section.validation_fraction).items():
+            shards[split] = []
+            for number, (found, start, stop) in enumerate(pieces):
+                starts = _starts_in(found, start, stop)
+                _count(getattr(counts, split), starts, stop)
+                path = folder / f"{split}-{number:05d}.starts"
+                with path.open("wb") as stream:
+                    stream.write((starts - start).astype("<i8").tobytes())
+                    to_disk(stream)
+                offset = found.offset_bytes + start * np.dtype(found.dtype).itemsize
+                shards[split].append(
+                    Shard(found.file.path.absolute(), found.dtype, stop - start, path, offset_bytes=offset)
+                )
+        return counts, shards
+
+    def _scan(self, file: SourceFile, reading: Reading) -> _Scanned:
+        stamp = stamp_of(file.path)
         try:
-            stamp = stamp_of(file.path.stat())
             dtype, offset, tokens = self._layout(file.path, stamp[1])
             sha256, ends = hashlib.sha256(), [np.array([-1], np.int64)]
             numbers = np.memmap(file.path, np.dtype(dtype), mode="r", offset=offset, shape=(tokens,))
@@ -109,7 +106,7 @@ class FlatFiles:
                 sha256.update(block.data)
                 ends.append(np.flatnonzero(block == self._tokenizer.end_id) + start)
                 self._check(block, file.path, start)
-                progress.done(block.nbytes)
+                reading.done(block.nbytes)
         starts = np.concatenate(ends) + 1
         return _Scanned(file, dtype, offset, tokens, starts[starts < tokens], sha256.digest())
 
@@ -118,12 +115,13 @@ class FlatFiles:
         if len(wrong):
             raise UserError(
                 f"{path}: token {start + int(wrong[0]):,} is {int(block[wrong[0]])}, and data.tokenizer="
-                f"{self._tokenizer_name} has {self._tokenizer.vocab_size:,} ids; name the tokenizer that made the file "
-                f"(data.tokenizer=...), or the type of its numbers (data.token_dtype={self._section.token_dtype} now)"
+                f"{self._section.tokenizer} has {self._tokenizer.vocab_size:,} ids; name the tokenizer that made the "
+                f"file (data.tokenizer=...), or the type of its numbers (data.token_dtype={self._section.token_dtype} "
+                "now)"
             )
 
     def _layout(self, path: Path, size_bytes: int) -> tuple[str, int, int]:
-        """Type of the numbers, where they begin, and how many there are."""
+        """Return the type of the numbers, the byte where they start, and their number."""
         dtype: str = self._section.token_dtype
         offset = 0
         if path.suffix.lower() == ".npy":
@@ -191,26 +189,3 @@ def _count(counts: TokenCounts, starts: np.ndarray, stop: int) -> None:
     counts.tokens += int(lengths.sum())
     buckets = np.bincount(np.frexp(lengths)[1], minlength=len(counts.lengths))
     counts.lengths = [have + int(more) for have, more in zip(counts.lengths, buckets, strict=True)]
-
-
-def _find(typed: str) -> list[SourceFile]:
-    path = Path(typed).expanduser()
-    if path.is_file():
-        return [SourceFile(path.name, path)]
-    if path.is_dir():
-        found = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in _SUFFIXES and entry.is_file())
-        if not found:
-            raise UserError(
-                f"{assignment('data.path', typed)} holds neither prepared data (summary.json) nor files of tokens "
-                f"({' '.join(_SUFFIXES)}); name others with a glob, as in data.path='folder/*.tok'"
-            )
-        return [SourceFile(entry.relative_to(path).as_posix(), entry) for entry in found]
-    if glob.has_magic(typed) and (matches := list(_matches(path))):
-        return [SourceFile(match.name, match) for match in matches]
-    raise no_such_path(typed, path)
-
-
-def _matches(path: Path) -> Iterator[Path]:
-    for match in sorted(glob.glob(str(path), recursive=True)):  # noqa: PTH207
-        if Path(match).is_file():
-            yield Path(match)

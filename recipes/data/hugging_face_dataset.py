@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -15,30 +14,24 @@ from typing import Any
 import numpy as np
 
 from serried.configs.errors import UserError
-from serried.configs.schema import SourceSection
-from serried.recipes.data.files import SourceFile, assignment, files_state, kind_of, library, quiet
-from serried.recipes.data.rows import Column, JsonLines, ParquetRows, rows_of, units_of_file
-from serried.recipes.data.source import Format, Reading, Row, Unit, WithoutEmpty
+from serried.recipes.data.files import SourceFile, files_state, kind_of, library, quiet
+from serried.recipes.data.rows import Column, JsonLines, ParquetRows, row_place, rows_of, units_of_file
+from serried.recipes.data.source import Reading, Row, Source, Unit
 
 _UNIT_ROWS = 10_000
 _BATCH_ROWS = 256
 
 
-class HubDataset:
+class HubDataset(Source):
     """A dataset as a source: loaded (downloaded if necessary), then memory-mapped."""
 
-    noun = "document"
-
-    def __init__(self, section: SourceSection, validation_split: str | None, format: Format) -> None:
-        """``validation_split`` None: a document goes to a split by its content.
-
-        Raises:
-            UserError: there is no such dataset, subset, split or column, or it cannot be had here.
-        """
-        self.section, self._column = section, _column(section, format)
-        self._tables: list[tuple[Any, str | None]] = [(_load(section, section.split, format), None)]
-        if validation_split:
-            self._tables = [(self._tables[0][0], "train"), (_load(section, validation_split, format), "validation")]
+    def __init__(self, section: Any) -> None:
+        """Raises ``UserError`` if there is no such dataset, subset, split or column, or it is not available here."""
+        self.section, self._column = section, Column.of(section)
+        self.validation_split = section.validation_split
+        self._tables: list[tuple[Any, str | None]] = [(_load(section, section.split), None)]
+        if self.validation_split:
+            self._tables = [(self._tables[0][0], "train"), (_load(section, self.validation_split), "validation")]
         for table, _ in self._tables:
             self._column.check(table.column_names, _name_of(section))
 
@@ -67,19 +60,23 @@ class HubDataset:
         return key.digest()
 
     def units(self) -> list["TableRows"]:
-        units = []
+        units, name = [], _name_of(self.section)
         for table, split in self._tables:
             rows = table.select_columns([self._column.name]).with_format("arrow")
             row_bytes = rows.data.nbytes / max(1, len(table.data)) if len(table) else 0
             for start in range(0, len(rows), _UNIT_ROWS):
                 stop = min(start + _UNIT_ROWS, len(rows))
-                size_bytes = int(row_bytes * (stop - start))
-                units.append(TableRows(_name_of(self.section), rows, self._column, start, stop, size_bytes, split))
+                units.append(
+                    TableRows(
+                        name=f"{name} rows {start + 1:,} to {stop:,}", size_bytes=int(row_bytes * (stop - start)),
+                        split=split, dataset=name, table=rows, column=self._column, start=start, stop=stop,
+                    )
+                )  # fmt: skip
         return units
 
 
-@dataclass(frozen=True)
-class TableRows(WithoutEmpty):
+@dataclass(frozen=True, kw_only=True)
+class TableRows(Unit):
     """Rows ``start`` up to ``stop`` of a dataset."""
 
     dataset: str
@@ -87,26 +84,18 @@ class TableRows(WithoutEmpty):
     column: Column
     start: int
     stop: int
-    size_bytes: int
-    split: str | None
-
-    @property
-    def name(self) -> str:
-        return f"{self.dataset} rows {self.start + 1:,} to {self.stop:,}"
 
     def all_rows(self, first: int = 0) -> Iterator[Row]:
-        for start in range(self.start + first, self.stop, _BATCH_ROWS):
-            table = self.table[start : min(start + _BATCH_ROWS, self.stop)]
-            for row in rows_of(table.column(0), self.column, start, self.dataset):
+        for start, values in self._batches(self.start + first):
+            for row in rows_of(values, self.column, start, self.dataset):
                 yield row._replace(number=row.number - self.start)
 
     def digest(self) -> bytes:
-        """Hash of the documents: the same however the rows lie in files."""
+        """Return a hash of the documents, which does not depend on how the rows are stored in files."""
         arrow = library("pyarrow", "data=hf")
         sha256 = hashlib.sha256()
-        for start in range(self.start, self.stop, _BATCH_ROWS):
-            values = self.table[start : min(start + _BATCH_ROWS, self.stop)].column(0)
-            if _is_text(values.type, arrow):
+        for _, values in self._batches(self.start):
+            if any(getattr(arrow.types, f"is_{kind}")(values.type) for kind in _TEXTS):
                 for part in _bytes_of(values, arrow):
                     sha256.update(part)
             else:
@@ -114,9 +103,16 @@ class TableRows(WithoutEmpty):
                     sha256.update(json.dumps(value, sort_keys=True, default=str).encode() + b"\n")
         return sha256.digest()
 
+    def _batches(self, first: int) -> Iterator[tuple[int, Any]]:
+        for start in range(first, self.stop, _BATCH_ROWS):
+            yield start, self.table[start : min(start + _BATCH_ROWS, self.stop)].column(0)
+
+
+_TEXTS = ("string", "large_string", "binary", "large_binary")
+
 
 def _bytes_of(values: Any, arrow: Any) -> Iterator[bytes | memoryview]:
-    """The lengths of texts and then the texts, as they lie in memory."""
+    """Yield the lengths of texts and then the texts, as they are in memory."""
     array = arrow.concat_arrays([chunk.cast(arrow.large_binary()) for chunk in values.chunks]).fill_null(b"")
     _, offsets, content = array.buffers()
     bounds = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
@@ -125,47 +121,26 @@ def _bytes_of(values: Any, arrow: Any) -> Iterator[bytes | memoryview]:
         yield memoryview(content)[int(bounds[0]) : int(bounds[-1])]
 
 
-def _is_text(kind: Any, arrow: Any) -> bool:
-    types = arrow.types
-    return any(
-        check(kind) for check in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    )
-
-
 class HubStream:
-    """The files of a dataset as a source that is read during training."""
+    """The files of one split of a dataset, to be read during training."""
 
-    noun = "document"
-
-    def __init__(self, section: SourceSection, format: Format) -> None:
+    def __init__(self, section: Any, split: str) -> None:
         """Asks for the list of files. Raises ``UserError`` as ``HubDataset`` does."""
-        self.section, self._column = section, _column(section, format)
-        self._builder = _guarded(section, section.split, partial(_builder, section), format)
-        self._files = self._builder.config.data_files or {}
-        if section.split not in self._files:
-            raise _no_split(section, section.split, [str(name) for name in self._files])
-
-    def identity(self) -> list[str]:
-        return [str(file) for file in self._files[self.section.split]]
-
-    def state(self) -> str | None:
-        return None
-
-    def fingerprint(self, reading: Reading) -> bytes:  # noqa: ARG002
-        """Hash of the names of the files: the Hub's hold the commit, local ones their times."""
-        files = [str(file) for file in self._files[self.section.split]]
-        local = [SourceFile(file, Path(file)) for file in files if "://" not in file]
-        times = [str(file.path.stat().st_mtime_ns) for file in local]
-        return hashlib.sha256(json.dumps([files, times, self._column.name]).encode()).digest()
+        self._column, self._split = Column.of(section), split
+        self._builder = _guarded(section, split, partial(_builder, section))
+        files = self._builder.config.data_files or {}
+        if split not in files:
+            raise _no_split(section, split, [str(name) for name in files])
 
     def units(self) -> list[Unit]:
-        """A unit for each file on the Hub, smaller ones for local files; in the order of the dataset."""
-        return _units_of(self._builder, self.section.split, self._column)
+        """Return a unit for each file on the Hub, smaller ones for local files; in the order of the dataset."""
+        return _units_of(self._builder, self._split, self._column)
 
 
 def _units_of(builder: Any, split: str, column: Column) -> list[Unit]:
     files = [str(file) for file in (builder.config.data_files or {}).get(split, ())]
-    size_bytes = _bytes_per_file(builder, split, len(files))
+    info = (builder.info.splits or {}).get(split)
+    size_bytes = int(info.num_bytes / len(files)) if info is not None and info.num_bytes else 1
     return [unit for file in files for unit in _units_of_file(file, builder.name, column, size_bytes)]
 
 
@@ -174,50 +149,34 @@ def _units_of_file(file: str, loader: str, column: Column, size_bytes: int) -> l
     if "://" not in file and kind in (".jsonl", ".parquet"):
         return list(units_of_file(Path(file), column, Path(file).stat().st_size, None))
     if kind == ".parquet":
-        return [ParquetRows(file, column, None, size_bytes, None)]
+        return [ParquetRows(name=file, size_bytes=size_bytes, path=file, column=column)]
     if kind == ".jsonl":
-        return [JsonLines(file, column, 0, None, size_bytes, None)]
-    return [StreamedFile(file, loader, column, size_bytes)]
+        return [JsonLines(name=file, size_bytes=size_bytes, path=file, column=column)]
+    return [StreamedFile(name=file, size_bytes=size_bytes, loader=loader, column=column)]
 
 
-def _bytes_per_file(builder: Any, split: str, files: int) -> int:
-    info = (builder.info.splits or {}).get(split)
-    return int(info.num_bytes / files) if info is not None and info.num_bytes else 1
-
-
-@dataclass(frozen=True)
-class StreamedFile(WithoutEmpty):
+@dataclass(frozen=True, kw_only=True)
+class StreamedFile(Unit):
     """A file in one of the other formats that ``datasets`` reads: arrow, csv, plain text, json."""
 
-    name: str
     loader: str
     column: Column
-    size_bytes: int
-    split = None
 
     def all_rows(self, first: int = 0) -> Iterator[Row]:
-        datasets = _library()
         try:
-            rows = datasets.load_dataset(self.loader, data_files=[self.name], split="train", streaming=True)
+            rows = _library().load_dataset(self.loader, data_files=[self.name], split="train", streaming=True)
             for number, row in enumerate(rows.skip(first), first):
                 self.column.check(list(row), self.name)
-                content = self.column.content(row[self.column.name], partial(self._place, number))
+                content = self.column.content(row[self.column.name], partial(row_place, self.name, number))
                 yield Row(number, content)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.name} cannot be read: {_sentence(error)}") from error
-
-    def _place(self, number: int) -> str:
-        return f"{self.name} row {number + 1:,}"
 
 
 # loading --------------------------------------------------------------------------------------------------------------
 
 
-def _column(section: SourceSection, format: Format) -> Column:
-    return Column(section.messages_column if format == "chat" else section.text_column, format)
-
-
-def _name_of(section: SourceSection) -> str:
+def _name_of(section: Any) -> str:
     return f"dataset {section.path}" + (f" ({section.subset})" if section.subset else "")
 
 
@@ -225,42 +184,23 @@ def _library() -> Any:
     return library("datasets", "data=hf")
 
 
-def _load(section: SourceSection, split: str, format: Format) -> Any:
-    """A split as a table on this disk."""
+def _load(section: Any, split: str) -> Any:
+    """Return a split as a table on this disk."""
 
     def load() -> Any:
-        return _library().load_dataset(path_or_name(section), section.subset, split=split, revision=section.revision)
+        return _library().load_dataset(section.folder_or_name(), section.subset, split=split, revision=section.revision)
 
-    return _guarded(section, split, load, format)
-
-
-def _builder(section: SourceSection) -> Any:
-    return _library().load_dataset_builder(path_or_name(section), section.subset, revision=section.revision)
+    return _guarded(section, split, load)
 
 
-def path_or_name(section: SourceSection) -> str:
-    """The folder of a dataset, or its name on the Hub. Raises ``UserError`` where ``data.path`` is neither."""
-    assert section.path is not None  # the schema sees to it
-    path = os.path.expanduser(section.path)  # noqa: PTH111 -- methods of Path fail where they may not look
-    if os.path.isfile(path):  # noqa: PTH113
-        raise UserError(
-            f"{assignment('data.path', section.path)} is a file, and data=hf takes a folder or the name of a dataset; "
-            f"use data=text {assignment('data.path', section.path)}"
-        )
-    if os.path.isdir(path):  # noqa: PTH112
-        return path
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", section.path) or section.path.startswith((".", "/", "~")):
-        raise UserError(
-            f"{assignment('data.path', section.path)} is not a folder here, and not a name on the Hugging Face Hub; "
-            "use data.path=OWNER/NAME, as in data.path=HuggingFaceFW/fineweb-edu, or the path of a folder"
-        )
-    return section.path
+def _builder(section: Any) -> Any:
+    return _library().load_dataset_builder(section.folder_or_name(), section.subset, revision=section.revision)
 
 
-def _guarded(section: SourceSection, split: str, action: Callable[[], Any], format: Format) -> Any:
+def _guarded(section: Any, split: str, action: Callable[[], Any]) -> Any:
     """Return what ``action`` returns; turn what it raises into one ``UserError``."""
     datasets = _library()
-    if not sys.stderr.isatty():  # bars are for whoever looks on
+    if not sys.stderr.isatty():  # progress bars are for a terminal
         datasets.disable_progress_bars()
     with quiet():
         try:
@@ -268,10 +208,10 @@ def _guarded(section: SourceSection, split: str, action: Callable[[], Any], form
         except UserError:
             raise
         except Exception as error:
-            raise _explained(section, split, error, datasets, format) from error
+            raise _explained(section, split, error, datasets) from error
 
 
-def _explained(section: SourceSection, split: str, error: Exception, datasets: Any, format: Format) -> UserError:
+def _explained(section: Any, split: str, error: Exception, datasets: Any) -> UserError:
     text, name = _sentence(error), _name_of(section)
     if "Unknown split" in text or "Bad split" in text:
         return _no_split(section, split, _listed(text))
@@ -282,7 +222,7 @@ def _explained(section: SourceSection, split: str, error: Exception, datasets: A
     if isinstance(error, OSError) and error.errno:
         return UserError(f"cannot read or store {name}: {error.strerror} ({error.filename}); HF_HOME says where to")
     if Path(str(section.path)).expanduser().is_dir():
-        return _broken_file(section, split, format) or UserError(
+        return _broken_file(section, split) or UserError(
             f"{name} cannot be read: {text}; name another folder: data.path=..."
         )
     if "is a gated dataset" in text:
@@ -304,37 +244,37 @@ def _explained(section: SourceSection, split: str, error: Exception, datasets: A
     return UserError(f"{name} cannot be loaded: {type(error).__name__}: {text}")
 
 
-def _broken_file(section: SourceSection, split: str, format: Format) -> UserError | None:
-    """``datasets`` names neither file nor row: read the files one by one until the one that is broken says so."""
+def _broken_file(section: Any, split: str) -> UserError | None:
+    """``datasets`` names neither file nor row: read the files one by one to find the broken one."""
     rows = 0
     try:
-        for unit in _units_of(_builder(section), split.partition("[")[0], _column(section, format)):
+        for unit in _units_of(_builder(section), split.partition("[")[0], Column.of(section)):
             rows += sum(1 for _ in unit.all_rows())
     except UserError as error:
         return error
-    except Exception:  # what is to be explained, most likely
+    except Exception:  # most likely the error that is to be explained
         return None
     return None if rows else _no_rows(section)
 
 
-def _no_rows(section: SourceSection) -> UserError:
+def _no_rows(section: Any) -> UserError:
     return UserError(f"{_name_of(section)} has no rows: nothing to train on; name another: data.path=...")
 
 
-def _no_split(section: SourceSection, split: str, there: list[str]) -> UserError:
+def _no_split(section: Any, split: str, there: list[str]) -> UserError:
     near = get_close_matches(split, there, 1) or there
     key = "data.split" if split == section.split else "data.validation_split"
     return UserError(f"{_name_of(section)} has no split {split!r}; it has {', '.join(there)}; use {key}={near[0]}")
 
 
-def _no_subset(section: SourceSection, what: str, there: list[str]) -> UserError:
+def _no_subset(section: Any, what: str, there: list[str]) -> UserError:
     near = get_close_matches(section.subset or "", there, 1) or there
     shown = ", ".join(there[:20]) + (f" and {len(there) - 20} more" if len(there) > 20 else "")
     return UserError(f"dataset {section.path} {what}; it has {shown}; use data.subset={near[0]}")
 
 
 def _listed(text: str) -> list[str]:
-    """The names in the list that a message of ``datasets`` ends with."""
+    """Return the names in the list that a message of ``datasets`` ends with."""
     at = max(text.rfind("Available"), text.rfind("one of"), text.rfind("among"), 0)
     found = re.search(r"\[(.*?)\]", text[at:])
     return re.findall(r"['\"]([^'\"]+)['\"]", found[1]) if found else ["train"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
 from serried.recipes.data.files import assignment, library, quiet
 from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, chars_tokenizer_of, token_dtype
@@ -131,6 +132,13 @@ def _end_token(files: Mapping[str, str], ids: Mapping[str, int]) -> str:
 
 
 # finding --------------------------------------------------------------------------------------------------------------
+
+
+def named_tokenizer(section: DataSection) -> Tokenizer | None:
+    """Return the tokenizer that ``data.tokenizer`` names; None for those that are made from the text."""
+    if section.tokenizer == "bytes":
+        return BytesTokenizer()
+    return None if section.tokenizer in ("chars", "train") else find_tokenizer(section.tokenizer)
 
 
 def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:

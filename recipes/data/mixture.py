@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from serried.configs.data_section import DataSection, SourceSection, alone
+from serried.configs.data_section import sources as registered
 from serried.configs.errors import UserError
-from serried.configs.schema import DataSection, SourceSection
 from serried.recipes.data.dataset import Batch, Sample
 from serried.recipes.models.head import IGNORE
 
@@ -94,21 +95,15 @@ def _mean_targets(source: Samples) -> float:
 
 def source_sections(section: DataSection) -> dict[str, DataSection]:
     """What is trained on: of each source by name the section of it alone. One source has the name ""."""
-    if section.name != "mixture":
-        return {"": section}
-    return {name: _alone(section, source) for name, source in section.sources.items()}
+    return {name: alone(section, source) for name, source in section.mixed.items()} or {"": section}
 
 
 def validation_sections(section: DataSection) -> dict[str, DataSection]:
     """Of each further validation set by name the section of it alone: nothing of it is kept back."""
-    nothing = {"validation_fraction": 0.0, "validation_split": None}
-    return {name: _alone(section, source).model_copy(update=nothing) for name, source in section.validation.items()}
-
-
-def _alone(section: DataSection, source: SourceSection) -> DataSection:
-    own = {name: getattr(source, name) for name in SourceSection.model_fields}
-    split = section.validation_split if source.name == "hf" else None
-    return section.model_copy(update={**own, "sources": {}, "validation": {}, "validation_split": split})
+    return {
+        name: alone(section, source).model_copy(update={"validation_fraction": 0.0})
+        for name, source in section.validation.items()
+    }
 
 
 @contextmanager
@@ -119,7 +114,7 @@ def mistakes_of(key: str) -> Iterator[None]:
     except UserError as error:
         if key == "data":
             raise
-        own = "|".join(name for name in SourceSection.model_fields if name != "name")
+        own = "|".join({name for entry in registered.entries() for name in entry.own.model_fields} - {"name"})
         text = re.sub(rf"\bdata\.({own})\b", rf"{key}.\1", str(error))
         raise UserError(f"{key}: {text}") from error
 
@@ -131,14 +126,14 @@ def key_of_source(name: str) -> str:
 
 def describe_sources(section: DataSection) -> str:
     """``stdlib``, ``text books``, ``web (text books) 70 %, code (stdlib) 30 % of the tokens``."""
-    if section.name != "mixture":
+    if not section.mixed:
         return _described(section)
-    whole = sum(source.weight for source in section.sources.values())
+    whole = sum(source.weight for source in section.mixed.values())
     parts: Sequence[str] = [
-        f"{name} ({_described(source)}) {100 * source.weight / whole:.3g} %" for name, source in section.sources.items()
+        f"{name} ({_described(source)}) {100 * source.weight / whole:.3g} %" for name, source in section.mixed.items()
     ]
-    return f"{', '.join(parts)} of the {section.weigh_by}"
+    return f"{', '.join(parts)} of the {getattr(section, 'weigh_by', '')}"
 
 
 def _described(source: SourceSection) -> str:
-    return " ".join(filter(None, (source.name, source.path, source.subset)))
+    return " ".join(filter(None, (source.name, getattr(source, "path", None), getattr(source, "subset", None))))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from serried.configs.errors import UserError
-from serried.recipes.data.atomic_folder import claimed, publish
+from serried.recipes.data.atomic_folder import make_folder
 from serried.recipes.data.encode import Encoded
 from serried.recipes.data.prepare import Prepared, write_json, write_summary
 from serried.recipes.data.progress import Progress, Show
@@ -30,27 +30,21 @@ def kept_apart(name: str, held: Prepared, training: Sequence[Prepared], cache: P
     keys = [held.key, *sorted(prepared.key for prepared in training)]
     folder = cache / f"apart-{hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:32]}"
     progress = Progress(show, 1)
-    try:
-        with claimed(folder, lambda: (folder / _SHARED).exists(), progress) as partial:
-            if partial is not None:
-                stream = held.stream("validation")
-                shared = _shared(stream, [prepared.stream("train") for prepared in training])
-                if len(shared) and shared.all():
-                    raise UserError(
-                        f"all {len(shared):,} documents of the validation set {name} are in the training data too; "
-                        "leave them out of one or the other"
-                    )
-                if shared.any():
-                    _write(partial, held, stream, shared)
-                write_json(partial / _SHARED, int(shared.sum()))
-                publish(partial, folder, lambda: (folder / _SHARED).exists())
-    except OSError as error:
-        raise UserError(
-            f"cannot write the validation set {name} to {error.filename or cache}: {error.strerror}; use "
-            "data.cache_dir=FOLDER on another disk"
-        ) from error
-    finally:
-        progress.end()
+
+    def write(partial: Path) -> None:
+        stream = held.stream("validation")
+        shared = _shared(stream, [prepared.stream("train") for prepared in training])
+        if len(shared) and shared.all():
+            raise UserError(
+                f"all {len(shared):,} documents of the validation set {name} are in the training data too; "
+                "leave them out of one or the other"
+            )
+        if shared.any():
+            _write(partial, held, stream, shared)
+        write_json(partial / _SHARED, int(shared.sum()))
+
+    make_folder(folder, write, (folder / _SHARED).exists, progress)
+    progress.end()
     return folder if left_out(folder) else None
 
 
@@ -96,13 +90,12 @@ def _digest(stream: TokenStream, start: int, stop: int) -> bytes:
 
 
 def _write(folder: Path, held: Prepared, stream: TokenStream, shared: np.ndarray) -> None:
-    counts, name = Counts(), "validation-00000.safetensors"
-    with ShardWriter(folder / name, token_dtype(held.tokenizer.vocab_size)) as shard:
+    counts = Counts()
+    with ShardWriter(folder, "validation-00000", token_dtype(held.tokenizer.vocab_size)) as writer:
         for number, (start, stop) in enumerate(_documents(stream)):
             if not shared[number]:
                 supervised = stream.supervised(start, stop) if stream.is_supervised else None
-                shard.add(Encoded(stream.read(start, stop), supervised), begins=True)
+                writer.add(Encoded(stream.read(start, stop), supervised), begins=True)
                 counts.validation.documents += 1
-        counts.validation.tokens = shard.tokens
-    write_json(folder / "tokenizer.json", held.tokenizer.spec())
-    write_summary(folder, counts, {"train": [], "validation": [name]}, held.noun)
+        counts.validation.tokens = writer.tokens
+    write_summary(folder, counts, {"validation": [writer.shard()]}, held.noun, held.tokenizer)

@@ -1,36 +1,31 @@
 """Prepared tokens on disk: written once, keyed by content, never half-written.
 
-``<cache>/<key>/`` holds the shards of each split (``train-00000.safetensors``, ...; ``recipes.data.shards`` has their
-format), ``tokenizer.json`` and ``summary.json``. The key is a hash of everything the tokens depend on, so a folder that
-is there is right, whoever made it. One that is not there is made as ``<key>.partial``, shard by shard, and renamed when
-it is whole; a preparation that was interrupted goes on with the shards it finds there. The sequence length is not part
-of the key.
+``<cache>/<key>/`` holds the shards of each split (``recipes.data.shards`` has their format), ``tokenizer.json`` and
+``summary.json``. The key is a hash of everything the tokens depend on, so an existing folder is right, no matter which
+process made it. It is made as ``<key>.partial``, shard by shard, and renamed when it is complete; an interrupted
+preparation continues with the shards it finds there. The sequence length is not part of the key.
 """
 
 import contextlib
 import hashlib
 import json
 import os
-import shutil
 import socket
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
-from serried.configs.schema import DataSection
-from serried.recipes.data.atomic_folder import claimed, publish
+from serried.recipes.data.atomic_folder import make_folder, other_cache
 from serried.recipes.data.chat import chat_encoder
-from serried.recipes.data.choose_source import open_source
 from serried.recipes.data.encode import Encoder, TextEncoder
-from serried.recipes.data.files import assignment
 from serried.recipes.data.flat import FlatFiles
-from serried.recipes.data.hugging_face_tokenizer import find_tokenizer, tokenizer_from_spec, train_tokenizer
+from serried.recipes.data.hugging_face_tokenizer import named_tokenizer, tokenizer_from_spec, train_tokenizer
 from serried.recipes.data.progress import Progress, Show, usable_cores
-from serried.recipes.data.shards import FlatTokens, TokenStream, to_disk
-from serried.recipes.data.source import SPLITS, Source, Unit
+from serried.recipes.data.shards import Shard, TokenStream, to_disk, unfinished_beside
+from serried.recipes.data.source import SPLITS, Source, Unit, open_source
 from serried.recipes.data.tokenize import (
     Counts,
     Splitter,
@@ -38,13 +33,12 @@ from serried.recipes.data.tokenize import (
     all_characters,
     held_out_of,
     jobs_of,
-    shard_name,
     texts_to_learn_from,
     write_shards,
 )
-from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, token_dtype
+from serried.recipes.data.tokenizer import CharsTokenizer, Tokenizer, token_dtype
 
-_FORMAT = 2
+_FORMAT = 3
 """Version of everything the key does not contain: layout on disk, content of sources, rule of the split."""
 
 _SAMPLE_TOKENS = 100
@@ -58,7 +52,7 @@ class Prepared:
     key: str
     tokenizer: Tokenizer
     splits: dict[str, TokenCounts]
-    shards: dict[str, list[Path | FlatTokens]]
+    shards: dict[str, list[Shard]]
     empty: int
     """Empty documents, which were left out."""
     held_out: int
@@ -103,17 +97,51 @@ class Prepared:
 def prepare(section: DataSection, show: Show | None = None, threads: int | None = None) -> Prepared:
     """Tokenize the source into the cache, or find it there.
 
-    Any number of processes may ask for this at once, on one node or several: one does it, and all get the same. Memory
-    is bounded, whatever the size of the source. ``show`` is told how far it is; ``threads`` None: one for each core.
+    Any number of processes may call this at once, on one node or several: one does the work, and all get the same.
+    Memory is bounded, no matter how large the source is. ``show`` gets lines of progress; ``threads`` None: one for
+    each core.
 
     Raises:
         UserError: the source is missing, empty, unreadable or changes meanwhile, or the cache cannot be written.
     """
     progress = Progress(show, threads or usable_cores())
     try:
-        return _prepare_tokens(section, progress) if section.name == "tokens" else _prepare(section, progress)
+        return _prepare(section, progress)
     finally:
         progress.end()
+
+
+def _prepare(section: DataSection, progress: Progress) -> Prepared:
+    if getattr(section, "is_prepared", False):
+        path = Path(str(getattr(section, "path", ""))).expanduser()
+        if section.tokenizer != "bytes":
+            raise UserError(f"{path} was prepared with its own tokenizer; leave data.tokenizer={section.tokenizer} out")
+        return open_prepared(path.absolute())
+    cache, tokenizer, source = cache_folder(section), named_tokenizer(section), open_source(section)
+    settings = _settings(section, tokenizer, source)
+    memo = _Memo(cache, [section.name, getattr(section, "path", None), *source.identity(), settings], source.state())
+    if (key := memo.recall()) and is_intact(cache / key):
+        return open_prepared(cache / key)
+    content = source.fingerprint(progress.phase("reading"))
+    key = hashlib.sha256(settings.encode() + content).hexdigest()[:32]
+
+    def write(partial: Path) -> None:
+        if isinstance(source, FlatFiles):
+            assert tokenizer is not None
+            write_summary(partial, *source.write(partial), source.noun, tokenizer)
+        else:
+            _fill(partial, section, source, tokenizer, progress)
+
+    make_folder(cache / key, write, lambda: is_intact(cache / key), progress)
+    memo.remember(key)
+    return open_prepared(cache / key)
+
+
+def is_intact(folder: Path) -> bool:
+    """Return whether ``open_prepared`` can open the folder."""
+    with contextlib.suppress(UserError):
+        return bool(open_prepared(folder))
+    return False
 
 
 def open_prepared(folder: Path) -> Prepared:
@@ -135,65 +163,37 @@ def open_prepared(folder: Path) -> Prepared:
 
 
 def cache_folder(section: DataSection) -> Path:
-    """``data.cache_dir``, else ``$XDG_CACHE_HOME/serried``, else ``~/.cache/serried``."""
+    """Return ``data.cache_dir``, else ``$XDG_CACHE_HOME/serried``, else ``~/.cache/serried``."""
     try:
         if section.cache_dir:
             return section.cache_dir.expanduser().absolute()
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        # The XDG specification has relative paths ignored.
-        return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "serried"
+        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (base if base.is_absolute() else Path.home() / ".cache") / "serried"  # the specification of XDG
     except RuntimeError as error:
-        raise UserError(f"there is no home folder to keep prepared data in; {_other_cache(None)}") from error
-
-
-def named_tokenizer(section: DataSection) -> Tokenizer | None:
-    """The tokenizer that ``data.tokenizer`` names; None for those that are made from the text."""
-    if section.tokenizer == "bytes":
-        return BytesTokenizer()
-    return None if section.tokenizer in ("chars", "train") else find_tokenizer(section.tokenizer)
-
-
-def _prepare(section: DataSection, progress: Progress) -> Prepared:
-    cache = cache_folder(section)
-    tokenizer = named_tokenizer(section)
-    source = open_source(
-        section,
-        format=section.format,
-        validation_fraction=section.validation_fraction or None,
-        validation_split=section.validation_split,
-    )
-    settings = _settings(section, tokenizer)
-    memo = _Memo(cache, [section.name, section.path, *source.identity(), settings], source.state())
-    if (key := memo.recall()) and (prepared := _open_if_intact(cache / key)):
-        return prepared
-    content = source.fingerprint(progress.phase("reading"))
-    key = hashlib.sha256(settings.encode() + content).hexdigest()[:32]
-    prepared = _make(section, cache / key, source, tokenizer, progress)
-    memo.remember(key)
-    return prepared
+        raise UserError(f"there is no home folder to keep prepared data in; {other_cache(None)}") from error
 
 
 # the key --------------------------------------------------------------------------------------------------------------
 
 
-def _settings(section: DataSection, tokenizer: Tokenizer | None) -> str:
-    """All that the tokens depend on but the source."""
+def _settings(section: DataSection, tokenizer: Tokenizer | None, source: Source) -> str:
+    """Return everything that the tokens depend on except the source's content."""
     settings: dict[str, Any] = {"format": _FORMAT, "rows": section.format}
     if tokenizer is not None:
         settings["tokenizer"] = hashlib.sha256(json.dumps(tokenizer.spec(), sort_keys=True).encode()).hexdigest()
     else:
         settings["tokenizer"] = [section.tokenizer, section.vocab_size if section.tokenizer == "train" else None]
-    settings["validation"] = "split" if section.validation_split else section.validation_fraction
+    settings["validation"] = "split" if source.validation_split else section.validation_fraction
     if section.format == "chat" and tokenizer is not None:
         settings["chat"] = chat_encoder(section, tokenizer).spec()
     return json.dumps(settings, sort_keys=True)
 
 
 class _Memo:
-    """The key that a source had, for as long as the file system says that no file of it has changed.
+    """The key that a source had, valid while the file system shows that none of its files has changed.
 
     One small file per source and settings, so that a start need not read a large source only to find that it is
-    prepared. It is a shortcut: where it cannot be read or written, the source is read.
+    prepared. If it cannot be read or written, the source is read.
     """
 
     def __init__(self, cache: Path, identity: Sequence[Any], state: str | None) -> None:
@@ -208,78 +208,43 @@ class _Memo:
             return None
 
     def remember(self, key: str) -> None:
-        if self._state is None:
-            return
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = self._path.with_suffix(f".{os.getpid()}.{os.urandom(4).hex()}")
-            unfinished.write_text(json.dumps({"state": self._state, "key": key}), "utf-8")
-            unfinished.replace(self._path)
+        if self._state is not None:
+            with contextlib.suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(self._path, {"state": self._state, "key": key})
 
 
 # making ---------------------------------------------------------------------------------------------------------------
 
 
-def _make(
-    section: DataSection, folder: Path, source: Source, tokenizer: Tokenizer | None, progress: Progress
-) -> Prepared:
-    """Make ``folder``, complete or not at all, or find it made by another process."""
-    units: Sequence[Unit] = ()
-    try:
-        with claimed(folder, lambda: _open_if_intact(folder) is not None, progress) as partial:
-            if partial is not None:
-                try:
-                    units = source.units()
-                    _fill(partial, section, source, units, tokenizer, progress)
-                    publish(partial, folder, lambda: _open_if_intact(folder) is not None)
-                except UserError:  # it would be the same another time
-                    shutil.rmtree(partial, ignore_errors=True)
-                    raise
-                except OSError:
-                    if not any(partial.glob("done-*.json")):
-                        shutil.rmtree(partial, ignore_errors=True)
-                    raise
-    except OSError as error:
-        if _open_if_intact(folder) is None:
-            raise _cannot_write(folder.parent, error, sum(unit.size_bytes for unit in units)) from error
-        # Another machine, which shares the disk and not its locks, was first and took the folder away under us.
-    for done in folder.glob("done-*.json"):
-        done.unlink(missing_ok=True)
-    return open_prepared(folder)
-
-
-def _fill(
-    partial: Path,
-    section: DataSection,
-    source: Source,
-    units: Sequence[Unit],
-    tokenizer: Tokenizer | None,
-    progress: Progress,
-) -> None:
-    splitter = Splitter(section.validation_fraction, held_out_of(units) if section.validation_split else frozenset())
-    tokenizer = tokenizer or _tokenizer_of_text(partial / "tokenizer.json", section, units, splitter, progress)
+def _fill(partial: Path, section: DataSection, source: Source, named: Tokenizer | None, progress: Progress) -> None:
+    units = source.units()
+    splitter = Splitter(section.validation_fraction, held_out_of(units) if source.validation_split else frozenset())
+    tokenizer = named or _tokenizer_of_text(partial / "tokenizer.json", section, units, splitter, progress)
     write_json(partial / "tokenizer.json", tokenizer.spec())
     encoder = _encoder(section, tokenizer)
-    # The threads are ours; those of the library would be one for each core, whatever was asked for.
+    # The library's own threads would be one for each core, on top of ours.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    jobs = jobs_of(units)
     progress.phase("tokenising").total(sum(unit.size_bytes for unit in units))
-    counts = Counts()
-    for number, job in enumerate(jobs):
+    counts, shards = Counts(), {split: list[Shard]() for split in SPLITS}
+    for number, job in enumerate(jobs_of(units)):
         done = partial / f"done-{number:05d}.json"
         if done.exists():
             progress.skipped(sum(unit.size_bytes for unit in job))
-            counts.add(Counts.from_json(json.loads(done.read_bytes())))
-            continue
-        of_job = write_shards(partial, number, job, splitter, encoder, token_dtype(tokenizer.vocab_size), progress)
-        write_json(done, of_job.as_json())
-        counts.add(of_job)
+        else:
+            of_job, made = write_shards(
+                partial, number, job, splitter, encoder, token_dtype(tokenizer.vocab_size), progress
+            )
+            found = {split: shard.as_json(partial) for split, shard in made.items()}
+            write_json(done, {"counts": asdict(of_job), "shards": found})
+        plain = json.loads(done.read_bytes())
+        counts.add(Counts.from_json(plain["counts"]))
+        for split, shard in plain["shards"].items():
+            shards[split].append(Shard.from_json(partial, shard))
     _check(section, source, counts)
-    shards = {
-        split: [name for number in range(len(jobs)) if (partial / (name := shard_name(split, number))).exists()]
-        for split in SPLITS
-    }
-    write_summary(partial, counts, shards, source.noun)
+    write_summary(partial, counts, shards, source.noun, tokenizer)
+    for done in partial.glob("done-*.json"):
+        done.unlink()
 
 
 def _tokenizer_of_text(
@@ -302,18 +267,19 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
     """Raise ``UserError`` if a split is empty that must not be."""
     train, validation = counts.train.documents, counts.validation.documents
     documents = train + validation
-    where = f"data.path={section.path}" if section.path else f"data={section.name}"
+    path = getattr(section, "path", None)
+    where = f"data.path={path}" if path else f"data={section.name}"
     if not documents and not counts.empty:
         raise UserError(f"{where} has no documents: nothing to train on; name another source: data.path=...")
     if not documents:
         raise UserError(f"all {counts.empty:,} documents of {where} are empty: nothing to train on")
     if source.noun == "file" or (train and validation) or not section.validation_fraction:
         return  # a text too small for validation is refused by the sequences it lacks
-    if section.validation_split:
+    if source.validation_split:
         what = "training" if not train else "validation"
         raise UserError(
-            f"{where} leaves no {what} documents (data.split={section.split}, "
-            f"data.validation_split={section.validation_split}; {counts.held_out:,} of the former are in the latter "
+            f"{where} leaves no {what} documents (data.split={getattr(section, 'split', '')}, "
+            f"data.validation_split={source.validation_split}; {counts.held_out:,} of the former are in the latter "
             "too); use other splits"
         )
     if counts.lowest == counts.highest:
@@ -330,19 +296,22 @@ def _check(section: DataSection, source: Source, counts: Counts) -> None:
     )
 
 
-def write_summary(folder: Path, counts: Counts, shards: dict[str, list[Any]], noun: str) -> None:
-    """Write the file that says what else is in ``folder``; the last one to be written."""
+def write_summary(
+    folder: Path, counts: Counts, shards: Mapping[str, Sequence[Shard]], noun: str, tokenizer: Tokenizer
+) -> None:
+    """Write the files that describe the shards in ``folder``; the last ones to be written."""
+    write_json(folder / "tokenizer.json", tokenizer.spec())
     summary = {
         "format": _FORMAT, "key": folder.name.removesuffix(".partial"), "noun": noun, "empty": counts.empty,
         "held_out": counts.held_out, "splits": {split: asdict(getattr(counts, split)) for split in SPLITS},
-        "shards": shards,
+        "shards": {split: [shard.as_json(folder) for shard in shards.get(split, ())] for split in SPLITS},
     }  # fmt: skip
     write_json(folder / "summary.json", summary)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write ``path`` completely or not at all."""
-    unfinished = path.with_name(f"{path.name}.{socket.gethostname()}.{os.urandom(6).hex()}.tmp")
+    unfinished = unfinished_beside(path)
     try:
         with unfinished.open("wb") as stream:
             stream.write(json.dumps(value, indent=1).encode() + b"\n")
@@ -352,70 +321,7 @@ def write_json(path: Path, value: Any) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def _cannot_write(cache: Path, error: OSError, source_bytes: int) -> UserError:
-    free = ""
-    with contextlib.suppress(OSError):
-        there = next(folder for folder in (cache, *cache.parents) if folder.exists())
-        free = f", {shutil.disk_usage(there).free:,} bytes free"
-    return UserError(
-        f"cannot write prepared data to {cache}: {error.strerror} (about {2 * source_bytes:,} bytes needed{free}); "
-        f"{_other_cache(cache)}"
-    )
-
-
-def _other_cache(cache: Path | None) -> str:
-    other = Path(tempfile.gettempdir()) / "serried"
-    return f"choose another folder: {assignment('data.cache_dir', other if other != cache else 'cache')}"
-
-
-# tokens made before ---------------------------------------------------------------------------------------------------
-
-
-def _prepare_tokens(section: DataSection, progress: Progress) -> Prepared:
-    """Open existing tokens: a prepared folder, or files of another tool, which are not copied."""
-    assert section.path is not None  # the schema sees to it
-    path = Path(section.path).expanduser()
-    if (path / "summary.json").exists():
-        if section.tokenizer != "bytes":
-            raise UserError(f"{path} was prepared with its own tokenizer; leave data.tokenizer={section.tokenizer} out")
-        return open_prepared(path.absolute())
-    if section.tokenizer in ("chars", "train"):
-        raise UserError(
-            f"data.tokenizer={section.tokenizer} is made from text, and data=tokens has none; name the tokenizer that "
-            "made the tokens, as in data.tokenizer=openai-community/gpt2"
-        )
-    tokenizer = named_tokenizer(section)
-    assert tokenizer is not None
-    cache = cache_folder(section)
-    files = FlatFiles(section, tokenizer, section.tokenizer)
-    settings = json.dumps([_settings(section, tokenizer), section.token_dtype])
-    memo = _Memo(cache, [section.name, section.path, settings], files.state())
-    if (key := memo.recall()) and (prepared := _open_if_intact(cache / key)):
-        return prepared
-    found = files.read(progress.phase("reading"), section.validation_fraction)
-    # The paths too: the tokens stay where they are.
-    key = hashlib.sha256(settings.encode() + found.fingerprint + str(path.absolute()).encode()).hexdigest()[:32]
-    folder = cache / key
-    try:
-        with claimed(folder, lambda: _open_if_intact(folder) is not None, progress) as partial:
-            if partial is not None:
-                write_json(partial / "tokenizer.json", tokenizer.spec())
-                write_summary(partial, found.counts, found.write(partial), "document")
-                publish(partial, folder, lambda: _open_if_intact(folder) is not None)
-    except OSError as error:
-        raise _cannot_write(cache, error, 0) from error
-    memo.remember(key)
-    return open_prepared(folder)
-
-
 # opening --------------------------------------------------------------------------------------------------------------
-
-
-def _open_if_intact(folder: Path) -> Prepared | None:
-    try:
-        return open_prepared(folder)
-    except UserError:
-        return None
 
 
 def _open(folder: Path) -> Prepared:
@@ -426,7 +332,7 @@ def _open(folder: Path) -> Prepared:
         raise ValueError("it was never finished")
     tokenizer = tokenizer_from_spec(json.loads((folder / "tokenizer.json").read_bytes()))
     splits = {split: TokenCounts(**summary["splits"][split]) for split in SPLITS}
-    shards = {split: [_shard(folder, entry) for entry in summary["shards"][split]] for split in SPLITS}
+    shards = {split: [Shard.from_json(folder, each) for each in summary["shards"][split]] for split in SPLITS}
     prepared = Prepared(
         folder, summary["key"], tokenizer, splits, shards, summary["empty"], summary["held_out"], summary["noun"]
     )
@@ -435,13 +341,6 @@ def _open(folder: Path) -> Prepared:
         if stored != splits[split].tokens:
             raise ValueError(f"its {split} shards have {stored} tokens where summary.json says {splits[split].tokens}")
     return prepared
-
-
-def _shard(folder: Path, entry: str | dict[str, Any]) -> Path | FlatTokens:
-    if isinstance(entry, str):
-        return folder / entry
-    fields = {**entry, "path": Path(entry["path"]), "starts": folder / entry["starts"]}
-    return FlatTokens(**fields)
 
 
 def _one_line(error: Exception) -> str:

@@ -35,7 +35,7 @@ class Progress:
     def __init__(self, show: Show | None, threads: int) -> None:
         self.threads = threads
         self._show, self._lock = show, threading.Lock()
-        self._what, self._total_bytes, self._done_bytes, self._skipped_bytes = "", 0, 0, 0
+        self._what, self.total_bytes, self._done_bytes, self._skipped_bytes = "", 0, 0, 0
         self._begun = self._said = 0.0
         live = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._first = _FIRST_SECONDS_LIVE if live else _FIRST_SECONDS
@@ -44,14 +44,14 @@ class Progress:
 
     def phase(self, what: str) -> "Progress":
         """Set the current phase, such as ``reading``."""
-        self._what, self._total_bytes, self._done_bytes, self._skipped_bytes = what, 0, 0, 0
+        self._what, self.total_bytes, self._done_bytes, self._skipped_bytes = what, 0, 0, 0
         self._begun = time.monotonic()
         self._said = self._begun + self._first - self._every
         return self
 
     def total(self, size_bytes: int) -> None:
         """Set the total."""
-        self._total_bytes = size_bytes
+        self.total_bytes = size_bytes
 
     def skipped(self, size_bytes: int) -> None:
         """Add work done earlier: it counts, but not for the rate."""
@@ -85,12 +85,12 @@ class Progress:
             yield from ordered(pool, function, items, 4 * self.threads)
 
     def _line(self, seconds: float) -> str:
-        scale, unit = (1e9, "GB") if self._total_bytes >= 1e10 else (1e6, "MB")
-        done = min(self._done_bytes, self._total_bytes)
+        scale, unit = (1e9, "GB") if self.total_bytes >= 1e10 else (1e6, "MB")
+        done = min(self._done_bytes, self.total_bytes)
         rate = (done - self._skipped_bytes) / max(seconds, 1e-3)
-        left = (self._total_bytes - done) / rate if rate > 0 else 0.0
+        left = (self.total_bytes - done) / rate if rate > 0 else 0.0
         return (
-            f"preparing data: {self._what} {done / scale:,.1f} of {self._total_bytes / scale:,.1f} {unit}, "
+            f"preparing data: {self._what} {done / scale:,.1f} of {self.total_bytes / scale:,.1f} {unit}, "
             f"{rate / 1e6:,.1f} MB/s, eta {duration(left)}"
         )
 

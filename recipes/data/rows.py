@@ -4,29 +4,31 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from serried.configs.errors import UserError
-from serried.configs.schema import SourceSection
 from serried.recipes.data.files import (
     COMPRESSED,
+    PIECE_BYTES,
+    Document,
     SourceFile,
     Stamp,
     files_state,
     hash_files,
-    key_of_files,
+    key_of,
     kind_of,
     library,
     open_plain,
-    size_of,
+    opened,
     skip,
     unchanged,
     unreadable,
 )
-from serried.recipes.data.source import Format, Reading, Row, Unit, WithoutEmpty
+from serried.recipes.data.source import Content, Reading, Row, Source, Unit
 
 _UNIT_BYTES = 32 << 20
 """Bytes of a .jsonl file that one unit reads."""
@@ -45,7 +47,13 @@ class Column:
     """The column that holds the document of a row."""
 
     name: str
-    format: Format
+    format: Literal["text", "chat"]
+
+    @classmethod
+    def of(cls, section: Any) -> "Column":
+        """Return the column that the section of a source names."""
+        is_chat = section.format == "chat"
+        return cls(section.messages_column if is_chat else section.text_column, section.format)
 
     @property
     def key(self) -> str:
@@ -68,8 +76,8 @@ class Column:
             )
         raise UserError(f"{where} has no column {self.name!r}; {there}; use {self.key}={names[0] if names else 'NAME'}")
 
-    def content(self, value: Any, where: Callable[[], str]) -> str | bytes | list[dict[str, Any]]:
-        """``value`` as the content of a row; nothing is an empty document.
+    def content(self, value: Any, where: Callable[[], str]) -> Content:
+        """Return ``value`` as the content of a row; null is an empty document.
 
         Raises:
             UserError: it is neither; ``where`` finds its place, which may take a while.
@@ -97,22 +105,16 @@ def _described(value: Any) -> str:
     return f"{kinds.get(type(value), type(value).__name__)} ({shown})"
 
 
-@dataclass(frozen=True)
-class JsonLines(WithoutEmpty):
+@dataclass(frozen=True, kw_only=True)
+class JsonLines(Unit):
     """The lines of a file that start at byte ``start_bytes`` or after, and before ``stop_bytes``."""
 
     path: Path | str
     column: Column
-    start_bytes: int
-    stop_bytes: int | None
+    start_bytes: int = 0
+    stop_bytes: int | None = None
     """None: to the end."""
-    size_bytes: int
-    stamp: Stamp | None
-    split = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.path} from byte {self.start_bytes:,}" if self.start_bytes else str(self.path)
+    stamp: Stamp | None = None
 
     def all_rows(self, first: int = 0) -> Iterator[Row]:
         with unchanged(self.path, self.stamp), open_plain(self.path) as stream:
@@ -122,79 +124,65 @@ class JsonLines(WithoutEmpty):
             number = 0
             while (self.stop_bytes is None or position < self.stop_bytes) and (line := stream.readline()):
                 if number >= first and line.strip():
-                    yield Row(number, self._content(line, number, position))
+                    yield Row(number, self._content(line, position))
                 position += len(line)
                 number += 1
 
-    def _content(self, line: bytes, number: int, position: int) -> Any:
+    def _content(self, line: bytes, position: int) -> Any:
         try:
             row = json.loads(line.decode("utf-8-sig" if position == 0 else "utf-8"))
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{self._place(number)} is not UTF-8: byte 0x{line[error.start]:02x} at offset "
+                f"{self._place(position)} is not UTF-8: byte 0x{line[error.start]:02x} at offset "
                 f"{position + error.start} of the file ({error.reason}); fix or remove the line"
             ) from error
         except (ValueError, RecursionError) as error:
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            at = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
             raise UserError(
-                f"{self._place(number)} is not JSON: {reason}{at}; the file may be cut off: create it again, or remove "
+                f"{self._place(position)} is not JSON: {reason}; the file may be cut off: create it again, or remove "
                 "the line"
             ) from error
         if not isinstance(row, dict):
-            raise UserError(f"{self._place(number)} is {_described(row)}, not an object with a column per name")
+            raise UserError(f"{self._place(position)} is {_described(row)}, not an object with a column per name")
         if self.column.name not in row:
-            self.column.check(list(row), self._place(number))
-        content = self.column.content(row[self.column.name], lambda: self._place(number))
-        if b"\\ud" in line or b"\\uD" in line:
-            self._refuse_half_characters(content, number)
+            self.column.check(list(row), self._place(position))
+        content = self.column.content(row[self.column.name], lambda: self._place(position))
+        if b"\\ud" in line or b"\\uD" in line:  # JSON can hold an unpaired surrogate, text cannot
+            try:
+                json.dumps(content, ensure_ascii=False).encode("utf-8")
+            except UnicodeEncodeError as error:
+                half = ord(error.object[error.start])
+                raise UserError(
+                    f"{self._place(position)} holds half a character (U+{half:04X}), an unpaired surrogate; fix the "
+                    "line"
+                ) from error
         return content
 
-    def _refuse_half_characters(self, content: Any, number: int) -> None:
-        """Raise ``UserError`` for an unpaired surrogate, which JSON can hold and text cannot."""
-        try:
-            json.dumps(content, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError as error:
-            half = ord(error.object[error.start])
-            raise UserError(
-                f"{self._place(number)} holds half a character (U+{half:04X}), an unpaired surrogate; fix the line"
-            ) from error
-
-    def _place(self, number: int) -> str:
-        """Name of a line in messages, such as ``file.jsonl line 12``."""
-        lines, left = number, self.start_bytes
+    def _place(self, position: int) -> str:
+        """Return the name of the line at byte ``position`` for messages, such as ``file.jsonl line 12``."""
+        lines = 1
         with open_plain(self.path) as stream:
-            while left and (block := stream.read(min(left, 1 << 20))):
+            while position and (block := stream.read(min(position, PIECE_BYTES))):
                 lines += block.count(b"\n")
-                left -= len(block)
-        if self.start_bytes:  # unless the unit begins with a line
-            with open_plain(self.path) as stream:
-                skip(stream, self.start_bytes - 1)
-                lines += stream.read(1) != b"\n"
-        return f"{self.path} line {lines + 1:,}"
+                position -= len(block)
+        return f"{self.path} line {lines:,}"
 
 
-@dataclass(frozen=True)
-class ParquetRows(WithoutEmpty):
-    """Row groups ``groups`` of a parquet file, one after the other; None: all of them."""
+@dataclass(frozen=True, kw_only=True)
+class ParquetRows(Unit):
+    """Row group ``group`` of a parquet file; None: all of them, one after the other."""
 
     path: Path | str
     column: Column
-    groups: range | None
-    size_bytes: int
-    stamp: Stamp | None
-    split = None
-
-    @property
-    def name(self) -> str:
-        return str(self.path) if self.groups is None else f"{self.path} row group {self.groups.start + 1}"
+    group: int | None = None
+    stamp: Stamp | None = None
 
     def all_rows(self, first: int = 0) -> Iterator[Row]:
         with unchanged(self.path, self.stamp), open_parquet(self.path) as file:
             self.column.check(file.schema_arrow.names, str(self.path))
             lengths = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
-            groups = range(len(lengths)) if self.groups is None else self.groups
-            before, number = sum(lengths[: groups.start]), 0
+            groups = range(len(lengths)) if self.group is None else [self.group]
+            before, number = sum(lengths[: groups[0]]) if groups else 0, 0
             for group in groups:
                 if number + lengths[group] > first:
                     for row in self._group(file, group, before + number):
@@ -225,12 +213,12 @@ def rows_of(values: Any, column: Column, first: int, name: str) -> Iterator[Row]
     try:
         contents = values.to_pylist()
     except UnicodeDecodeError:
-        contents = [_checked_text(value, _row_place(name, number)) for number, value in enumerate(values, first)]
+        contents = [_checked_text(value, row_place(name, number)) for number, value in enumerate(values, first)]
     for number, content in enumerate(contents, first):
-        yield Row(number, column.content(content, partial(_row_place, name, number)))
+        yield Row(number, column.content(content, partial(row_place, name, number)))
 
 
-def _row_place(name: str, number: int) -> str:
+def row_place(name: str, number: int) -> str:
     return f"{name} row {number + 1:,}"  # counted from 1, as lines are
 
 
@@ -244,47 +232,38 @@ def _checked_text(value: Any, where: str) -> Any:
         ) from error
 
 
-class open_parquet:  # called like a function
-    """A parquet file, of the disk or of an fsspec address. Raises ``UserError`` where it is none, or not whole."""
+@contextmanager
+def open_parquet(path: Path | str) -> Iterator[Any]:
+    """Open a parquet file, on the disk or at an fsspec address.
 
-    def __init__(self, path: Path | str) -> None:
-        self._path = path
-        self._arrow = library("pyarrow", f"reading {Path(path).name}")
-        self._parquet = library("pyarrow.parquet", f"reading {Path(path).name}")
-
-    def __enter__(self) -> Any:
-        path = self._path
+    Raises:
+        UserError: it is no parquet file, or not complete.
+    """
+    arrow = library("pyarrow", f"reading {Path(path).name}")
+    parquet = library("pyarrow.parquet", f"reading {Path(path).name}")
+    with ExitStack() as stack:
         try:
-            if isinstance(path, str) and "://" in path:
-                self._stream = library("fsspec", f"reading {path}").open(path, "rb").open()
-            else:
-                self._stream = Path(path).open("rb")
-            return self._parquet.ParquetFile(self._stream, pre_buffer=False)
-        except (self._arrow.ArrowException, OSError) as error:
+            file = parquet.ParquetFile(opened(path, stack), pre_buffer=False)
+        except (arrow.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno:
                 raise unreadable(path, error) from error
             raise UserError(
                 f"{path} is not a complete parquet file: {_reason(error)}; it may be cut off: create it "
                 "again, or leave it out with data.path=..."
             ) from error
-
-    def __exit__(self, *_: object) -> None:
-        self._stream.close()
+        yield file
 
 
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-class RowFiles:
+class RowFiles(Source):
     """Files of rows as a source. A document goes to a split by its content."""
 
-    noun = "document"
-
-    def __init__(self, section: SourceSection, files: Sequence[SourceFile], format: Format) -> None:
-        self.section, self._files = section, files
-        self._column = Column(section.messages_column if format == "chat" else section.text_column, format)
-        self._stamps: list[Stamp | None] = [None] * len(files)
+    def __init__(self, files: Sequence[SourceFile], column: Column) -> None:
+        self._files, self._column = files, column
+        self._hashed: list[Document] = []
 
     def identity(self) -> list[str]:
         return [os.path.commonpath([file.path.absolute() for file in self._files]), self._column.name]
@@ -293,30 +272,30 @@ class RowFiles:
         return files_state(self._files)
 
     def fingerprint(self, reading: Reading) -> bytes:
-        hashed = hash_files(self._files, reading)
-        self._stamps = [stamp for _, stamp in hashed]
-        content = key_of_files(self._files, [digest for digest, _ in hashed])
-        return hashlib.sha256(content + self._column.name.encode()).digest()  # another column is another text
+        self._hashed = hash_files(self._files, reading)
+        return hashlib.sha256(key_of(self._hashed) + self._column.name.encode()).digest()
 
     def units(self) -> list[Unit]:
         return [
             unit
-            for file, stamp in zip(self._files, self._stamps, strict=True)
-            for unit in units_of_file(file.path, self._column, size_of(file), stamp)
+            for file in self._hashed
+            for unit in units_of_file(file.path, self._column, file.size_bytes, file.stamp)
         ]
 
 
 def units_of_file(path: Path, column: Column, size_bytes: int, stamp: Stamp | None) -> Iterator[Unit]:
-    """A unit for each row group, for each 32 MiB of lines, or for a compressed file."""
+    """Yield a unit for each row group, for each 32 MiB of lines, or for a compressed file."""
     if kind_of(path) == ".parquet":
         with open_parquet(path) as file:
             column.check(file.schema_arrow.names, str(path))
             for group in range(file.metadata.num_row_groups):
-                rows = file.metadata.row_group(group)
-                yield ParquetRows(path, column, range(group, group + 1), rows.total_byte_size, stamp)
-    elif path.suffix.lower() in COMPRESSED:
-        yield JsonLines(path, column, 0, None, size_bytes, stamp)
-    else:
-        for start in range(0, size_bytes, _UNIT_BYTES):
-            stop = min(start + _UNIT_BYTES, size_bytes)
-            yield JsonLines(path, column, start, stop, stop - start, stamp)
+                name, size = f"{path} row group {group + 1}", file.metadata.row_group(group).total_byte_size
+                yield ParquetRows(name=name, size_bytes=size, path=path, column=column, group=group, stamp=stamp)
+        return
+    step = size_bytes if path.suffix.lower() in COMPRESSED else _UNIT_BYTES
+    for start in range(0, size_bytes, step):
+        stop = start + step if start + step < size_bytes else None
+        yield JsonLines(
+            name=f"{path} from byte {start:,}" if start else str(path), size_bytes=min(step, size_bytes - start),
+            path=path, column=column, start_bytes=start, stop_bytes=stop, stamp=stamp,
+        )  # fmt: skip

@@ -1,15 +1,18 @@
-"""Protocol of a source of documents: units that are read from front to back, and their rows."""
+"""A source of documents, its units, which are read from front to back, and their rows."""
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-from serried.configs.schema import SourceSection
-
-Format = Literal["text", "chat"]
-"""Content of a row: text, or the messages of a conversation."""
+from serried.configs.data_section import DataSection, sources
 
 SPLITS = ("train", "validation")
+
+Content = bytes | str | list[dict[str, Any]]
+"""A document: text, or the messages of a conversation."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -20,54 +23,39 @@ class Row(NamedTuple):
 
     number: int
     """Place of the document within its unit, from 0."""
-    content: bytes | str | list[dict[str, Any]]
-    """Text, or the messages of a conversation."""
+    content: Content
     begins: bool = True
     """Whether it has the document's start. Only files of plain text come in pieces, one after the other."""
     ends: bool = True
     """Whether it has the document's end."""
     offset_bytes: int = 0
-    """Where in its file it starts, for messages; 0 where that is not known."""
+    """Start within its file, for messages; 0 if it is not known."""
 
 
-class Unit(Protocol):
-    """A part of a source that one reader takes from front to back: a file, a row group, a range of rows.
+@dataclass(frozen=True, kw_only=True)
+class Unit(ABC):
+    """A part of a source that one reader reads from front to back: a file, a row group, a range of rows.
 
-    Units and their rows are functions of the source alone, not of who reads them.
+    Units and their rows are functions of the source alone, not of the process that reads them.
     """
 
-    @property
-    def name(self) -> str:
-        """Name in messages: a path, ``part.parquet rows 1000 to 1999``."""
+    name: str
+    """Name in messages: a path, ``part.parquet rows 1000 to 1999``."""
+    size_bytes: int
+    """Approximate, for progress."""
+    split: str | None = None
+    """The split of all its documents; None: each document's content decides."""
 
-    @property
-    def size_bytes(self) -> int:
-        """About, for progress."""
-
-    @property
-    def split(self) -> str | None:
-        """The split that all of it belongs to; None: each document's content decides."""
-
+    @abstractmethod
     def all_rows(self, first: int = 0) -> Iterator[Row]:
-        """Rows from number ``first`` on, in order, the empty ones too.
+        """Yield rows from number ``first`` on, in order, including empty ones.
 
         Raises:
             UserError: it cannot be read, has changed, or a row is no document; names the unit and the row.
         """
 
     def rows(self, first: int = 0) -> Iterator[Row]:
-        """As ``all_rows``; empty documents are left out, their numbers are not given again."""
-
-
-class WithoutEmpty(ABC):
-    """Gives ``rows`` to a unit that has ``all_rows``."""
-
-    @abstractmethod
-    def all_rows(self, first: int = 0) -> Iterator[Row]:
-        """See ``Unit``."""
-
-    def rows(self, first: int = 0) -> Iterator[Row]:
-        """See ``Unit``."""
+        """Yield rows that are not empty."""
         return (row for row in self.all_rows(first) if row.content)
 
 
@@ -81,28 +69,81 @@ class Reading(Protocol):
         """Report that more has been read. From any thread."""
 
     def map(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
-        """``function`` of each item, in order, on several threads."""
+        """Apply ``function`` to each item, on several threads; results in order."""
 
 
-class Source(Protocol):
+class Source(ABC):
     """Documents in a fixed order."""
 
-    section: SourceSection
-    noun: str
+    noun: ClassVar[str] = "document"
     """Name of a document: ``file`` or ``document``."""
+    validation_split: str | None = None
+    """Name of the part of the source that is all of validation; None: a fraction of its documents is."""
 
+    @abstractmethod
     def identity(self) -> list[str]:
-        """Identity of the source on this machine, found without reading it."""
+        """Return what identifies the source on this machine, without reading it."""
 
     def state(self) -> str | None:
-        """Changes whenever the content may have; found without reading it. None: a change could go unnoticed."""
+        """Return a text that changes whenever the content may have, without reading it; None: there is no such text,
+        and the source is read at each start."""
+        return None
 
+    @abstractmethod
     def fingerprint(self, reading: Reading) -> bytes:
-        """Hash of the content alone, equal on every machine. Reads everything.
+        """Return a hash of the content alone, equal on every machine. Reads everything.
 
         Raises:
-            UserError: a part of it cannot be read, or there is nothing in it.
+            UserError: a part of it cannot be read, or it is empty.
         """
 
+    @abstractmethod
     def units(self) -> Sequence[Unit]:
-        """All units, in order."""
+        """Return all units, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Yielded(Unit):
+    """The documents that a function yields."""
+
+    read: Callable[[], Iterable[Content]]
+
+    def all_rows(self, first: int = 0) -> Iterator[Row]:
+        for number, content in enumerate(self.read()):
+            if number >= first:
+                yield Row(number, content)
+
+
+class Documents(Source):
+    """The documents that a registered function yields, as a source of one unit."""
+
+    def __init__(self, section: DataSection, read: Callable[[], Iterable[Content]]) -> None:
+        self._section = section
+        self._unit = _Yielded(name=f"data={section.name}", size_bytes=0, read=read)
+
+    def identity(self) -> list[str]:
+        return [self._section.model_dump_json()]
+
+    def fingerprint(self, reading: Reading) -> bytes:
+        sha256, size_bytes = hashlib.sha256(), 0
+        for row in self._unit.all_rows():
+            content = row.content if isinstance(row.content, bytes) else json.dumps(row.content).encode()
+            sha256.update(len(content).to_bytes(8, "little") + content)
+            size_bytes += len(content)
+            reading.done(len(content))
+        self._unit = replace(self._unit, size_bytes=size_bytes)
+        return sha256.digest()
+
+    def units(self) -> list[Unit]:
+        return [self._unit]
+
+
+def open_source(section: DataSection) -> Source:
+    """Return the documents that ``section`` names. Finds files and loads datasets; reads no document.
+
+    Raises:
+        UserError: there is no such source, or it is not available.
+    """
+    read = sources.get(section.name).load()
+    opened = read(section)
+    return opened if isinstance(opened, Source) else Documents(section, lambda: read(section))

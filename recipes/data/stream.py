@@ -3,20 +3,19 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from serried.configs.errors import UserError
-from serried.configs.schema import DataSection
-from serried.recipes.data.atomic_folder import claimed, publish
-from serried.recipes.data.choose_source import open_stream
+from serried.recipes.data.atomic_folder import make_folder
 from serried.recipes.data.encode import TextEncoder
 from serried.recipes.data.hugging_face_dataset import HubStream
+from serried.recipes.data.hugging_face_tokenizer import named_tokenizer
 from serried.recipes.data.lanes import StreamDataset
 from serried.recipes.data.prepare import (
     Prepared,
     cache_folder,
-    named_tokenizer,
+    is_intact,
     open_prepared,
     write_json,
     write_summary,
@@ -27,7 +26,7 @@ from serried.recipes.data.source import Row, Unit
 from serried.recipes.data.tokenize import Counts, place_of
 from serried.recipes.data.tokenizer import Tokenizer, token_dtype
 
-_FORMAT = 2
+_FORMAT = 3
 """Version of the prepared files of a stream."""
 
 _HELD_OUT = "held-out.json"
@@ -38,7 +37,7 @@ _REMEMBERED_STEPS = 64
 """Steps to remember: a rollback returns to before the spike, which may have been noticed some fifty steps later."""
 
 
-def prepare_stream(section: DataSection, sequences: int, show: Show | None = None) -> Prepared:
+def prepare_stream(section: Any, sequences: int, show: Show | None = None) -> Prepared:
     """Tokenise enough documents for ``sequences`` sequences of validation, of those that come first, or find them done.
 
     They are those of ``data.validation_split``, else those whose content's hash is below ``data.validation_fraction``:
@@ -49,34 +48,23 @@ def prepare_stream(section: DataSection, sequences: int, show: Show | None = Non
         UserError: the source cannot be read, or has too little for one sequence.
     """
     tokenizer = _tokenizer(section)
-    units = _validation_units(section)
+    units = _units(section, section.validation_split or section.split)
     wanted = sequences * section.sequence_length + 1
-    identity = [_FORMAT, _identity(section, tokenizer), _names(units), wanted, section.validation_split]
+    names = [[unit.name, unit.size_bytes] for unit in units]
+    identity = [_FORMAT, _identity(section, tokenizer), names, wanted, section.validation_split]
     folder = cache_folder(section) / f"stream-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}"
     progress = Progress(show, 1)
 
-    def is_there() -> bool:
-        with suppress(UserError):
-            return bool(open_prepared(folder))
-        return False
+    def write(partial: Path) -> None:
+        progress.say("reading documents for validation")
+        _write(partial, section, units, tokenizer, wanted)
 
-    try:
-        with claimed(folder, is_there, progress) as partial:
-            if partial is not None:
-                progress.say("reading documents for validation")
-                _write(partial, section, units, tokenizer, wanted)
-                publish(partial, folder, is_there)
-    except OSError as error:
-        raise UserError(
-            f"cannot write the validation set of a stream to {error.filename or folder.parent}: {error.strerror}; use "
-            "data.cache_dir=FOLDER on another disk"
-        ) from error
-    finally:
-        progress.end()
+    make_folder(folder, write, lambda: is_intact(folder), progress)
+    progress.end()
     return open_prepared(folder)
 
 
-def open_training(section: DataSection, prepared: Prepared, *, lanes: int, seed: int, workers: int) -> StreamDataset:
+def open_training(section: Any, prepared: Prepared, *, lanes: int, seed: int, workers: int) -> StreamDataset:
     """The training documents, as ``lanes`` lanes; ``prepared`` is what ``prepare_stream`` made.
 
     Raises:
@@ -92,7 +80,7 @@ def open_training(section: DataSection, prepared: Prepared, *, lanes: int, seed:
         return place >= fraction and place not in held_out
 
     return StreamDataset(
-        open_stream(section).units(),
+        _units(section, section.split),
         TextEncoder(tokenizer, section.tokenizer),
         is_training,
         lanes=lanes,
@@ -105,45 +93,39 @@ def open_training(section: DataSection, prepared: Prepared, *, lanes: int, seed:
     )
 
 
-def _tokenizer(section: DataSection) -> Tokenizer:
+def _tokenizer(section: Any) -> Tokenizer:
     tokenizer = named_tokenizer(section)
     assert tokenizer is not None, "the schema refuses those that are learned from the text"
     return tokenizer
 
 
-def _identity(section: DataSection, tokenizer: Tokenizer) -> str:
+def _identity(section: Any, tokenizer: Tokenizer) -> str:
     """What the tokens of a document, and the split it goes to, depend on."""
     spec = hashlib.sha256(json.dumps(tokenizer.spec(), sort_keys=True).encode()).hexdigest()
     return json.dumps([spec, section.text_column, section.validation_fraction])
 
 
-def _names(units: Sequence[Unit]) -> list[list[str | int]]:
-    return [[unit.name, unit.size_bytes] for unit in units]
+def _units(section: Any, split: str) -> Sequence[Unit]:
+    return HubStream(section, split).units()
 
 
-def _validation_units(section: DataSection) -> Sequence[Unit]:
-    split = section.validation_split or section.split
-    stream: HubStream = open_stream(section.model_copy(update={"split": split}))
-    return stream.units()
-
-
-def _write(folder: Path, section: DataSection, units: Sequence[Unit], tokenizer: Tokenizer, wanted: int) -> None:
-    counts, name, held_out = Counts(), "validation-00000.safetensors", set[float]()
+def _write(folder: Path, section: Any, units: Sequence[Unit], tokenizer: Tokenizer, wanted: int) -> None:
+    counts, held_out = Counts(), set[float]()
     encoder = TextEncoder(tokenizer, section.tokenizer)
-    with ShardWriter(folder / name, token_dtype(tokenizer.vocab_size)) as shard:
+    with ShardWriter(folder, "validation-00000", token_dtype(tokenizer.vocab_size)) as writer:
         for unit, rows in _held_out_rows(section, units):
             if section.validation_split:  # all of it, however much an evaluation takes: that may change
                 held_out.update(place_of(row, unit.name) for row in rows)
-            elif shard.tokens >= wanted:
+            elif writer.tokens >= wanted:
                 break
-            if shard.tokens >= wanted:
+            if writer.tokens >= wanted:
                 continue
             for encoded in encoder(rows, unit.name):
-                if shard.tokens >= wanted:
+                if writer.tokens >= wanted:
                     break
-                shard.add(encoded, begins=True)
+                writer.add(encoded, begins=True)
                 counts.validation.documents += 1
-        counts.validation.tokens = shard.tokens
+        counts.validation.tokens = writer.tokens
     if counts.validation.tokens <= section.sequence_length:
         keep = f"data.validation_fraction={section.validation_fraction:g}"
         raise UserError(
@@ -151,12 +133,11 @@ def _write(folder: Path, section: DataSection, units: Sequence[Unit], tokenizer:
             f"{counts.validation.tokens:,} tokens, and data.sequence_length={section.sequence_length} needs "
             f"{section.sequence_length + 1:,}; keep more of them, or use shorter sequences"
         )
-    write_json(folder / "tokenizer.json", tokenizer.spec())
     write_json(folder / _HELD_OUT, sorted(held_out))
-    write_summary(folder, counts, {"train": [], "validation": [name]}, "document")
+    write_summary(folder, counts, {"validation": [writer.shard()]}, "document", tokenizer)
 
 
-def _held_out_rows(section: DataSection, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Row]]]:
+def _held_out_rows(section: Any, units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Row]]]:
     """Documents for validation, some at a time, in order."""
     for unit in units:
         chosen = []

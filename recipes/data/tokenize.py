@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from serried.recipes.data.encode import Encoded, Encoder, as_bytes, texts_of
 from serried.recipes.data.progress import Progress, ordered
-from serried.recipes.data.shards import ShardWriter
+from serried.recipes.data.shards import Shard, ShardWriter
 from serried.recipes.data.source import SPLITS, Row, Unit
 
 _SHARD_BYTES = 64 << 20
@@ -69,13 +69,10 @@ class Counts:
         self.held_out += other.held_out
         self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> "Counts":
-        rest = {name: value for name, value in plain.items() if name not in SPLITS}
-        return cls(TokenCounts(**plain["train"]), TokenCounts(**plain["validation"]), **rest)
+        """Return the counts of which ``plain`` is ``dataclasses.asdict``."""
+        return cls(**{**plain, **{split: TokenCounts(**plain[split]) for split in SPLITS}})
 
 
 def place_of(row: Row, unit: str) -> float:
@@ -126,10 +123,6 @@ def jobs_of(units: Sequence[Unit]) -> list[list[Unit]]:
     return jobs
 
 
-def shard_name(split: str, number: int) -> str:
-    return f"{split}-{number:05d}.safetensors"
-
-
 class _Batch(NamedTuple):
     rows: list[Row]
     splits: list[str]
@@ -145,8 +138,8 @@ def write_shards(
     encoder: Encoder,
     dtype: np.dtype[Any],
     progress: Progress,
-) -> Counts:
-    """Write the documents of ``units`` as shard ``number`` of each split; of one that has none, no shard."""
+) -> tuple[Counts, dict[str, Shard]]:
+    """Write the documents of ``units`` as shard ``number`` of each split that has any. Return counts and shards."""
     counts = Counts()
     open_documents = dict.fromkeys(SPLITS, 0)
 
@@ -154,9 +147,7 @@ def write_shards(
         return batch, encoder(batch.rows, batch.unit)
 
     with ExitStack() as stack:
-        writers = {
-            split: stack.enter_context(ShardWriter(folder / shard_name(split, number), dtype)) for split in SPLITS
-        }
+        writers = {split: stack.enter_context(ShardWriter(folder, f"{split}-{number:05d}", dtype)) for split in SPLITS}
         pool = stack.enter_context(ThreadPoolExecutor(progress.threads))
         batches = _batches(units, splitter, counts, progress)
         for batch, documents in ordered(pool, encoded, batches, 2 * progress.threads + 1):
@@ -170,7 +161,7 @@ def write_shards(
                     of_split.documents += 1
                     of_split.lengths[open_documents[split].bit_length()] += 1
                     open_documents[split] = 0
-    return counts
+    return counts, {split: writer.shard() for split, writer in writers.items() if writer.tokens}
 
 
 def _batches(units: Sequence[Unit], splitter: Splitter, counts: Counts, progress: Progress) -> Iterator[_Batch]:

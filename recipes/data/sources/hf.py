@@ -1,0 +1,73 @@
+"""A Hugging Face dataset, of the Hub or a local folder, prepared or streamed."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import ClassVar
+
+from serried.configs.data_section import DataSection, sources
+from serried.configs.errors import UserError
+from serried.recipes.data.files import assignment
+from serried.recipes.data.sources.text import RowsSection
+
+
+class HubSection(RowsSection):
+    """A Hugging Face dataset."""
+
+    needs: ClassVar[Mapping[str, str]] = {"path": "OWNER/NAME_OR_FOLDER"}
+    libraries: ClassVar[Sequence[str]] = ("datasets",)
+    path: str | None = None
+    """File, folder or glob; for ``hf`` the name of a dataset, or its folder."""
+    subset: str | None = None
+    """Name of the configuration within the dataset, such as ``sample-10BT``."""
+    split: str = "train"
+    """Split to train on."""
+    revision: str | None = None
+    """Branch, tag or commit of the dataset."""
+    validation_split: str | None = None
+    """Split for validation, in place of a fraction of the training split."""
+    streaming: bool = False
+    """Read during training, for data that does not fit on disk."""
+
+    def check(self) -> None:
+        self.folder_or_name()
+
+    def folder_or_name(self) -> str:
+        """Return the folder of the dataset, or its name on the Hub. Raises ``UserError`` if ``path`` is neither."""
+        assert self.path is not None
+        path = os.path.expanduser(self.path)  # noqa: PTH111 -- methods of Path fail in unreadable folders
+        if os.path.isfile(path):  # noqa: PTH113
+            raise UserError(
+                f"{assignment('data.path', self.path)} is a file, and data=hf takes a folder or the name of a dataset; "
+                f"use data=text {assignment('data.path', self.path)}"
+            )
+        if os.path.isdir(path):  # noqa: PTH112
+            return path
+        if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", self.path):
+            raise UserError(
+                f"{assignment('data.path', self.path)} is not a folder here, and not a name on the Hugging Face Hub; "
+                "use data.path=OWNER/NAME, as in data.path=HuggingFaceFW/fineweb-edu, or the path of a folder"
+            )
+        return self.path
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
+        if not self.streaming:
+            return
+        if not isinstance(self, DataSection):
+            yield f"streaming=true of path={self.path}: only data=hf alone is streamed; leave it out"
+            return
+        whole = {  # all of the text must be known before the first step
+            "packing=best_fit": self.packing == "best_fit",
+            "format=chat": self.format == "chat",
+            f"tokenizer={self.tokenizer}": self.tokenizer in ("chars", "train"),
+        }
+        for setting in (key for key, is_given in whole.items() if is_given):
+            yield (
+                f"data.{setting} needs all of the data before training, and data.streaming=true reads it as it "
+                "trains; leave one of them out"
+            )
+
+
+sources.register("hf", HubSection, lambda: import_module("serried.recipes.data.hugging_face_dataset").HubDataset)

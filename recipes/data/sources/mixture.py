@@ -1,0 +1,32 @@
+"""Several sources, each with its share of the training data."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from serried.configs.data_section import Sources, SourceSection, sources
+
+
+class MixtureSection(SourceSection):
+    """A mixture of the other sources."""
+
+    sources: Sources = Field(default_factory=dict)
+    """The sources, by names you choose."""
+    weigh_by: Literal["tokens", "samples"] = "tokens"
+    """Unit of the weights."""
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
+        if not self.sources:
+            yield (
+                "data=mixture needs sources: data.sources.NAME.name=text data.sources.NAME.path=FILE_OR_FOLDER "
+                "data.sources.NAME.weight=0.7, with a NAME you choose for each"
+            )
+
+
+def _open(_: MixtureSection) -> None:
+    raise AssertionError("each source of a mixture is opened alone")
+
+
+sources.register("mixture", MixtureSection, lambda: _open)

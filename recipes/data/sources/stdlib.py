@@ -1,0 +1,39 @@
+"""Python's own standard library: real text on every machine."""
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from serried.configs.data_section import SourceSection, register_source
+from serried.configs.errors import UserError
+from serried.recipes.data.find import walk
+from serried.recipes.data.text import TextFiles
+
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib-dynload"}
+
+
+class StdlibSection(SourceSection):
+    """Python's own sources."""
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
+        if getattr(self, "format", "text") == "chat":
+            yield "data=stdlib has no conversations; use data=text data.path=CHATS.jsonl, or data.format=text"
+
+
+@register_source("stdlib", section=StdlibSection)
+def stdlib(section: Any) -> TextFiles:
+    """Return the library's files without tests, installed packages and files generated for one machine."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [
+        file
+        for file in walk(root, leave_out=_LEFT_OUT)
+        if file.name.endswith(".py") and not file.name.startswith(("_sysconfigdata", "config-"))
+    ]
+    if not files:
+        raise UserError(
+            f"data=stdlib: this Python keeps no .py files in {root}; train on your own text: "
+            "data=text data.path=FILE_OR_FOLDER_OR_GLOB"
+        )
+    return TextFiles(files, section.validation_fraction)

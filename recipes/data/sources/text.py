@@ -1,0 +1,58 @@
+"""The user's own files: plain text, a document each, or rows (``.jsonl``, ``.parquet``), a document in each row."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from serried.configs.data_section import SourceSection, register_source
+from serried.configs.errors import UserError
+from serried.recipes.data.files import assignment, ending_of, kind_of
+from serried.recipes.data.find import check_path, find_files
+from serried.recipes.data.rows import Column, RowFiles
+from serried.recipes.data.source import Source
+from serried.recipes.data.text import TextFiles
+
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
+"""Files that are one document each, in a folder. A file that is named, or matches a glob, may end in anything."""
+ROW_SUFFIXES = (".jsonl", ".parquet")
+
+
+class RowsSection(SourceSection):
+    """Documents in the rows of a table."""
+
+    text_column: str = "text"
+    """Column that holds the text, in Hugging Face datasets and in .jsonl and .parquet files."""
+    messages_column: str = "messages"
+    """Column that holds a conversation (``data.format=chat``)."""
+
+
+class TextSection(RowsSection):
+    """Your files."""
+
+    needs: ClassVar[Mapping[str, str]] = {"path": "FILE_OR_FOLDER_OR_GLOB"}
+    path: str | None = None
+    """File, folder or glob; for ``hf`` the name of a dataset, or its folder."""
+
+    def check(self) -> None:
+        check_path(str(self.path))
+
+
+@register_source("text", section=TextSection)
+def text(section: Any) -> Source:
+    """Return files of text or files of rows."""
+    files = find_files(section.path, (*TEXT_SUFFIXES, *ROW_SUFFIXES))
+    rows = [file for file in files if kind_of(file.path) in ROW_SUFFIXES]
+    texts = [file for file in files if file not in rows]
+    if texts and rows:
+        globs = [assignment("data.path", f"{section.path}/**/*{ending_of(each[0].path)}") for each in (rows, texts)]
+        raise UserError(
+            f"{assignment('data.path', section.path)} holds both files of text ({texts[0].name}: {len(texts)}) and "
+            f"files of rows ({rows[0].name}: {len(rows)}); name one kind with a glob, as in {' or '.join(globs)}"
+        )
+    if rows:
+        return RowFiles(rows, Column.of(section))
+    if section.format == "chat":
+        raise UserError(
+            f"data.format=chat needs rows, and {files[0].path} is text; use .jsonl or .parquet files with a column "
+            f"{section.messages_column}, or data=hf"
+        )
+    return TextFiles(files, section.validation_fraction)

@@ -1,0 +1,41 @@
+"""Tokens made earlier, by ``serried prepare`` or another tool."""
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from serried.configs.data_section import DataSection, SourceSection, sources
+from serried.recipes.data.find import check_path
+
+
+class TokensSection(SourceSection):
+    """Tokens made earlier."""
+
+    needs: ClassVar[Mapping[str, str]] = {"path": "FILE_OR_FOLDER_OR_GLOB"}
+    aliases: ClassVar[Mapping[str, str]] = {"token_dtype": "token_type token_bytes"}
+
+    path: str | None = None
+    """File, folder or glob; for ``hf`` the name of a dataset, or its folder."""
+    token_dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
+    """Dtype of flat binary files."""
+
+    def check(self) -> None:
+        check_path(str(self.path))
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether ``path`` is a folder of ``serried prepare``."""
+        return (Path(str(self.path)).expanduser() / "summary.json").exists()
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
+        if isinstance(self, DataSection) and "tokenizer" not in self.model_fields_set and not self.is_prepared:
+            yield (
+                "data=tokens needs data.tokenizer, the one that made the tokens, e.g. "
+                "data.tokenizer=openai-community/gpt2 or data.tokenizer=bytes. For characters (nanoGPT's "
+                "shakespeare_char) train on the text: data=text data.path=input.txt data.tokenizer=chars"
+            )
+
+
+sources.register("tokens", TokensSection, lambda: import_module("serried.recipes.data.flat").FlatFiles)

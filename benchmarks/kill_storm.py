@@ -2,6 +2,7 @@
 
     python -m benchmarks.kill_storm --kills 50 --processes 2 --layout fsdp
     python -m benchmarks.kill_storm --kills 10 --processes 2 --layout ddp --seed 2
+    python -m benchmarks.kill_storm --kills 10 --processes 4 --layout "pipeline x2 x tensor x2"
 
 Each time one rank, or torchrun with all of its ranks, is killed by SIGKILL: while starting, between two steps, or in a
 save (as soon as its unfinished folder is seen). Then the same command resumes, with checkpoints written beside training
@@ -42,6 +43,12 @@ STEPS_BETWEEN_KILLS = 8
 _SAVE_EVERY = 2
 _GLOBAL_BATCH = 12
 _POLL_SECONDS = 0.001
+
+LAYOUTS = {
+    "pipeline x2 x tensor x2": (1, ["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2"]),
+    "expert x2 x fsdp x2": (4, ["model=moe_tiny", "model.expert_hidden_dim=24", "parallel=fsdp", "parallel.expert=2"]),
+}
+"""Layouts of four processes and several axes: data ranks, overrides. Others are values of ``parallel``."""
 
 
 @dataclass
@@ -91,11 +98,13 @@ def storm(
     write_text(text)
     result = Storm(steps=STEPS_BETWEEN_KILLS * (kills + 1))
     chance = random.Random(seed)
+    data_ranks, how = LAYOUTS.get(layout, (processes, [f"parallel={layout}"]))
+    passes = 1 if data_ranks == processes else 4  # a pipeline needs several
 
     def start(run_dir: Path, mode: str) -> Any:
         argv = overrides(
-            text, run_dir, f"parallel={layout}", f"trainer.steps={result.steps}", "trainer.deterministic=true",
-            f"trainer.global_batch={_GLOBAL_BATCH}", f"trainer.micro_batch={_GLOBAL_BATCH // processes}",
+            text, run_dir, *how, f"trainer.steps={result.steps}", "trainer.deterministic=true",
+            f"trainer.global_batch={_GLOBAL_BATCH}", f"trainer.micro_batch={_GLOBAL_BATCH // data_ranks // passes}",
             f"checkpoint.every={_SAVE_EVERY}", f"checkpoint.mode={mode}", "launch.device=cpu",
         )  # fmt: skip
         return torchrun(processes, argv, folder / "output.txt")

@@ -1,13 +1,21 @@
 """The promise: a checkpoint of any layout is read on any other, with the same bits, and training continues alike."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from serried.parallel.held import local
+from serried.program import main
+from serried.trainer.checkpoint.save import Checkpointer
+from serried.trainer.loader import BatchLoader
+from serried.trainer.loop import Loop
 from tests.cluster import Cluster
-from tests.runs import metrics, overrides, weights
+from tests.runs import metrics, overrides, save_again, weights
+from tests.test_health import flip
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "single": (1, ["parallel=single"]),
@@ -73,3 +81,95 @@ def test_a_checkpoint_is_read_with_the_same_bits_and_training_continues_alike(
         assert line["samples"] == other["samples"]
         assert math.isclose(line["loss"], other["loss"], rel_tol=1e-5)
         assert math.isclose(line["grad_norm"], other["grad_norm"], rel_tol=1e-5)
+
+
+def staged_bytes(argv: list[str], run_dir: str) -> tuple[int, int]:
+    """Bytes that this rank copies for a save, and those of the whole state."""
+    found = []
+    stage = Checkpointer._stage
+
+    def watched(self: Checkpointer) -> Any:
+        staged = stage(self)
+        found.append((sum(tensor.nbytes for tensor in staged.values()), self._plan.total_bytes))
+        return staged
+
+    with patch.object(Checkpointer, "_stage", watched):
+        save_again(argv, run_dir)
+    return found[-1]
+
+
+def test_a_rank_copies_its_share_of_the_state_for_a_save(
+    saved: Path, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    argv = argv_of(SAVED, text, saved)
+    answers = cluster.run(4, "tests.test_any_layout:staged_bytes", argv=argv, run_dir=str(tmp_path / "again"))
+    shares = [answer.value[0] / answer.value[1] for answer in answers]
+    assert sum(shares) < 1.05, "no copy of a tensor is staged twice, but for norms"
+    assert max(shares) < 0.4, "the first stage has the embedding too"
+
+
+CUBE = ["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2", "parallel.shard=2"]
+SEQUENCES_AND_EXPERTS = ["model=moe_tiny", "model.expert_hidden_dim=24", "parallel=fsdp", "parallel.context=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "how"),
+    [(8, CUBE), (2, [*SEQUENCES_AND_EXPERTS, "parallel.expert=2"])],
+    ids=["pipeline x tensor x shard", "context x expert"],
+)
+def test_a_stopped_run_resumes_to_the_same_bits(
+    processes: int, how: list[str], cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    def run(run_dir: Path, *more: str, code: int = 0) -> None:
+        argv = overrides(text, run_dir, "trainer.steps=6", "trainer.deterministic=true", *how, *more)
+        answers = cluster.run(processes, "tests.runs:train_small", argv=argv, timeout_seconds=300)
+        assert {answer.value["code"] for answer in answers} == {code}, answers[0].printed
+
+    straight, pieces = tmp_path / "straight", tmp_path / "pieces"
+    run(straight)
+    run(pieces, "trainer.stop_at=3", code=75)
+    run(pieces)
+    curves = [
+        [(line["step"], line["loss"], line["grad_norm"]) for line in metrics(path)] for path in (straight, pieces)
+    ]
+    assert curves[0] == curves[1]
+    for stem in ("model", "optimizer"):
+        expected, found = weights(straight, stem), weights(pieces, stem)
+        assert expected.keys() == found.keys()
+        assert [name for name in expected if not expected[name].equal(found[name])] == []
+
+
+def train_flipping(argv: list[str], rank: int, name: str) -> int:
+    """Flip one bit of parameter ``name`` on ``rank`` after step 1."""
+    log = Loop._log
+
+    def flipping(self: Loop, loader: BatchLoader) -> None:
+        log(self, loader)
+        if self.step == 1 and self._context.session.rank == rank:
+            [held] = [each for each in self._state.parallel.parameters if each.name == name]
+            flip(local(held.tensor).detach(), 3, 1)
+
+    with patch.object(Loop, "_log", flipping):
+        return main(argv)
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "expected"),
+    [
+        (1, "layers.0.input_layernorm.weight", "rank 0 on HOST and rank 1 on HOST hold different bits {} along tensor"),
+        pytest.param(
+            3, "embed_tokens.weight", "rank 1 on HOST and rank 3 on HOST hold different bits {} along tied stages",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_a_flipped_bit_in_a_copy_is_named(
+    rank: int, name: str, expected: str, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    argv = argv_of(SAVED, text, tmp_path / "run", "health.replica_check_every=1", "trainer.steps=2")
+    answers = cluster.run(4, "tests.test_any_layout:train_flipping", argv=argv, rank=rank, name=name)
+    assert {answer.value for answer in answers} == {75}
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    host = status["reason"].split(" on ")[1].split()[0]
+    assert expected.replace("HOST", host).format("where they should hold the same (copies") in status["reason"]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -180,12 +180,15 @@ def differences(stormy: Path, calm: Path, steps: int) -> list[str]:
 # the command ----------------------------------------------------------------------------------------------------------
 
 
-def run_storm(documentation: str | None, what: str, default: int, storm: Callable[..., Any]) -> None:
-    """Run ``storm`` as the command line says, ``--<what>`` times, and exit: 1 where anything did not hold."""
+def run_storm(
+    documentation: str | None, what: str, default: int, storm: Callable[..., Any], layouts: Iterable[str] = ()
+) -> None:
+    """Run ``storm`` as the command line says, ``--<what>`` times, and exit: 1 where anything did not hold. ``layouts``
+    may be named beside the usual ones."""
     parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(f"--{what}", type=int, default=default)
     parser.add_argument("--processes", type=int, default=2, choices=(1, 2, 3, 4, 6))
-    parser.add_argument("--layout", default="fsdp", choices=("single", "ddp", "fsdp", "hsdp"))
+    parser.add_argument("--layout", default="fsdp", choices=("single", "ddp", "fsdp", "hsdp", *layouts))
     parser.add_argument("--seed", type=int, default=1)
     options = vars(parser.parse_args())
     # A shell has what it starts in the background (`... &`) ignore SIGINT, and torchrun would until it is up.

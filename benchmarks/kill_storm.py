@@ -225,4 +225,4 @@ def _extent(steps: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    run_storm(__doc__, "kills", 50, storm)
+    run_storm(__doc__, "kills", 50, storm, LAYOUTS)

@@ -28,7 +28,7 @@ class TrainingState:
     def __init__(self, context: Context, model: nn.Module, plan: ParallelPlan, layout: Layout, start: Start) -> None:
         config, task, device = context.config, context.task, context.session.device
         context.console.doing(f"reading {start.source}" if start.source else "initialising the model")
-        self._task = task
+        self._task, self._session = task, context.session
         self.parallel = parallelize(
             model,
             plan,
@@ -64,7 +64,10 @@ class TrainingState:
         with taking_from(start.checkpoint):
             state = start.state["step_state"]
             if "optimizer" in state:
-                load_plain_state(self.optimizer, self._named(), self._configured, state["optimizer"])
+                named, saved = self._named(), dict(state["optimizer"])
+                if self.parallel.layout.pipeline > 1:  # the rest is of other stages
+                    saved["parameters"] = {name: each for name, each in saved["parameters"].items() if name in named}
+                load_plain_state(self.optimizer, named, self._configured, saved)
             self.step.load(state)
 
     def rehearse(self, context: Context, dataset: Dataset) -> None:
@@ -85,8 +88,14 @@ class TrainingState:
         return {group["name"]: lr * group["lr_scale"] for group in self.optimizer.param_groups}
 
     def step_state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside tensors. Waits for the device."""
-        return self.step.state() | {"optimizer": plain_state(self.optimizer, self._named(), self._configured)}
+        """Return what a checkpoint keeps beside tensors. A collective; waits for the device."""
+        optimizer = plain_state(self.optimizer, self._named(), self._configured)
+        layout = self.parallel.layout
+        if layout.pipeline > 1:  # each stage knows its own parameters and groups
+            ranks = layout.world // layout.pipeline
+            answers = self._session.gather(None if self._session.rank % ranks else optimizer)
+            optimizer = {key: {k: v for of in answers[::ranks] for k, v in of[key].items()} for key in optimizer}
+        return self.step.state() | {"optimizer": optimizer}
 
     def _named(self) -> dict[str, Tensor]:
         """Parameters by name in a checkpoint, or by their own where that divides or joins them."""

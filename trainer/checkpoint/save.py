@@ -43,6 +43,8 @@ from serried.trainer.checkpoint.writer import NOT_SHARED, Writer
 
 _SPARE_BYTES = 64 * 2**20
 _CHUNK_BYTES = 2**29
+_OUTGOING_BYTES = 2**29
+_LEAST_BUCKET_BYTES = 2**20
 _ABANDONED_AFTER_SECONDS = 20.0  # torchrun kills 30 s after it asked to end
 
 
@@ -221,7 +223,9 @@ class Checkpointer:
             mine = targets_of((part for of, part in parts if of == stem), stage)
             files += deal_files(self._of_all_stages(mine), stem, self._layout.world // self._layout.pipeline)
             targets |= mine
-        return make_plan(files, targets, self._layout, self._rank, BUCKET_BYTES)
+        # In a round all owners may want bytes of one rank.
+        bucket = max(_LEAST_BUCKET_BYTES, min(BUCKET_BYTES, _OUTGOING_BYTES // self._layout.block))
+        return make_plan(files, targets, self._layout, self._rank, bucket)
 
     def _of_all_stages(self, mine: Mapping[str, Target]) -> list[list[TensorSpec]]:
         """The tensors that the ranks of each stage save, of which ``mine`` are this rank's."""

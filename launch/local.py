@@ -10,9 +10,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
 from serried.configs.schema import RunConfig
@@ -21,6 +20,9 @@ from serried.records.status import Status, read_status, record_kill
 from serried.runtime.early import LAUNCHER
 from serried.runtime.program import training_command
 from serried.runtime.ranks import processes_per_node, usable_cores
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 _OUTPUT = "output"
 _LONGEST_REPORT_LINES = 100
@@ -37,8 +39,6 @@ def run_local(config: RunConfig, argv: Sequence[str]) -> int:
     Raises:
         UserError: the run folder cannot be written.
     """
-    from torch.distributed import TCPStore
-
     started = time.time()
     with NotedSignals() as signals:
         try:
@@ -51,16 +51,21 @@ def run_local(config: RunConfig, argv: Sequence[str]) -> int:
         if signals.received:
             print(_NOT_STARTED, flush=True)
             return EXIT_STOPPED
-        listener = socket.create_server(("127.0.0.1", 0))  # a store that opens its port itself does so on all networks
-        host, port = listener.getsockname()
-        store = TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5),
-            master_listen_fd=listener.detach(),
-        )  # fmt: skip
-        world = processes_per_node(config.launch)
-        ranks = [_start_rank(rank, world, store.port, argv, output) for rank in range(world)]
+        listener = socket.create_server(("127.0.0.1", 0))
+        world, port = processes_per_node(config.launch), listener.getsockname()[1]
+        ranks = [_start_rank(rank, world, port, argv, output) for rank in range(world)]
+        store = _store(listener)  # in which the ranks find each other, while this lives
         failed = wait_for_all(ranks, signals, config.launch.stop_timeout_seconds)
+        del store
         return _report_end(failed, config, output, since=started, was_asked_to_stop=bool(signals.received))
+
+
+def _store(listener: socket.socket) -> "TCPStore":
+    """Return a store behind ``listener``; a store that opens its port itself listens on all networks."""
+    from torch.distributed import TCPStore  # takes as long as the ranks take to start
+
+    host, port = listener.getsockname()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _start_rank(rank: int, world: int, port: int, argv: Sequence[str], output: Path) -> "subprocess.Popen[bytes]":

@@ -172,6 +172,7 @@ def test_library_missing_here_is_accepted_for_a_job_with_another_python(
     assert "#SBATCH" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_mistake_found_by_the_ranks_is_one_line(text: Path, tmp_path: Path) -> None:
     run = Local(*tiny_overrides(text, tmp_path / "run", "checkpoint.resume=must"))
     code, stdout, stderr = run.end()

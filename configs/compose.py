@@ -6,7 +6,7 @@ schema before Hydra sees anything: it gets the choices of groups only, and value
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ from serried.configs.help import choices_of, files_of
 from serried.configs.model_folder import with_model_folder
 from serried.configs.plain_data import flatten, read_yaml
 from serried.configs.run_config import CHOSEN, base_schema, check, config_yaml
+from serried.configs.schema import OptimSection
 from serried.configs.suggest import Groups, nearest, unknown_choice
 
 __all__ = ["FOLDER", "compose", "compose_saved", "config_yaml", "refuse_misread"]
@@ -47,8 +48,7 @@ def compose(argv: Sequence[str], folder: Path = FOLDER, found: Sequence[str] = (
     """
     groups = choices_of(folder)
     given = {word.partition("=")[0].lstrip("+") for word in argv} | _keys_of_own_recipe(argv)
-    defaults = [word for word in declared().defaults if word.partition("=")[0] not in given]
-    line = CommandLine(groups).read([*defaults, *argv])
+    line = CommandLine(groups).read([*_defaults_beside(given, argv), *argv])
     plain: dict[str, Any] = {}
     late: Sequence[str] = ()
     try:
@@ -62,6 +62,18 @@ def compose(argv: Sequence[str], folder: Path = FOLDER, found: Sequence[str] = (
         late = explain(error, plain, _origins(folder, line), groups, alone=bool(found or line.mistakes))
     _refuse([*found, *line.sentences(plain), *late])
     return cast(TextRunConfig, config)  # of a user's task: a RunConfig, which has no model and no data
+
+
+def _defaults_beside(given: Collection[str], argv: Sequence[str]) -> list[str]:
+    """Return the defaults of the task that apply; ``optim.*`` are those of its optimizer, and of no other."""
+    defaults = dict(word.partition("=")[::2] for word in declared().defaults)
+    chosen = dict(word.partition("=")[::2] for word in argv).get("optim")
+    is_other = chosen is not None and chosen != defaults.get("optim", OptimSection.model_fields["name"].default)
+    return [
+        f"{key}={value}"
+        for key, value in defaults.items()
+        if key not in given and not (is_other and key.startswith("optim."))
+    ]
 
 
 def _keys_of_own_recipe(argv: Sequence[str]) -> set[str]:

@@ -14,6 +14,9 @@ import torch
 from torch import nn
 
 import serried
+from serried.api import declaration
+from serried.configs.compose import compose
+from serried.configs.declaration import declaring
 from serried.configs.errors import UserError
 from serried.trainer.checkpoint.resume import CHECKPOINTS
 from tests.cluster import ROOT, Cluster
@@ -301,6 +304,27 @@ def test_load_model_refuses_what_is_no_run_and_another_model(tmp_path: Path) -> 
 
     with pytest.raises(UserError, match=r"weight is \[1, 4\] there and \[1, 5\] here"):
         serried.load_model(tmp_path, task=Wide)
+
+    class Other(Tiny):
+        """Has a key that no run of Tiny has."""
+
+        class Config(serried.Section):
+            depth: int
+
+    with pytest.raises(UserError, match=r"by the task tiny, and other does not fit: task\.depth: Field required"):
+        serried.load_model(tmp_path, task=Other)
+
+
+def test_optimizer_defaults_of_a_task_are_those_of_its_optimizer(tmp_path: Path) -> None:
+    class Tuned(Tiny):
+        """With a learning rate for AdamW."""
+
+        defaults = {"optim.lr": 0.02, "optim.betas": [0.8, 0.9], "schedule.warmup_steps": 3}  # noqa: RUF012
+
+    with declaring(declaration(Tuned)):
+        assert compose([]).optim.lr == compose(["optim=adamw"]).optim.lr == 0.02
+        changed = compose(["optim=sgd"])
+        assert (changed.optim.lr, changed.schedule.warmup_steps) == (0.1, 3)
 
 
 def test_public_names_are_those_of_the_documentation() -> None:

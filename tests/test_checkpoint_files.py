@@ -397,7 +397,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_not_a_crash(tmp_pat
 # ---- the manifest ----
 
 
-def make_checkpoint(folder: Path, *, loss: Any = None, tensors: int = 2) -> Path:
+def make_checkpoint(folder: Path, *, loss: Any = None, tensors: int = 2, progress: Any = None) -> Path:
     """A committed checkpoint as a save leaves it, of a few KB."""
     folder.mkdir(parents=True)
     for stem in ("model", "optimizer"):
@@ -410,7 +410,8 @@ def make_checkpoint(folder: Path, *, loss: Any = None, tensors: int = 2) -> Path
         if tensors:
             (folder / f"{stem}.safetensors.index.json").write_text(index_json(files))
     (folder / "config.json").write_text('{"model_type": "llama"}\n')
-    (folder / "state.json").write_text(json.dumps({"step": step_of(folder), "validation_loss": loss}) + "\n")
+    state = {"step": step_of(folder), "validation_loss": loss, "progress": progress}
+    (folder / "state.json").write_text(json.dumps(state) + "\n")
     write_manifest(folder, {path.name: record_of(path) for path in folder.iterdir()})
     return folder
 
@@ -619,7 +620,7 @@ def test_what_cannot_be_removed_is_told_and_not_raised(tmp_path: Path, monkeypat
     assert len(told) == 1
     assert partial_name(4) in told[0] and "Permission denied" in told[0]
     problems: list[str] = []
-    assert prune(tmp_path, keep=1, keep_every=0, keep_best=False, problems=problems) == [
+    assert prune(tmp_path, keep=1, keep_every=0, best=None, problems=problems) == [
         tmp_path / folder_name(1), tmp_path / folder_name(2),
     ]  # fmt: skip
     assert len(problems) == 2
@@ -640,11 +641,12 @@ def test_a_folder_that_cannot_be_renamed_or_read_stays(tmp_path: Path, monkeypat
         problems: list[str] = []
         with monkeypatch.context() as patch:
             patch.setattr(Path, function, refuse)
-            assert prune(tmp_path, keep=1, keep_every=0, keep_best=False, problems=problems) == []
+            assert prune(tmp_path, keep=1, keep_every=0, best=None, problems=problems) == []
         assert len(problems) == 1 and "Permission denied" in problems[0]
     assert [step_of(path) for path in committed(tmp_path)] == [1, 2]
 
 
+LOSS = ("loss", "min")
 damages = st.sampled_from([None, None, None, "cut", "missing", "manifest"])
 losses = st.sampled_from([None, 1.0, 1.5, 2, -1.0, math.nan, math.inf, -math.inf, True, "0", [0.0]])
 
@@ -670,12 +672,12 @@ def test_what_stays(made: dict[int, tuple[str | None, Any]], keep: int, keep_eve
         measured = [(loss, step) for loss, step in candidates if math.isfinite(loss)]
         if keep_best and measured:
             expected.add(min(measured)[1])
-        removed = prune(folder, keep=keep, keep_every=keep_every, keep_best=keep_best)
+        removed = prune(folder, keep=keep, keep_every=keep_every, best=LOSS if keep_best else None)
         assert [step_of(path) for path in removed] == sorted(set(intact) - expected)
         left = {step for step, (damage, _) in made.items() if damage is not None} | expected
         assert {step_of(path) for path in committed(folder)} == left
         assert {path.name for path in folder.iterdir()} == {folder_name(step) for step in left}
-        assert prune(folder, keep=keep, keep_every=keep_every, keep_best=keep_best) == []
+        assert prune(folder, keep=keep, keep_every=keep_every, best=LOSS if keep_best else None) == []
 
 
 def test_a_damaged_state_is_no_candidate_for_the_best(tmp_path: Path) -> None:
@@ -683,13 +685,23 @@ def test_a_damaged_state_is_no_candidate_for_the_best(tmp_path: Path) -> None:
         make_checkpoint(tmp_path / folder_name(step), loss=loss, tensors=0)
     state = tmp_path / folder_name(1) / "state.json"
     state.write_text(state.read_text().replace("0.5", "0.1"))  # of the same size
-    assert [step_of(path) for path in prune(tmp_path, keep=1, keep_every=0, keep_best=True)] == [1]
+    assert [step_of(path) for path in prune(tmp_path, keep=1, keep_every=0, best=LOSS)] == [1]
+
+
+def test_the_best_is_that_of_the_metric_that_counts_now(tmp_path: Path) -> None:
+    """Another ``checkpoint.best_metric`` on resume compares earlier checkpoints by it too."""
+    for step, loss, accuracy in ((1, 0.5, 0.1), (2, 2.0, 0.9), (3, 3.0, 0.2), (4, 4.0, 0.3)):
+        progress = {"validated_step": step if step < 4 else 3, "validation": {"loss": loss, "accuracy": accuracy}}
+        make_checkpoint(tmp_path / folder_name(step), loss=loss, tensors=0, progress=progress)
+    for best, expected in ((("accuracy", "min"), [2, 3]), (("loss", "min"), [])):
+        assert [step_of(path) for path in prune(tmp_path, keep=1, keep_every=0, best=best)] == expected
+    assert [step_of(path) for path in committed(tmp_path)] == [1, 4]
 
 
 @pytest.mark.parametrize(("keep", "keep_every"), [(0, 0), (-1, 0), (1, -1)])
 def test_keeping_none_is_refused(keep: int, keep_every: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep"):
-        prune(tmp_path, keep=keep, keep_every=keep_every, keep_best=False)
+        prune(tmp_path, keep=keep, keep_every=keep_every, best=None)
 
 
 class Killed(BaseException):
@@ -729,7 +741,7 @@ def test_killed_at_any_point_of_pruning_only_whole_checkpoints_are_listed(tmp_pa
         finished = True
         try:
             with killed_at(points):
-                prune(folder, keep=2, keep_every=0, keep_best=False)
+                prune(folder, keep=2, keep_every=0, best=None)
         except Killed:
             finished = False
         listed = committed(folder)
@@ -738,7 +750,7 @@ def test_killed_at_any_point_of_pruning_only_whole_checkpoints_are_listed(tmp_pa
             verify(path)
         assert sweep(folder) == []
         assert sorted(folder.iterdir()) == listed
-        prune(folder, keep=2, keep_every=0, keep_best=False)
+        prune(folder, keep=2, keep_every=0, best=None)
         assert [path.name for path in sorted(folder.iterdir())] == [folder_name(3), folder_name(4)]
         shutil.rmtree(folder)
         if finished:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +24,7 @@ from serried.recipes.data.text_bytes import TextBytes
 from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, hugging_face_files
 from serried.recipes.models.head import IGNORE
 from tests.cluster import ROOT, Cluster
-from tests.runs import metrics, overrides, run_here, tiny_overrides
+from tests.runs import checkpoint, metrics, overrides, run_here, tiny_overrides
 from tests.test_generate import files_of
 
 
@@ -297,3 +299,28 @@ def test_exported_model_by_its_bare_path_has_the_same_loss_as_its_run(
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "model")]) == 78
     assert "is a model without a run, so name the data: data=text data.path=FILES" in capsys.readouterr().err
+
+
+def test_an_evaluation_that_a_stop_left_out_is_made_up_on_resume(text: Path, tmp_path: Path) -> None:
+    """So that patience and the best checkpoint are those of a run that never stopped."""
+
+    def argv(run: Path) -> list[str]:
+        return tiny_overrides(
+            text, run, "trainer.steps=8", "trainer.eval_every=4", "trainer.eval_batches=1", "trainer.patience=5",
+            "data.validation.more.name=text", f"data.validation.more.path={text}",
+        )  # fmt: skip
+
+    def stop(_: object, step: int) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def evaluated(run: Path) -> list[tuple[int, str, float]]:
+        return [(line["step"], line["set"], line["loss"]) for line in metrics(run, "eval")]
+
+    assert run_here(argv(tmp_path / "whole")).code == 0
+    assert run_here(argv(tmp_path / "stopped"), stop).code == 75
+    assert evaluated(tmp_path / "stopped") == [], "the ranks agreed to stop with step 4"
+    assert run_here(argv(tmp_path / "stopped")).code == 0
+    assert evaluated(tmp_path / "stopped") == evaluated(tmp_path / "whole")
+    ends = [json.loads((checkpoint(tmp_path / run) / "state.json").read_text()) for run in ("whole", "stopped")]
+    assert ends[0]["progress"] == ends[1]["progress"]

@@ -233,6 +233,13 @@ def test_state_that_no_checkpoint_can_hold_is_refused() -> None:
     optimizer.state[parameter]["history"] = [torch.ones(2)]
     with pytest.raises(UserError, match="SGD keeps a list \\(history of bias\\)"):
         plain_state(optimizer, {"bias": parameter}, group_values(optimizer))
+    optimizer.state["mean"] = torch.ones(3)  # type: ignore[index]
+    with pytest.raises(UserError, match="SGD keeps state of 'mean', which no checkpoint would hold"):
+        group_values(optimizer)
+    del optimizer.state["mean"]  # type: ignore[arg-type]
+    optimizer.param_groups[0]["count"] = torch.ones(())
+    with pytest.raises(UserError, match="SGD keeps count of a parameter group, which no checkpoint would hold"):
+        group_values(optimizer)
 
 
 # parameter groups -----------------------------------------------------------------------------------------------------

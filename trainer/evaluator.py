@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,15 +27,27 @@ class Evaluator:
         self._context, self._state, self._validation = context, state, validation
         self._report, self._meter, self._shutdown = report, meter, shutdown
 
-    def evaluate(self, step: int) -> None:
-        """Evaluate each validation set on ``trainer.eval_batches`` batches. A request to stop ends it early."""
-        for name, dataset in self._validation.items():
-            if not self._shutdown.stops:
-                self._evaluate_on(name, dataset, step)
-        if self._report.progress.early_stop is not None and not self._shutdown.stops:
-            self._shutdown.end_early(self._report.progress.early_stop)
+    def evaluate(self, step: int, names: Iterable[str] | None = None) -> None:
+        """Evaluate each validation set (or those in ``names``) on ``trainer.eval_batches`` batches.
 
-    def _evaluate_on(self, name: str, dataset: Dataset, step: int) -> None:
+        A request to stop ends it early; the sets it leaves out are recorded in the progress.
+        """
+        progress = self._report.progress
+        progress.missed = list(self._validation if names is None else names)
+        for name in [*progress.missed]:
+            if self._shutdown.stops or not self._evaluate_on(name, self._validation[name], step):
+                break
+            progress.missed.remove(name)
+        if progress.early_stop is not None and not self._shutdown.stops:
+            self._shutdown.end_early(progress.early_stop)
+
+    def make_up(self, step: int) -> None:
+        """Evaluate what the stop after ``step``, from which the run resumes, left out."""
+        if names := [name for name in self._report.progress.missed if name in self._validation]:
+            self.evaluate(step, names)
+
+    def _evaluate_on(self, name: str, dataset: Dataset, step: int) -> bool:
+        """Returns whether it was not interrupted."""
         trainer, session = self._context.config.trainer, self._context.session
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)  # steps still under way are not the evaluation's time
@@ -56,7 +69,7 @@ class Evaluator:
         )
         for source, sums in found:
             if self._shutdown.stops:
-                return
+                return False
             losses[source], weights[source] = sums.loss_sum, sums.weight
             for metric, (total, weight) in sums.metrics.items():
                 metrics.setdefault(metric, [0.0, 0.0])
@@ -66,8 +79,9 @@ class Evaluator:
         total = sum(weights.values())
         if not total:
             self._report.not_evaluated(step, name)
-            return
+            return True
         by_source = {source: losses[source] / weights[source] for source in losses if source and weights[source]}
         means = {metric: sums / weight if weight else math.nan for metric, (sums, weight) in metrics.items()}
         means = {"loss": sum(losses.values()) / total, **means}
         self._report.evaluated(step, name, means, int(total), seconds, by_source)
+        return True

@@ -54,7 +54,9 @@ class Loop:
         ``checkpoint_state`` gives the plain data of a checkpoint.
         """
         with self._shutdown, _scheduled_garbage_collection() as collect_garbage:
-            while True:
+            if self.step:
+                self._evaluator.make_up(self.step)
+            while not self._shutdown.stops:
                 try:
                     for step in self._steps_from_here(checkpoint_state):
                         collect_garbage(step)

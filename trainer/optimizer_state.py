@@ -57,11 +57,32 @@ def ensure_state(optimizer: torch.optim.Optimizer, has_state: Callable[[Tensor],
 
 
 def group_values(optimizer: torch.optim.Optimizer) -> GroupValues:
-    """Return the numbers of each parameter group, by its name. Some optimizers count in them."""
+    """Return the numbers of each parameter group, by its name. Some optimizers count in them.
+
+    Raises:
+        UserError: a group holds a tensor, or ``optimizer.state`` what is of no parameter: a checkpoint would lack it.
+    """
+    kind, known = type(optimizer).__name__, {id(parameter) for parameter in parameters_of(optimizer)}
+    lost = [f"{key} of a parameter group" for key in _tensors_of_groups(optimizer)]
+    lost += [f"state of {key!r}" for key in optimizer.state if id(key) not in known]
+    if lost:
+        raise UserError(
+            f"{kind} keeps {lost[0]}, which no checkpoint would hold; keep tensors in optimizer.state[parameter], and "
+            "numbers there or in the group"
+        )
     return {
         group["name"]: {key: value for key, value in group.items() if key not in _SET_BY_THE_RUN and _is_plain(value)}
         for group in optimizer.param_groups
     }
+
+
+def _tensors_of_groups(optimizer: torch.optim.Optimizer) -> list[str]:
+    return [
+        key
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if key not in _SET_BY_THE_RUN and isinstance(value, Tensor)
+    ]
 
 
 def plain_state(

@@ -44,6 +44,8 @@ class Progress:
     """What ``best`` is of: ``checkpoint.best_metric`` and ``best_mode``."""
     early_stop: str | None = None
     """Why the run is finished before its last step."""
+    missed: list[str] = field(default_factory=list)
+    """Validation sets that a stop left out of the last evaluation."""
     source_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens of a mixture's sources, by name."""
 

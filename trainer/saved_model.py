@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from serried.configs.declaration import BUILT_IN, Declaration, declaring
@@ -34,8 +35,13 @@ def open_model(path: Path, declaration: Declaration | None) -> nn.Module:
     name = plain.get("task", {}).get("name")
     if declaration is None and "model" not in plain:
         raise UserError(f"{path} was trained by the task {name}; give its class: serried.load_model(path, task=...)")
-    with declaring(declaration or BUILT_IN):
-        config = check(plain)
+    try:
+        with declaring(declaration or BUILT_IN):
+            config = check(plain)
+    except ValidationError as error:
+        first, given = error.errors()[0], declaration.name if declaration else name
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise UserError(f"{path} was trained by the task {name}, and {given} does not fit: {why}") from None
     task: Task = (declaration.task if declaration else tasks.get(config.task.name).load())()
     task.configure(config)
     check_weights(checkpoint)

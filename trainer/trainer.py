@@ -136,7 +136,6 @@ class Trainer:
             "validation_loss": progress.validation_loss if progress.validated_step == step else None,
             "progress": asdict(progress),
             "step_state": self.state.step_state(),
-            "to_minimise": progress.to_minimise if progress.validated_step == step else None,
             **self._data.state(step),
             "origin": self._origin,
             "tracker_run_id": self._tracker_run_id,

@@ -91,14 +91,15 @@ def sweep(checkpoints: Path) -> list[str]:
 
 
 def prune(
-    checkpoints: Path, *, keep: int, keep_every: int, keep_best: bool, problems: list[str] | None = None
+    checkpoints: Path, *, keep: int, keep_every: int, best: tuple[str, str] | None, problems: list[str] | None = None
 ) -> list[Path]:
     """Delete the checkpoints that need not stay, oldest first. Returns the paths that are gone.
 
-    The newest ``keep`` are kept, those whose step is a multiple of ``keep_every`` (0: none), and with ``keep_best`` the
-    one with the lowest ``validation_loss`` in its state.json (of equals the oldest). One whose manifest cannot be read,
-    or whose files are not of the manifest's sizes, neither counts nor is deleted: damage cannot push out the last good
-    one, and may help to find its cause. Checksums are not compared, which would read every file.
+    The newest ``keep`` are kept, those whose step is a multiple of ``keep_every`` (0: none), and the one that was best
+    when it was evaluated (of equals the oldest) by ``best``, a metric ("loss" is one) and "min" or "max". One whose
+    manifest cannot be read, or whose files are not of the manifest's sizes, neither counts nor is deleted: damage
+    cannot push out the last good one, and may help to find its cause. Checksums, which take reading all, are not
+    compared.
 
     Does not raise if the disk fails; failures are appended to ``problems``, a line each.
 
@@ -116,8 +117,11 @@ def prune(
     stay = set(intact[-keep:])
     if keep_every:
         stay |= {path for path in intact if _step(path) % keep_every == 0}
-    if keep_best and (losses := {path: loss for path in intact if (loss := _validation_loss(path)) is not None}):
-        stay.add(min(losses, key=lambda path: losses[path]))
+    if best is not None:
+        metric, mode = best
+        values = {path: value for path in intact if (value := _evaluated(path, metric)) is not None}
+        if values:
+            stay.add((max if mode == "max" else min)(values, key=lambda path: values[path]))
     return [path for path in intact if path not in stay and _delete(path, problems)]
 
 
@@ -161,14 +165,19 @@ def _has_its_sizes(path: Path) -> bool:
     return True
 
 
-def _validation_loss(path: Path) -> float | None:
+def _evaluated(path: Path, metric: str) -> float | None:
+    """The value of ``metric`` on the validation set at the checkpoint's step."""
     try:
         check_file(path, STATE, read_manifest(path)[STATE])
         state = read_json(path / STATE)
-        loss = state.get("to_minimise", state.get("validation_loss"))
-    except (OSError, Damaged, NotPlainData, KeyError):
+        if metric == "loss":
+            value = state["validation_loss"]
+        else:
+            progress = state["progress"]
+            value = progress["validation"][metric] if progress["validated_step"] == state["step"] else None
+    except (OSError, Damaged, NotPlainData, KeyError, TypeError):
         return None
-    return float(loss) if is_number(loss) else None
+    return float(value) if is_number(value) else None
 
 
 def _step(path: Path) -> int:

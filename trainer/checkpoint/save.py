@@ -251,10 +251,9 @@ class Checkpointer:
             if self._rank == 0:
                 problem = problem or self._commit(partial, final, files, state)
                 if problem is None:
-                    prune(
-                        self._folder, keep=self._section.keep, keep_every=self._section.keep_every,
-                        keep_best=self._section.keep_best, problems=notes,
-                    )  # fmt: skip
+                    section = self._section
+                    best = (section.best_metric, section.best_mode) if section.keep_best else None
+                    prune(self._folder, keep=section.keep, keep_every=section.keep_every, best=best, problems=notes)
             problem = self._tell(problem)
         if problem is not None and self._rank == 0:
             shutil.rmtree(partial, ignore_errors=True)

@@ -315,7 +315,7 @@ def test_load_model_refuses_what_is_no_run_and_another_model(tmp_path: Path) -> 
         serried.load_model(tmp_path, task=Other)
 
 
-def test_optimizer_defaults_of_a_task_are_those_of_its_optimizer(tmp_path: Path) -> None:
+def test_optimizer_defaults_of_a_task_are_those_of_its_optimizer() -> None:
     class Tuned(Tiny):
         """With a learning rate for AdamW."""
 

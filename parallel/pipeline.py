@@ -55,7 +55,8 @@ class Pipeline:
         self._device, self._phases, self._autocast = device, phases, autocast
         self._last = layout.stages - 1
         self._borders: dict[tuple[int, torch.Size], Tensor] = {}
-        """What enters a stage, on meta; by the stage, and by the shape of what enters the first."""
+        """What enters a stage, on meta; by the stage, and by the shape of what enters the first. After the last stage
+        comes what it returns."""
         self._schedules: dict[tuple[int, torch.Size], _Schedule] = {}
         """By number and shape of the micro-batches."""
 
@@ -128,6 +129,8 @@ class Pipeline:
             assert output is not None
             if stage < self._last:
                 self._send(stage + 1, inputs.stream.shape, output)
+            else:
+                self._borders[stage + 1, inputs.stream.shape] = torch.empty_like(output, device="meta")
         return output if self._last in self._stages else None
 
     def _send(self, stage: int, stream: torch.Size, hidden: Tensor) -> None:
@@ -170,6 +173,8 @@ class Pipeline:
         for each in modules:
             each.training = True
         self.reshard()
+        # NCCL may only make the communicator of a group when all its ranks are in a call.
+        dist.all_reduce(torch.zeros(1, device=self._device), group=self._groups.pipeline)
         stages, marks = [], _Marks(self._phases)
         for number, sync in self._stages.items():
             stage = _Stage(
@@ -182,11 +187,10 @@ class Pipeline:
         return _Schedule(self._layout.schedule, stages, marks, micro_batches)
 
     def _border(self, stage: int, inputs: Inputs) -> Tensor:
-        """Return what enters ``stage``, on meta; after the last, the loss."""
+        """Return what enters ``stage``, on meta."""
         if stage == 0:
             return torch.empty_like(inputs.stream, device="meta")
-        known = torch.empty(()) if stage > self._last else self._borders[stage, inputs.stream.shape]
-        return torch.empty_like(known, device="meta", requires_grad=True)
+        return torch.empty_like(self._borders[stage, inputs.stream.shape], requires_grad=True)
 
 
 class _Marks:
@@ -243,7 +247,7 @@ class _Stage(pipelining.PipelineStage):
             inputs = self.begin(fwd_chunk_id, self.stage_index)
             self._named = inputs.named
             try:
-                return super().forward_one_chunk(fwd_chunk_id, (inputs.stream,), None, *rest, **more)
+                return super().forward_one_chunk(fwd_chunk_id, (inputs.stream,), {}, *rest, **more)
             except RuntimeError as error:
                 raise error.__cause__ or error from None  # as the model raised it
 
@@ -263,6 +267,11 @@ class _Stage(pipelining.PipelineStage):
     def perform_reduce_grad(self, *args: Any) -> None:
         with self.marks.work(BACKWARD, self.stage_index):
             super().perform_reduce_grad(*args)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # Private: until torch 2.12 the first step sends a number to each neighbour, and a V schedule to itself, which
+        # Gloo cannot do. It needs no such preparation.
+        return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         receives = super().get_fwd_recv_ops(fwd_chunk_id)

@@ -255,7 +255,8 @@ class DistributedModel:
     def evaluate(self, batches: Iterable[tuple[Any, bool]], objective: Objective) -> LossTerms:
         """Totals of ``batches`` over all ranks, no gradients. Every rank must bring the same number of batches, each
         with whether it counts."""
-        totals, names = torch.zeros(2, dtype=torch.float64, device=self.device), tuple[str, ...]()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        names: tuple[str, ...] | None = None
         with _evaluating(self.modules):
             for batch, counts in batches:
                 terms = self._runner.predict(self._of_this_rank(batch, objective), objective)
@@ -272,7 +273,7 @@ class DistributedModel:
         self.reshard()
         pairs = totals[2:].view(-1, 2).unbind()
         return LossTerms(
-            totals[0], totals[1], {name: (pair[0], pair[1]) for name, pair in zip(names, pairs, strict=True)}
+            totals[0], totals[1], {name: (pair[0], pair[1]) for name, pair in zip(names or (), pairs, strict=True)}
         )
 
     def sum_squares(self) -> Tensor:

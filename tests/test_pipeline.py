@@ -1,19 +1,22 @@
 """Pipeline stages: what is in each, and what a pipeline refuses."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import serried
 from serried.configs.errors import UserError
 from serried.configs.schema import LlamaSection
 from serried.parallel.axes import shard_specs
 from serried.parallel.mesh import Layout
-from serried.parallel.plan import ParallelPlan
+from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 from serried.parallel.stages import split
 from serried.recipes.models.transformer import Transformer
 from tests.cluster import Cluster
+from tests.own_task import Points
 from tests.runs import metrics, overrides, weights
 
 SECTION = LlamaSection(
@@ -86,6 +89,36 @@ def test_a_run_evaluates_samples_and_resumes_with_the_same_bits(cluster: Cluster
         first, second = (weights(tmp_path / name, stem) for name in ("whole", "halves"))
         assert first.keys() == second.keys()
         assert all(first[name].equal(second[name]) for name in first)
+
+
+class InStages(Points):
+    """A task of a user's own, with metrics and dropout, that a pipeline can run."""
+
+    loss = serried.Task.loss
+
+    def parallel_plan(self, model: nn.Module) -> ParallelPlan:
+        return ParallelPlan(blocks=tuple(name for name, _ in model.named_children()))
+
+    def inputs(self, batch: Any) -> Inputs:
+        return Inputs(batch["x"])
+
+    def terms(self, output: Any, batch: Any) -> LossTerms:
+        terms: LossTerms = Points.loss(self, lambda _: output, batch)  # type: ignore[arg-type]
+        return terms
+
+
+def fit_in_stages(overrides: list[str]) -> dict[str, Any]:
+    result = serried.fit(InStages, overrides)
+    return {"loss": result.loss, "validation": result.validation, **result.metrics}
+
+
+def test_a_task_of_ones_own_has_the_same_dropout_and_metrics_in_stages(cluster: Cluster, tmp_path: Path) -> None:
+    alone = cluster.run(1, "tests.test_pipeline:fit_in_stages", overrides=[f"run.dir={tmp_path / 'alone'}"])
+    layout = ["parallel=fsdp", "parallel.pipeline=2", "parallel.schedule=gpipe", f"run.dir={tmp_path / 'staged'}"]
+    staged = cluster.run(2, "tests.test_pipeline:fit_in_stages", overrides=layout)
+    assert set(alone[0].value) == {"loss", "validation", "class_loss", "size_loss", "accuracy"}
+    for answer in staged:
+        assert answer.value == pytest.approx(alone[0].value, rel=1e-5)
 
 
 def test_a_model_without_blocks_is_refused() -> None:

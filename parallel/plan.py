@@ -73,6 +73,8 @@ class Share(NamedTuple):
 
     context: int = 1
     """Ranks that each sequence is divided over."""
+    keys: int = 1
+    """Ranks that the keys and values of a sequence are divided over: those of ``context``, unless each gathers all."""
     tensor: int = 1
     """Ranks that each matrix of a block is divided over."""
     sequence: int = 1

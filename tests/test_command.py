@@ -268,7 +268,14 @@ def test_a_plan_that_does_not_fit_a_gpu_says_so(capsys: pytest.CaptureFixture[st
 
     (warning,) = warnings("recipe=llama8b")
     assert warning.endswith("more than the 80.0GiB of a GPU; to plan for a node of 8: launch.processes=8")
-    for recipe, processes in (("llama1b", 8), ("llama3b", 8), ("llama8b", 8), ("llama70b", 64)):
+    for recipe, processes in (
+        ("llama1b", 8),
+        ("llama3b", 8),
+        ("llama8b", 8),
+        ("llama8b_131k", 16),
+        ("llama70b", 64),
+        ("llama405b", 2048),
+    ):
         assert warnings(f"recipe={recipe}", f"launch.processes={processes}") == [], "a recipe fits the nodes it names"
     for words, expected in (
         (["recipe=llama8b", "launch.processes=8", "trainer.micro_batch=4"], "trainer.micro_batch=1"),
@@ -281,3 +288,5 @@ def test_a_plan_that_does_not_fit_a_gpu_says_so(capsys: pytest.CaptureFixture[st
         keys = [word.partition("=")[0] for word in advised]
         kept = [word for word in words if word.partition("=")[0] not in keys]
         assert warnings(*kept, *advised) == [], "what fits can be pasted"
+    (warning,) = warnings("recipe=llama8b_131k", "launch.processes=16", "parallel.context_method=gather")
+    assert "does not fit: 81." in warning, "keys and values of whole sequences"

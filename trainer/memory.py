@@ -120,6 +120,7 @@ def _share(layout: Layout, accumulation: int, plan: ParallelPlan, pipeline: int)
     here = sum(len(layout.block_range(stage, blocks)) for stage in stages) / blocks if layout.pipeline > 1 else 1.0
     return Share(
         context=layout.context,
+        keys=layout.context if layout.context_method == "ring" else 1,
         tensor=layout.tensor,
         sequence=layout.tensor if layout.sequence else 1,
         blocks=here * _in_flight(layout, accumulation, pipeline),

@@ -121,6 +121,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
                     grad_weight.addmm_(grad_logits.float().T, chunk.hidden.float())
             else:
                 grad_weight += grad_logits.T @ chunk.hidden
+            del chunk  # or its logits would be there beside those of the next
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return loss

@@ -279,7 +279,8 @@ def activation_bytes(
     rows = -(-vocab_size // share.tensor)
     norm = 8 * config.dim + 4  # its input and the normalised input in fp32, 1 / root mean square
     into = width * config.dim  # its output, which the matrices read: of all tokens
-    attention = width * (2 * queries + 2 * keys) + 4 * config.heads  # q, k, v, the mix, the scores' log-sum
+    # q, the mix, the scores' log-sum, k, v
+    attention = width * 2 * (queries + keys * share.context / share.keys) + 4 * config.heads
     feed_forward = 4 * width * config.hidden_dim  # gate, its SiLU, up, their product
     layer = 2 * (norm / share.sequence + into) + (attention + feed_forward) / share.tensor
     layers = share.blocks * config.layers * tokens * layer

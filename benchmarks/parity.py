@@ -7,6 +7,7 @@ import argparse
 import platform
 import tempfile
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,38 @@ CUTS = (
 )
 BORDER = ("precision.growth_interval=2", "precision.initial_scale=4194304")
 """fp16 whose loss scale always returns to where gradients overflow."""
+MIXTURE = ("model=moe_tiny", "model.dim=48", "model.expert_hidden_dim=24")
+"""Of the rows with experts: 8, of which each token passes 2, in all layers but the first."""
+
+
+def experts(
+    name: str, ranks: int, *more: str, expert: int = 2, data_ranks: int | None = None, is_slow: bool = True
+) -> Cut:
+    """Return a layout of ``ranks`` with experts over ``expert`` of them."""
+    overrides = dict(each.split("=", 1) for each in ("parallel=fsdp", f"parallel.expert={expert}", *more))
+    argv = tuple(f"{key}={value}" for key, value in overrides.items())
+    accumulation = 6 if "parallel.pipeline" in overrides else 3
+    return Cut(f"expert x{expert}{name}", ranks, argv, data_ranks or ranks, (accumulation,), is_slow)
+
+
+EXPERT_CUTS = (
+    CUTS[0],
+    Cut("ddp x2", 2, ("parallel=ddp",), 2, (3,), True),
+    Cut("fsdp x2 (ZeRO-3)", 2, ("parallel=fsdp",), 2, (3,), True),
+    Cut("tensor x2", 2, ("parallel=fsdp", TENSOR), 1, (3,), True),
+    experts("", 2, is_slow=False),
+    experts("", 4, expert=4),
+    experts(", sharded x2", 4),
+    experts(", sharded x3 along dim 1", 6),
+    experts(" x replicate x2", 4, "parallel=hsdp", "parallel.replicate=2"),
+    experts(" x context x2", 2, "parallel.context=2", data_ranks=1),
+    experts(" x tensor x2", 2, TENSOR, data_ranks=1, is_slow=False),
+    experts(" x tensor x2 x fsdp x2", 4, TENSOR, expert=4, data_ranks=2),
+    experts(" x pipeline x2", 4, "parallel.pipeline=2", data_ranks=2),
+    experts(" x pipeline x2 x tensor x2", 4, "parallel.pipeline=2", TENSOR, data_ranks=1, is_slow=False),
+    experts(" x pipeline x2 x tensor x2 x fsdp x2", 8, "parallel.pipeline=2", TENSOR, expert=4, data_ranks=2),
+)
+"""Layouts of a mixture of experts."""
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3}
 """Largest relative difference of loss and gradient norm from the single process of the same precision."""
 
@@ -100,6 +133,8 @@ class Curve:
     """Per step, sorted."""
     skipped: list[int]
     """Steps that overflowed fp16."""
+    expert_tokens: list[Any]
+    """Per step and layer with experts: the fewest and the most tokens of an expert, and those of all."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +144,7 @@ class Difference:
     loss: float
     grad_norm: float
     same_samples: bool
+    """And the same tokens for the experts."""
 
 
 def run(
@@ -143,7 +179,8 @@ def run(
     skipped = [line["step"] for line in steps if line["skipped"]]
     assert not skipped or more[-len(BORDER) :] == BORDER
     # The norm of a step that overflowed is no number.
-    return Curve([line["loss"] for line in steps], [line["grad_norm"] or 1.0 for line in steps], ids, skipped)
+    norms, expert_tokens = [line["grad_norm"] or 1.0 for line in steps], [line.get("expert_tokens") for line in steps]
+    return Curve([line["loss"] for line in steps], norms, ids, skipped, expert_tokens)
 
 
 def compare(curve: Curve, reference: Curve) -> Difference:
@@ -155,8 +192,14 @@ def compare(curve: Curve, reference: Curve) -> Difference:
     return Difference(
         largest(curve.losses, reference.losses),
         largest(curve.grad_norms, reference.grad_norms),
-        curve.sample_ids == reference.sample_ids,
+        (curve.sample_ids, curve.expert_tokens) == (reference.sample_ids, reference.expert_tokens),
     )
+
+
+_TABLES: tuple[tuple[str, tuple[str, ...], tuple[Cut, ...]], ...] = (
+    ("", (), CUTS),
+    ("experts: ", MIXTURE, EXPERT_CUTS),
+)
 
 
 def table() -> str:
@@ -166,17 +209,18 @@ def table() -> str:
         text = Path(folder) / "text"
         text.mkdir()
         write_text(text)
-        cluster = Cluster(4)
+        cluster = Cluster(8)
         try:
-            for precision in TOLERANCES:
-                reference = run(cluster, CUTS[0], 1, precision, text, Path(folder) / precision)
-                rows.append((precision, CUTS[0].name, 1, None, reference))
-                for cut in CUTS:
+            for precision, (prefix, model, layouts) in product(TOLERANCES, _TABLES):
+                reference = run(cluster, CUTS[0], 1, precision, text, Path(folder) / f"run-{len(rows)}", *model)
+                rows.append((precision, f"{prefix}single", 1, None, reference))
+                for cut in layouts:
                     for accumulation in cut.accumulations:
                         if cut.processes == 1 and accumulation == 1:
                             continue
-                        curve = run(cluster, cut, accumulation, precision, text, Path(folder) / f"run-{len(rows)}")
-                        rows.append((precision, cut.name, accumulation, compare(curve, reference), curve))
+                        path = Path(folder) / f"run-{len(rows)}"
+                        curve = run(cluster, cut, accumulation, precision, text, path, *model)
+                        rows.append((precision, f"{prefix}{cut.name}", accumulation, compare(curve, reference), curve))
         finally:
             cluster.stop()
     lines = [
@@ -235,7 +279,8 @@ The same run of {steps} optimizer steps, global batch {batch}, sequences of 24 t
 no number of ranks here divides), untied embeddings, ragged loss masks, clipping at norm 1, AdamW with warm-up. Each row
 is a whole training run through `trainer.train`, compared at every step with the single process of the same precision.
 Bounds: fp32 1e-5, bf16 3e-2, fp16 5e-3. A bf16 or fp16 row shows rounding of the low type and could not reveal a lost
-gradient; fp32 rows do.
+gradient; fp32 rows do. Rows of "experts" are a mixture of 8 experts, of which each token passes 2; "same" says for them
+too that every layer sent exactly as many tokens to its most and its least loaded expert in every step.
 
 Equality has a limit that no framework moves: at the edge of stability a run amplifies rounding. With `optim.lr=0.01`
 instead of 0.003 this one spikes at step 7 (gradient norm 7.5), and rows came to differ by up to 1.4e-5 in the norm and

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity import BORDER, CUTS, TOLERANCES, Curve, Cut, compare, run
+from benchmarks.parity import BORDER, CUTS, EXPERT_CUTS, MIXTURE, TOLERANCES, Curve, Cut, compare, run
 from tests import runs
 from tests.cluster import Cluster
 
@@ -44,6 +44,29 @@ def test_fp32_equals_the_single_process(
     assert difference.loss < TOLERANCES["fp32"]
     assert difference.grad_norm < TOLERANCES["fp32"]
     assert curve.losses[-1] < 0.8 * curve.losses[0], "a run that learns nothing would agree with anything"
+
+
+@pytest.fixture(scope="session")
+def mixture_reference(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    return run(cluster, CUTS[0], 1, "fp32", text, tmp_path_factory.mktemp("mixture") / "run", *MIXTURE)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(cut, id=cut.name, marks=[pytest.mark.slow] if cut.is_slow else [])
+        for cut in EXPERT_CUTS[1:]
+    ],
+)
+def test_a_mixture_of_experts_equals_the_single_process_and_sends_as_many_tokens_to_each_expert(
+    cut: Cut, mixture_reference: Curve, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    curve = run(cluster, cut, cut.accumulations[0], "fp32", text, tmp_path / "run", *MIXTURE)
+    difference = compare(curve, mixture_reference)
+    assert difference.same_samples
+    assert difference.loss < TOLERANCES["fp32"]
+    assert difference.grad_norm < TOLERANCES["fp32"]
+    assert any(fewest == 0 for layers in curve.expert_tokens for fewest, _, _ in layers), "an expert without a token"
 
 
 @pytest.mark.parametrize(

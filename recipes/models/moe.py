@@ -9,6 +9,7 @@ Attention, norms and the first, dense layers are those of ``transformer``.
 Shapes: T tokens, k experts per token, E experts, D dim, I inner width of an expert, N rows = tokens x experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.schema import MoESection
+from serried.parallel.fragments import Fragment
 from serried.parallel.plan import Dispatch, ParallelPlan
 from serried.recipes.models.transformer import (
     ROLES,
@@ -95,6 +97,13 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [N, D], those of the first expert first, ``counts`` of them for each -> [N, D]."""
+        if rows.dtype == torch.float16:
+            # A weight's gradient is a sum over tokens, which leaves fp16's range the earlier the more are together.
+            with torch.autocast(rows.device.type, enabled=False):
+                return self._products(rows.float(), counts).half()
+        return self._products(rows, counts)
+
+    def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
         gate, up, down = (weight.to(rows.dtype) for weight in (self.gate_proj, self.up_proj, self.down_proj))
         if can_group(rows, gate):
             offsets = counts.cumsum(0).to(torch.int32)
@@ -218,9 +227,11 @@ class MoE(Llama):
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
         return flops_per_token(self.section, self.active_parameters(parameters), self.vocab_size, sequence_length)
 
-    def export_name(self, name: str) -> str:
+    def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         names = checkpoint_names(self.section, name)
-        return names[0] if len(names) == 1 else hugging_face_name(name)
+        if len(names) == 1:
+            return (Fragment.whole(names[0], shape),)
+        return tuple(Fragment.entry(each, shape, index) for index, each in enumerate(names))
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         return moe_hugging_face_config(self.section, self.vocab_size, end_token)

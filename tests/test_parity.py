@@ -53,10 +53,7 @@ def mixture_reference(cluster: Cluster, text: Path, tmp_path_factory: pytest.Tem
 
 @pytest.mark.parametrize(
     "cut",
-    [
-        pytest.param(cut, id=cut.name, marks=[pytest.mark.slow] if cut.is_slow else [])
-        for cut in EXPERT_CUTS[1:]
-    ],
+    [pytest.param(cut, id=cut.name, marks=[pytest.mark.slow] if cut.is_slow else []) for cut in EXPERT_CUTS[1:]],
 )
 def test_a_mixture_of_experts_equals_the_single_process_and_sends_as_many_tokens_to_each_expert(
     cut: Cut, mixture_reference: Curve, cluster: Cluster, text: Path, tmp_path: Path

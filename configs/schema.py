@@ -307,7 +307,8 @@ class MoESection(LlamaSection):
         if self.shared_experts:
             width = self.shared_experts * self.expert_hidden_dim
             sizes[f"model.expert_hidden_dim x {self.shared_experts} shared"] = width
-        return {"tensor": sizes, "expert": {"model.experts": self.experts}}
+        widths = {"model.dim": self.dim, "model.expert_hidden_dim": self.expert_hidden_dim}
+        return {"tensor": sizes, "expert": {"model.experts": self.experts}, "expert_shard": widths}
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,11 +70,31 @@ def _check_expert(layout: Layout, divisible: Mapping[str, Mapping[str, int]]) ->
                 f"{layout.context} x tensor {layout.tensor}, whose ranks it uses (it is no factor of the processes); "
                 f"use {instead}"
             )
+        if layout.expert > 1:
+            _check_expert_shards(layout, count, divisible.get("expert_shard", {}))
         if layout.tensor > 1 and not layout.sequence:
             raise UserError(
                 "parallel.sequence=false with experts and parallel.tensor: each token would go to its experts once for "
                 "each tensor rank; use parallel.sequence=true"
             )
+
+
+def _check_expert_shards(layout: Layout, count: int, widths: Mapping[str, int]) -> None:
+    """Where FSDP2 cannot deal out the experts of a rank evenly, it divides each of them, which must be even."""
+
+    def misfit(expert: int) -> str | None:
+        shards = layout.block // expert
+        return (
+            next((key for key, width in widths.items() if width % shards), None) if count // expert % shards else None
+        )
+
+    if key := misfit(layout.expert):
+        fitting = [each for each in divisors(math.gcd(layout.block, count)) if each > 1 and not misfit(each)]
+        instead = " or ".join(f"parallel.expert={each}" for each in fitting[:4]) or "parallel.expert=1"
+        raise UserError(
+            f"parallel.expert={layout.expert} leaves {count // layout.expert} experts on {layout.expert_shard} ranks "
+            f"that shard them, which divide neither them nor {key}={widths[key]}; use {instead}"
+        )
 
 
 def _check_sequence(layout: Layout, length: int) -> None:

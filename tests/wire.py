@@ -36,7 +36,7 @@ class Wire(TorchDispatchMode):
         if name == "alltoall_base":
             _, sent, group, _, counts = args[:5]
             own = counts[torch.distributed.get_rank()] if counts else len(sent) // _ranks(group)
-            return _size(sent) * (len(sent) - own) // len(sent)
+            return _size(sent) * (len(sent) - own) // max(1, len(sent))
         raise NotImplementedError(name)
 
 

@@ -20,7 +20,6 @@ from serried.parallel.initialize import initialize
 from serried.parallel.mesh import Layout
 from serried.parallel.model import Direct, DistributedModel, Runner
 from serried.parallel.phases import Phases
-from serried.parallel.pipeline import Pipeline
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.stages import SkippedModule, split
 from serried.parallel.units import units_of
@@ -81,6 +80,8 @@ def parallelize(
         uses_all = bool(plan.units)
         sync = Replicated(model, layout, device, uses_all=uses_all) if layout.is_replicated else NoSync(model)
     if layout.pipeline > 1:
+        from serried.parallel.pipeline import Pipeline  # imports all of torch._dynamo: 2 s
+
         runner = Pipeline(syncs, layout, groups, device, phases, autocast)
     else:
         runner = Direct(sync, phases, autocast)

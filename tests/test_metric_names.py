@@ -8,7 +8,7 @@ from serried.parallel.plan import LossTerms
 from tests.cluster import Cluster
 
 
-def compare(names: list[list[str]]) -> str:
+def compare(names: list[list[str] | None]) -> str:
     import os
 
     import torch.distributed as dist
@@ -21,15 +21,18 @@ def compare(names: list[list[str]]) -> str:
         assert dist.is_initialized()
         one = torch.ones(())
         try:
-            same_sums_everywhere(LossTerms(one, 1, dict.fromkeys(names[rank], (one, one))))
+            mine = names[rank]
+            terms = None if mine is None else LossTerms(one, 1, dict.fromkeys(mine, (one, one)))
+            return " ".join(same_sums_everywhere(terms)[0])
         except UserError as error:
             return str(error)
-    return ""
 
 
 def test_ranks_that_name_other_metrics_are_refused_on_every_rank(cluster: Cluster) -> None:
     same = cluster.run(2, "tests.test_metric_names:compare", names=[["a", "b"], ["a", "b"]])
-    assert [answer.value for answer in same] == ["", ""]
+    assert [answer.value for answer in same] == ["a b", "a b"]
+    learned = cluster.run(2, "tests.test_metric_names:compare", names=[None, ["a", "b"]])
+    assert [answer.value for answer in learned] == ["a b", "a b"], "of a pipeline's first stage, which has no loss"
     for names in ([["a", "b"], ["b", "a"]], [["a"], []]):
         found = cluster.run(2, "tests.test_metric_names:compare", names=names)
         assert all("return the same names, in the same order, from every batch" in answer.value for answer in found)

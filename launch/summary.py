@@ -40,7 +40,8 @@ class Outcome:
     validation_loss: float | None = None
     """The lowest."""
     tokens_per_second: float | None = None
-    """The median of the logged steps."""
+    """The median of the logged steps, in the task's unit."""
+    unit: str = "tokens"
     metric: str = "loss"
     """What runs are compared by on the validation set: ``checkpoint.best_metric``."""
     metric_value: float | None = None
@@ -74,18 +75,21 @@ def read_outcome(
         return Outcome(run_dir, values, metric=metric, is_maximised=is_maximised)
     losses: list[float | None] = []
     rates: list[float] = []
+    unit = "tokens"
     evaluated: dict[str, list[float]] = {"loss": [], metric: []}
     for line in read_events(run_dir / METRICS):
         if line.get("event") == "step":
             losses.append(line["loss"] if is_number(line.get("loss")) else None)
             rates += [line["tokens_per_second"]] if is_number(line.get("tokens_per_second")) else []
+        elif line.get("event") == "start":
+            unit = str(line.get("unit", unit))
         elif line.get("event") == "eval" and line.get("set") == DEFAULT_VALIDATION:
             for name, found in evaluated.items():
                 found += [line[name]] if is_number(line.get(name)) else []
     best = max if is_maximised else min
     return Outcome(
         run_dir, values, status.state, status.step, status.reason, status.exit_code, losses[-1] if losses else None,
-        min(evaluated["loss"], default=None), median(rates) if rates else None, metric,
+        min(evaluated["loss"], default=None), median(rates) if rates else None, unit, metric,
         best(evaluated[metric], default=None) if metric != "loss" else None, is_maximised, status.time,
     )  # fmt: skip
 
@@ -149,7 +153,9 @@ def table(keys: Sequence[str], outcomes: Sequence[Outcome]) -> str:
     """Return the runs, best first: swept values, losses, metric, rate, state and folder."""
     label = labels(keys)
     metrics = [each.metric for each in outcomes[:1] if each.metric != "loss"]
-    rows = [[*label.values(), "loss", "validation", *metrics, "tok/s", "state", "folder"]]
+    units = {each.unit for each in outcomes if each.tokens_per_second is not None} or {"tokens"}
+    rate = "tok/s" if units == {"tokens"} else f"{units.pop()}/s" if len(units) == 1 else "rate"
+    rows = [[*label.values(), "loss", "validation", *metrics, rate, "state", "folder"]]
     for each in sorted(outcomes, key=Outcome.rank):
         results = [each.loss, each.validation_loss, *([each.metric_value] if metrics else [])]
         numbers = [*(_number(result, ".4f") for result in results), _number(each.tokens_per_second)]

@@ -1,13 +1,15 @@
 """The script that this process runs, to start it again as ranks, as the runs of a sweep or in a Slurm job."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from serried.configs.errors import UserError
 
 _training_command: tuple[str, ...] = ("-m", "serried.program")
 _flags: tuple[str, ...] = ()
+_is_called = False
 
 
 def check_surroundings(words: Sequence[str]) -> None:
@@ -45,6 +47,22 @@ def remember_flags(flags: Sequence[str]) -> None:
 def training_command() -> tuple[str, ...]:
     """Return what follows the interpreter on a command line that trains; overrides come after it."""
     return (*_training_command, *_flags)
+
+
+@contextmanager
+def called_from_python() -> Iterator[None]:
+    """Within, the run was started by ``serried.fit``, so no command starts it again."""
+    global _is_called
+    _is_called = True
+    try:
+        yield
+    finally:
+        _is_called = False
+
+
+def is_called_from_python() -> bool:
+    """Return whether ``serried.fit`` started the run."""
+    return _is_called
 
 
 def typed_command() -> str:

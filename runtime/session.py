@@ -17,7 +17,7 @@ from serried.configs.schema import LaunchSection
 from serried.runtime.cause import CONNECTIONS_CLOSE_SECONDS, Cause
 from serried.runtime.ending import exit_code_of, let_another_end_first, report_alone, say_why
 from serried.runtime.exchange import Exchange
-from serried.runtime.program import typed_command
+from serried.runtime.program import is_called_from_python, typed_command
 from serried.runtime.ranks import choose_device, keep_freed_memory, threads_per_process, torchrun_says
 from serried.runtime.rendezvous import connect, meet
 from serried.runtime.signals import Signals, end_with_torchrun
@@ -75,7 +75,9 @@ class Session:
         )
 
     def command(self) -> str:
-        """Return the command that starts as many processes here."""
+        """Return what starts as many processes here: a command, or a call."""
+        if is_called_from_python():
+            return "serried.fit with"
         if self.world_size == 1:
             return f"python {typed_command()}"
         if self.section.name == "local":

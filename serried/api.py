@@ -1,7 +1,6 @@
 """What a user's own script or notebook calls: ``main``, ``fit`` and ``load_model``."""
 
 import inspect
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,16 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hydra.core.override_parser.types import Quote, QuotedString
-
 from serried.configs.command_line import config_dirs
 from serried.configs.compose import compose
-from serried.configs.declaration import BUILT_IN, Declaration, declaring
+from serried.configs.declaration import BUILT_IN, declaring
 from serried.configs.errors import UserError
 from serried.configs.run_config import config_yaml
-from serried.configs.schema import DEFAULT_VALIDATION, Section
+from serried.configs.schema import DEFAULT_VALIDATION
 from serried.runtime.early import end_in_one_line
-from serried.runtime.program import remember_script
+from serried.runtime.program import called_from_python, remember_script
+from serried.task_class import declaration, words
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,7 +78,7 @@ def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] 
         raise UserError(f"{asked}; serried.fit trains in this process; use serried.main in a script for that")
     instance: Task = task() if inspect.isclass(task) else task
     instance.configure(config)
-    with _torch_settings_kept(), open_session(config.launch) as session:
+    with called_from_python(), _torch_settings_kept(), open_session(config.launch) as session:
         session.same_everywhere("the config", text := config_yaml(config))
         train(config, instance, session, text)
         ended = session.once(lambda: _read_end(config.run.dir))  # by the rank that wrote it
@@ -116,48 +114,6 @@ def load_model(path: str | Path, task: "Task | type[Task] | None" = None) -> "nn
     from serried.trainer.saved_model import open_model
 
     return open_model(Path(path), declaration(task if inspect.isclass(task) else type(task)) if task else None)
-
-
-def declaration(task: "type[Task]") -> Declaration:
-    """Return what composing the configuration needs to know of a task class.
-
-    Raises:
-        UserError: ``task`` is not a task, or its ``Config`` is not a section.
-    """
-    from serried.trainer.task import Task
-
-    if not (inspect.isclass(task) and issubclass(task, Task)):
-        raise UserError(
-            f"{getattr(task, '__name__', task)} is not a task; give a subclass of serried.Task, or an instance"
-        )
-    if not (inspect.isclass(task.Config) and issubclass(task.Config, Section)):
-        raise UserError(f"{task.__name__}.Config is not a section; write: class Config(serried.Section)")
-    return Declaration(task.task_name(), task.Config, task.sections, words(task.defaults), task)
-
-
-def words(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:
-    """Return ``overrides``, a nested dict or ``key=value`` strings, as ``key=value`` strings."""
-    if not isinstance(overrides, Mapping):
-        given = overrides if isinstance(overrides, str) else list(overrides)
-        if isinstance(given, str) or not all(isinstance(word, str) for word in given):
-            raise UserError(f"overrides must be a list of key=value strings or a dict, not {given!r}")
-        return given
-    found: list[str] = []
-    for key, value in overrides.items():
-        if isinstance(value, Mapping):
-            found += [f"{key}.{word}" for word in words(value)]
-        else:
-            found.append(f"{key}={_text(value)}")
-    return found
-
-
-def _text(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list | tuple):
-        return f"[{','.join(_text(each) for each in value)}]"
-    text = str(value)
-    return QuotedString(text, Quote.double).with_quotes() if re.search("[=,]", text) else text
 
 
 def _read_end(run_dir: Path) -> dict[str, Any]:

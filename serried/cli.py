@@ -397,9 +397,9 @@ def _config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
     Raises:
         UserError: it holds a model of another family, or cannot be read.
     """
-    from serried.api import words
     from serried.configs.compose import compose
     from serried.configs.model_folder import keys_of_model
+    from serried.task_class import words
 
     longest = keys_of_model(str(folder)).get("max_sequence_length", 2048)
     config = compose([*words({"model": {"path": folder.absolute()}}), f"data.sequence_length={longest}", *overrides])

@@ -14,10 +14,14 @@ import torch
 from torch import nn
 
 import serried
-from serried.api import declaration
+from serried import program
 from serried.configs.compose import compose
 from serried.configs.declaration import declaring
 from serried.configs.errors import UserError
+from serried.configs.plain_data import read_yaml
+from serried.configs.registry import tasks
+from serried.configs.schema import Section
+from serried.task_class import declaration
 from serried.trainer.checkpoint.resume import CHECKPOINTS
 from tests.cluster import ROOT, Cluster
 from tests.runs import metrics, steps_saved, weights
@@ -325,6 +329,23 @@ def test_optimizer_defaults_of_a_task_are_those_of_its_optimizer() -> None:
         assert compose([]).optim.lr == compose(["optim=adamw"]).optim.lr == 0.02
         changed = compose(["optim=sgd"])
         assert (changed.optim.lr, changed.schedule.warmup_steps) == (0.1, 3)
+
+
+def test_installed_task_is_chosen_by_name_with_its_own_keys(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks.register("points", Section, lambda: task_of(script, "Points"))
+    assert program.main(["task=points", "task.dim=8", "trainer.steps=2", f"run.dir={tmp_path}"]) == 0
+    assert read_yaml(tmp_path / "config.yaml")["task"] == {"dim": 8, "share": 0.5, "name": "points"}
+    assert metrics(tmp_path, "start")[0]["unit"] == "samples"
+    capsys.readouterr()
+    assert program.main(["task=point"]) == 78
+    assert "no task 'point' is registered; did you mean task=points?" in capsys.readouterr().err
+
+
+def test_next_after_fit_is_a_call(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    serried.fit(task_of(script, "Points"), [f"run.dir={tmp_path}", "trainer.steps=2"])
+    assert "next       serried.fit with run.name=OTHER for another run" in capsys.readouterr().out
 
 
 def test_public_names_are_those_of_the_documentation() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -392,6 +393,8 @@ def test_search_maximises_the_metric_of_a_task(tmp_path: Path, capsys: pytest.Ca
     assert list(summary(sweep.folder)) == ["trial-1", "trial-0"]
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["lr", "schedule", "loss", "validation", "accuracy", "tok/s", "state", "folder"] in rows
+    outcomes = [replace(Outcome(tmp_path, {}, metric="accuracy"), unit="samples", tokens_per_second=5.0)]
+    assert "accuracy  samples/s  state" in table(["optim.lr"], outcomes)
 
 
 # The words of a sweep

@@ -117,6 +117,7 @@ class Report:
         """Record the start. ``hosts``: of each rank; ``peak_flops``: of one device, None if not known."""
         self._record(
             "start",
+            unit=self._task.unit,
             world_size=self._session.world_size,
             mesh={axis: getattr(layout, axis) for axis in (*AXES, "expert")},
             parameters=parameters,

@@ -171,6 +171,7 @@ def _summary(run: Records) -> dict[str, Any]:
         "validation": _at(validation, -1),
         **{name: _known(run.last.get(name)) for name in ("tokens", "samples")},
         "tokens_per_second": _median(_of(run, "throughput", "")),
+        "unit": str(run.starts[-1].get("unit", "tokens")) if run.starts else "tokens",
         "mfu": _median(_of(run, "mfu", "")),
         "memory_bytes": max(_of(run, "memory", "peak").values, default=None),
         "data_share": run.waited_seconds / run.timed_seconds if run.timed_seconds else None,

@@ -102,7 +102,7 @@ function toolbar() {
       "horizontal axis",
       [
         ["step", "steps", true],
-        ["tokens", "tokens", runs.some((run) => run.x.tokens)],
+        ["tokens", unit(), runs.some((run) => run.x.tokens)],
         ["seconds", "hours", runs.some((run) => run.x.seconds)],
       ],
       state.axis,

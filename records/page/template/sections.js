@@ -62,10 +62,10 @@ function tiles(run) {
       run.step.toLocaleString("en"),
       run.eta_seconds == null ? done : `${done}, ${duration(run.eta_seconds)} to go`,
     ],
-    run.tokens != null && ["tokens", compact(run.tokens), run.samples != null && `${compact(run.samples)} sequences`],
+    run.tokens != null && [run.unit, compact(run.tokens), run.samples != null && `${compact(run.samples)} sequences`],
     run.seconds > 0 && ["time", duration(run.seconds), run.starts.length > 1 ? `in ${run.starts.length} starts` : ""],
     run.tokens_per_second != null && [
-      "tokens/s, median",
+      `${run.unit}/s, median`,
       compact(run.tokens_per_second),
       ranks > 1 && `${compact(run.tokens_per_second / ranks)} a rank`,
     ],
@@ -108,6 +108,12 @@ function ending(run) {
   );
 }
 
+/** What all runs count their samples in. */
+function unit() {
+  const units = new Set(runs.map((run) => run.unit));
+  return units.size === 1 ? [...units][0] : "units";
+}
+
 function comparison() {
   const told = Object.keys(page.differences).filter((key) => !/^run\./.test(key) && key !== "recipe");
   const keys = told.length <= 4 ? told : [];
@@ -117,9 +123,9 @@ function comparison() {
     ["step", (run) => run.step, (run) => run.step.toLocaleString("en")],
     ["loss", (run) => run.loss?.value, (run) => loss(run.loss?.value), "low"],
     ["best validation", (run) => run.best_validation?.value, (run) => loss(run.best_validation?.value), "low"],
-    ["tokens", (run) => run.tokens, (run) => compact(run.tokens)],
+    [unit(), (run) => run.tokens, (run) => compact(run.tokens)],
     ["time", (run) => run.seconds, (run) => duration(run.seconds)],
-    ["tokens/s", (run) => run.tokens_per_second, (run) => compact(run.tokens_per_second), "high"],
+    [`${unit()}/s`, (run) => run.tokens_per_second, (run) => compact(run.tokens_per_second), "high"],
     ...(runs.some((run) => run.mfu != null) ? [["MFU", (run) => run.mfu, (run) => percent(run.mfu), "high"]] : []),
     ...keys.map((key) => [
       key,

@@ -46,7 +46,7 @@ const SPECS = [
   { id: "source_loss", title: "Validation loss by source", log: true, format: loss },
   { id: "grad_norm", title: "Gradient norm", log: true, startsLog: true, clips: true, format: compact },
   { id: "lr", title: "Learning rate", log: true, rough: true, zero: true, format: compact },
-  { id: "throughput", title: "Tokens per second", zero: true, clips: true, format: compact },
+  { id: "throughput", title: "Throughput, per second", zero: true, clips: true, format: compact },
   { id: "mfu", title: "Model FLOPs utilisation", zero: true, format: percent },
   { id: "memory", title: "Memory, the fullest rank", rough: true, zero: true, format: bytes, binary: true },
   {

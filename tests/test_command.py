@@ -60,7 +60,7 @@ def fill(words: str, places: dict[str, str]) -> str:
     return words
 
 
-IN_PROCESSES_OF_THEIR_OWN = ("recipe", "all at once", "absent file", "run folder is a file", "must resume")
+IN_PROCESSES_OF_THEIR_OWN = ("all at once", "absent file")
 
 
 # test_mistakes.py has the others that composing finds.

@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +19,7 @@ from tests.cluster import Cluster
 from tests.runs import metrics, overrides, save_again, weights
 from tests.test_health import flip
 
+Steps = list[dict[str, Any]]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "single": (1, ["parallel=single"]),
     "fsdp x3": (3, ["parallel=fsdp"]),
@@ -31,53 +34,82 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "pipeline x2 x tensor x2": (4, ["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2"]),
     "pipeline x2 x tensor x2 x fsdp x2": (8, ["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2"]),
 }  # fmt: skip
-SAVED = "pipeline x2 x tensor x2"
-QUICK = ("fsdp x3", "tensor x2 x replicate x2", "pipeline x2, zbv")
+EXPERTS: dict[str, tuple[int, list[str]]] = {
+    "experts on one": (1, ["parallel=single"]),
+    "fsdp x3 with experts": (3, ["parallel=fsdp"]),
+    "expert x2": (2, ["parallel=fsdp", "parallel.expert=2"]),
+    "expert x4": (4, ["parallel=fsdp", "parallel.expert=4"]),
+    "expert x2 x fsdp x2": (4, ["parallel=fsdp", "parallel.expert=2"]),
+    "expert x2 x tensor x2": (2, ["parallel=fsdp", "parallel.expert=2", "parallel.tensor=2"]),
+    "expert x2 x context x2": (2, ["parallel=fsdp", "parallel.expert=2", "parallel.context=2"]),
+    "expert x2 x pipeline x2": (4, ["parallel=fsdp", "parallel.expert=2", "parallel.pipeline=2"]),
+}
+SAVED = ("pipeline x2 x tensor x2", "expert x2 x fsdp x2")
+"""A checkpoint of one is read on all that train the same model."""
+QUICK = ("fsdp x3", "tensor x2 x replicate x2", "pipeline x2, zbv", "expert x2 x pipeline x2")
 
 
 def argv_of(layout: str, text: Path, run_dir: Path, *more: str) -> list[str]:
-    shape = ["model.layers=4", "model.tie_embeddings=true", "trainer.steps=4", "trainer.micro_batch=3"]
-    return overrides(text, run_dir, *shape, "trainer.deterministic=true", *LAYOUTS[layout][1], *more)
+    dense = ["model.layers=4", "model.tie_embeddings=true"]
+    model = ["model=moe_tiny", "model.layers=2", "model.expert_hidden_dim=24"] if layout in EXPERTS else dense
+    how = ["trainer.steps=4", "trainer.micro_batch=3", "trainer.deterministic=true"]
+    return overrides(text, run_dir, *model, *how, *(LAYOUTS | EXPERTS)[layout][1], *more)
 
 
 def train(cluster: Cluster, layout: str, text: Path, run_dir: Path, *more: str, code: int = 0) -> None:
     argv = argv_of(layout, text, run_dir, *more)
-    answers = cluster.run(LAYOUTS[layout][0], "tests.runs:train_small", argv=argv)
+    answers = cluster.run((LAYOUTS | EXPERTS)[layout][0], "tests.runs:train_small", argv=argv)
     assert {answer.value["code"] for answer in answers} == {code}, answers[0].printed
 
 
 @pytest.fixture(scope="module")
-def saved(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was stopped after two of four steps."""
-    run_dir = tmp_path_factory.mktemp("saved") / "run"
-    train(cluster, SAVED, text, run_dir, "trainer.stop_at=2", code=75)
-    return run_dir
+def saved(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A run on a layout that was stopped after two of four steps, trained once."""
+
+    @cache
+    def stopped(layout: str) -> Path:
+        run_dir = tmp_path_factory.mktemp("saved") / "run"
+        train(cluster, layout, text, run_dir, "trainer.stop_at=2", code=75)
+        return run_dir
+
+    return stopped
 
 
 @pytest.fixture(scope="module")
-def whole(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Steps of a run of one process that was not stopped."""
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
-    train(cluster, "single", text, run_dir)
-    return metrics(run_dir)
+def whole(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Steps]:
+    """Steps of a run of one process that was not stopped, trained once."""
+
+    @cache
+    def steps(layout: str) -> Steps:
+        run_dir = tmp_path_factory.mktemp("whole") / "run"
+        train(cluster, layout, text, run_dir)
+        return metrics(run_dir)
+
+    return steps
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] if name not in QUICK else []) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in (*LAYOUTS, *EXPERTS)]
 )
 def test_a_checkpoint_is_read_with_the_same_bits_and_training_continues_alike(
-    layout: str, saved: Path, whole: list[dict[str, Any]], cluster: Cluster, text: Path, tmp_path: Path
+    layout: str,
+    saved: Callable[[str], Path],
+    whole: Callable[[str], Steps],
+    cluster: Cluster,
+    text: Path,
+    tmp_path: Path,
 ) -> None:
-    argv = argv_of(layout, text, saved)
-    cluster.run(LAYOUTS[layout][0], "tests.runs:save_again", argv=argv, run_dir=str(tmp_path / "again"))
+    source = saved(SAVED[layout in EXPERTS])
+    argv = argv_of(layout, text, source)
+    cluster.run((LAYOUTS | EXPERTS)[layout][0], "tests.runs:save_again", argv=argv, run_dir=str(tmp_path / "again"))
     for stem in ("model", "optimizer"):
-        expected, found = weights(saved, stem), weights(tmp_path / "again", stem)
+        expected, found = weights(source, stem), weights(tmp_path / "again", stem)
         assert expected.keys() == found.keys()
         assert [name for name in expected if not expected[name].equal(found[name])] == []
     train(cluster, layout, text, tmp_path / "run", f"checkpoint.resume={tmp_path / 'again'}")
     steps = metrics(tmp_path / "run")
     assert [line["step"] for line in steps] == [3, 4]
-    for line, other in zip(steps, whole[2:], strict=True):
+    for line, other in zip(steps, whole("experts on one" if layout in EXPERTS else "single")[2:], strict=True):
         assert line["samples"] == other["samples"]
         assert math.isclose(line["loss"], other["loss"], rel_tol=1e-5)
         assert math.isclose(line["grad_norm"], other["grad_norm"], rel_tol=1e-5)
@@ -99,9 +131,9 @@ def staged_bytes(argv: list[str], run_dir: str) -> tuple[int, int]:
 
 
 def test_a_rank_copies_its_share_of_the_state_for_a_save(
-    saved: Path, cluster: Cluster, text: Path, tmp_path: Path
+    saved: Callable[[str], Path], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    argv = argv_of(SAVED, text, saved)
+    argv = argv_of(SAVED[0], text, saved(SAVED[0]))
     answers = cluster.run(4, "tests.test_any_layout:staged_bytes", argv=argv, run_dir=str(tmp_path / "again"))
     shares = [answer.value[0] / answer.value[1] for answer in answers]
     assert sum(shares) < 1.05, "no copy of a tensor is staged twice, but for norms"
@@ -167,7 +199,7 @@ def train_flipping(argv: list[str], rank: int, name: str) -> int:
 def test_a_flipped_bit_in_a_copy_is_named(
     rank: int, name: str, expected: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    argv = argv_of(SAVED, text, tmp_path / "run", "health.replica_check_every=1", "trainer.steps=2")
+    argv = argv_of(SAVED[0], text, tmp_path / "run", "health.replica_check_every=1", "trainer.steps=2")
     answers = cluster.run(4, "tests.test_any_layout:train_flipping", argv=argv, rank=rank, name=name)
     assert {answer.value for answer in answers} == {75}
     status = json.loads((tmp_path / "run/status.json").read_text())

@@ -71,6 +71,8 @@ def parallelize(
 
     runner: Runner
     sync: GradientSync
+    if layout.expert > 1:
+        groups.make_for_experts()
     if layout.is_sharded:
         _refuse_tied_units(model, plan, tied)
         syncs = {number: sharded(stage) for number, stage in stages.items()}

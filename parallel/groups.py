@@ -42,6 +42,10 @@ class Groups:
             pipeline=layout.pipeline, replicate=layout.replicate, fsdp=layout.expert_shard, expert=layout.expert
         )
 
+    def make_for_experts(self) -> None:
+        """Make the mesh of experts. A collective of all ranks, of those of a stage without experts too."""
+        assert self.expert_fsdp is not None
+
     def expert_shard_dim(self, parameter: nn.Parameter) -> Shard:
         """Dim along which ``expert_fsdp`` shards ``parameter``, the stacked experts of this rank."""
         return Shard(expert_sharding_dim(len(parameter) * self._layout.expert, self._layout))

@@ -139,8 +139,8 @@ class Vocabulary:
     first_row = 0
     """Number, within the vocabulary, of the first row that is here."""
 
-    def size(self, rows: int) -> int:
-        """Return V; ``rows`` are here."""
+    def most_rows(self, rows: int) -> int:
+        """Return the largest number of rows that a rank has; here are ``rows``."""
         return rows
 
     def targets(self, targets: Tensor) -> Tensor:

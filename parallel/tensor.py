@@ -135,14 +135,14 @@ class ShardedVocabulary(Vocabulary):
 
     def __init__(self, size: int, layout: Layout, place: Coordinates, group: ProcessGroup) -> None:
         self.first_row = _rows(size, layout, place)[0]
-        self._size, self._group = size, group
+        self._group = group
         self._parts = layout.tensor if layout.sequence else 1
         """Of the stream."""
         self._rows = [chunk(size, layout.tensor, rank)[1] for rank in range(layout.tensor)]
 
-    def size(self, rows: int) -> int:
+    def most_rows(self, rows: int) -> int:
         del rows
-        return self._size
+        return max(self._rows)
 
     def targets(self, targets: Tensor) -> Tensor:
         return targets.unflatten(1, (self._parts, -1)).movedim(1, 0).flatten(1)

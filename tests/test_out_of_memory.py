@@ -10,11 +10,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from serried.configs.compose import compose
+from serried.configs.schema import GPT2Section
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER
 from serried.recipes.causal_lm import CausalLM
+from serried.recipes.models.gpt2 import GPT2, GPT2Model
 from serried.recipes.models.transformer import Transformer, activation_bytes
 from serried.trainer.out_of_memory import _advice, _asked_bytes, _Planned, _Usage, is_out_of_memory
 from serried.trainer.pulse import SET_UP
@@ -45,11 +48,25 @@ def test_activations_take_what_the_plan_says_to_a_twentieth(shape: str, dtype: t
     config = compose([f"{key}={value}" for key, value in given.items()])
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
-    model = Transformer(config.model, vocab_size)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
     sequences, length = config.trainer.micro_batch, config.data.sequence_length
     tokens = torch.randint(0, vocab_size, (sequences, length))
+    taken = peak(Transformer(config.model, vocab_size), tokens, dtype, tmp_path)
+    estimate = activation_bytes(config.model, vocab_size, sequences, length, dtype, autocast=dtype != torch.float32)
+    assert 0.95 < estimate / taken < 1.05, f"{estimate:,} estimated, {taken:,} taken"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_activations_of_gpt2_take_what_the_plan_says(dtype: torch.dtype, tmp_path: Path) -> None:
+    section = GPT2Section(name="small", dim=256, layers=2, heads=4, hidden_dim=1024, max_sequence_length=128)
+    taken = peak(GPT2Model(section, 257), torch.randint(0, 257, (8, 128)), dtype, tmp_path)
+    estimate = GPT2(section, 257).activation_bytes(8, 128, dtype, autocast=dtype != torch.float32)
+    assert 0.95 < estimate / taken < 1.05, f"{estimate:,} estimated, {taken:,} taken"
+
+
+def peak(model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype, tmp_path: Path) -> int:
+    """Bytes that a forward and backward hold at most, beside the parameters."""
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
             loss = model(tokens, tokens)
@@ -58,9 +75,7 @@ def test_activations_take_what_the_plan_says_to_a_twentieth(shape: str, dtype: t
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     changes = sorted((each["ts"], each["args"]) for each in events if each["name"] == "[memory]")
     before = changes[0][1]["Total Allocated"] - changes[0][1]["Bytes"]
-    peak = max(each["Total Allocated"] for _, each in changes) - before
-    estimate = activation_bytes(config.model, vocab_size, sequences, length, dtype, autocast=dtype != torch.float32)
-    assert 0.95 < estimate / peak < 1.05, f"{estimate:,} estimated, {peak:,} taken"
+    return max(each["Total Allocated"] for _, each in changes) - before
 
 
 # failure ------------------------------------------------------------------------------------------------------------

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from serried.configs.schema import GPT2Section
 from serried.parallel.fragments import Fragment
-from serried.parallel.plan import Context, Inputs, ParallelPlan
+from serried.parallel.plan import ALL_OF_IT, Context, Inputs, ParallelPlan, Share
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask, numbered_documents
 from serried.recipes.models.cache import Cache, LayerCache
 from serried.recipes.models.family import ModelFamily, Tokens
 from serried.recipes.models.head import LanguageModelHead
-from serried.recipes.models.transformer import Embedding
+from serried.recipes.models.transformer import Embedding, end_bytes
 
 _QUERY_KEY_VALUE = ("q_attn", "k_attn", "v_attn")
 """In the order in which ``c_attn`` has them."""
@@ -209,6 +209,20 @@ class GPT2(ModelFamily):
         model = self.section
         looked_up = model.max_sequence_length + (0 if model.tie_embeddings else self.vocab_size)
         return 6.0 * (parameters - looked_up * model.dim) + 12 * model.layers * model.dim * sequence_length
+
+    def activation_bytes(
+        self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
+    ) -> int:
+        """As ``transformer.activation_bytes``."""
+        model, width = self.section, dtype.itemsize
+        tokens = sequences * sequence_length // share.context
+        norm = 2 * ((4 * model.dim + 8) / share.sequence + width * model.dim)  # keeps its input in fp32
+        divided = width * (4 * model.dim + 2 * model.hidden_dim) + 4 * model.heads
+        layers = share.blocks * model.layers * tokens * (norm + divided / share.tensor)
+        matrices = model.layers * (4 * model.dim + 2 * model.hidden_dim) * model.dim
+        copies = width * matrices / share.tensor if autocast else 0
+        end = end_bytes(model.dim, self.vocab_size, tokens, dtype, share) if share.has_end else 0
+        return int(layers + copies + end)
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         owner, _, last = name.rpartition(".")

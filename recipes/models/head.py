@@ -82,7 +82,7 @@ class _Chunk(NamedTuple):
 def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Iterator[_Chunk]:
     """Go through the tokens; ``weight`` in hidden's dtype."""
     rows, targets = weight.shape[0], vocabulary.targets(targets)
-    step = chunk_tokens(vocabulary.size(rows))
+    step = -(-chunk_tokens(vocabulary.most_rows(rows)) // len(targets))  # the same on all ranks
     for start in range(0, hidden.shape[0], step):
         mine = slice(start, start + step)
         chunk, wanted = vocabulary.tokens(hidden[mine]), targets[:, mine].flatten()

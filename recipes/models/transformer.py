@@ -276,7 +276,6 @@ def activation_bytes(
     """
     tokens, width = sequences * sequence_length // share.context, dtype.itemsize
     queries, keys = config.heads * config.attention_head_dim, config.kv_heads * config.attention_head_dim
-    rows = -(-vocab_size // share.tensor)
     norm = 8 * config.dim + 4  # its input and the normalised input in fp32, 1 / root mean square
     into = width * config.dim  # its output, which the matrices read: of all tokens
     # q, the mix, the scores' log-sum, k, v
@@ -289,14 +288,19 @@ def activation_bytes(
     copies = width * config.layers * matrices if autocast else 0
     if not share.has_end:
         return int(layers + rope + copies)
+    return int(layers + end_bytes(config.dim, vocab_size, tokens, dtype, share) + rope + copies)
+
+
+def end_bytes(dim: int, vocab_size: int, tokens: int, dtype: torch.dtype, share: Share) -> float:
+    """Bytes that the last norm and the head need, for so many ``tokens`` of a context rank, with its logits."""
+    width, rows = dtype.itemsize, -(-vocab_size // share.tensor)
     # Of the head's forward: both gradients, and the tokens.
-    ends = tokens * (norm / share.sequence + into + 8) + 4 * rows * config.dim
+    ends = tokens * ((8 * dim + 4) / share.sequence + width * dim + 8) + 4 * rows * dim
     if width < 4:  # the head's input and weight in it
-        ends += width * config.dim * (2 * tokens + rows)
+        ends += width * dim * (2 * tokens + rows)
     # Two copies of a chunk's logits in fp32; while there is a second chunk, one of the first is still there.
-    chunk = min(tokens, chunk_tokens(vocab_size))
-    logits = 4 * rows * max(2 * chunk, chunk + 2 * min(chunk, tokens - chunk))
-    return int(layers + ends + rope + logits + copies)
+    chunk = min(tokens, chunk_tokens(rows))
+    return ends + 4 * rows * max(2 * chunk, chunk + 2 * min(chunk, tokens - chunk))
 
 
 def hugging_face_name(name: str) -> str:

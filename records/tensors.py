@@ -267,8 +267,13 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _known_format(start: bytes) -> str | None:
-    """What the file is instead, when its first eight bytes tell."""
-    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+    """What the file is instead, when its first eight bytes tell.
+
+    A pickle begins with 0x80 and its protocol. So does the length of a header of 640, 896, 1152 or 1408 bytes, whose
+    upper bytes are 0, as in no pickle.
+    """
+    is_pickle = start.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")) and any(start[3:])
+    if is_pickle or start.startswith(b"PK\x03\x04"):
         return f"it looks like a pickle (torch.save), which is never loaded; {_CONVERT}"
     if start == b"version ":
         return "it is a pointer of git-lfs; fetch the file itself with: git lfs pull"

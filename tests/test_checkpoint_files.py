@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from serried.configs.errors import UserError
-from serried.records.tensors import DTYPES, TensorFolder, TensorSpec, header, index_json, tensor_bytes
+from serried.records.tensors import DTYPES, TensorFolder, TensorSpec, header, index_json, read_header, tensor_bytes
 from serried.trainer.checkpoint.manifest import (
     MANIFEST,
     Damaged,
@@ -277,6 +277,13 @@ def refusal(folder: Path) -> str:
 def test_a_strange_header_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(STRANGE[case])
     assert "model.safetensors" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("length", [640, 896, 1152, 1408])
+def test_header_whose_length_reads_like_a_pickle_is_read(length: int, tmp_path: Path) -> None:
+    text = json.dumps({"x": entry()}).encode()
+    (tmp_path / "model.safetensors").write_bytes(raw(text + b" " * (length - len(text))))
+    assert read_header(tmp_path / "model.safetensors").keys() == {"x"}
 
 
 def test_a_header_beside_the_strange_ones_is_read(tmp_path: Path) -> None:

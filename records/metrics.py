@@ -14,6 +14,7 @@ _OURS = frozenset((
     "source_tokens", "source_losses", "seconds", "step_seconds", "tokens_per_second", "tokens_per_second_per_device",
     "samples_per_second", "samples_per_second_per_device", "mfu", "memory_bytes", "memory_reserved_bytes",
     "data_seconds", "slowest_rank", "slowest_share", "time_split", "eta_seconds", "skipped", "scale",
+    "expert_tokens", "expert_load",
 ))  # fmt: skip
 """Keys of ``step`` and ``eval`` that every run has. Other numbers are metrics of the task."""
 _MOST_LINE_BYTES = 16 * 2**20

@@ -275,6 +275,7 @@ def test_a_plan_that_does_not_fit_a_gpu_says_so(capsys: pytest.CaptureFixture[st
         ("llama8b_131k", 16),
         ("llama70b", 64),
         ("llama405b", 2048),
+        ("glm45_air", 64),
     ):
         assert warnings(f"recipe={recipe}", f"launch.processes={processes}") == [], "a recipe fits the nodes it names"
     for words, expected in (

@@ -7,6 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from serried.configs.compose import compose
 from serried.configs.schema import MoESection
 from serried.parallel.axes import shard_specs
 from serried.parallel.held import held_parameters
@@ -182,3 +183,11 @@ def test_gradients_of_a_mixture_equal_a_dense_sum_over_all_experts() -> None:
 def test_sizes_that_do_not_fit_are_told_with_a_value_that_does(changes: dict[str, Any], answer: str) -> None:
     with pytest.raises(ValidationError, match=answer):
         section(**changes)
+
+
+def test_glm45_air_has_its_published_size() -> None:
+    config = compose(["recipe=glm45_air"]).model
+    family = MoE(config, config.vocab_size or 0)
+    count = sum(parameter.numel() for parameter in family.build().parameters())
+    assert f"{count:,}" == "106,852,245,504"
+    assert f"{family.active_parameters(count):,}" == "13,424,123,904"

@@ -14,11 +14,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from serried.configs.compose import compose
+from serried.configs.registry import models
 from serried.configs.schema import GPT2Section
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER
 from serried.recipes.causal_lm import CausalLM
+from serried.recipes.models.family import family_of
 from serried.recipes.models.gpt2 import GPT2, GPT2Model
-from serried.recipes.models.transformer import Transformer, activation_bytes
 from serried.trainer.out_of_memory import _advice, _asked_bytes, _Planned, _Usage, is_out_of_memory
 from serried.trainer.pulse import SET_UP
 from tests.cluster import ROOT
@@ -31,6 +32,7 @@ _ADDRESS_SPACE_BYTES = 3 * 2**30
 # estimate -----------------------------------------------------------------------------------------------------------
 
 SHAPES = {
+    "experts": ["model=moe_tiny", "model.expert_hidden_dim=256", "model.vocab_size=1000"],
     "small vocabulary": ["model.vocab_size=257"],
     "many sequences": ["model.vocab_size=257", "trainer.micro_batch=12"],
     "several chunks of logits": ["model.vocab_size=6000", "model.tie_embeddings=false", "trainer.micro_batch=40"],
@@ -48,10 +50,13 @@ def test_activations_take_what_the_plan_says_to_a_twentieth(shape: str, dtype: t
     config = compose([f"{key}={value}" for key, value in given.items()])
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
+    family = family_of(models.get(config.model.family).load(), config.model, vocab_size)
     sequences, length = config.trainer.micro_batch, config.data.sequence_length
     tokens = torch.randint(0, vocab_size, (sequences, length))
-    taken = peak(Transformer(config.model, vocab_size), tokens, dtype, tmp_path)
-    estimate = activation_bytes(config.model, vocab_size, sequences, length, dtype, autocast=dtype != torch.float32)
+    model = type(family.build())(config.model, vocab_size)  # not on meta
+    taken = peak(model, tokens, dtype, tmp_path)
+    estimate = family.activation_bytes(sequences, length, dtype, autocast=dtype != torch.float32)
+    assert estimate is not None
     assert 0.95 < estimate / taken < 1.05, f"{estimate:,} estimated, {taken:,} taken"
 
 

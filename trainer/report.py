@@ -79,13 +79,14 @@ def saved_progress(start: Start) -> Progress:
 
 
 def _expert_tokens(loads: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return what metrics.jsonl records of the tokens sent to experts: by layer the fewest, the most and all, and the
-    largest ratio of the most to the mean."""
+    """Return what metrics.jsonl records of the tokens sent to experts: by layer the fewest, the most and all; and how
+    many times the mean the most are."""
     if not loads:
         return {}
+    ratios = [max(layer) * len(layer) / max(1, sum(layer)) for layer in loads]
     return {
         "expert_tokens": [[min(layer), max(layer), sum(layer)] for layer in loads],
-        "expert_imbalance": max(max(layer) * len(layer) / max(1, sum(layer)) for layer in loads),
+        "expert_load": {"worst layer": max(ratios), "mean of layers": sum(ratios) / len(ratios)},
     }
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from serried.configs.schema import MoESection
 from serried.parallel.fragments import Fragment
-from serried.parallel.plan import Dispatch, ParallelPlan
+from serried.parallel.plan import ALL_OF_IT, Dispatch, ParallelPlan, Share
 from serried.recipes.models.transformer import (
     ROLES,
     Attention,
@@ -27,6 +27,7 @@ from serried.recipes.models.transformer import (
     FeedForward,
     Llama,
     Transformer,
+    activation_bytes,
     flops_per_token,
     hugging_face_config,
     hugging_face_name,
@@ -226,6 +227,24 @@ class MoE(Llama):
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
         return flops_per_token(self.section, self.active_parameters(parameters), self.vocab_size, sequence_length)
+
+    def activation_bytes(
+        self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
+    ) -> int:
+        model, width = self.section, dtype.itemsize
+        mixtures, rows = model.layers - model.dense_layers, model.experts_per_token
+        shared = model.shared_experts * model.expert_hidden_dim
+        mean = (model.dense_layers * model.hidden_dim + mixtures * shared) // model.layers
+        others = activation_bytes(
+            model.model_copy(update={"hidden_dim": mean}), self.vocab_size, sequences, sequence_length, dtype,
+            autocast=autocast, share=share,
+        )  # fmt: skip
+        # What an expert reads, gate, its SiLU, up, their product and the result; where the row goes, and comes from.
+        row = width * (2 * model.dim + 4 * model.expert_hidden_dim) + 32
+        router = 4 * model.dim + 12 * model.experts  # its input and its scores
+        tokens = sequences * sequence_length / share.context / share.sequence
+        copies = 3 * width * mixtures * model.experts * model.dim * model.expert_hidden_dim if autocast else 0
+        return int(others + share.blocks * mixtures * tokens * (rows * row + router)) + copies
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         names = checkpoint_names(self.section, name)

@@ -19,7 +19,9 @@ _WHERE_KNOWN = {
     "scale": ("scale", ""),
     "slowest_share": ("slowest", ""),
 }
-_BY_NAME = {"lr_by_group": "lr", "source_tokens": "source_tokens", "time_split": "time_split"}
+_BY_NAME = {
+    "lr_by_group": "lr", "source_tokens": "source_tokens", "time_split": "time_split", "expert_load": "expert_load",
+}  # fmt: skip
 _KEPT_MARKS = 1000
 """Marks of each kind; more are counted, not drawn."""
 

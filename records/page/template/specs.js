@@ -59,6 +59,12 @@ const SPECS = [
   },
   { id: "data_share", title: "Waiting for data, share of the step", zero: true, clips: true, format: percent },
   { id: "source_tokens", title: "Tokens by source", rough: true, zero: true, format: compact },
+  {
+    id: "expert_load",
+    title: "Most loaded expert, tokens against the mean",
+    zero: true,
+    format: (ratio) => `${trimmed(ratio, 4)}x`,
+  },
   { id: "scale", title: "Loss scale", log: true, startsLog: true, rough: true, format: compact },
   {
     id: "slowest",

@@ -171,26 +171,6 @@ def test_documents_that_are_isolated_restart_positions_and_are_not_predicted_fro
     assert sample.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1]
 
 
-def test_a_document_in_pieces_is_one_document() -> None:
-    class InPieces(Rows):
-        def all_rows(self, first: int = 0) -> Iterator[Row]:
-            for number in range(first, 2):
-                yield Row(number, f"{number}1 {number}2", begins=True, ends=False)
-                yield Row(number, f"{number}3", begins=False, ends=False)
-                yield Row(number, f"{number}4 {number}5", begins=False, ends=True)
-
-        rows = all_rows
-
-    units = [InPieces("pieces", [])]
-    whole = tokens_of(stream(units, lanes=1, sequence_length=3, isolate_documents=True), 0, 1, 8)
-    assert whole[:12] == [1, 2, 3, 4, 5, END, 11, 12, 13, 14, 15, END]
-    for done in range(8):
-        before, after = (stream(units, lanes=1, sequence_length=3, isolate_documents=True) for _ in range(2))
-        tokens_of(before, 0, 1, done + 1)
-        after.load(before.state(done), done)
-        assert tokens_of(after, 0, 1, 8 - done, first=done) == whole[3 * done :]
-
-
 def test_what_is_kept_for_validation_is_not_trained_on() -> None:
     dataset = stream([Rows("unit", ["1 2", "7777 3", "4 5"])], lanes=1, sequence_length=1)
     assert tokens_of(dataset, 0, 1, 12) == [1, 2, END, 4, 5, END] * 2

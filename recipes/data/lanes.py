@@ -10,7 +10,7 @@ import hashlib
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -326,43 +326,30 @@ class _Documents:
             epoch, place = epoch + 1, 0
 
     def _of_part(self, number: int, remainder: int, epoch: int, place: int, first: int) -> Iterator[_Piece]:
-        unit, mine, token, takes = self.units[number], list[Row](), 0, False
+        unit, mine = self.units[number], list[Row]()
+
+        def pieces() -> Iterator[_Piece]:
+            for row, encoded in zip(mine, self.encoder(mine, unit.name), strict=True):
+                if len(encoded.tokens):
+                    yield _Piece(Cursor(epoch, place, row.number), encoded.tokens, begins=True)
+            mine.clear()
+
         for row in _patiently(unit, first, self.pause):
-            if row.begins:  # which decides for all pieces of a document
-                takes = row.number % self.deal.cut == remainder and self.is_training(row, unit.name)
-            if takes:
+            if row.number % self.deal.cut == remainder and self.is_training(row, unit.name):
                 mine.append(row)
             if len(mine) == _ROWS_AT_ONCE or sum(len(row.content) for row in mine) > _CHARACTERS_AT_ONCE:
-                token = yield from self._encoded(mine, unit, epoch, place, token)
-                mine = []
-        if mine:
-            yield from self._encoded(mine, unit, epoch, place, token)
-
-    def _encoded(
-        self, rows: Sequence[Row], unit: Unit, epoch: int, place: int, token: int
-    ) -> Generator[_Piece, None, int]:
-        """Returns how many tokens of the last row's document there are so far."""
-        for row, encoded in zip(rows, self.encoder(rows, unit.name), strict=True):
-            token = 0 if row.begins else token
-            if len(encoded.tokens):
-                yield _Piece(Cursor(epoch, place, row.number, token), encoded.tokens, row.begins)
-            token += len(encoded.tokens)
-        return token
+                yield from pieces()
+        yield from pieces()
 
 
 def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterator[Row]:
-    """Rows from ``first`` on; retries a few times if the network fails."""
-    number, given, failures = first, 0, 0
+    """Yield rows from ``first`` on; retry a few times if the network fails."""
+    number, failures = first, 0
     while True:
-        seen = 0
         try:
             for row in unit.rows(number):
-                if row.number != number:
-                    number, given, seen = row.number, 0, 0
-                seen += 1
-                if seen > given:  # else a piece of a row that was given before the failure
-                    given, failures = seen, 0
-                    yield row
+                number, failures = row.number + 1, 0
+                yield row
             return
         except Exception as error:
             failures += 1
@@ -371,7 +358,7 @@ def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterat
             wait = min(_FIRST_PAUSE_SECONDS * 2 ** (failures - 1), _LONGEST_PAUSE_SECONDS)
             if failures == _ATTEMPTS or pause(wait):
                 raise UserError(
-                    f"{unit.name} cannot be read from row {number + 1 + (given > 0):,} on, after {failures} "
+                    f"{unit.name} cannot be read from row {number + 1:,} on, after {failures} "
                     f"attempt{'s' if failures > 1 else ''}: {type(error).__name__}: "
                     f"{' '.join(str(error).split())}; run the same command, which resumes from the newest "
                     "checkpoint"

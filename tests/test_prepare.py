@@ -307,7 +307,6 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 
 def test_it_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serried.recipes.data.progress, "_FIRST_SECONDS", 0.0)
     monkeypatch.setattr(serried.recipes.data.progress, "_EVERY_SECONDS", 0.0)
     source, said = write(tmp_path / "text", {f"{i}.txt": f"{i} " * 200_000 for i in range(9)}), list[str]()
     prepare(section(source, tmp_path / "cache"), said.append)

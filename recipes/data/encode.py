@@ -42,34 +42,26 @@ class TextEncoder:
         self._start, self._end = np.array(tokenizer.start_ids, dtype), np.array([tokenizer.end_id], dtype)
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded]:
-        pieces, counts = list[bytes](), list[int]()
-        for row in rows:
-            content = as_bytes(row, unit)
-            cut = [content] if len(content) <= PIECE_BYTES else list(read_pieces(io.BytesIO(content)))
-            pieces += cut
-            counts.append(len(cut))
-        ids = iter(self._tokenizer.encode_many(self._texts(rows, counts, pieces, unit)))
+        pieces = [_pieces(as_bytes(row, unit)) for row in rows]
+        texts = [self._text(piece, row, unit) for row, mine in zip(rows, pieces, strict=True) for piece in mine]
+        ids = iter(self._tokenizer.encode_many(texts))
         encoded = []
-        for row, count in zip(rows, counts, strict=True):
+        for row, mine in zip(rows, pieces, strict=True):
             parts = [self._start] if row.begins else []
-            parts += [next(ids) for _ in range(count)]
+            parts += [next(ids) for _ in mine]
             parts += [self._end] if row.ends else []
             encoded.append(Encoded(np.concatenate(parts), None))
         return encoded
 
-    def _texts(
-        self, rows: Sequence[Row], counts: Sequence[int], pieces: Sequence[bytes], unit: str
-    ) -> Sequence[bytes] | Sequence[str]:
-        if self._tokenizer.takes_bytes:
-            return pieces
-        owners = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
-        return [self._text(piece, row, unit) for piece, row in zip(pieces, owners, strict=True)]
-
-    def _text(self, piece: bytes, row: Row, unit: str) -> str:
+    def _text(self, piece: bytes, row: Row, unit: str) -> bytes | str:
         try:
-            return piece.decode("utf-8")
+            return piece if self._tokenizer.takes_bytes else piece.decode("utf-8")
         except UnicodeDecodeError as error:
             raise not_utf8(unit, row.offset_bytes, error, self._name) from error
+
+
+def _pieces(content: bytes) -> list[bytes]:
+    return [content] if len(content) <= PIECE_BYTES else list(read_pieces(io.BytesIO(content)))
 
 
 def as_bytes(row: Row, unit: str) -> bytes:

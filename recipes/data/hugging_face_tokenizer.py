@@ -74,7 +74,7 @@ class HuggingFaceTokenizer:
     def encode(self, text: bytes | str) -> np.ndarray:
         return self.encode_many([text.decode() if isinstance(text, bytes) else text])[0]
 
-    def encode_many(self, texts: Sequence[bytes] | Sequence[str]) -> list[np.ndarray]:
+    def encode_many(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, self._dtype) for each in found]
 

@@ -17,8 +17,7 @@ _Result = TypeVar("_Result")
 Show = Callable[[str], None]
 """Takes a line of progress, which replaces the one before it; empty: the end."""
 
-_FIRST_SECONDS, _EVERY_SECONDS = 5.0, 15.0
-_FIRST_SECONDS_LIVE, _EVERY_SECONDS_LIVE = 1.0, 0.5
+_EVERY_SECONDS, _EVERY_SECONDS_LIVE = 15.0, 0.5
 
 
 def usable_cores() -> int:
@@ -27,26 +26,21 @@ def usable_cores() -> int:
 
 
 class Progress:
-    """Counts bytes and reports how many were read, how fast, and the time left.
-
-    Often where somebody looks on, seldom in a log, never where it is soon over. ``recipes.data.source.Reading``.
-    """
+    """Counts bytes and shows how many were read, how fast, and the time left: often in a terminal, seldom in a log."""
 
     def __init__(self, show: Show | None, threads: int) -> None:
-        self.threads = threads
+        self.threads, self.total_bytes = threads, 0
         self._show, self._lock = show, threading.Lock()
-        self._what, self.total_bytes, self._done_bytes, self._skipped_bytes = "", 0, 0, 0
-        self._begun = self._said = 0.0
-        live = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        self._first = _FIRST_SECONDS_LIVE if live else _FIRST_SECONDS
-        self._every = _EVERY_SECONDS_LIVE if live else _EVERY_SECONDS
+        self._what, self._done_bytes, self._skipped_bytes = "", 0, 0
+        self._started = self._shown = time.monotonic()
+        is_live = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._every = _EVERY_SECONDS_LIVE if is_live else _EVERY_SECONDS
         self._has_shown = False
 
     def phase(self, what: str) -> "Progress":
-        """Set the current phase, such as ``reading``."""
+        """Start a phase, such as ``reading``."""
         self._what, self.total_bytes, self._done_bytes, self._skipped_bytes = what, 0, 0, 0
-        self._begun = time.monotonic()
-        self._said = self._begun + self._first - self._every
+        self._started = self._shown = time.monotonic()
         return self
 
     def total(self, size_bytes: int) -> None:
@@ -54,33 +48,32 @@ class Progress:
         self.total_bytes = size_bytes
 
     def skipped(self, size_bytes: int) -> None:
-        """Add work done earlier: it counts, but not for the rate."""
+        """Add work done earlier, which does not count for the rate."""
         self._skipped_bytes += size_bytes
         self.done(size_bytes)
 
     def done(self, size_bytes: int) -> None:
-        """Add work that is done."""
+        """Add finished work. From any thread."""
         with self._lock:
             self._done_bytes += size_bytes
             now = time.monotonic()
-            if self._show is None or now - self._said < self._every:
-                return
-            self._said, self._has_shown = now, True
-            self._show(self._line(now - self._begun))
+            if now - self._shown >= self._every:
+                self._shown = now
+                self.say(self._line(now - self._started))
 
     def say(self, text: str) -> None:
-        """Report another fact about the preparation."""
+        """Show another fact about the preparation."""
         if self._show is not None:
             self._has_shown = True
             self._show(f"preparing data: {text}")
 
     def end(self) -> None:
-        """End the report."""
+        """Clear the line."""
         if self._show is not None and self._has_shown:
             self._show("")
 
     def map(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
-        """``function`` of each item, in order, on all threads."""
+        """Apply ``function`` to each item, on all threads; results in order."""
         with ThreadPoolExecutor(self.threads) as pool:
             yield from ordered(pool, function, items, 4 * self.threads)
 
@@ -90,7 +83,7 @@ class Progress:
         rate = (done - self._skipped_bytes) / max(seconds, 1e-3)
         left = (self.total_bytes - done) / rate if rate > 0 else 0.0
         return (
-            f"preparing data: {self._what} {done / scale:,.1f} of {self.total_bytes / scale:,.1f} {unit}, "
+            f"{self._what} {done / scale:,.1f} of {self.total_bytes / scale:,.1f} {unit}, "
             f"{rate / 1e6:,.1f} MB/s, eta {duration(left)}"
         )
 
@@ -98,7 +91,7 @@ class Progress:
 def ordered(
     pool: ThreadPoolExecutor, function: Callable[[_Item], _Result], items: Iterable[_Item], ahead: int
 ) -> Iterator[_Result]:
-    """``function`` of each item, in order; never more than ``ahead`` are taken that were not given back yet."""
+    """Apply ``function`` to each item; results in order. At most ``ahead`` items are taken before their results are."""
     waiting: deque[Future[_Result]] = deque()
     try:
         for item in items:

@@ -6,6 +6,7 @@ One more kind is one more class, and a branch in ``tokenizer_from_spec`` and in 
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,7 +35,7 @@ class Tokenizer(Protocol):
         Text that reads like the name of a mark is text.
         """
 
-    def encode_many(self, texts: Sequence[bytes] | Sequence[str]) -> list[np.ndarray]:
+    def encode_many(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
         """As ``encode``, of several at once."""
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -55,20 +56,36 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
-class BytesTokenizer:
+class _OwnTokenizer:
+    """What the two tokenizers made here have in common."""
+
+    start_ids: tuple[int, ...] = ()
+    end_id: int
+
+    def encode(self, text: bytes | str) -> np.ndarray:
+        raise NotImplementedError
+
+    def decode(self, ids: Iterable[int]) -> str:
+        raise NotImplementedError
+
+    def encode_many(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode_marked(self, ids: Iterable[int]) -> str:
+        runs = groupby(ids, key=lambda token: token == self.end_id)
+        return "".join(_END * len(list(run)) if is_end else self.decode(run) for is_end, run in runs)
+
+
+class BytesTokenizer(_OwnTokenizer):
     """Ids 0-255 are the bytes of the UTF-8 text (or of anything else), 256 ends a document."""
 
     vocab_size = 257
-    start_ids: tuple[int, ...] = ()
     end_id = 256
     takes_bytes = True
 
     def encode(self, text: bytes | str) -> np.ndarray:
         content = text.encode("utf-8") if isinstance(text, str) else text
         return np.frombuffer(content, np.uint8).astype(np.uint16)
-
-    def encode_many(self, texts: Sequence[bytes] | Sequence[str]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         content = bytearray()
@@ -84,17 +101,13 @@ class BytesTokenizer:
         lengths = [len(character.encode()) for character in text]
         return self.encode(text), np.repeat(np.arange(len(text)), lengths)
 
-    def decode_marked(self, ids: Iterable[int]) -> str:
-        return _END.join(self.decode(run) for run in _runs(ids, self.end_id))
-
     def spec(self) -> dict[str, Any]:
         return {"kind": "bytes"}
 
 
-class CharsTokenizer:
+class CharsTokenizer(_OwnTokenizer):
     """One id per character that occurs in the source, in order of code point; the last id ends a document."""
 
-    start_ids: tuple[int, ...] = ()
     takes_bytes = False
 
     def __init__(self, characters: str) -> None:
@@ -122,9 +135,6 @@ class CharsTokenizer:
             )
         return ids.astype(self._dtype)
 
-    def encode_many(self, texts: Sequence[bytes] | Sequence[str]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Iterable[int]) -> str:
         known = range(len(self.characters))
         return "".join(self.characters[i] if i in known else _REPLACEMENT for i in ids if i != self.end_id)
@@ -132,22 +142,8 @@ class CharsTokenizer:
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         return self.encode(text), np.arange(len(text))
 
-    def decode_marked(self, ids: Iterable[int]) -> str:
-        return _END.join(self.decode(run) for run in _runs(ids, self.end_id))
-
     def spec(self) -> dict[str, Any]:
         return {"kind": "chars", "characters": self.characters}
-
-
-def _runs(ids: Iterable[int], end_id: int) -> list[list[int]]:
-    """Text before, between and after end marks."""
-    runs: list[list[int]] = [[]]
-    for token in ids:
-        if token == end_id:
-            runs.append([])
-        else:
-            runs[-1].append(token)
-    return runs
 
 
 def _code_points(text: str) -> np.ndarray:

@@ -126,15 +126,11 @@ def _curves_to_draw(runs: Sequence[Records]) -> tuple[list[_Curves], str]:
     if weight(every) <= most:
         return every, ""
     main = [{key: run.curves[key] for key in _MAIN_CURVES if key in run.curves} for run in runs]
-    if weight(main) <= most:
-        return main, "With so many runs only loss and validation are drawn. A report of fewer runs has all charts."
-    order = sorted(range(len(runs)), key=lambda index: _rank(runs[index]))
-    drawn = set(order[: most // weight([dict.fromkeys(_MAIN_CURVES, Curve([], []))])])
-    return (
-        [curves if index in drawn else {} for index, curves in enumerate(main)],
-        f"With so many runs only loss and validation of the best {len(drawn)} are drawn. A report of fewer has all "
-        "charts.",
-    )
+    fitting = most // weight([dict.fromkeys(_MAIN_CURVES, Curve([], []))])
+    best = sorted(range(len(runs)), key=lambda index: _rank(runs[index]))[:fitting]
+    of_best = "" if weight(main) <= most else f" of the best {fitting}"
+    drawn = [curves if not of_best or index in best else {} for index, curves in enumerate(main)]
+    return drawn, f"With so many runs only loss and validation{of_best} are drawn. A report of fewer has all charts."
 
 
 def _rank(run: Records) -> tuple[float, float]:

@@ -21,6 +21,7 @@ TO_ADD = (
     ("a model family", "8 or 9", "none: the user's script and a YAML. Built in: 1 + YAML, `recipes/models/`"),
     ("an optimizer", "7", "none: the user's script. Built in: 1 + YAML, `trainer/optim/`"),
     ("a schedule", "not counted", "none: the user's script. Built in: 1 + YAML, `trainer/schedules/`"),
+    ("a data source", "not counted", "none: the user's script. Built in: 1 + YAML, `recipes/data/sources/`"),
     (
         "a parallel axis",
         "not counted",

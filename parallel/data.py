@@ -17,15 +17,14 @@ from serried.parallel.plan import ParallelPlan
 
 
 class Root(nn.Module):
-    """Runs a function of the model as one forward, so that DDP and FSDP2 are around all of it: whatever the function
-    calls of the model, and however often."""
+    """Runs a function of the model as one forward, so that DDP and FSDP2 wrap all of its calls of the model."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``function(model, ...)``."""
+        """Return ``function(model, ...)``."""
         return function(self.module, *args, **kwargs)
 
 
@@ -33,15 +32,15 @@ class GradientSync(Protocol):
     """When and how ranks sum gradients."""
 
     root: nn.Module
-    """A ``Root``, or what wraps one."""
+    """A ``Root``, or its wrapper."""
     divisor: int
     """``.grad`` times this is the sum over ranks."""
 
     def during(self, is_last: bool) -> AbstractContextManager[None]:
-        """The context of a micro-batch's forward and backward."""
+        """Return the context of a micro-batch's forward and backward."""
 
     def reshard(self) -> None:
-        """Free what a forward without backward left gathered."""
+        """Free parameters that a forward without backward left gathered."""
 
 
 class NoSync:

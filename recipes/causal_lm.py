@@ -317,7 +317,7 @@ class CausalLM(TextTask):
         ]
 
     def prompt_ids(self, prompt: str) -> list[int]:
-        """Raises ``UserError`` where the tokenizer or the chat template cannot take ``prompt``."""
+        """Raises ``UserError`` if the tokenizer or the chat template cannot take ``prompt``."""
         return self._asked(prompt)[0]
 
     def _asked(self, prompt: str) -> tuple[list[int], list[int]]:
@@ -351,7 +351,7 @@ class CausalLM(TextTask):
         return [tokenizer.end_id, *tokenizer.start_ids]
 
     def _tokenizer(self) -> Tokenizer:
-        """That of the data, where it is open; else one that is there already."""
+        """Return the tokenizer of the data if that is open, else the named one."""
         if self._prepared is not None:
             return self._prepared.tokenizer
         named = named_tokenizer(self._data)

@@ -88,10 +88,10 @@ class TextStream:
         self._tokenizer = tokenizer
         self._ids = list(prompt[-_CONTEXT_TOKENS:])
         self._told = len(self._ids)
-        """So many of the tokens have been told as text; those before them are there for what surrounds a token."""
+        """Tokens already returned as text; they are kept because decoding depends on them."""
 
     def add(self, token: int) -> str:
-        """The text that is settled now that ``token`` has come; empty where it may be part of a character."""
+        """Return the text that is complete with ``token``; empty if it may be part of a character."""
         self._ids.append(token)
         text = self._text()
         if text.endswith(_REPLACEMENT) and len(self._ids) - self._told < _HELD_TOKENS:

@@ -10,12 +10,12 @@ from serried.configs.schema import ParallelSection
 
 
 def as_saved(
-    config: TextRunConfig, checkpoint: Path, *, world_size: int, is_cut_anew: bool, is_other_data: bool
+    config: TextRunConfig, checkpoint: Path, *, world_size: int, is_resharded: bool, is_other_data: bool
 ) -> TextRunConfig:
-    """``config`` of a run as the model in ``checkpoint`` is to be opened: with its vocabulary.
+    """Return ``config`` of a run, changed to open the model in ``checkpoint``: with its vocabulary.
 
-    Where it ``is_cut_anew``, over the processes that there are. Where it ``is_other_data`` than the run's, all of it is
-    tokenised by the tokenizer that lies with the model, since the run's may be made of its data.
+    ``is_resharded``: for the processes of this start. ``is_other_data``: for other data than the run's, tokenized with
+    the model's tokenizer, since the run's may be made from its data.
 
     Raises:
         UserError: the checkpoint lacks its config.
@@ -25,7 +25,7 @@ def as_saved(
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{checkpoint / 'config.json'} cannot be read: {error}; use another checkpoint") from None
     model, data, parallel = config.model.model_copy(update={"vocab_size": rows}), config.data, config.parallel
-    if is_cut_anew:
+    if is_resharded:
         strategy = "single" if world_size == 1 else "ddp" if parallel.strategy in ("single", "ddp") else "fsdp"
         degrees = {"replicate": -1 if strategy == "ddp" else 1, "shard": -1 if strategy == "fsdp" else 1}
         parallel = ParallelSection.model_validate({"strategy": strategy, **degrees})

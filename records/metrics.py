@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object a line, read in whatever state a crash or a full disk left it."""
+"""``metrics.jsonl``: one JSON object a line, readable also after a crash or a full disk."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping

@@ -187,7 +187,7 @@ class RunFolder:
             self._failing.discard(name)
 
     def fail(self, step: int, reason: str, exit_code: int) -> None:
-        """Record that the run failed at ``step``, if it had begun."""
+        """Record that the run failed at ``step``, if it had started."""
         if self._metrics is not None:
             self.record("stop", step=step, state="failed", reason=reason)
             self.status("failed", step=step, reason=reason, exit_code=exit_code)
@@ -195,7 +195,7 @@ class RunFolder:
     def stop_early(self, step: int, reason: str, exit_code: int) -> None:
         """Record that the run ended at ``step`` and can be resumed from its newest checkpoint, or started again.
 
-        Also if it had not begun, so that whatever started it knows that it may start it again.
+        Also if it had not started, so that its launcher may start it again.
         """
         if self._metrics is not None:
             self.record("stop", step=step, state="stopped", reason=reason)

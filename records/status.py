@@ -1,4 +1,4 @@
-"""``status.json``: how a run stands, or ended. Ranks and whoever starts them write it; everybody reads it here."""
+"""``status.json``: state of a run. Ranks and their launcher write it; all code reads it here."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _MOST_BYTES = 2**20
 
 
 class LastFailure(NamedTuple):
-    """Where and why the run failed last."""
+    """Step and reason of the last failure."""
 
     step: int
     reason: str | None
@@ -24,7 +24,7 @@ class LastFailure(NamedTuple):
 
 @dataclass(frozen=True)
 class Status:
-    """How a run stands, or ended."""
+    """State of a run."""
 
     state: str
     """running, finished, stopped or failed."""

@@ -137,8 +137,8 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 class TensorFolder:
     """The tensors of ``<stem>.safetensors``, or of the files that ``<stem>.safetensors.index.json`` names.
 
-    Opening it reads and checks every header, and no values. The files may come from strangers: whatever they hold ends
-    in tensors or in a ``UserError``. May be used by several threads at once.
+    Opening it reads and checks every header, and no values. The files may come from strangers: the result is
+    tensors or a ``UserError``. May be used by several threads at once.
     """
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
@@ -195,7 +195,7 @@ class TensorFolder:
         position = self._begins[name] + first * spec.dtype.itemsize
         remaining = tensor_bytes(values)
         path = self.folder / self.file_of[name]
-        # preadv lets other threads run, and writes where it is told to: nothing is held twice.
+        # preadv lets other threads run and writes into the tensor: nothing is held twice.
         try:
             with path.open("rb", buffering=0) as file:
                 while remaining:
@@ -267,7 +267,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _known_format(start: bytes) -> str | None:
-    """What the file is instead, when its first eight bytes tell.
+    """Return what the file is instead, if its first eight bytes show it.
 
     A pickle begins with 0x80 and its protocol. So does the length of a header of 640, 896, 1152 or 1408 bytes, whose
     upper bytes are 0, as in no pickle.
@@ -288,7 +288,7 @@ def _is_there(path: Path) -> bool:
 
 
 _CONVERT = (
-    "convert it where you trust it: "
+    "if you trust it, convert it: "
     "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER, safe_serialization=True)"
 )
 

@@ -28,7 +28,7 @@ class Cause:
     ) -> None:
         """``local_ranks``: those on this machine."""
         self.is_reported = False
-        """Whether the user has been told, and consequences are not to be."""
+        """Whether it was reported; consequences are not reported."""
         self.ended_run = False
         """Whether an error ended the work of this rank."""
         self.first_step_is_done = False

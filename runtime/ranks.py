@@ -19,7 +19,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 def speaks() -> bool:
-    """Return whether this process prints for the user: rank 0, or the only one, whatever ``RANK`` is left over."""
+    """Return whether this process prints for the user: rank 0, or the only one, even if ``RANK`` is set."""
     return os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
 
 

@@ -217,7 +217,7 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
     GPU: NCCL for device tensors and Gloo for host tensors, in one group. CPU: Gloo.
 
     Raises:
-        UserError: there is no GPU where one is asked for, or there are more processes than GPUs.
+        UserError: a GPU is requested and there is none, or there are more processes than GPUs.
         StopRequested: a signal arrived before ``Session.signals.hold`` was called.
     """
     with Signals() as signals, _joined(section, signals) as session:

@@ -318,7 +318,7 @@ def generate(words: list[str]) -> int:
         raise UserError("serried generate runs in one process; start it without torchrun")
     device = [f"launch.device={given['device']}"] if "device" in given else []
     config, checkpoint = _opened(given, [*overrides, *device], _GENERATE_READS, "generate")
-    config = as_saved(config, checkpoint, world_size=1, is_cut_anew=True, is_other_data=True)
+    config = as_saved(config, checkpoint, world_size=1, is_resharded=True, is_other_data=True)
     session = Session((0, 0, 1, 1), choose_device(config.launch, 0, 1), config.launch)
     shown = printable if sys.stdout.isatty() else str
     with suppress(BrokenPipeError):  # the reader has closed the pipe
@@ -357,9 +357,9 @@ def evaluate(words: list[str]) -> int:
         raise UserError(f"{checkpoint} is a model without a run, so name the data: data=text data.path=FILES")
     if is_other_data and config.data.name == "mixture":
         raise UserError("data=mixture is several sources; evaluate them one at a time: data=text data.path=FILES")
-    is_cut_anew = not any(key.startswith("parallel") for key in keys)
+    is_resharded = not any(key.startswith("parallel") for key in keys)
     config = as_saved(
-        config, checkpoint, world_size=torchrun_says()[2], is_cut_anew=is_cut_anew, is_other_data=is_other_data
+        config, checkpoint, world_size=torchrun_says()[2], is_resharded=is_resharded, is_other_data=is_other_data
     )
     batches = None if is_other_data and "trainer.eval_batches" not in keys else config.trainer.eval_batches
 

@@ -237,7 +237,7 @@ def test_another_number_of_lanes_begins_anew_and_says_so() -> None:
     units = numbered([[20] * 5] * 4)
     dataset = stream(units, lanes=2)
     dataset.load(stream(units, lanes=4).state(0), 40)
-    assert "they begin anew" in dataset.describe()
+    assert "they start again" in dataset.describe()
     assert np.array_equal(dataset[40].tokens, stream(units, lanes=2)[0].tokens)
 
 

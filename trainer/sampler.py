@@ -32,9 +32,8 @@ class SampleOrder:
     """An endless order of ``size`` samples: each once per epoch, every epoch in another order.
 
     The permutation of an epoch is a Feistel network (Luby and Rackoff, "How to construct pseudorandom permutations from
-    pseudorandom functions", 1988) over the smallest power of two that holds ``size``. Where it leads to a number that
-    is none of the samples, it is applied again until it does not: cycle walking, which keeps it a permutation (Black
-    and Rogaway, "Ciphers with arbitrary finite domains", 2002). From 3 samples on, that takes less than 2 on average.
+    pseudorandom functions", 1988) over the smallest power of two that holds ``size``. If the result is not a
+    sample number, it is applied again until it is one: cycle walking, which keeps it a permutation (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). From 3 samples on, that takes less than 2 on average.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -107,8 +106,8 @@ class Stream(Protocol):
     the global batch; each of them once."""
 
     def state(self, samples: int) -> dict[str, Any]:
-        """This rank's part of where the data stands once ``samples`` samples are trained on, as JSON; the parts of all
-        ranks, merged by key, are what ``load`` takes."""
+        """Return this rank's part of the position in the data after ``samples`` samples, as JSON; ``load`` takes the
+        parts of all ranks, merged by key."""
 
     def load(self, state: dict[str, Any], samples: int) -> None:
         """Continue after ``samples`` samples, from the merged ``state`` of all ranks, on any number of ranks."""
@@ -125,7 +124,7 @@ class MixtureOrder:
 
     The choice of source repeats after a block of samples that has an exact count of each. Within it, and so at any
     index, the count of each source differs from its share by less than 1: at most 1 - 1/(2m - 2) for m sources, which
-    is the best there is (Tijdeman, "The chairman assignment problem", 1980). The k-th sample of a source is the k-th of
+    is optimal (Tijdeman, "The chairman assignment problem", 1980). The k-th sample of a source is the k-th of
     its own ``SampleOrder``, whose seed comes of the source's name: another source beside it does not reorder it.
     """
 
@@ -146,14 +145,14 @@ class MixtureOrder:
         return samples
 
     def places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Global indices [n] -> the source [n], and its number of samples before [n], int64."""
+        """Return the source at global ``indices`` [n], and its number of samples before each, [n], int64."""
         blocks, within = np.divmod(np.asarray(indices, np.int64), len(self._sources))
         sources = self._sources[within]
         return sources, blocks * np.array(self._counts)[sources] + self._earlier[within]
 
     def in_turn(self, count: int) -> list[np.ndarray]:
-        """The first ``count`` samples with every source read from front to back, and again where it ends: sample
-        numbers of each source."""
+        """Return sample numbers of each source for the first ``count`` samples, if every source is read in order, and
+        again after its end."""
         sources, places = self.places(np.arange(count))
         sizes = np.diff(self._first)
         return [self._first[source] + places[sources == source] % size for source, size in enumerate(sizes)]
@@ -169,8 +168,8 @@ def sample_order(dataset: Sized, seed: int) -> Order:
 
 
 def evaluation_samples(dataset: Sized, count: int) -> dict[str, np.ndarray]:
-    """Which samples an evaluation on ``count`` samples (all, where there are fewer) takes: the first ones, of a mixture
-    in proportion; by source, and under the name "" where there is one."""
+    """Return the samples of an evaluation on ``count`` samples, or all if there are fewer: the first ones, of a mixture
+    in proportion; by source, with the name "" for a single one."""
     count = min(count, len(dataset))
     if isinstance(dataset, Mixture):
         samples = MixtureOrder(dataset.parts, 0).in_turn(count)
@@ -179,8 +178,8 @@ def evaluation_samples(dataset: Sized, count: int) -> dict[str, np.ndarray]:
 
 
 def passes(dataset: Sized, samples: int) -> dict[str, float]:
-    """How often ``samples`` samples of training go through each source; under the name "" where there is one.
-    Of a stream nobody knows."""
+    """Return the epochs of each source in ``samples`` samples of training, with the name "" for a single one; empty for
+    a stream, whose size is unknown."""
     if isinstance(dataset, Stream):
         return {}
     if not isinstance(dataset, Mixture):
@@ -193,9 +192,9 @@ def passes(dataset: Sized, samples: int) -> dict[str, float]:
 
 
 def block_counts(weights: Sequence[float]) -> list[int]:
-    """Samples of each source in one block, in proportion to ``weights`` and at least 1.
+    """Return the samples of each source in one block, in proportion to ``weights`` and at least 1.
 
-    Exact where the shares have a common denominator of at most 65,536, as have weights of a few decimals; else the
+    Exact if the shares have a common denominator of at most 65,536, as weights of a few decimals do; else the
     block has 65,536 samples, dealt out by largest remainder.
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]
@@ -211,11 +210,11 @@ def block_counts(weights: Sequence[float]) -> list[int]:
 
 
 def _spread(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The source at each place of a block [block], and its number of places before that [block], int64.
+    """Return the source at each place of a block [block], and its number of places before that [block], int64.
 
     Sample k of a source may come once its share has reached k + d, and must before it passes k + 1 - d, with d = 1 /
-    (2m - 2). Whoever must come first of those who may, comes: that meets every deadline wherever it can be done, which
-    Tijdeman proved for this d.
+    (2m - 2). Of the sources that may come, the one with the earliest deadline does: this meets
+    every deadline, as Tijdeman proved for this d.
     """
     block, pairs = sum(counts), max(2, 2 * len(counts) - 2)  # a single source has no other to keep a distance from
     sources, earlier = np.empty(block, np.int64), np.empty(block, np.int64)

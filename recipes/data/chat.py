@@ -74,7 +74,7 @@ class ChatEncoder:
         messages = _messages(row.content, where)
         try:
             text, replies = _replies(self._template, messages)
-            text.encode()  # tokenizers fail in ways of their own where it is no text
+            text.encode()  # tokenizers fail in other ways if it is not text
             ids, places = self._tokenizer.encode_marked(text)
         except UnicodeEncodeError as error:
             raise UserError(f"{where} holds half a character (an unpaired surrogate); fix or remove the row") from error
@@ -148,7 +148,7 @@ class Template:
             )  # fmt: skip
         except jinja2.TemplateError as error:
             raise _Unlearnable(f"{self._name} refuses it: {_one_line(error)}; {_CURE}") from error
-        except Exception as error:  # whatever a template can do wrong with what it is given
+        except Exception as error:  # a template can fail in any way
             reason = f"{type(error).__name__}: {_one_line(error)}"
             raise _Unlearnable(f"{self._name} fails with {reason}; {_CURE}") from error
 
@@ -322,6 +322,6 @@ def _text_of(message: Message) -> str:
 
 
 def _without_blank_end(reply: str, said: str) -> str:
-    """Without the line end after a mark that ends the turn; where there is no mark, that is the mark."""
+    """Return ``reply`` without the line end after the end-of-turn mark; without a mark, the line end is one."""
     stripped = reply.rstrip()
     return reply if not stripped or (said and stripped.endswith(said)) else stripped

@@ -26,7 +26,7 @@ class Sample(NamedTuple):
     tokens: np.ndarray
     """[sequence], int64"""
     targets: np.ndarray
-    """[sequence], int64; ``IGNORE`` where there is none"""
+    """[sequence], int64; ``IGNORE`` if there is none"""
     positions: np.ndarray | None = None
     """[sequence], int64, from 0 in each document; None: documents are not isolated from each other"""
 
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
     tokens: Tensor
     """[batch, sequence], int64"""
     targets: Tensor
-    """[batch, sequence], int64; ``IGNORE`` where there is none"""
+    """[batch, sequence], int64; ``IGNORE`` if there is none"""
     sample_ids: Tensor
     """[batch], int64; below 0: padding, which has no targets"""
     positions: Tensor | None = None
@@ -55,7 +55,7 @@ class TokenDataset:
     def __init__(
         self, prepared: Prepared, split: str, sequence_length: int, *, isolate_documents: bool = False
     ) -> None:
-        """``split`` is ``train`` or ``validation``; raises ``UserError`` where it has not one whole window."""
+        """``split`` is ``train`` or ``validation``; raises ``UserError`` if it has less than one window."""
         self._stream = prepared.stream(split)
         if self._stream.tokens <= sequence_length:
             raise _too_short(prepared, split, sequence_length)
@@ -88,21 +88,20 @@ class TokenDataset:
         return Sample(tokens, targets, positions_in_documents(begins, self._sequence_length))
 
     def describe(self) -> str:
-        """How documents become sequences, for the plan; empty for the default."""
+        """Return how documents become sequences, for the plan; empty for the default."""
         return "documents isolated" if self._isolate else ""
 
 
 class PackedDataset:
     """Split of prepared text as sequences of whole documents, each as full as can be, the rest padding.
 
-    Documents that are longer than a sequence are taken apart or, where only some of their tokens are learned (a
-    conversation without its beginning means nothing), cut off. No document is predicted from another one: all tokens
-    of a document but its first are targets. ``dataset[i]`` is a pure function of i and may be called from any number of
+    Longer documents are split; conversations, which mean nothing without their beginning, are truncated. All tokens of
+    a document but its first are targets. ``dataset[i]`` is a pure function of i and may be called from any number of
     threads. Every process holds 24 bytes a document.
     """
 
     def __init__(self, prepared: Prepared, split: str, sequence_length: int, *, isolate_documents: bool) -> None:
-        """``split`` is ``train`` or ``validation``; raises ``UserError`` where nothing in it can be learned."""
+        """``split`` is ``train`` or ``validation``; raises ``UserError`` if nothing in it can be learned."""
         self._stream = prepared.stream(split)
         self._sequence_length = sequence_length
         self._isolate = isolate_documents
@@ -150,7 +149,7 @@ class PackedDataset:
         return Sample(window[:-1], targets, positions)
 
     def describe(self) -> str:
-        """How documents become sequences, for the plan."""
+        """Return how documents become sequences, for the plan."""
         used = np.minimum(np.add.reduceat(self._lengths, self._bounds[:-1]), self._sequence_length).sum()
         share = used / (len(self) * self._sequence_length)
         text = f"{len(self):,} sequences of whole documents, {100 * share:.1f} % filled"
@@ -187,7 +186,7 @@ def collate(samples: Sequence[Sample], ids: np.ndarray) -> Batch:
 
 def _check_cut(prepared: Prepared, stream: TokenStream, split: str, pieces: Pieces, sequence_length: int) -> None:
     """Raise ``UserError`` if truncation leaves a conversation nothing to train on."""
-    # A document that has just the length of one that was cut is looked at too, and is fine.
+    # Includes documents that just fit, which pass.
     for start in pieces.starts[pieces.lengths > sequence_length].tolist():
         stop = start + sequence_length + 1
         if stream.supervised(start + 1, stop).any():

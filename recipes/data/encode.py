@@ -25,7 +25,7 @@ class Encoder(Protocol):
     """Turns rows into tokens. Pure and thread-safe; takes many rows at once, for speed."""
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded]:
-        """One ``Encoded`` a row; ``unit`` names where they are from, for messages.
+        """Return one ``Encoded`` per row; ``unit`` names their source in messages.
 
         Raises:
             UserError: a row cannot be encoded; names the unit and the row.
@@ -94,7 +94,7 @@ def not_utf8(unit: str, offset_bytes: int, error: UnicodeDecodeError, tokenizer:
 
 
 def texts_of(rows: Iterator[Row], unit: str, tokenizer: str) -> Iterator[str]:
-    """The text of each row; raises ``UserError`` where one is not UTF-8."""
+    """Yield the text of each row; raise ``UserError`` if one is not UTF-8."""
     for row in rows:
         try:
             yield as_bytes(row, unit).decode("utf-8")

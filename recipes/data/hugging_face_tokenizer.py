@@ -59,7 +59,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def chat_template(self) -> str | None:
-        """The Jinja template of its conversations, where it comes with one."""
+        """Jinja template of conversations; None if it has none."""
         if "chat_template.jinja" in self._files:
             return self._files["chat_template.jinja"]
         template = json.loads(self._files.get("tokenizer_config.json", "{}")).get("chat_template")
@@ -147,7 +147,7 @@ def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:
     Raises:
         UserError: there is none, or it cannot be had.
     """
-    path = Path(os.path.expanduser(name))  # noqa: PTH111 -- that of Path fails where there is no such user
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 -- that of Path fails if there is no such user
     if path.is_dir():
         path = path / "tokenizer.json"
         if not path.exists():
@@ -229,9 +229,9 @@ def _downloaded(name: str, file: str, *, local_files_only: bool = False) -> str:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> HuggingFaceTokenizer:
-    """A byte-level byte-pair encoding (as GPT-2's) of ``vocab_size`` ids, learned from ``texts``.
+    """Learn a byte-level byte-pair encoding (as GPT-2's) of ``vocab_size`` ids from ``texts``.
 
-    The same texts give the same bytes. It has fewer ids where the texts have no more pairs that occur twice.
+    Deterministic. It has fewer ids if no more pairs occur twice.
     """
     tokenizers = library("tokenizers", "data.tokenizer=train")
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

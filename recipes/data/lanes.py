@@ -1,9 +1,9 @@
 """A source that is read during training: lanes of documents, each read from front to back.
 
 A step takes one sequence of every lane, and there are as many lanes as sequences in a step: the sequence at place p of
-any step is lane p's. So however a step is cut into ranks and micro-batches, a lane is read in order by one rank, and
-what it reads depends on nothing but the lane. A lane stands at a cursor, four integers; a run that resumes, on any
-number of ranks, reads on from the cursors of all lanes.
+any step is lane p's. So on every layout a lane is read in order by one rank, and what it reads depends only on the
+lane. The position of a lane is a cursor, four integers; a run that resumes, on any number of ranks, continues from the
+cursors of all lanes.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from serried.recipes.models.head import IGNORE
 
 _ROWS_AT_ONCE = 16
 _CHARACTERS_AT_ONCE = 1 << 16
-"""Documents are tokenised together until there are so many of one or the other; a lane holds as many in memory."""
+"""Documents are tokenized together up to one of these limits; a lane holds as many in memory."""
 
 _BALANCED = 2
 """Parts per lane above which it does not matter that some lanes have one more."""
@@ -39,7 +39,7 @@ _NETWORK_LIBRARIES = ("aiohttp", "fsspec", "httpcore", "httpx", "requests", "url
 
 
 class Cursor(NamedTuple):
-    """Where in its documents a lane stands."""
+    """Position of a lane in its documents."""
 
     epoch: int = 0
     place: int = 0
@@ -53,8 +53,8 @@ class Cursor(NamedTuple):
 class Deal:
     """Which rows of which units each lane reads.
 
-    Units go to lanes in turn. Where there are too few for that, each unit is cut into ``cut`` parts first, of every
-    ``cut``-th row, and as many lanes read all of it for their part of it.
+    Units are dealt to lanes in turn. If there are too few, each unit is first split into ``cut`` parts, of every
+    ``cut``-th row, and as many lanes read all of it for their part.
     """
 
     units: int
@@ -91,7 +91,7 @@ class StreamDataset:
     """Sample i is the next sequence of lane i mod ``lanes``. Each lane's samples are taken once, and in order.
 
     A sequence has the tokens of documents one after the other, as they come; the next one begins with its last token.
-    May be called from any number of threads: who comes too early waits for those before.
+    May be called from any number of threads: a call for a later sample of a lane waits for those before.
     """
 
     def __init__(
@@ -107,20 +107,20 @@ class StreamDataset:
         remembered: int,
         identity: str,
     ) -> None:
-        """``is_training`` says of a row, and the name of its unit, whether it is trained on. ``state`` may be asked up
-        to ``remembered`` samples of a lane behind what was read last. ``identity`` stands for the encoder and the rule
-        of the split."""
+        """``is_training`` returns whether a row, of the unit of a name, is trained on. ``state`` may be called for
+        up to ``remembered`` samples of a lane before the last one read. ``identity`` identifies the encoder and the
+        rule of the split."""
         self._units, self._encoder, self._is_training = units, encoder, is_training
         self._deal = Deal(len(units), lanes, seed)
         self._sequence_length, self._isolate, self._remembered = sequence_length, isolate_documents, remembered
         self._starts = dict.fromkeys(range(lanes), Cursor())
-        self._first_sample, self._is_anew = 0, False
+        self._first_sample, self._has_restarted = 0, False
         self._lanes: dict[int, _Lane] = {}
         self._lock, self._closed = threading.Lock(), threading.Event()
         names = [[unit.name.rpartition("/")[2], unit.size_bytes] for unit in units]
         text = json.dumps([names, lanes, sequence_length, seed, isolate_documents, identity])
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
-        """Equal for equal samples, on any machine, as far as names and sizes of files can tell."""
+        """Equal for equal samples, on any machine, judged by names and sizes of files."""
 
     def __len__(self) -> int:
         return _ENDLESS
@@ -130,14 +130,14 @@ class StreamDataset:
         return self._lane(lane).take(number)
 
     def describe(self) -> str:
-        """How the data is read, for the plan."""
+        """Return how the data is read, for the plan."""
         cut = self._deal.cut
         again = f", each of which {cut} lanes read whole for their part of the rows" if cut > 1 else ""
-        anew = "; they begin anew, since the checkpoint had others" if self._is_anew else ""
+        anew = "; they start again, since the checkpoint had others" if self._has_restarted else ""
         return f"streamed: {self._deal.lanes} lanes over {len(self._units):,} files or parts of files{again}{anew}"
 
     def state(self, samples: int) -> dict[str, Any]:
-        """Cursors of the lanes this process has read, once ``samples`` samples of the whole run are trained on."""
+        """Return the cursors of the lanes that this process has read, after ``samples`` samples of the whole run."""
         if samples == self._first_sample:  # perhaps nobody has read some lanes yet
             return {str(lane): list(cursor) for lane, cursor in self._starts.items()}
         with self._lock:
@@ -145,19 +145,19 @@ class StreamDataset:
         return {str(number): list(lane.cursor(self._first(number, samples))) for number, lane in lanes.items()}
 
     def load(self, state: dict[str, Any], samples: int) -> None:
-        """Go on from the cursors of all lanes after ``samples`` samples. Before the first sample is taken.
+        """Continue from the cursors of all lanes after ``samples`` samples. Call before the first sample is taken.
 
-        Cursors of another number of lanes mean nothing here: every lane begins anew.
+        Cursors of another number of lanes cannot be used: every lane starts again.
         """
         self._first_sample = samples
-        self._is_anew = len(state) != self._deal.lanes
-        if not self._is_anew:
+        self._has_restarted = len(state) != self._deal.lanes
+        if not self._has_restarted:
             self._starts = {int(lane): Cursor(*cursor) for lane, cursor in state.items()}
 
     def rewind(self, samples: int) -> None:
-        """Go on after ``samples`` samples, which are not further back than is remembered, in this process."""
+        """Continue after ``samples`` samples, which must not be further back than is remembered."""
         cursors = {int(lane): Cursor(*cursor) for lane, cursor in self.state(samples).items()}
-        # Another rank's lanes have moved on meanwhile: only those that had no turn are where they were.
+        # Lanes of other ranks have moved on since the start, except those that no step has used.
         still = {
             lane: cursor
             for lane, cursor in self._starts.items()
@@ -218,7 +218,7 @@ class _Lane:
     def take(self, number: int) -> Sample:
         with self._turn:
             if not 0 <= number - self._next <= self._remembered:
-                raise RuntimeError(f"sample {number} of a lane is asked for where {self._next} is next")
+                raise RuntimeError(f"sample {number} of a lane is requested, and {self._next} is next")
             self._turn.wait_for(lambda: self._next == number or self._failure is not None)
             if self._failure is not None:
                 raise self._failure
@@ -236,7 +236,7 @@ class _Lane:
         return sample
 
     def cursor(self, number: int) -> Cursor:
-        """Where the lane stands before sample ``number``."""
+        """Return the position of the lane before sample ``number``."""
         with self._turn:
             behind = self._next - number
             assert 0 <= behind < len(self._cursors), "the trainer is behind by what the loader reads ahead, at most"
@@ -255,7 +255,7 @@ class _Lane:
             window[filled : filled + len(tokens)] = tokens
             filled += len(tokens)
             used += 1
-        self._go_on(self._sequence_length)
+        self._advance(self._sequence_length)
         tokens, targets = window[:-1], window[1:]
         if not self._isolate:
             return Sample(tokens, targets)
@@ -272,7 +272,7 @@ class _Lane:
         piece, self._skip = piece.after(self._skip), 0
         return piece
 
-    def _go_on(self, tokens: int) -> None:
+    def _advance(self, tokens: int) -> None:
         while tokens >= len(self._pieces[0].tokens):
             tokens -= len(self._pieces.popleft().tokens)
         self._pieces[0] = self._pieces[0].after(tokens)
@@ -304,10 +304,10 @@ class _Documents:
     deal: Deal
     lane: int
     pause: Callable[[float], bool]
-    """Waits so many seconds; returns True, perhaps earlier, where there is nobody left to read for."""
+    """Waits so many seconds; returns True at once if nobody reads any more."""
 
     def read(self, cursor: Cursor) -> Iterator[_Piece]:
-        """From the row of ``cursor`` on, from its first token on; forever."""
+        """Yield pieces from the row of ``cursor`` on, without end."""
         epoch, place, row = cursor[:3]
         while True:
             count = 0

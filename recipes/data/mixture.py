@@ -53,7 +53,7 @@ class MixtureDataset:
         self._sources = list(sources.values())
         self._first = [0, *accumulate(len(source) for source in self._sources)]
         self._later = torch.tensor(self._first[1:-1])
-        """Where each source but the first begins, on the device of the last batch."""
+        """First sample of each source but the first, on the device of the last batch."""
         if weigh_by == "tokens":
             tokens = {name: _mean_targets(source) for name, source in sources.items()}
             if len(set(tokens.values())) > 1:  # else the weights are left as exact as they are
@@ -88,18 +88,18 @@ class MixtureDataset:
 
 
 def _mean_targets(source: Samples) -> float:
-    """Targets of a sample, on average over some that lie evenly over the whole source."""
+    """Return the mean number of targets of samples that are spread evenly over the source."""
     chosen = np.linspace(0, len(source) - 1, min(_MEASURED_SAMPLES, len(source))).astype(np.int64)
     return float(np.mean([(source[i].targets != IGNORE).sum() for i in chosen.tolist()]))
 
 
 def source_sections(section: DataSection) -> dict[str, DataSection]:
-    """What is trained on: of each source by name the section of it alone. One source has the name ""."""
+    """Return the section of each source of the training data, by name. A single source has the name ""."""
     return {name: alone(section, source) for name, source in section.mixed.items()} or {"": section}
 
 
 def validation_sections(section: DataSection) -> dict[str, DataSection]:
-    """Of each further validation set by name the section of it alone: nothing of it is kept back."""
+    """Return the section of each further validation set, by name; all of it is for validation."""
     return {
         name: alone(section, source).model_copy(update={"validation_fraction": 0.0})
         for name, source in section.validation.items()
@@ -108,7 +108,7 @@ def validation_sections(section: DataSection) -> dict[str, DataSection]:
 
 @contextmanager
 def mistakes_of(key: str) -> Iterator[None]:
-    """Mistakes in the source that ``data`` is, told of the one that ``key`` is, such as ``data.sources.web``."""
+    """Within, messages about ``data`` name the keys of ``key`` instead, such as ``data.sources.web``."""
     try:
         yield
     except UserError as error:
@@ -120,7 +120,7 @@ def mistakes_of(key: str) -> Iterator[None]:
 
 
 def key_of_source(name: str) -> str:
-    """Where a source that ``source_sections`` names stands in the config."""
+    """Return the config key of a source that ``source_sections`` names."""
     return f"data.sources.{name}" if name else "data"
 
 

@@ -21,8 +21,8 @@ _BLOCK_TOKENS = 1 << 26
 
 
 def kept_apart(name: str, held: Prepared, training: Sequence[Prepared], cache: Path, show: Show | None) -> Path | None:
-    """A folder with the validation split of ``held`` less what is in the training split of any of ``training``, or None
-    where nothing is in both. Made once; found later.
+    """Return a folder with the validation split of ``held`` without documents that any of ``training`` trains on; None
+    if there are none. Made once; found later.
 
     Raises:
         UserError: all of the validation set ``name`` is trained on, or the cache cannot be written.
@@ -54,9 +54,9 @@ def left_out(folder: Path) -> int:
 
 
 def _shared(held: TokenStream, training: Sequence[TokenStream]) -> np.ndarray:
-    """Which documents of ``held`` are in ``training`` too, [documents], bool.
+    """Return which documents of ``held`` are in ``training`` too, [documents], bool.
 
-    Of the training documents only those are read that are as long as one of ``held``; of the others, where they begin.
+    Reads only training documents that are as long as one of ``held``.
     """
     own: dict[bytes, list[int]] = {}
     lengths = set[int]()
@@ -75,14 +75,14 @@ def _documents(
     stream: TokenStream, wanted: Callable[[np.ndarray], np.ndarray] = lambda sizes: sizes > 0
 ) -> Iterator[tuple[int, int]]:
     """Start and stop of each document whose length is ``wanted``."""
-    begun = np.empty(0, np.int64)
+    last = np.empty(0, np.int64)
     for first in range(0, stream.tokens, _BLOCK_TOKENS):
-        bounds = np.concatenate((begun, stream.document_starts(first, min(first + _BLOCK_TOKENS, stream.tokens))))
+        bounds = np.concatenate((last, stream.document_starts(first, min(first + _BLOCK_TOKENS, stream.tokens))))
         if first + _BLOCK_TOKENS >= stream.tokens:
             bounds = np.append(bounds, stream.tokens)
         chosen = np.flatnonzero(wanted(np.diff(bounds)))
         yield from zip(bounds[chosen].tolist(), bounds[chosen + 1].tolist(), strict=True)
-        begun = bounds[-1:]
+        last = bounds[-1:]
 
 
 def _digest(stream: TokenStream, start: int, stop: int) -> bytes:

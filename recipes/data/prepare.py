@@ -61,11 +61,11 @@ class Prepared:
     """Name of a document in messages: ``file`` or ``document``."""
 
     def stream(self, split: str) -> TokenStream:
-        """The tokens of ``train`` or ``validation``, read from the disk where they are touched."""
+        """Return the tokens of ``train`` or ``validation``, memory-mapped."""
         return TokenStream(self.shards[split])
 
     def whole(self) -> "Prepared":
-        """The same with all documents in its validation split: what a validation set of its own is."""
+        """Return the same data with all documents in the validation split."""
         documents = TokenCounts()
         for split in self.splits.values():
             documents.add(split)
@@ -78,7 +78,7 @@ class Prepared:
         )
 
     def describe(self) -> str:
-        """Sizes for people: ``train 11,432,101 tokens of 721 files, validation 601,022 of 38``."""
+        """Return sizes in words: ``train 11,432,101 tokens of 721 files, validation 601,022 of 38``."""
         train, validation = (self.splits[name] for name in SPLITS)
         return (
             f"train {train.tokens:,} tokens of {train.documents:,} {self.noun}{'' if train.documents == 1 else 's'}, "
@@ -86,7 +86,7 @@ class Prepared:
         )
 
     def sample(self) -> str:
-        """The beginning of the first training document, decoded."""
+        """Return the beginning of the first training document, decoded."""
         stream = self.stream("train")
         stop = min(_SAMPLE_TOKENS, stream.tokens)
         following = stream.document_starts(1, stop)
@@ -147,7 +147,7 @@ def is_intact(folder: Path) -> bool:
 def open_prepared(folder: Path) -> Prepared:
     """Open what ``prepare`` made, in this process or another. Reads headers and sizes, no tokens.
 
-    Raises ``UserError`` where the folder is missing or not whole.
+    Raises ``UserError`` if the folder is missing or incomplete.
     """
     try:
         return _open(folder)

@@ -23,7 +23,7 @@ from serried.recipes.data.encode import Encoded
 
 @dataclass(frozen=True)
 class Shard:
-    """Tokens of a file, and where the rest is."""
+    """Tokens of a file, and the files beside it."""
 
     tokens: Path
     """A file of numbers."""

@@ -121,7 +121,7 @@ def split_documents(documents: Sequence[Document], validation_fraction: float) -
 
 
 def _choose_groups(groups: dict[bytes, list[Document]], fraction: float) -> set[bytes]:
-    """Contents that go to validation."""
+    """Return the contents that go to validation."""
     size_bytes = {content: sum(d.size_bytes for d in group) for content, group in groups.items()}
     wanted_bytes = fraction * sum(size_bytes.values())
     # surrogateescape: a file name need not be UTF-8.
@@ -143,7 +143,7 @@ def _choose_groups(groups: dict[bytes, list[Document]], fraction: float) -> set[
 
 
 def tail_start(read: Callable[[int, int], bytes], size_bytes: int, fraction: float) -> int:
-    """Offset in bytes at which about the last ``fraction`` of a text starts.
+    """Return the offset in bytes at which about the last ``fraction`` of a text starts.
 
     Preferably after a line end, as long as the tail is not doubled by that, nor a mebibyte longer; else at the start
     of a UTF-8 character. Never 0: the head, which is trained on, keeps at least one byte. ``read(start, stop)`` gives

@@ -17,8 +17,8 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class TextBytes:
     """Bytes of text, in UTF-8, of the targets of batches. Marks, such as the end of a document, are no text.
 
-    A token of a byte-level encoding has the same bytes everywhere. Others may begin with a blank that they lose where
-    they begin a document, so there are two tables.
+    A token of a byte-level encoding has the same bytes everywhere. Tokens of others may lose a
+    blank at the beginning of a document, so there are two tables.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -59,7 +59,7 @@ class Counts:
     held_out: int = 0
     """Training documents that are in the validation split too, and are left out."""
     lowest: float = 1.0
-    """Of the places of all documents (``place_of``); where none is asked for, it is not counted."""
+    """Lowest of the places (``place_of``) of documents whose split depends on it."""
     highest: float = 0.0
 
     def add(self, other: "Counts") -> None:
@@ -76,7 +76,7 @@ class Counts:
 
 
 def place_of(row: Row, unit: str) -> float:
-    """A number from 0 up to 1 that depends on the content of a document alone: equal ones stay together."""
+    """Return a number from 0 up to 1 that depends only on the content of a document."""
     if isinstance(row.content, list):
         content = json.dumps(row.content, sort_keys=True, default=str).encode()
     else:
@@ -104,13 +104,13 @@ class Splitter:
 
 
 def held_out_of(units: Sequence[Unit]) -> frozenset[float]:
-    """Places of the documents of validation, where both splits have their own rows."""
+    """Return the places of the documents of validation, if it has rows of its own."""
     validation = [unit for unit in units if unit.split == "validation"]
     return frozenset(place_of(row, unit.name) for unit in validation for row in unit.rows())
 
 
 def jobs_of(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Units dealt to shards, in order: a function of the source, so that whoever goes on finds what is done."""
+    """Return units grouped into shards, in order: a function of the source, so that a preparation can be continued."""
     wanted = max(_SHARD_BYTES, sum(unit.size_bytes for unit in units) // _MOST_SHARDS)
     jobs: list[list[Unit]] = []
     size_bytes = wanted
@@ -166,7 +166,7 @@ def write_shards(
 
 def _batches(units: Sequence[Unit], splitter: Splitter, counts: Counts, progress: Progress) -> Iterator[_Batch]:
     for unit in units:
-        told = 0
+        reported = 0
         batch = _Batch([], [], unit.name, 0)
         for row in unit.all_rows():
             if not row.content:
@@ -180,13 +180,13 @@ def _batches(units: Sequence[Unit], splitter: Splitter, counts: Counts, progress
             batch = batch._replace(size_bytes=batch.size_bytes + _size_of(row))
             if batch.size_bytes >= _BATCH_BYTES or len(batch.rows) >= _BATCH_ROWS:
                 yield batch
-                step = min(batch.size_bytes, unit.size_bytes - told)  # a unit's size is an estimate
+                step = min(batch.size_bytes, unit.size_bytes - reported)  # a unit's size is an estimate
                 progress.done(step)
-                told += step
+                reported += step
                 batch = _Batch([], [], unit.name, 0)
         if batch.rows:
             yield batch
-        progress.done(unit.size_bytes - told)
+        progress.done(unit.size_bytes - reported)
 
 
 def _size_of(row: Row) -> int:
@@ -196,7 +196,7 @@ def _size_of(row: Row) -> int:
 
 
 def texts_to_learn_from(units: Sequence[Unit], splitter: Splitter, tokenizer: str) -> Iterator[str]:
-    """The training text, or an evenly spread gibibyte of it: what a tokenizer is trained on."""
+    """Yield the training text, or an evenly spread gibibyte of it, to train a tokenizer."""
     every = max(1, -(-sum(unit.size_bytes for unit in units) // _LEARN_BYTES))
     ignored = Counts()
     for unit in units[::every]:
@@ -205,7 +205,7 @@ def texts_to_learn_from(units: Sequence[Unit], splitter: Splitter, tokenizer: st
 
 
 def all_characters(units: Sequence[Unit], tokenizer: str) -> str:
-    """Every character that occurs, once, sorted."""
+    """Return every character that occurs, once, sorted."""
     characters: set[str] = set()
     for unit in units:
         for text in texts_of(unit.rows(), unit.name, tokenizer):

@@ -164,7 +164,7 @@ def hugging_face_files(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def chars_tokenizer_of(tokenizer_json: str) -> CharsTokenizer | None:
-    """The tokenizer of which ``hugging_face_files`` made a ``tokenizer.json``, where it is one of characters.
+    """The tokenizer from which ``hugging_face_files`` made a ``tokenizer.json``, if it is one of characters.
 
     Read as any byte-pair encoding that file would silently leave out characters that it does not know.
     """

@@ -56,7 +56,7 @@ def render(runs: Sequence[Records]) -> str:
     script = "\n".join(['"use strict";', *((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)])
     fillings = {
         "title": html.escape(", ".join(names) if len(names) <= 3 else f"{len(names)} runs"),
-        # Nothing but this very script may run, and nothing may be fetched: whatever a run is called.
+        # Only this script may run and nothing may be fetched, even if a run's name contains code.
         "script-hash": base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode(),
         "licence": (_HERE / "uplot" / "LICENSE").read_text(encoding="utf-8"),
         "style": "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _STYLES),
@@ -289,7 +289,7 @@ def _thin(run: Records, chart: str, curve: Curve, points: float) -> tuple[_Point
     """Return steps and values to draw, and those to smooth: empty if all values are drawn."""
     buckets = max(_FEWEST_BUCKETS, min(_MOST_BUCKETS, int(points * _WEIGHTS.get(chart, 1))))
     steps, values = np.array(curve.steps, dtype=np.int64), np.array(curve.values)
-    # What is stacked needs its parts at the same steps: where their sum has its spikes.
+    # Stacked curves need the same steps: those of the spikes of their sum.
     parts = [other.values for (of, _), other in run.curves.items() if of == chart and other.steps == curve.steps]
     chosen = thinned(np.sum(parts, axis=0) if chart == "time_split" else values, buckets)
     if len(chosen) == len(values):
@@ -301,8 +301,8 @@ def _thin(run: Records, chart: str, curve: Curve, points: float) -> tuple[_Point
 def _clocks(run: Records, rows: NDArray[np.int64]) -> dict[str, Any]:
     """Return tokens and milliseconds of training up to each step of ``rows``; None if no line has them."""
 
-    def clock(told: Sequence[float], unit: float) -> list[int] | None:
-        at = np.array(told)
+    def clock(recorded: Sequence[float], unit: float) -> list[int] | None:
+        at = np.array(recorded)
         known = ~np.isnan(at)
         if not known.any():
             return None

@@ -1,4 +1,4 @@
-"""The records of a run folder as plain data, in whatever state a crash or a full disk left them."""
+"""The records of a run folder as plain data, also after a crash or a full disk."""
 
 import math
 from collections.abc import Callable

@@ -58,7 +58,7 @@ class Trackers:
             each.thread.join(max(0.0, deadline - time.monotonic()))
             if each.thread.is_alive():
                 each.warn("it has not taken everything yet, and its process continues for two minutes at most")
-            each.has_warned = True  # whatever happens now is no news for a run that has ended
+            each.has_warned = True  # the run has ended: report nothing more
         self._processes = []
 
     def send(self, working_directory: Path | None) -> bool:
@@ -89,7 +89,7 @@ class _TrackerProcess:
             self._process = subprocess.Popen(
                 [*COMMAND, name, str(run_dir), *options],
                 cwd=working_directory,
-                stdin=subprocess.PIPE,  # closes when this process ends, whatever ends it
+                stdin=subprocess.PIPE,  # closes when this process ends, in any way
                 stdout=subprocess.PIPE,
                 stderr=log,
                 bufsize=0,

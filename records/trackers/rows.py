@@ -42,7 +42,7 @@ class Tracker(Protocol):
     last_step: int
     """The last step that the tracker already has of the run; -1 if none."""
     note: str
-    """Where the user finds the run."""
+    """Address of the run, for the user."""
 
     def write(self, rows: Sequence[Row]) -> None:
         """Take ``rows``, in increasing order of steps."""

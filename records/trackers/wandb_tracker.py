@@ -17,8 +17,8 @@ _STEP = "step"
 class WandbTracker:
     """One run of W&B.
 
-    Online, the run is resumed: the server knows its last step and gets the steps after it. Offline, where runs cannot
-    be resumed, each start writes the whole history into a new folder and deletes the previous one.
+    Online, the run is resumed: the server knows its last step and gets the steps after it. Offline runs cannot be
+    resumed, so each start writes the whole history into a new folder and deletes the previous one.
     """
 
     def __init__(self, run: Run, *, is_online: bool, finish_seconds: float) -> None:

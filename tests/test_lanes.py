@@ -192,7 +192,7 @@ def test_threads_that_come_early_wait_for_their_turn() -> None:
     straight = stream(units)
     assert [taken[i] for i in (0, 4, 8, 12)] == [straight[i].tokens.tolist() for i in (0, 4, 8, 12)]
     assert taken[0] == expected[0]
-    with pytest.raises(RuntimeError, match="sample 1 of a lane is asked for where 4 is next"):
+    with pytest.raises(RuntimeError, match="sample 1 of a lane is requested, and 4 is next"):
         dataset[4]
 
 

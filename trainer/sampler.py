@@ -32,8 +32,9 @@ class SampleOrder:
     """An endless order of ``size`` samples: each once per epoch, every epoch in another order.
 
     The permutation of an epoch is a Feistel network (Luby and Rackoff, "How to construct pseudorandom permutations from
-    pseudorandom functions", 1988) over the smallest power of two that holds ``size``. If the result is not a
-    sample number, it is applied again until it is one: cycle walking, which keeps it a permutation (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). From 3 samples on, that takes less than 2 on average.
+    pseudorandom functions", 1988) over the smallest power of two that holds ``size``. If the result is not a sample
+    number, it is applied again until it is one: cycle walking, which keeps it a permutation (Black and Rogaway,
+    "Ciphers with arbitrary finite domains", 2002). From 3 samples on, that takes less than 2 on average.
     """
 
     def __init__(self, size: int, seed: int) -> None:

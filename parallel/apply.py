@@ -89,7 +89,7 @@ def parallelize(
         runner = Direct(sync, phases, autocast)
     parallel = DistributedModel(
         list(stages.values()), runner, specs, layout, device,
-        groups=groups, phases=phases, gradient_divisor=sync.divisor, autocast=autocast, buffers=buffers, loads=loads,
+        groups=groups, loads=loads, buffers=buffers,
     )  # fmt: skip
     if is_meta and std_of is not None:
         initialize(parallel.parameters, std_of, seed)

@@ -42,6 +42,12 @@ class Totals(NamedTuple):
 class Runner(Protocol):
     """Runs the part of the model that is on this rank."""
 
+    divisor: int
+    """``.grad`` times this is the sum over ranks."""
+    phases: Phases
+    autocast: Callable[[], AbstractContextManager[Any]]
+    """The context forwards run in."""
+
     def train(
         self,
         batches: Sequence[Any],
@@ -66,7 +72,8 @@ class Direct:
     """A runner: the whole model on this rank, each micro-batch forward and then backward."""
 
     def __init__(self, sync: GradientSync, phases: Phases, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._sync, self._phases, self._autocast = sync, phases, autocast
+        self._sync, self.phases, self.autocast = sync, phases, autocast
+        self.divisor = sync.divisor
 
     def train(
         self,
@@ -78,17 +85,17 @@ class Direct:
         """Each micro-batch forward and then backward."""
         for index, batch in enumerate(batches):
             with self._sync.during(index == len(batches) - 1):
-                self._phases.enter(FORWARD)
+                self.phases.enter(FORWARD)
                 if seeds:
                     torch.manual_seed(seeds[index])
-                with self._autocast():
+                with self.autocast():
                     terms = self._sync.root(objective.loss, batch)
-                self._phases.enter(BACKWARD)
+                self.phases.enter(BACKWARD)
                 ended(index, terms).backward()
 
     def predict(self, batch: Any, objective: Objective) -> LossTerms:
         """Forward only."""
-        with self._autocast():
+        with self.autocast():
             terms: LossTerms = self._sync.root(objective.loss, batch)
             return terms
 
@@ -122,22 +129,16 @@ class DistributedModel:
         device: torch.device,
         *,
         groups: Groups,
-        phases: Phases,
-        gradient_divisor: int,
-        autocast: Callable[[], AbstractContextManager[Any]],
         loads: Loads,
         buffers: Sequence[str] = (),
     ) -> None:
         """``specs``: of the whole model; ``buffers`` names those that belong to the model's state."""
         self.modules, self.specs, self.layout, self.device = modules, specs, layout, device
-        self.groups, self.phases, self._runner = groups, phases, runner
+        self.groups, self._runner = groups, runner
+        self.phases, self.autocast, self.gradient_divisor = runner.phases, runner.autocast, runner.divisor
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.place = layout.coordinates(rank)
         self.parameters: list[HeldTensor] = held_parameters(modules, specs, layout, rank)
-        self.gradient_divisor = gradient_divisor
-        """``.grad`` times this is the sum over ranks."""
-        self.autocast = autocast
-        """The context forwards run in."""
         self.buffer_names, self._loads = buffers, loads
         self.metric_names: tuple[str, ...] | None = None
         """Names of the metrics that the loss returns in training; None before the first step."""

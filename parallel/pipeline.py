@@ -41,6 +41,8 @@ logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # 
 class Pipeline:
     """A runner: this rank's stages of a model, one of many."""
 
+    divisor = 1
+
     def __init__(
         self,
         stages: Mapping[int, Sharded],
@@ -52,7 +54,7 @@ class Pipeline:
     ) -> None:
         """``stages``: those of this rank, by number."""
         self._stages, self._layout, self._groups = dict(sorted(stages.items())), layout, groups
-        self._device, self._phases, self._autocast = device, phases, autocast
+        self._device, self.phases, self.autocast = device, phases, autocast
         self._last = layout.stages - 1
         self._borders: dict[tuple[int, torch.Size], Tensor] = {}
         """What enters a stage, on meta; by the stage, and by the shape of what enters the first. After the last stage
@@ -124,7 +126,7 @@ class Pipeline:
                 output = inputs.stream
             elif stage - 1 not in self._stages:
                 output = self._receive(stage, inputs.stream.shape)
-            with self._autocast():
+            with self.autocast():
                 output = sync.root(nn.Module.__call__, output, **inputs.named)
             assert output is not None
             if stage < self._last:
@@ -159,9 +161,9 @@ class Pipeline:
     @contextmanager
     def _waiting_for(self, coordinate: int) -> Iterator[None]:
         assert self._groups.pipeline is not None
-        self._phases.peers = (dist.get_global_rank(self._groups.pipeline, coordinate),)
+        self.phases.peers = (dist.get_global_rank(self._groups.pipeline, coordinate),)
         yield
-        self._phases.peers = ()
+        self.phases.peers = ()
 
     def _schedule(self, micro_batches: int, inputs: Inputs) -> "_Schedule":
         """Make the schedule for micro-batches shaped as ``inputs``, which pass through once to learn the borders'."""
@@ -175,14 +177,14 @@ class Pipeline:
         self.reshard()
         # NCCL may only make the communicator of a group when all its ranks are in a call.
         dist.all_reduce(torch.zeros(1, device=self._device), group=self._groups.pipeline)
-        stages, marks = [], _Marks(self._phases)
+        stages, marks = [], _Marks(self.phases)
         for number, sync in self._stages.items():
             stage = _Stage(
                 sync.root, number, self._layout.stages, self._device,
                 input_args=self._border(number, inputs), output_args=self._border(number + 1, inputs),
                 group=self._groups.pipeline,
             )  # fmt: skip
-            stage.marks, stage.autocast = marks, self._autocast
+            stage.marks, stage.autocast = marks, self.autocast
             stages.append(stage)
         return _Schedule(self._layout.schedule, stages, marks, micro_batches)
 
@@ -197,7 +199,7 @@ class _Marks:
     """What the stages of this rank do and wait for: what is between the phases of their work is waiting."""
 
     def __init__(self, phases: Phases) -> None:
-        self._phases = phases
+        self.phases = phases
         self._awaited: dict[tuple[str, int, int], int] = {}
         """Kind, stage and micro-batch of messages that are to come -> the rank that sends them."""
         self._sent_to: tuple[int, ...] = ()
@@ -217,20 +219,20 @@ class _Marks:
     def work(self, phase: str, stage: int, index: int = -1) -> Iterator[None]:
         """Mark a forward or backward."""
         self._awaited.pop((phase, stage, index), None)
-        self._phases.peers = ()
-        self._phases.enter(phase)
+        self.phases.peers = ()
+        self.phases.enter(phase)
         yield
-        self._phases.enter(PIPELINE)
+        self.phases.enter(PIPELINE)
         self._wait()
 
     def _wait(self) -> None:
         """Note which ranks this one waits for, from now until its next work."""
-        self._phases.peers = tuple(dict.fromkeys(self._awaited.values())) or self._sent_to
+        self.phases.peers = tuple(dict.fromkeys(self._awaited.values())) or self._sent_to
 
     def end(self) -> None:
         """The step is done."""
         self._awaited.clear()
-        self._sent_to = self._phases.peers = ()
+        self._sent_to = self.phases.peers = ()
 
 
 class _Stage(pipelining.PipelineStage):

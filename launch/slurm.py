@@ -6,8 +6,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import serried
@@ -47,14 +47,8 @@ def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
         return say(text)
     folders = [_absolute(config.run.dir) for config in configs]
     _refuse_a_second_job(configs)
-    try:
-        # Signals wait until the job is recorded: a queued job that is not would be submitted a second time.
-        with _folders_of_jobs(folders), NotedSignals():
-            job, path = _submit(text, folders[0])
-            for task, folder in enumerate(folders):
-                note_job(folder, job, task if len(folders) > 1 else None)
-    except OSError as error:
-        raise _unwritable(error) from None
+    with NotedSignals():  # until the job is recorded: a queued job that is not would be submitted a second time
+        job, path = _submit(text, folders, is_training=True)
     return say(_what_to_watch(job, path, configs, folders))
 
 
@@ -65,10 +59,9 @@ def refuse_unequal(configs: Sequence[RunConfig]) -> None:
         UserError: two ask for different nodes.
     """
     first, *others = [_asked_for(config) for config in configs]
-    for key, value in first.items():
-        different = next((other[key] for other in others if other[key] != value), value)
-        if different != value:
-            one, another = ("null" if each is None else each for each in (value, different))
+    for key, value in ((key, each[key]) for each in others for key in each):
+        if value != first[key]:
+            one, another = ("null" if each is None else each for each in (first[key], value))
             raise UserError(
                 f"{key} is {one} in one run and {another} in another, and with launch=slurm a sweep is one array job, "
                 f"whose tasks all get the same; start one sweep for each value: {key}={one} run.name=OTHER"
@@ -94,11 +87,7 @@ def preflight_by_job(argv: Sequence[str], config: RunConfig) -> int:
         return say(text)
     folder = _absolute(config.run.dir) / "slurm"
     with NotedSignals() as signals:
-        try:
-            with _folders_of_jobs([folder.parent]):
-                job, _ = _submit(text, folder.parent)
-        except OSError as error:
-            raise _unwritable(error) from None
+        job, _ = _submit(text, [folder.parent], is_training=False)
         say(f"submitted  job {job}: {_size(config, text)}")
         try:
             _wait_for(job, signals)
@@ -168,35 +157,33 @@ def _result(job: str, folder: Path) -> int:
     return EXIT_FINISHED if code == EXIT_FINISHED else EXIT_FAILED
 
 
-def _submit(text: str, run_dir: Path) -> tuple[str, Path]:
-    """Submit the script ``text``. Return the job's number, and the path of the script in ``run_dir``."""
-    path = run_dir / "slurm" / "submitted.sbatch"
-    path.write_text(text, "utf-8")
+def _submit(text: str, run_dirs: Sequence[Path], *, is_training: bool) -> tuple[str, Path]:
+    """Submit the script ``text``, and record the job in the folders of the runs that it trains.
+
+    Returns:
+        The job's number, and the path of the script in the first of ``run_dirs``.
+
+    Raises:
+        UserError: Slurm refuses the job, or a folder cannot be written. Without Slurm no folder is left behind.
+    """
+    missing = [folder for run_dir in run_dirs for folder in (run_dir / "slurm", run_dir) if not folder.exists()]
+    path = run_dirs[0] / "slurm" / "submitted.sbatch"
     try:
+        for run_dir in run_dirs:
+            (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
         job = _sbatch(path)
+        for task, run_dir in enumerate(run_dirs if is_training else ()):
+            note_job(run_dir, job, task if len(run_dirs) > 1 else None)
+        return job, path.rename(path.with_name(f"{job}.sbatch"))
     except _NoSlurm:
         path.unlink()
-        raise
-    return job, path.rename(path.with_name(f"{job}.sbatch"))
-
-
-@contextmanager
-def _folders_of_jobs(run_dirs: Sequence[Path]) -> Iterator[None]:
-    """Make the folders for scripts and logs in ``run_dirs``, and remove them again if there is no Slurm."""
-    missing = [folder for run_dir in run_dirs for folder in (run_dir / "slurm", run_dir) if not folder.exists()]
-    for run_dir in run_dirs:
-        (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except _NoSlurm:
         for folder in missing:
             with suppress(OSError):
                 folder.rmdir()
         raise
-
-
-def _unwritable(error: OSError) -> UserError:
-    return UserError(f"cannot write {error.filename}: {error.strerror}; use run.dir=FOLDER")
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename}: {error.strerror}; use run.dir=FOLDER") from None
 
 
 def script(points: Mapping[tuple[str, ...], RunConfig]) -> str:

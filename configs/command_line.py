@@ -39,7 +39,7 @@ _NO_SWEEP = "give one, or sweep over them: python train.py -m ..."
 def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
     """Split the flags ``--help``, ``--cfg job`` and ``-m`` from the overrides; the first in this order wins.
 
-    Other flags stay among the overrides, for ``config_dirs`` and ``compose``.
+    Other flags stay among the overrides, where ``compose`` refuses them.
     """
     action: Action = "train"
     overrides: list[str] = []

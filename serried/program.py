@@ -30,8 +30,8 @@ def main(arguments: list[str], declaration: Declaration = BUILT_IN) -> int:
     """Train the declared task as the command line says, and return the exit code. Mistakes are printed, not raised."""
     try:
         check_surroundings(arguments)
-        action, words = parse_arguments(arguments)
-        overrides, folders = config_dirs(words)
+        words, folders = config_dirs(arguments)
+        action, overrides = parse_arguments(words)
         chosen = [] if declaration.task else [word for word in overrides if word.startswith("task=")]
         if chosen:
             declaration, overrides = _installed(chosen[-1].partition("=")[2]), [w for w in overrides if w not in chosen]

@@ -135,7 +135,7 @@ def train(name: str, argv: list[str], run_dir: str) -> dict[str, Any]:
             losses.append((totals.loss_sum / totals.weight).item())
             norms.append(model.sum_squares().sqrt().item() * model.gradient_divisor)
             take_step(optimizer, torch.tensor(1 / model.gradient_divisor), torch.tensor(0.0))
-        evaluated = model.evaluate([(rows, True)], objective)
+        evaluated = model.evaluate([(half, True) for half in rows.chunk(2)], objective)
         losses.append((evaluated.loss_sum / evaluated.weight).item())
         saver = Checkpointer(
             Path(run_dir),

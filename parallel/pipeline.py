@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
+from torch.torch_version import TorchVersion
 
 from serried.configs.errors import UserError
 from serried.parallel.data import Sharded
@@ -30,6 +31,8 @@ _SCHEDULES: Mapping[str, Any] = {
     "zbv": pipelining.ScheduleZBVZeroBubble,
     "dualpipev": pipelining.ScheduleDualPipeV,
 }
+_ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv", "dualpipev")
+"""These compute gradients of weights apart from those of inputs."""
 _OF_ONE_STAGE = ("gpipe", "1f1b")
 """These take a stage, the others a list."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
@@ -52,7 +55,17 @@ class Pipeline:
         phases: Phases,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """``stages``: those of this rank, by number."""
+        """``stages``: those of this rank, by number.
+
+        Raises:
+            UserError: this torch cannot run the schedule.
+        """
+        # torch 2.11: "_input_metadata is invalid" at autograd functions, of which heads and collectives are made.
+        if layout.schedule in _ZERO_BUBBLE and TorchVersion(torch.__version__) < "2.12":
+            raise UserError(
+                f"parallel.schedule={layout.schedule} needs torch 2.12 or newer, and this is {torch.__version__}; use "
+                "parallel.schedule=1f1b or interleaved"
+            )
         self._stages, self._layout, self._groups = dict(sorted(stages.items())), layout, groups
         self._device, self.phases, self.autocast = device, phases, autocast
         self._last = layout.stages - 1
@@ -269,11 +282,6 @@ class _Stage(pipelining.PipelineStage):
     def perform_reduce_grad(self, *args: Any) -> None:
         with self.marks.work(BACKWARD, self.stage_index):
             super().perform_reduce_grad(*args)
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # Private: until torch 2.12 the first step sends a number to each neighbour, and a V schedule to itself, which
-        # Gloo cannot do. It needs no such preparation.
-        return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         receives = super().get_fwd_recv_ops(fwd_chunk_id)

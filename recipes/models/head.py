@@ -95,6 +95,7 @@ def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabul
         normalizer, picked = vocabulary.combine(logits.logsumexp(dim=1), picked)
         losses = (normalizer - picked).where(is_target, 0)
         yield _Chunk(mine, chunk, logits, normalizer, losses, is_target, row, is_here)
+        del logits  # or they would be there beside those of the next chunk
 
 
 class _LinearCrossEntropySum(torch.autograd.Function):
@@ -121,7 +122,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
                     grad_weight.addmm_(grad_logits.float().T, chunk.hidden.float())
             else:
                 grad_weight += grad_logits.T @ chunk.hidden
-            del chunk  # or its logits would be there beside those of the next
+            del chunk, grad_logits  # or they would be there beside those of the next
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return loss

@@ -298,9 +298,7 @@ def end_bytes(dim: int, vocab_size: int, tokens: int, dtype: torch.dtype, share:
     ends = tokens * ((8 * dim + 4) / share.sequence + width * dim + 8) + 4 * rows * dim
     if width < 4:  # the head's input and weight in it
         ends += width * dim * (2 * tokens + rows)
-    # Two copies of a chunk's logits in fp32; while there is a second chunk, one of the first is still there.
-    chunk = min(tokens, chunk_tokens(rows))
-    return ends + 4 * rows * max(2 * chunk, chunk + 2 * min(chunk, tokens - chunk))
+    return ends + 8 * rows * min(tokens, chunk_tokens(rows))  # two copies of a chunk's logits in fp32
 
 
 def hugging_face_name(name: str) -> str:

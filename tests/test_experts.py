@@ -136,3 +136,17 @@ def test_degrees_that_do_not_fit_the_experts_are_refused_with_one_that_does(
     with pytest.raises(UserError) as error:
         check_layout(config, resolve_layout(config.parallel, processes), 4)
     assert answer in str(error.value)
+
+
+def test_a_run_with_experts_over_context_ranks_resumes_with_the_same_bits(
+    cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    """Weights, and the biases of routers."""
+    how = ["parallel=fsdp", "parallel.context=2", "parallel.expert=2", "trainer.micro_batch=6", "trainer.steps=4"]
+    for name, *more in (("straight",), ("again",), ("stopped", "trainer.stop_at=2"), ("stopped",)):
+        argv = overrides(text, tmp_path / name, *MIXTURE, *how, "trainer.deterministic=true", *more)
+        cluster.run(2, "tests.runs:train_small", argv=argv)
+    straight = weights(tmp_path / "straight")
+    for name in ("again", "stopped"):
+        found = weights(tmp_path / name)
+        assert all(found[key].equal(straight[key]) for key in straight), name

@@ -191,3 +191,12 @@ def test_glm45_air_has_its_published_size() -> None:
     count = sum(parameter.numel() for parameter in family.build().parameters())
     assert f"{count:,}" == "106,852,245,504"
     assert f"{family.active_parameters(count):,}" == "13,424,123,904"
+
+
+def test_router_balances_towards_experts_with_fewer_tokens_after_accepted_steps_alone() -> None:
+    router = Router(section(balance_rate=0.5))
+    loads = torch.tensor([9, 3, 4, 5, 4, 5], dtype=torch.float64)  # 5 on average
+    router.balance(loads, torch.tensor(False))
+    assert router.e_score_correction_bias.tolist() == [0] * 6
+    router.balance(loads, torch.tensor(True))
+    assert router.e_score_correction_bias.tolist() == [-0.5, 0.5, 0.5, 0, 0.5, 0]

@@ -17,7 +17,6 @@ from serried.recipes.data.tokenize import Counts
 from serried.recipes.data.tokenizer import token_dtype
 
 _SHARED = "shared.json"
-_BLOCK_TOKENS = 1 << 26
 
 
 def kept_apart(name: str, held: Prepared, training: Sequence[Prepared], cache: Path, show: Show | None) -> Path | None:
@@ -74,15 +73,10 @@ def _shared(held: TokenStream, training: Sequence[TokenStream]) -> np.ndarray:
 def _documents(
     stream: TokenStream, wanted: Callable[[np.ndarray], np.ndarray] = lambda sizes: sizes > 0
 ) -> Iterator[tuple[int, int]]:
-    """Start and stop of each document whose length is ``wanted``."""
-    last = np.empty(0, np.int64)
-    for first in range(0, stream.tokens, _BLOCK_TOKENS):
-        bounds = np.concatenate((last, stream.document_starts(first, min(first + _BLOCK_TOKENS, stream.tokens))))
-        if first + _BLOCK_TOKENS >= stream.tokens:
-            bounds = np.append(bounds, stream.tokens)
-        chosen = np.flatnonzero(wanted(np.diff(bounds)))
-        yield from zip(bounds[chosen].tolist(), bounds[chosen + 1].tolist(), strict=True)
-        last = bounds[-1:]
+    """Yield start and stop of each document whose length is ``wanted``."""
+    bounds = np.append(stream.all_document_starts(), stream.tokens)
+    chosen = np.flatnonzero(wanted(np.diff(bounds)))
+    yield from zip(bounds[chosen].tolist(), bounds[chosen + 1].tolist(), strict=True)
 
 
 def _digest(stream: TokenStream, start: int, stop: int) -> bytes:

@@ -1,14 +1,20 @@
 """A data source of the user's: one file that registers it, and one YAML beside it, outside the checkout."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from serried.configs.compose import compose
+from serried.configs.data_section import register_source
+from serried.configs.errors import UserError
+from serried.configs.schema import Section
+from serried.recipes.data.source import open_source
 from tests.runs import metrics, tiny_overrides
+from tests.texts import Reading
 
 _SCRIPT = '''
 import csv
@@ -56,28 +62,42 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_a_source_in_a_users_file_trains_alone_and_in_a_mixture(folder: Path) -> None:
-    alone = run(folder, "data=csv")
-    assert alone.returncode == 0, alone.stderr
-    assert "data       csv, bytes as tokens" in alone.stdout
-    assert [line["step"] for line in metrics(folder / "run")][-1] == 6
-    mixture = ["data=mixture", "data.sources.mine.name=csv", "data.sources.mine.column=body", "run.name=mixed"]
-    mixed = run(folder, *mixture, "data.sources.library.name=stdlib", f"run.dir={folder / 'mixed'}")
-    assert mixed.returncode == 0, mixed.stderr
-    counted = json.loads((folder / "mixed" / "metrics.jsonl").read_text().splitlines()[-3])
-    assert set(metrics(folder / "mixed")[-1]["source_tokens"]) == {"mine", "library"}, counted
+def test_a_source_in_a_users_file_is_part_of_a_mixture(folder: Path) -> None:
+    mixture = ["data=mixture", "data.sources.mine.name=csv", "data.sources.mine.column=body"]
+    ended = run(folder, *mixture, "data.sources.library.name=stdlib")
+    assert ended.returncode == 0, ended.stderr
+    assert "data       mine (csv) 50 %, library (stdlib) 50 % of the tokens, bytes as tokens" in ended.stdout
+    assert set(metrics(folder / "run")[-1]["source_tokens"]) == {"mine", "library"}
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["data=csv", "data.colunm=body"], "did you mean data.column=body?"),
-        (["data=csv", "data.subset=x"], "is read by data=hf, and this is data=csv"),
-        (["data=cvs"], "Did you mean data=csv?"),
-    ],
-)
-def test_mistakes_in_its_keys_are_one_line(words: list[str], answer: str, folder: Path) -> None:
-    ended = run(folder, *words, "dry_run=true")
+def test_a_mistake_in_its_keys_is_one_line(folder: Path) -> None:
+    ended = run(folder, "data=csv", "data.colunm=body", "dry_run=true")
     assert (ended.returncode, ended.stdout) == (78, "")
-    assert answer in ended.stderr
+    assert "did you mean data.column=body?" in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+class LinesSection(Section):
+    """Lines of a text."""
+
+    text: str = "one\ntwo"
+    """The text."""
+
+
+def test_a_registered_function_is_a_source() -> None:
+    @register_source("lines", section=LinesSection)
+    def lines(section: Any) -> list[str]:
+        return section.text.split("\n")
+
+    config = compose(["data=lines", "data.text='a b'"])
+    source = open_source(config.data)
+    assert [row.content for unit in source.units() for row in unit.rows()] == ["a b"]
+    other = open_source(compose(["data=lines", "data.text=c"]).data)
+    assert source.fingerprint(Reading()) != other.fingerprint(Reading())
+    for words, answer in (
+        (["data=lines", "data.subset=x"], "is read by data=hf, and this is data=lines"),
+        (["data=linse"], "Did you mean data=lines?"),
+    ):
+        with pytest.raises(UserError) as caught:
+            compose(words)
+        assert answer in str(caught.value)

@@ -45,7 +45,8 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
         NotPlainData: it is not a regular file, or larger.
     """
     with open_regular(path) as file:
-        content = file.read(most_bytes + 1)
+        size = os.fstat(file.fileno()).st_size  # read(n) takes n bytes of memory, however short the file
+        content = file.read(min(size, most_bytes) + 1)
     if len(content) > most_bytes:
         raise NotPlainData(f"{path} is larger than {most_bytes} bytes")
     return content

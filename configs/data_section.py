@@ -35,6 +35,16 @@ class SourceSection(Section):
     """Keys that must have a value, and what to write for one."""
     libraries: ClassVar[Sequence[str]] = ()
     """Libraries that the source needs beside those of every installation."""
+    by_content: ClassVar[Sequence[str]] = (
+        "name",
+        "path",
+        "subset",
+        "split",
+        "revision",
+        "text_column",
+        "messages_column",
+        "token_dtype",
+    )
 
     name: str
     """Name of the data source; a YAML file in ``data/`` sets it."""
@@ -77,6 +87,9 @@ ValidationSets = dict[str, Annotated[SerializeAsAny[SourceSection], _by_name(Sou
 
 class DataSection(SourceSection):
     """Training data: the keys that all sources share."""
+
+    free = ("cache_dir",)
+    by_content = ("validation",)
 
     validation: ValidationSets = Field(default_factory=dict)
     """Further validation sets, by names you choose; each is evaluated whole, or up to ``trainer.eval_batches``."""

@@ -8,7 +8,7 @@ files live with the code that opens them.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
@@ -67,6 +67,17 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
+    free: ClassVar[Sequence[str]] = ()
+    """Fields that change where, how fast or how visibly a run goes, not its numbers: they may differ on resume."""
+    by_content: ClassVar[Sequence[str]] = ()
+    """Free fields that name something, such as data, of which the content is compared on resume."""
+
+    @classmethod
+    def has_free(cls, field: str, *, by_content: bool = False) -> bool:
+        """Return whether ``field`` is among the ``free`` (or ``by_content``) fields of the section or of a base."""
+        kinds = ("by_content",) if by_content else ("free", "by_content")
+        return any(field in vars(base).get(kind, ()) for base in cls.__mro__ for kind in kinds)
+
     def _mistakes(self) -> Iterator[str]:
         """Yield a sentence for each contradiction between values, with an override that resolves it."""
         yield from ()
@@ -121,6 +132,9 @@ def _refuse_unless(found: Mapping[str, Any], **plain: Any) -> None:
 
 class ModelSection(Section):
     """Keys that all families of language models have; each adds its own."""
+
+    free = ("name", "max_sequence_length", "vocab_size", "vocab_multiple", "head_dim", "initializer_std")
+    # Sizes among them are compared by the shapes of tensors.
 
     name: str
     """Name of the model config, for display."""
@@ -531,6 +545,11 @@ class ScheduleSection(Section):
 class TrainerSection(Section):
     """The loop. A step is one optimizer step; batches are counted in sequences."""
 
+    free = (
+        "epochs", "micro_batch", "deterministic", "log_every", "eval_every", "eval_batches", "patience", "stop_at",
+        "max_minutes", "workers", "sample_tokens",
+    )  # fmt: skip
+
     steps: PositiveCount
     """Number of optimizer steps of the whole run."""
     epochs: Annotated[Number, Field(gt=0, le=10**6)] | None = None
@@ -766,12 +785,18 @@ class SlurmSection(Section):
 class TaskSection(Section):
     """What is trained. A task of your own adds its keys here."""
 
+    free = ("name",)
+
     name: str = Field(default="causal_lm", min_length=1)
     """Name of the task, for display."""
 
 
 class RunConfig(Section):
     """The configuration of a run."""
+
+    free = (
+        "recipe", "dry_run", "run", "launch", "slurm", "checkpoint", "track", "profile", "health", "parallel",
+    )  # fmt: skip
 
     recipe: str
     """Name of the recipe that chose the rest."""

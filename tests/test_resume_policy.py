@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from serried.configs.compose import compose
 from serried.configs.data_section import TextRunConfig
 from serried.configs.run_config import run_config_class
 from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
-from serried.trainer.checkpoint.resume import _shapes_numbers, differences
+from serried.trainer.checkpoint.resume import differences, is_free
 from tests.runs import Ended, checkpoint, metrics, run_here, steps_saved, tiny_overrides
 
 pytestmark = pytest.mark.usefixtures("_elsewhere")
@@ -499,8 +500,23 @@ def test_odd_values_in_state_json_are_one_line_even_with_a_fitting_manifest(text
         assert "step-00000002" in refusal(text, tmp_path / "run")
 
 
-def test_keys_of_a_task_that_begin_as_one_of_ours_shape_the_numbers() -> None:
-    assert _shapes_numbers("task.named")
-    assert _shapes_numbers("model.head_dimension")
-    assert not _shapes_numbers("task.name")
-    assert not _shapes_numbers("data.validation.held.path")
+def test_sections_say_which_of_their_keys_shape_the_numbers() -> None:
+    words = ["data=mixture", "data.sources.web.name=text", "data.sources.web.path=x", "optim.groups.slow.parameters=*"]
+    config = compose([*words, "data.validation.held.name=text", "data.validation.held.path=y"])
+    shaping = [
+        "model.dim", "model.path", "data.sequence_length", "data.tokenizer", "data.sources.web.weight", "optim.lr",
+        "optim.groups.slow.lr_scale", "task.named", "model.head_dimension", "trainer.global_batch", "precision.name",
+    ]  # fmt: skip
+    named = ["data.name", "data.sources.web.path", "data.sources.web.text_column", "data.validation.held.path"]
+    free = [
+        "recipe",
+        "run.dir",
+        "parallel.shard",
+        "trainer.eval_every",
+        "data.cache_dir",
+        "model.head_dim",
+        "task.name",
+    ]
+    assert not [key for key in shaping if is_free(key, config)]
+    assert all(is_free(key, config, by_content=True) for key in named)
+    assert all(is_free(key, config) and not is_free(key, config, by_content=True) for key in free)

@@ -13,9 +13,10 @@ import torch
 
 from serried.configs.errors import UserError
 from serried.configs.explain import value_at
+from serried.configs.keys import all_keys
 from serried.configs.plain_data import flatten
 from serried.configs.run_config import CHOSEN
-from serried.configs.schema import RunConfig
+from serried.configs.schema import RunConfig, Section
 from serried.configs.suggest import nearest
 from serried.records.run_folder import RunFolder
 from serried.runtime.session import Session
@@ -225,19 +226,6 @@ def check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
 
 # what changed ---------------------------------------------------------------------------------------------------------
 
-_NOT_PART_OF_THE_NUMBERS = (
-    "recipe", "dry_run", "run.", "launch.", "slurm.", "checkpoint.", "track.", "profile.", "health.", "parallel.",
-    "model.name",
-    "model.max_sequence_length", "model.vocab_", "model.head_dim", "model.initializer_std", "data.name", "data.path",
-    "data.subset", "data.split", "data.revision", "data.text_column", "data.messages_column", "data.token_dtype",
-    "trainer.workers", "data.cache_dir", "data.validation.", "trainer.micro_batch", "trainer.log_every",
-    "trainer.eval_", "trainer.epochs", "trainer.patience", "task.name",
-    "trainer.sample_tokens", "trainer.stop_at", "trainer.max_minutes", "trainer.deterministic",
-)  # fmt: skip
-"""Keys, and beginnings of keys (ending in . or _), that shape where, how fast and how visibly a run goes, not its
-numbers.
-What ``data.path`` leads to is compared by its content, and sizes of the model by the shapes of its tensors."""
-
 _MEANS_NOTHING = {
     "trainer.steps": ("schedule.name", ("constant",)),
     "precision.initial_scale": ("precision.name", ("fp32", "bf16")),
@@ -262,9 +250,8 @@ def differences(earlier: dict[str, Any], now: dict[str, Any], schema: type[RunCo
 
 
 def _named(config: dict[str, Any]) -> set[str]:
-    """Sources, validation sets and parameter groups, which have names of the user's."""
-    sections = ("data.sources", "data.validation", "optim.groups")
-    return {f"{path}.{name}" for path in sections for name in value_at(path, config) or {}}
+    """Sections that have names of the user's: sources, validation sets, parameter groups."""
+    return {f"{path}.{name}" for path in all_keys().named for name in value_at(path, config) or {}}
 
 
 def _default(key: str, schema: type[RunConfig]) -> Any:
@@ -288,10 +275,12 @@ def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> N
     for key, (other, values) in _MEANS_NOTHING.items():
         if before.get(other) in values and after[other] in values:
             changed.pop(key, None)
-    if not any(map(_shapes_numbers, changed)):
+    if all(is_free(key, config) for key in changed):
         return
-    named = [key for key in changed if _shapes_numbers(key) or (key.startswith("data.") and key not in _FREE_DATA_KEYS)]
-    named.sort(key=lambda key: (not key.startswith("data."), not key.startswith("model.")))
+    named = [key for key in changed if not is_free(key, config) or is_free(key, config, by_content=True)]
+    # Sections that only some tasks have come first: data, then model.
+    own = [section for section in reversed(type(config).model_fields) if section not in RunConfig.model_fields]
+    named.sort(key=lambda key: own.index(key.partition(".")[0]) if key.partition(".")[0] in own else len(own))
     if path.parent == config.run.dir / CHECKPOINTS:
         ways = [f"{_other_run(config)} to keep both", "checkpoint.resume=never to start again here"]
     else:
@@ -303,19 +292,20 @@ def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> N
     raise UserError(f"resuming from {path} would change the run: {told}; use {', or '.join(ways)}")
 
 
-_FREE_DATA_KEYS = ("data.workers", "data.cache_dir")
-
-
 def _other_run(config: RunConfig) -> str:
     """The override that gives a run a folder of its own."""
     return "run.name=OTHER" if config.run.dir.name == config.run.name else "run.dir=OTHER"
 
 
-def _shapes_numbers(key: str) -> bool:
-    if key.startswith("data.sources."):
-        return key.endswith(".weight")  # the rest is compared by content
-    beginnings = tuple(each for each in _NOT_PART_OF_THE_NUMBERS if each.endswith((".", "_")))
-    return key not in _NOT_PART_OF_THE_NUMBERS and not key.startswith(beginnings)
+def is_free(key: str, config: RunConfig, *, by_content: bool = False) -> bool:
+    """Return whether a change of ``key`` leaves the numbers of a run as they are, as its section says; with
+    ``by_content`` whether it names something of which the content is compared."""
+    section: Any = config
+    for part in key.split("."):
+        if isinstance(section, Section) and section.has_free(part, by_content=by_content):
+            return True
+        section = section.get(part) if isinstance(section, dict) else getattr(section, part, None)
+    return False
 
 
 def _changed(state: dict[str, Any], config: RunConfig, world_size: int) -> list[str]:

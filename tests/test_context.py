@@ -1,8 +1,5 @@
 """Context parallelism: a part of every sequence on each rank computes what one process does with the whole."""
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from serried.configs.compose import compose
 from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
@@ -25,6 +21,7 @@ from serried.runtime.session import open_session
 from tests.cluster import Cluster
 from tests.runs import metrics, tiny_overrides, weights
 from tests.test_model import build, section
+from tests.wire import Wire
 
 METHODS = {"gather": Gather, "ring": Ring}
 BATCH, HEADS, KEY_HEADS, LENGTH, WIDTH = 2, 4, 2, 48, 8
@@ -89,30 +86,6 @@ def test_attention_in_blocks_returns_what_a_mask_does(has_documents: bool, monke
         torch.testing.assert_close(attend_with_logsumexp(q, k, v, blocks)[1], sums, rtol=0, atol=2e-6)
 
 
-@contextmanager
-def counted_bytes() -> Iterator[Counter[str]]:
-    """Count the bytes that this rank receives from others, by collective."""
-    counts: Counter[str] = Counter()
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            name = func.overloadpacket.__name__
-            if name == "_allgather_base_":
-                counts["gather"] += args[0].nbytes * (ranks - 1) // ranks
-            elif name == "_reduce_scatter_base_":
-                counts["scatter_sum"] += args[1].nbytes * (ranks - 1) // ranks
-            elif name == "alltoall_base_":
-                received = list(args[3])
-                counts["all_to_all"] += (sum(received) - received[rank]) * args[0].element_size()
-            elif func.namespace == "c10d":
-                counts[name] += 1
-            return func(*args, **(kwargs or {}))
-
-    with Counting():
-        yield counts
-
-
 def attention_of_parts(method: str, has_documents: bool) -> dict[str, Any]:
     """Differences from one process of output and gradients, and bytes received and kept for the backward."""
     with open_session(compose([]).launch):
@@ -137,9 +110,9 @@ def attention_of_parts(method: str, has_documents: bool) -> dict[str, Any]:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with counted_bytes() as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with Wire() as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             out = context.attend(*parts, mask)
-        with counted_bytes() as backward:
+        with Wire() as backward:
             (out * context.part(weights, 2)).sum().backward()
         differences = [(out - context.part(expected, 2)).abs().max().item()]
         for mine, every in zip(parts, (q, k, v), strict=True):
@@ -148,7 +121,7 @@ def attention_of_parts(method: str, has_documents: bool) -> dict[str, Any]:
             differences.append((mine.grad - context.part(every.grad, 2)).abs().max().item())
         hops = [each is not None for each in mask] if method == "ring" else None
         return {
-            "differences": differences, "forward": forward, "backward": backward,
+            "differences": differences, "forward": forward.bytes, "backward": backward.bytes,
             "kept": sum(kept.values()), "hops": hops,
         }  # fmt: skip
 
@@ -166,11 +139,11 @@ def test_output_gradients_and_bytes_are_those_of_one_process(
     for found in (answer.value for answer in answers):
         assert max(found["differences"]) < 5e-6, found["differences"]
         if method == "gather":
-            assert found["forward"] == {"gather": 2 * (ranks - 1) * KEY_HEADS * part}
-            assert found["backward"] == {"scatter_sum": 2 * (ranks - 1) * KEY_HEADS * part}
+            assert found["forward"] == {"allgather_base": 2 * (ranks - 1) * KEY_HEADS * part}
+            assert found["backward"] == {"reduce_scatter_base": 2 * (ranks - 1) * KEY_HEADS * part}
         else:
-            assert found["forward"] == {"all_to_all": 2 * (ranks - 1) * KEY_HEADS * part}
-            assert found["backward"] == {"all_to_all": 4 * (ranks - 1) * KEY_HEADS * part}
+            assert found["forward"] == {"alltoall_base": 2 * (ranks - 1) * KEY_HEADS * part}
+            assert found["backward"] == {"alltoall_base": 4 * (ranks - 1) * KEY_HEADS * part}
             statistics = BATCH * HEADS * LENGTH * 4 // ranks
             assert found["kept"] == (2 * HEADS + 2 * KEY_HEADS) * part + statistics, "q, k, v, result: one part of each"
             assert all(found["hops"]) or has_documents
@@ -222,7 +195,7 @@ def test_run_evaluates_samples_and_resumes_as_one_process_does(cluster: Cluster,
     def train(name: str, ranks: int, *more: str, code: int = EXIT_FINISHED) -> str:
         argv = tiny_overrides(text, tmp_path / name, *more)
         answers = cluster.run(ranks, "tests.runs:train_reported", argv=argv)
-        assert all(answer.value == code for answer in answers), answers[0].printed
+        assert all(answer.value == code for answer in answers), [answer.printed for answer in answers]
         return answers[0].printed
 
     alone, printed = train("alone", 1, "parallel=single", *RUN), train("divided", 2, *DIVIDED)

@@ -72,8 +72,11 @@ def _claimed(folder: Path, is_there: Callable[[], bool], progress: Progress) -> 
 
 
 def _publish(partial: Path, folder: Path, is_intact: Callable[[], bool]) -> None:
-    """Rename into place. A damaged folder of this name is removed."""
-    if folder.exists() and not is_intact():
+    """Rename into place, unless another machine was first. A damaged folder of this name is removed."""
+    if is_intact():
+        shutil.rmtree(partial, ignore_errors=True)
+        return
+    if folder.exists():
         aside = unfinished_beside(folder)
         with contextlib.suppress(FileNotFoundError):  # another process found it damaged too
             folder.rename(aside)

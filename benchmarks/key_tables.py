@@ -50,8 +50,10 @@ def key_tables() -> str:
 
 def _purpose(key: Key) -> str:
     group, names = key.path.partition(".")[0], readers(key.path)
-    is_own = bool(names) and len(names) < len(CHOSEN[group].names())
-    return (f"`{group}={'|'.join(names)}`: " if is_own else "") + key.purpose.replace("``", "`")
+    if not names or len(names) == len(CHOSEN[group].names()):
+        return key.purpose.replace("``", "`")
+    chosen = group if CHOSEN[group].key == "name" else f"{group}.{CHOSEN[group].key}"
+    return f"`{chosen}={'|'.join(names)}`: {key.purpose.replace('``', '`')}"
 
 
 def _texts(tree: Any) -> dict[str, str]:

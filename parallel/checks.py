@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from serried.configs.divisors import divisors, nearest_divisors
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
-from serried.parallel.mesh import V_SCHEDULES, Layout
+from serried.parallel.mesh import V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout
 
 _NEEDS_A_MICRO_BATCH_PER_STAGE = ("1f1b", *V_SCHEDULES)
 _WORKS_IN_ROUNDS = ("interleaved", "interleaved_zero_bubble")
@@ -132,6 +132,11 @@ def _check_micro_batches(config: RunConfig, layout: Layout, accumulation: int) -
         raise UserError(
             "parallel.sync_every_micro_batch=true with a pipeline, whose schedule reduces gradients at the end of a "
             "step; use parallel.sync_every_micro_batch=false"
+        )
+    if config.parallel.frees_after_forward and layout.schedule in ZERO_BUBBLE_SCHEDULES:
+        raise UserError(  # measured: wrong gradients, silently
+            f"parallel.reshard_after_forward=true with parallel.schedule={layout.schedule}, which forms gradients of "
+            "weights when FSDP has freed them; use parallel.reshard_after_forward=false"
         )
     trainer = config.trainer
 

@@ -18,6 +18,8 @@ MODEL_AXES = ("pipeline", "context", "tensor")
 _ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv", "dualpipev")
 V_SCHEDULES = ("zbv", "dualpipev")
 """Pipeline schedules in which a rank holds a stage of the first half and its mirror image in the second."""
+ZERO_BUBBLE_SCHEDULES = ("interleaved_zero_bubble", *V_SCHEDULES)
+"""Pipeline schedules that compute gradients of weights some time after those of inputs."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.torch_version import TorchVersion
 from serried.configs.errors import UserError
 from serried.parallel.data import Sharded
 from serried.parallel.groups import Groups
-from serried.parallel.mesh import Layout
+from serried.parallel.mesh import ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.phases import BACKWARD, FORWARD, PIPELINE, Phases
 from serried.parallel.plan import Inputs, LossTerms, Objective
 
@@ -31,8 +31,6 @@ _SCHEDULES: Mapping[str, Any] = {
     "zbv": pipelining.ScheduleZBVZeroBubble,
     "dualpipev": pipelining.ScheduleDualPipeV,
 }
-_ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv", "dualpipev")
-"""These compute gradients of weights apart from those of inputs."""
 _OF_ONE_STAGE = ("gpipe", "1f1b")
 """These take a stage, the others a list."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
@@ -61,7 +59,7 @@ class Pipeline:
             UserError: this torch cannot run the schedule.
         """
         # torch 2.11: "_input_metadata is invalid" at autograd functions, of which heads and collectives are made.
-        if layout.schedule in _ZERO_BUBBLE and TorchVersion(torch.__version__) < "2.12":
+        if layout.schedule in ZERO_BUBBLE_SCHEDULES and TorchVersion(torch.__version__) < "2.12":
             raise UserError(
                 f"parallel.schedule={layout.schedule} needs torch 2.12 or newer, and this is {torch.__version__}; use "
                 "parallel.schedule=1f1b or interleaved"

@@ -70,6 +70,12 @@ def check(arguments: list[str], processes: int) -> None:
             "with a pipeline",
             "parallel.sync_every_micro_batch=false",
         ),
+        (
+            "parallel.pipeline=2 parallel.schedule=zbv parallel.reshard_after_forward=true trainer.micro_batch=1",
+            2,
+            "when FSDP has freed them",
+            "parallel.reshard_after_forward=false",
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_says_why_and_what_would(

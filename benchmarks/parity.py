@@ -118,6 +118,13 @@ EXPERT_CUTS = (
     experts(" x pipeline x2 x tensor x2 x fsdp x2", 8, "parallel.pipeline=2", TENSOR, expert=4, data_ranks=2),
 )
 """Layouts of a mixture of experts."""
+TIED, GPT2 = ("model.tie_embeddings=true",), ("model=gpt2", "model.max_sequence_length=64", "model.tie_embeddings=true")
+TIED_NAMES = (
+    "fsdp x2 (ZeRO-3)", "tensor x2", "tensor x2, whole stream", "pipeline x2, 1f1b", "pipeline x2, zbv", "context x2",
+    "pipeline x2 x tensor x2 x fsdp x2", "context x2 x tensor x2 x fsdp x2",
+)  # fmt: skip
+"""Layouts of the rows with tied embeddings, and of those of GPT-2."""
+TIED_CUTS = (CUTS[0], *(cut for cut in CUTS if cut.name in TIED_NAMES))
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3}
 """Largest relative difference of loss and gradient norm from the single process of the same precision."""
 
@@ -197,6 +204,8 @@ def compare(curve: Curve, reference: Curve) -> Difference:
 
 _TABLES: tuple[tuple[str, str, tuple[str, ...], tuple[Cut, ...]], ...] = (
     *((precision, "", (), CUTS) for precision in TOLERANCES),
+    ("fp32", "tied: ", TIED, TIED_CUTS),
+    ("fp32", "gpt2: ", GPT2, TIED_CUTS),
     ("fp32", "experts: ", MIXTURE, EXPERT_CUTS),  # in a low type rounding may choose other experts for a token
 )
 

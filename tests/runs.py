@@ -58,7 +58,10 @@ def overrides(text: Path, run_dir: Path, *more: str) -> list[str]:
         "trainer.micro_batch=3", "trainer.log_every=1", "trainer.eval_every=0", "trainer.sample_tokens=0",
         "schedule.warmup_steps=3", "optim.lr=0.003",
     ]  # fmt: skip
-    return [f"{key}={value}" for key, value in dict(argument.split("=", 1) for argument in (*small, *more)).items()]
+    given = dict(argument.split("=", 1) for argument in (*small, *more))
+    if given.get("model", "").startswith("gpt2"):
+        del given["model.kv_heads"]  # as many as there are heads
+    return [f"{key}={value}" for key, value in given.items()]
 
 
 def train_small(

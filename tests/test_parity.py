@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity import BORDER, CUTS, EXPERT_CUTS, MIXTURE, TOLERANCES, Curve, Cut, compare, run
+from benchmarks.parity import BORDER, CUTS, EXPERT_CUTS, MIXTURE, TIED_NAMES, TOLERANCES, Curve, Cut, compare, run
 from tests import runs
 from tests.cluster import Cluster
 
 PIPELINES = [cut.name for cut in CUTS if cut.name.startswith("pipeline ")]
+TIED_DAILY = ("ddp x2", "fsdp x2 (ZeRO-3)", "tensor x2", "pipeline x2, zbv")
 
 
 def cuts(*names: str, is_slow: bool = False) -> list[Any]:
@@ -69,8 +70,8 @@ def test_a_mixture_of_experts_equals_the_single_process_and_sends_as_many_tokens
 @pytest.mark.parametrize(
     "cut",
     [
-        *cuts("ddp x2", "fsdp x2 (ZeRO-3)", "tensor x2", "pipeline x2, zbv"),
-        *cuts("hsdp 2x2", *(name for name in PIPELINES if name != "pipeline x2, zbv"), is_slow=True),
+        *cuts(*TIED_DAILY),
+        *cuts("hsdp 2x2", *(name for name in (*PIPELINES, *TIED_NAMES) if name not in TIED_DAILY), is_slow=True),
     ],
 )
 def test_tied_embeddings_equal_the_single_process(cut: Cut, cluster: Cluster, text: Path, tmp_path: Path) -> None:

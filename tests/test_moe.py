@@ -1,5 +1,7 @@
 """Mixture-of-experts models are Hugging Face's: same weights, same logits, same config.json."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from serried.configs.compose import compose
-from serried.configs.schema import MoESection
+from serried.configs.schema import MoESection, ParallelSection
+from serried.parallel.apply import parallelize
 from serried.parallel.axes import shard_specs
 from serried.parallel.held import held_parameters
 from serried.parallel.initialize import initialize
@@ -22,6 +25,7 @@ from serried.recipes.models.moe import (
     checkpoint_names,
     moe_hugging_face_config,
 )
+from serried.trainer.checkpoint.state import load_weights
 
 GLM = {
     "shared_experts": 1, "dense_layers": 1, "attention_bias": True, "rotary_fraction": 0.5, "qk_norm": True,
@@ -74,8 +78,6 @@ def exported(config: MoESection, model: torch.nn.Module) -> dict[str, Tensor]:
     ],
 )
 def test_logits_and_config_equal_hugging_face(changes: dict[str, Any], tmp_path: Any) -> None:
-    import json
-
     import transformers
     from safetensors.torch import save_file
 
@@ -99,6 +101,41 @@ def test_logits_and_config_equal_hugging_face(changes: dict[str, Any], tmp_path:
         read = section(family=config.family, **MoESection.keys_from(description))
         different = {key for key, value in read.model_dump().items() if getattr(config, key) != value}
         assert different <= {"head_dim", *(["hidden_dim"] if config.family == "mixtral" else [])}  # 12 = 48 / 4
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_moe", "mixtral"])
+def test_weights_that_transformers_saved_are_read(name: str, tmp_path: Path) -> None:
+    """Those of GLM-4.5 with a layer for speculative decoding besides."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    sizes = {
+        "vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 12,
+        "num_key_value_heads": 2, "intermediate_size": 40, "num_experts_per_tok": 2, "initializer_range": 0.2,
+        "max_position_embeddings": 256,
+    }  # fmt: skip
+    own: dict[str, Any] = {"num_local_experts" if name == "mixtral" else "num_experts": 6, "moe_intermediate_size": 36}
+    if name == "glm4_moe":
+        own |= {"n_routed_experts": 6, "use_qk_norm": True}
+    config = transformers.AutoConfig.for_model(name, **sizes, **own)
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    theirs.save_pretrained(tmp_path)
+    if name == "glm4_moe":
+        drafts = {f"model.layers.3.{each}.weight": torch.ones(2) for each in ("eh_proj", "input_layernorm")}
+        file = tmp_path / "model.safetensors"
+        save_file(load_file(file) | drafts, file, {"format": "pt"})
+    found = json.loads((tmp_path / "config.json").read_text())
+    family = MoE(MoESection(name=name, family=name, **MoESection.keys_from(found)), 131)
+    model, single = family.build(), ParallelSection(strategy="single")
+    ours = parallelize(
+        model, family.parallel_plan(model), None,
+        seed=0, layout=Layout("single"), section=single, low_dtype=None, device=torch.device("cpu"),
+    )  # fmt: skip
+    load_weights(tmp_path, ours, family.exported)
+    tokens = torch.randint(131, (2, 50))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.module(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", [36, 35])

@@ -22,6 +22,8 @@ _PIECE_BYTES = 16 * 2**20
 """Read at a time: what loading holds beyond the model."""
 _UNUSED = ("lm_head.weight", ".rotary_emb.inv_freq")
 """Endings of names that a folder may hold beyond the model's: what follows from the rest."""
+_OF_DRAFTS = "eh_proj.weight"
+"""What only a layer for speculative decoding has."""
 
 
 Exported = Callable[[str, Sequence[int]], tuple[Fragment, ...]]
@@ -150,7 +152,11 @@ def _check(
     floats: Collection[str] = (),
 ) -> None:
     missing = [name for name in wanted if name not in folder.specs]
-    extra = [name for name in folder.specs if name not in wanted and name not in aliases and not name.endswith(_UNUSED)]
+    # Layers that draft tokens for speculative decoding (GLM-4.5, DeepSeek-V3) are no part of the model.
+    drafts = tuple(name.removesuffix(_OF_DRAFTS) for name in folder.specs if name.endswith(_OF_DRAFTS))
+    known = {*wanted, *aliases}
+    extra = [each for each in folder.specs if each not in known and not each.endswith(_UNUSED)]
+    extra = [each for each in extra if not each.startswith(drafts)]
     shaped = [
         f"{name} is {list(folder.specs[name].shape)} there and {list(each.shape)} here"
         for name, each in wanted.items()

@@ -200,6 +200,9 @@ def test_advice_is_what_applies_and_what_keeps_the_numbers_comes_first() -> None
     found = advice(["recipe=llama1b", "parallel=fsdp", "parallel.reshard_after_forward=false"], 8)
     assert any(line.startswith("parallel.reshard_after_forward=true") for line in found)
     assert not any(line.startswith("parallel=fsdp") for line in found)
+    found = advice(["recipe=llama8b", "parallel=fsdp", "trainer.micro_batch=1"], 8)
+    assert any(line.startswith("parallel.tensor=2 ") for line in found), found
+    assert not any(line.startswith("parallel.context") for line in found), "the axis that saves most"
 
 
 def test_fragmentation_is_told_where_it_would_do_and_is_not_mended_already(monkeypatch: pytest.MonkeyPatch) -> None:

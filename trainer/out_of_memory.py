@@ -287,9 +287,12 @@ def _that_keep_the_numbers(planned: _Planned, stage: str, usage: _Usage) -> Iter
     if layout.replicate > 1:
         yield "parallel=fsdp", planned.saved_by("parallel", strategy="fsdp", replicate=1, shard=-1), ""
     if layout.world > 1 and layout.strategy != "ddp":
-        for axis in planned.axes_left(layout):
-            degree = 2 * getattr(layout, axis)
-            yield f"parallel.{axis}={degree}", planned.saved_by("parallel", shard=-1, **{axis: degree}), ""
+        rest = "" if config.parallel.shard == -1 else " parallel.shard=-1"
+        degrees = {axis: 2 * getattr(layout, axis) for axis in planned.axes_left(layout)}
+        saved = {axis: planned.saved_by("parallel", shard=-1, **{axis: each}) for axis, each in degrees.items()}
+        if saved:
+            axis = max(saved, key=lambda each: saved[each])
+            yield f"parallel.{axis}={degrees[axis]}{rest}", saved[axis], ""
     fully = {"strategy": "fsdp", "replicate": 1, "shard": -1}
     if layout.strategy != "ddp":
         name = "more ranks" if layout.shard > 1 else "more ranks and parallel=fsdp"

@@ -7,6 +7,7 @@ dealt to the ranks that hold it.
 """
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -180,12 +181,14 @@ def make_plan(
     block, me = divmod(rank, layout.block)
     sends: list[list[list[Piece]]] = []
     writes: list[list[Window]] = []
+    owned: dict[int, list[tuple[int, PlannedFile]]] = defaultdict(list)
+    for index, file in enumerate(files):
+        owned[file.owner - block * layout.block].append((index, file))
     for owner in range(layout.block):
-        owned = [(index, file) for index, file in enumerate(files) if file.owner == block * layout.block + owner]
         sender = None if owner == me else me
         windows = (
             window
-            for index, file in owned
+            for index, file in owned[owner]
             for spec in file.specs
             for window in _windows_of(index, targets[spec.name], layout, owner, bucket_bytes, sender)
         )
@@ -210,7 +213,7 @@ def _windows_of(
     # The owner may hold what it would be sent: a tensor that is not divided, or not along all axes.
     own = [each.shards.box(layout, place) for each in origins]
     ranks = [owner if own[each.origin] == each.held else each.rank for each in sources]
-    for window, pieces in windows:
+    for window, pieces, is_in_order in windows:
         yield Window(
             file,
             spec,
@@ -220,7 +223,7 @@ def _windows_of(
                 for index, box, to in pieces
                 if sender in (None, ranks[index])
             ),
-            all(_is_interval(to.sizes, window.sizes) for _, _, to in pieces),
+            is_in_order,
         )
 
 
@@ -239,8 +242,9 @@ class _Source(NamedTuple):
     """The same elements, within the tensor."""
 
 
-_WindowPieces = tuple[Box, tuple[tuple[int, Box, Box], ...]]
-"""A window of the tensor, and for each piece: index of its source, box within what that holds, box in the window."""
+_WindowPieces = tuple[Box, tuple[tuple[int, Box, Box], ...], bool]
+"""A window of the tensor; for each piece index of its source, box within what that holds, box in the window; and
+whether the pieces are in order."""
 
 
 @cache  # many tensors are divided alike
@@ -268,7 +272,9 @@ def _geometry(
                 pieces.append((index, _within(source, shared), shared.seen_from(window)))
         found = sum(to.numel for _, _, to in pieces)
         assert found == window.numel, f"{found} of {window.numel} elements of a tensor of {list(shape)} are held"
-        windows.append((window, tuple(sorted(pieces, key=lambda piece: piece[2].starts))))
+        pieces.sort(key=lambda piece: piece[2].starts)
+        is_in_order = all(_is_interval(to.sizes, window.sizes) for _, _, to in pieces)
+        windows.append((window, tuple(pieces), is_in_order))
     return sources, windows
 
 

@@ -43,8 +43,8 @@ from serried.trainer.checkpoint.writer import NOT_SHARED, Writer
 
 _SPARE_BYTES = 64 * 2**20
 _CHUNK_BYTES = 2**29
-_OUTGOING_BYTES = 2**29
-_LEAST_BUCKET_BYTES = 2**20
+_OUTGOING_BYTES = 2**31
+_LEAST_BUCKET_BYTES = 4 * 2**20
 _ABANDONED_AFTER_SECONDS = 20.0  # torchrun kills 30 s after it asked to end
 
 

@@ -47,7 +47,7 @@ def check_one_error_line(mistake: Mistake, done: subprocess.CompletedProcess[str
     for expected in mistake.expected:
         assert fill(expected, places) in done.stderr
     assert "Traceback" not in done.stderr
-    assert not done.stdout
+    assert not [line for line in done.stdout.splitlines() if not line.startswith("waiting")]  # on a busy machine
 
 
 def arguments(mistake: Mistake, places: dict[str, str]) -> list[str]:

@@ -47,7 +47,8 @@ def write_run(folder: Path, steps: int, *, seed: int = 0, config: dict[str, Any]
 
     def start(resumed_from: int | None) -> dict[str, Any]:
         return {
-            "event": "start", "world_size": 16, "mesh": {"replicate": 4, "shard": 4}, "parameters": 1_235_814_400,
+            "event": "start", "unit": "images", "world_size": 16, "mesh": {"replicate": 4, "shard": 4},
+            "parameters": 1_235_814_400,
             "resumed_from": resumed_from, "device": "NVIDIA H200", "hosts": ["node-a"] * 8 + ["node-b"] * 8,
             "peak_flops_per_device": 989e12, "flops_per_sample": 7.5e9, "tracker_run_id": "abcd1234", "time": time,
         }  # fmt: skip
@@ -173,7 +174,7 @@ def test_every_curve_is_drawn(chromium: Browser, page_file: Path, run_dir: Path)
     for told in (
         "finished", f"{last:.4f}", "31.5M", "1 restart", "1 rollback", "1 skipped step", "1 spike", "20 checkpoints",
         "books", "node-b", "4 copies of the model", "NVIDIA H200", "serried export run.dir=", "1.24B",
-        "1 logged step undone", "accuracy", "0.8721",
+        "1 logged step undone", "accuracy", "0.8721", "images/s, median",
     ):  # fmt: skip
         assert told in text, told
 
@@ -184,7 +185,7 @@ def test_the_pointer_shows_exact_values(chromium: Browser, page_file: Path, run_
     evaluation = next(line for line in metrics(run_dir, "eval") if line["step"] == 96)
     with chromium.page(page_file) as page:
         text = hover(page, "loss", 96)
-        assert f"step 96 · {line['tokens']:,} tokens" in text
+        assert f"step 96 · {line['tokens']:,} images" in text
         assert str(line["loss"]) in text
         assert str(evaluation["loss"]) in text
         assert "checkpoint of step 96" in text

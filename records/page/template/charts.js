@@ -361,7 +361,7 @@ class Chart {
 
 function titleOf(run, row) {
   const { step, tokens, seconds } = run.x;
-  return [`step ${exact(step[row])}`, tokens && `${exact(tokens[row])} tokens`, seconds && duration(seconds[row])]
+  return [`step ${exact(step[row])}`, tokens && `${exact(tokens[row])} ${run.unit}`, seconds && duration(seconds[row])]
     .filter(Boolean)
     .join(" · ");
 }

@@ -10,7 +10,13 @@ const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
 const SPLIT_PARTS = ["data", "forward", "backward", "pipeline", "optimizer", "host"];
 const AXES = {
   step: { label: "step", tick: compact, title: (x) => `step ${exact(x)}` },
-  tokens: { label: "tokens", tick: compact, title: (x) => `${exact(x)} tokens` },
+  tokens: {
+    get label() {
+      return unit();
+    },
+    tick: compact,
+    title: (x) => `${exact(x)} ${unit()}`,
+  },
   seconds: { label: "time of training", tick: duration, title: (x) => duration(x) },
 };
 const WHOLE_TICKS = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((factor) => factor * 10 ** power)).flat();

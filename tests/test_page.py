@@ -596,7 +596,6 @@ def test_the_command_needs_no_torch(run_dir: Path) -> None:
         (["nowhere"], "there is no folder nowhere"),
         (["here"], "did you mean runs/here?"),
         (["."], "holds no run"),
-        (["{run}", "{run}"], "given twice"),
         (["{run}", "out=."], "out=. is a folder"),
         (["{run}", "out=nowhere/x.html"], "cannot write out=nowhere/x.html: No such file or directory"),
         (["{run}", "oot=x"], "did you mean out=x"),

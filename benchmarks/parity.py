@@ -82,6 +82,7 @@ CUTS = (
     pipeline("x2, zbv x tensor x2", 2, TENSOR, "parallel.schedule=zbv", others=2, data_ranks=1),
     pipeline("x2 x tensor x2 x fsdp x2", 2, TENSOR, others=4, data_ranks=2, accumulation=6),
     pipeline("x2 x context x2", 2, "parallel.context=2", others=2, data_ranks=1),
+    pipeline("x2, zbv x context x2", 2, "parallel.schedule=zbv", "parallel.context=2", RING, others=2, data_ranks=1),
     pipeline("x2 x context x2 x fsdp x2", 2, "parallel.context=2", others=4, data_ranks=2, accumulation=6),
 )
 BORDER = ("precision.growth_interval=2", "precision.initial_scale=4194304")
@@ -114,6 +115,7 @@ EXPERT_CUTS = (
     experts(" x tensor x2", 2, TENSOR, data_ranks=1, is_slow=False),
     experts(" x tensor x2 x fsdp x2", 4, TENSOR, expert=4, data_ranks=2),
     experts(" x pipeline x2", 4, "parallel.pipeline=2", data_ranks=2),
+    experts(" x pipeline x2, zbv", 4, "parallel.pipeline=2", "parallel.schedule=zbv", data_ranks=2),
     experts(" x pipeline x2 x tensor x2", 4, "parallel.pipeline=2", TENSOR, data_ranks=1, is_slow=False),
     experts(" x pipeline x2 x tensor x2 x fsdp x2", 8, "parallel.pipeline=2", TENSOR, expert=4, data_ranks=2),
 )

@@ -25,7 +25,7 @@ TO_ADD = (
     (
         "a parallel axis",
         "not counted",
-        "4 + YAML: `configs/schema.py`, `parallel/mesh.py`, `shard_specs.py`, `apply.py`",
+        "1, `parallel/`, and its degree in `configs/schema.py`, `mesh.py`, `groups.py` and `axes.py`",
     ),
 )
 

@@ -53,7 +53,7 @@ CUTS = (
     Cut("fsdp x2, sync each micro-batch", 2, ("parallel=fsdp", "parallel.sync_every_micro_batch=true")),
     Cut("ddp x3", 3, ("parallel=ddp",)),
     Cut("fsdp x3", 3, ("parallel=fsdp",)),
-    Cut("hsdp 2x2", 4, ("parallel=hsdp", "parallel.replicate=2")),
+    Cut("hsdp 2x2", 4, ("parallel=hsdp", "parallel.replicate=2"), is_slow=True),
     Cut("tensor x2", 2, ("parallel=fsdp", TENSOR), 1),
     Cut("tensor x2, whole stream", 2, ("parallel=fsdp", TENSOR, "parallel.sequence=false"), 1, (3,), True),
     Cut("tensor x2 x fsdp x2", 4, ("parallel=fsdp", TENSOR), 2, (3,)),
@@ -112,11 +112,11 @@ EXPERT_CUTS = (
     experts(", sharded x3 along dim 1", 6),
     experts(" x replicate x2", 4, "parallel=hsdp", "parallel.replicate=2"),
     experts(" x context x2", 2, "parallel.context=2", data_ranks=1),
-    experts(" x tensor x2", 2, TENSOR, data_ranks=1, is_slow=False),
+    experts(" x tensor x2", 2, TENSOR, data_ranks=1),
     experts(" x tensor x2 x fsdp x2", 4, TENSOR, expert=4, data_ranks=2),
     experts(" x pipeline x2", 4, "parallel.pipeline=2", data_ranks=2),
     experts(" x pipeline x2, zbv", 4, "parallel.pipeline=2", "parallel.schedule=zbv", data_ranks=2),
-    experts(" x pipeline x2 x tensor x2", 4, "parallel.pipeline=2", TENSOR, data_ranks=1, is_slow=False),
+    experts(" x pipeline x2 x tensor x2", 4, "parallel.pipeline=2", TENSOR, data_ranks=1),
     experts(" x pipeline x2 x tensor x2 x fsdp x2", 8, "parallel.pipeline=2", TENSOR, expert=4, data_ranks=2),
 )
 """Layouts of a mixture of experts."""

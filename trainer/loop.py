@@ -56,7 +56,9 @@ class Loop:
         with self._shutdown, _scheduled_garbage_collection() as collect_garbage:
             if self.step:
                 self._evaluator.make_up(self.step)
-            while not self._shutdown.stops:
+                if self._shutdown.stops:
+                    return
+            while True:
                 try:
                     for step in self._steps_from_here(checkpoint_state):
                         collect_garbage(step)

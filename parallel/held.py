@@ -44,6 +44,8 @@ def held_parameters(
     for each in found:  # so that the specs cannot drift from what torch did
         shape = tuple(each.local.shape)
         assert shape == each.box.sizes, f"{each.name} is {list(shape)} here, expected {list(each.box.sizes)}"
+    expected = {name for name, spec in specs.items() if place.pipeline in spec.holders}
+    assert expected == {each.name for each in found}, f"this rank lacks {expected - {each.name for each in found}}"
     return found
 
 

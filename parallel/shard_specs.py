@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
+from serried.configs.errors import UserError
 from serried.parallel.mesh import Coordinates, Layout
 from serried.parallel.plan import ParallelPlan
 
@@ -123,9 +124,17 @@ def stages_of(names: Sequence[str], plan: ParallelPlan, layout: Layout) -> dict[
 
     What comes before the first of ``plan.blocks`` is in the first stage, what comes after in the last; what
     ``plan.tied`` names is in both.
+
+    Raises:
+        UserError: ``layout.layers_of_stages`` are not as many as the plan's blocks.
     """
     if layout.stages == 1:
         return dict.fromkeys(names, (0,))
+    if layout.layers_of_stages and sum(layout.layers_of_stages) != len(plan.blocks):
+        raise UserError(
+            f"parallel.layers_of_stages={list(layout.layers_of_stages)} sums to {sum(layout.layers_of_stages)}, and "
+            f"the model's plan declares {len(plan.blocks)} blocks; change one of the numbers, or leave it out"
+        )
     last = layout.stages - 1
     stage_of_block = {
         plan.blocks[number]: stage

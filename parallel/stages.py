@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
+from serried.parallel.held import tied_names
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
+from serried.parallel.shard_specs import stages_of
 
 
 class SkippedModule(nn.Module):
@@ -38,7 +40,7 @@ def split(model: nn.Module, plan: ParallelPlan, layout: Layout, pipeline: int) -
     the first stage, those after it that are no blocks to the last.
 
     Raises:
-        UserError: the plan names no blocks, or too few.
+        UserError: the plan names no blocks, or too few, or lacks a parameter that stages share.
     """
     if layout.stages == 1:
         return {0: model}
@@ -52,10 +54,22 @@ def split(model: nn.Module, plan: ParallelPlan, layout: Layout, pipeline: int) -
             f"parallel.pipeline={layout.pipeline} has {layout.stages} stages and {type(model).__name__} "
             f"{len(plan.blocks)} blocks; use fewer stages"
         )
+    _refuse_undeclared_ties(model, plan, layout)
     stages = {stage: copy.deepcopy(model) for stage in layout.stages_of(pipeline)}
     for stage, module in stages.items():
         _leave_only(module, stage, plan, layout)
     return stages
+
+
+def _refuse_undeclared_ties(model: nn.Module, plan: ParallelPlan, layout: Layout) -> None:
+    stages = stages_of([name for name, _ in model.named_parameters(remove_duplicate=False)], plan, layout)
+    for name, first in tied_names(model).items():
+        if not set(stages[name]) <= set(stages[first]):
+            raise UserError(
+                f"{name} and {first} are one parameter in different stages of parallel.pipeline={layout.pipeline}, "
+                f"which the plan does not declare; return ParallelPlan(tied=({first!r},), ...), which the first and "
+                "the last stage can share, or use parallel.pipeline=1"
+            )
 
 
 def _leave_only(model: nn.Module, stage: int, plan: ParallelPlan, layout: Layout) -> None:

@@ -121,6 +121,20 @@ def test_a_task_of_ones_own_has_the_same_dropout_and_metrics_in_stages(cluster: 
         assert answer.value == pytest.approx(alone[0].value, rel=1e-5)
 
 
+def test_numbers_of_layers_that_leave_out_a_block_are_refused() -> None:
+    whole, layout = model(), Layout("fsdp", pipeline=2, stages=2, layers_of_stages=(2, 1))
+    with pytest.raises(UserError, match=r"layers_of_stages=\[2, 1\] sums to 3.*declares 4 blocks"):
+        shard_specs(whole, whole.parallel_plan(), layout)
+
+
+def test_a_parameter_that_stages_share_undeclared_is_refused() -> None:
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    whole[2].weight = whole[0].weight
+    plan, layout = ParallelPlan(blocks=("1", "2")), Layout("fsdp", pipeline=2, stages=2)
+    with pytest.raises(UserError, match=r"2.weight and 0.weight are one parameter.*tied=\('0.weight',\)"):
+        split(whole, plan, layout, 0)
+
+
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(UserError, match=r"Linear does not declare its blocks.*parallel.pipeline=1"):
         split(nn.Linear(2, 2), ParallelPlan(), Layout("fsdp", pipeline=2, stages=2), 0)

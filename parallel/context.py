@@ -22,9 +22,17 @@ from serried.parallel.shard_specs import Slice
 
 
 def head_tail(whole: Tensor, dim: int, parts: int, index: int) -> Tensor:
-    """Return part ``index`` of ``whole``: along ``dim``, chunks ``index`` and 2 x parts - 1 - index of 2 x parts."""
+    """Return part ``index`` of ``whole``: along ``dim``, chunks ``index`` and 2 x parts - 1 - index of 2 x parts.
+
+    Raises:
+        UserError: the length of a task's own sequences is no multiple of 2 x parts.
+    """
     length = whole.shape[dim]
-    assert length % (2 * parts) == 0, f"{length} tokens in 2 x {parts} chunks"
+    if length % (2 * parts):
+        raise UserError(
+            f"parallel.context={parts} with a sequence of {length} tokens, which is not a multiple of {2 * parts} = "
+            f"2 x {parts}; pad the sequences of the batch to a multiple of it, or use parallel.context=1"
+        )
     size = length // (2 * parts)
     head, tail = (whole.narrow(dim, chunk * size, size) for chunk in (index, 2 * parts - 1 - index))
     return torch.cat((head, tail), dim)

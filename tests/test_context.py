@@ -54,6 +54,11 @@ def test_parts_are_a_chunk_from_the_front_and_one_from_the_back() -> None:
         assert head_tail(whole, 1, 3, rank)[0, index] == place
 
 
+def test_a_length_that_cannot_be_divided_is_refused_in_one_line() -> None:
+    with pytest.raises(UserError, match=r"parallel.context=2 with a sequence of 6 tokens, .* a multiple of 4"):
+        head_tail(torch.arange(6), 0, 2, 0)
+
+
 @pytest.mark.parametrize("parts", [2, 3, 8])
 def test_parts_attend_to_equally_many_keys(parts: int) -> None:
     keys = torch.arange(1, 96 + 1)  # of the token at each place

@@ -181,6 +181,19 @@ def test_router_counts_while_told_to_and_prefers_the_first_of_equal_experts() ->
     assert router.loads.tolist() == [6, 6, 0, 0, 6, 0]
 
 
+def test_gradients_of_a_router_in_fp16_may_be_larger_than_fp16_holds() -> None:
+    router = Router(section())
+    torch.nn.init.normal_(router.weight)
+    rows, gradients = torch.randn(5, 48).half(), []
+    for each in (rows.float(), rows):
+        _, weights, _ = router(each)
+        (weights[:, 0].sum() * 1e7).backward()
+        gradients.append(router.weight.grad)
+        router.weight.grad = None
+    assert gradients[0].abs().max() > torch.finfo(torch.float16).max
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
 def test_gradients_of_a_mixture_equal_a_dense_sum_over_all_experts() -> None:
     model = build(section(**GLM))
     mixture = model.get_submodule("layers.1.mlp")

@@ -61,8 +61,10 @@ class Router(nn.Module):
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, D] -> experts of each token [T, k], their weights [T, k] in fp32, tokens of each expert [E]."""
         with torch.autocast(rows.device.type, enabled=False):
-            # The weight in the type of the tokens first: sharded mixed precision gathers it in that type anyway.
-            logits = F.linear(rows.float(), self.weight.to(rows.dtype).float())
+            # The weight in the type of the tokens first: sharded mixed precision gathers it in that type anyway. Not in
+            # fp16, which the weight's gradient, a sum over tokens, can be too large for.
+            weight = self.weight if rows.dtype == torch.float16 else self.weight.to(rows.dtype)
+            logits = F.linear(rows.float(), weight.float())
         bias = self.e_score_correction_bias
         scores = logits.softmax(dim=1) if bias is None else logits.sigmoid()
         ranking = scores.detach() if bias is None else scores.detach() + bias

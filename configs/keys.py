@@ -18,6 +18,7 @@ _WORDS = {
     "boolean": ("true or false", "true"),
     "string": ("text", "some-name"),
     "array": ("a list of two numbers", "[0.9,0.95]"),
+    "integers": ("a list of whole numbers", "[1,2]"),
     "texts": ("a list of texts", "[a,b]"),
     "object": ("a section", "null"),
 }
@@ -36,8 +37,8 @@ class Key:
     path: str
     """Full dotted name, such as ``trainer.steps``."""
     kind: str
-    """JSON's name of the type: integer, number, boolean, string, array; texts: an array of strings; object: a section
-    that may be null."""
+    """JSON's name of the type: integer, number, boolean, string, array; texts, integers: a list of any length;
+    object: a section that may be null."""
     choices: tuple[str, ...]
     """The values it may take, if they are few; else empty."""
     nullable: bool
@@ -55,7 +56,7 @@ class Key:
         """Whether ``value``, as typed, is of the key's kind; its range is not checked."""
         if value in ("", "null") or "${" in value:
             return bool(self.nullable or value != "null")
-        if self.kind in ("array", "texts"):
+        if self.kind in ("array", "texts", "integers"):
             return value.startswith("[")
         if self.kind == "boolean":
             return value.lower() in ("true", "false")
@@ -196,7 +197,8 @@ def _keys_of(model: type[Section], above: str) -> Keys:
 
 
 def _kind(field: dict[str, Any]) -> str:
-    return "texts" if field.get("items", {}).get("type") == "string" else str(field["type"])
+    lists = {"string": "texts", "integer": "integers"}
+    return lists.get(field.get("items", {}).get("type"), str(field["type"]))
 
 
 def all_sections() -> list[str]:

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import nn
 
 from serried.parallel.context import CONTEXT
-from serried.parallel.expert import EXPERT
+from serried.parallel.expert import EXPERT, refuse_misfits
 from serried.parallel.groups import Groups
 from serried.parallel.held import unshardable
 from serried.parallel.mesh import Coordinates, Layout
@@ -46,7 +46,12 @@ def active_axes(layout: Layout) -> list[ModelAxis]:
 
 
 def shard_specs(model: nn.Module, plan: ParallelPlan, layout: Layout) -> dict[str, ShardSpec]:
-    """Return the shard spec of every parameter of the whole ``model``, which may be on meta, by name."""
+    """Return the shard spec of every parameter of the whole ``model``, which may be on meta, by name.
+
+    Raises:
+        UserError: the plan does not declare what an axis needs, or the layout does not fit its experts.
+    """
+    refuse_misfits(model, plan, layout)
     whole, axes = unshardable(model), active_axes(layout)
     stages = stages_of([name for name, _ in model.named_parameters()], plan, layout)
     specs = {}

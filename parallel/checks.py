@@ -35,7 +35,9 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
         raise UserError(f"parallel.expert={section.expert} with one process; use more, with parallel=fsdp")
     model, data = getattr(config, "model", None), getattr(config, "data", None)
     divisible = model.divisible() if model is not None else {}
-    _check_expert(layout, divisible)
+    if layout.expert > 1 and divisible and not divisible.get("expert"):
+        raise UserError(f"parallel.expert={layout.expert}: the model has no experts; use parallel.expert=1")
+    check_experts(layout, divisible.get("expert", {}), divisible.get("expert_shard", {}))
     _check_tensor(layout, divisible)
     if data is not None:
         _check_sequence(layout, data.sequence_length)
@@ -55,10 +57,12 @@ def _check_tensor(layout: Layout, divisible: Mapping[str, Mapping[str, int]]) ->
             )
 
 
-def _check_expert(layout: Layout, divisible: Mapping[str, Mapping[str, int]]) -> None:
-    experts = divisible.get("expert", {})
-    if layout.expert > 1 and not experts:
-        raise UserError(f"parallel.expert={layout.expert}: the model has no experts; use parallel.expert=1")
+def check_experts(layout: Layout, experts: Mapping[str, int], widths: Mapping[str, int]) -> None:
+    """Check a model's numbers of ``experts``, by name, and the ``widths`` of each of them that FSDP2 may divide.
+
+    Raises:
+        UserError: the layout does not fit them.
+    """
     for key, count in experts.items():
         fitting = [each for each in divisors(math.gcd(layout.block, count)) if each > 1]
         instead = " or ".join(f"parallel.expert={each}" for each in fitting[:4]) or "parallel.expert=1"
@@ -71,7 +75,7 @@ def _check_expert(layout: Layout, divisible: Mapping[str, Mapping[str, int]]) ->
                 f"use {instead}"
             )
         if layout.expert > 1:
-            _check_expert_shards(layout, count, divisible.get("expert_shard", {}))
+            _check_expert_shards(layout, count, widths)
         if layout.tensor > 1 and not layout.sequence:
             raise UserError(
                 "parallel.sequence=false with experts and parallel.tensor: each token would go to its experts once for "

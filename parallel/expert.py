@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from serried.configs.errors import UserError
 from serried.parallel import collectives
+from serried.parallel.checks import check_experts
 from serried.parallel.groups import Groups
 from serried.parallel.mesh import Coordinates, Layout
 from serried.parallel.plan import Dispatch, ParallelPlan
@@ -52,6 +54,23 @@ class ExpertAxis:
 
 
 EXPERT = ExpertAxis()
+
+
+def refuse_misfits(model: nn.Module, plan: ParallelPlan, layout: Layout) -> None:
+    """Raise ``UserError`` where ``layout`` does not fit the experts of ``model``, which its task may have built
+    itself."""
+    if layout.expert > 1 and not plan.mixtures:
+        raise UserError(
+            f"parallel.expert={layout.expert}: the model declares no experts in its parallel plan; use "
+            "parallel.expert=1, or return ParallelPlan(mixtures=...) from parallel_plan()"
+        )
+    shapes = {
+        f"{mixture}.experts.{name}": parameter.shape
+        for mixture in plan.mixtures
+        for name, parameter in model.get_submodule(mixture).experts.named_parameters()  # type: ignore[union-attr]
+    }
+    widths = {f"dim 1 of {name}": shape[1] if len(shape) > 1 else 1 for name, shape in shapes.items()}
+    check_experts(layout, {f"dim 0 of {name}": shape[0] for name, shape in shapes.items()}, widths)
 
 
 def mixtures(module: nn.Module, plan: ParallelPlan) -> dict[int, Any]:

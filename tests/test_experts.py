@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
+from serried.parallel.axes import shard_specs
 from serried.parallel.checks import check_layout
 from serried.parallel.expert import EXPERT
 from serried.parallel.groups import Groups
@@ -135,6 +136,28 @@ def test_degrees_that_do_not_fit_the_experts_are_refused_with_one_that_does(
     config = compose(["parallel=fsdp", "model=moe_tiny", "trainer.global_batch=48", "trainer.micro_batch=1", *words])
     with pytest.raises(UserError) as error:
         check_layout(config, resolve_layout(config.parallel, processes), 4)
+    assert answer in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mixtures", "answer"),
+    [
+        (Layout("fsdp", shard=2, expert=2), (), "return ParallelPlan(mixtures=...) from parallel_plan()"),
+        (Layout("fsdp", shard=4, expert=4), ("mlp",), "does not divide dim 0 of mlp.experts.gate_proj=6; use parallel"),
+        (Layout("fsdp", tensor=2, sequence=False), ("mlp",), "use parallel.sequence=true"),
+        (Layout("fsdp", shard=2, expert=2), ("mlp",), ""),
+    ],
+)
+def test_experts_of_a_model_without_a_section_are_checked_as_it_is_divided(
+    layout: Layout, mixtures: tuple[str, ...], answer: str
+) -> None:
+    model = torch.nn.ModuleDict({"mlp": MixtureOfExperts(section(experts=EXPERTS))})
+    if not answer:
+        specs = shard_specs(model, ParallelPlan(mixtures=mixtures), layout)
+        assert "expert" in specs["mlp.experts.up_proj"].sliced_axes
+        return
+    with pytest.raises(UserError) as error:
+        shard_specs(model, ParallelPlan(mixtures=mixtures), layout)
     assert answer in str(error.value)
 
 

@@ -21,7 +21,7 @@ from serried.parallel.mesh import Layout
 from serried.parallel.model import Direct, DistributedModel, Runner
 from serried.parallel.phases import Phases
 from serried.parallel.plan import ParallelPlan
-from serried.parallel.stages import SkippedModule, split
+from serried.parallel.stages import SkippedModule, shared_buffers, split
 from serried.parallel.units import units_of
 from serried.parallel.wide_gradients import widen_gradients
 
@@ -89,7 +89,7 @@ def parallelize(
         runner = Direct(sync, phases, autocast)
     parallel = DistributedModel(
         list(stages.values()), runner, specs, layout, device,
-        groups=groups, loads=loads, buffers=buffers,
+        groups=groups, loads=loads, buffers=buffers, shared=shared_buffers(buffers, plan),
     )  # fmt: skip
     if is_meta and std_of is not None:
         initialize(parallel.parameters, std_of, seed)

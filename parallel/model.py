@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -131,15 +131,17 @@ class DistributedModel:
         groups: Groups,
         loads: Loads,
         buffers: Sequence[str] = (),
+        shared: Collection[str] = (),
     ) -> None:
-        """``specs``: of the whole model; ``buffers`` names those that belong to the model's state."""
+        """``specs``: of the whole model; ``buffers`` names those that belong to the model's state, ``shared`` those of
+        them of which every stage has a copy."""
         self.modules, self.specs, self.layout, self.device = modules, specs, layout, device
         self.groups, self._runner = groups, runner
         self.phases, self.autocast, self.gradient_divisor = runner.phases, runner.autocast, runner.divisor
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.place = layout.coordinates(rank)
         self.parameters: list[HeldTensor] = held_parameters(modules, specs, layout, rank)
-        self.buffer_names, self._loads = buffers, loads
+        self.buffer_names, self._shared, self._loads = buffers, shared, loads
         self.metric_names: tuple[str, ...] | None = None
         """Names of the metrics that the loss returns in training; None before the first step."""
         self._sources = 0
@@ -148,9 +150,15 @@ class DistributedModel:
     @property
     def buffers(self) -> list[HeldTensor]:
         """Buffers of the model's state, which every rank holds whole."""
-        spec = ShardSpec("", (), holders=(self.place.pipeline,))
-        found = {name: each for module in self.modules for name, each in module.named_buffers()}
-        return [_whole(name, found[name], spec) for name in self.buffer_names if name in found]
+        here = ShardSpec("", (), holders=(self.place.pipeline,))
+        everywhere = replace(here, holders=tuple(map(self.layout.pipeline_of, range(self.layout.stages))))
+        found = [dict(module.named_buffers()) for module in self.modules]
+        return [
+            _whole(name, buffers[name], everywhere if name in self._shared else here)
+            for name in self.buffer_names
+            for buffers in found
+            if name in buffers
+        ]
 
     @property
     def module(self) -> nn.Module:

@@ -1,7 +1,7 @@
 """Pipeline stages: a model of which the modules of other stages are left out."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,6 +70,12 @@ def _refuse_undeclared_ties(model: nn.Module, plan: ParallelPlan, layout: Layout
                 f"which the plan does not declare; return ParallelPlan(tied=({first!r},), ...), which the first and "
                 "the last stage can share, or use parallel.pipeline=1"
             )
+
+
+def shared_buffers(names: Iterable[str], plan: ParallelPlan) -> set[str]:
+    """Return those of ``names``, the model's buffers, of which each stage has a copy: of modules around the blocks."""
+    around = _around(plan)
+    return {name for name in names if name.rpartition(".")[0] in around}
 
 
 def _leave_only(model: nn.Module, stage: int, plan: ParallelPlan, layout: Layout) -> None:

@@ -96,6 +96,11 @@ class InStages(Points):
 
     loss = serried.Task.loss
 
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_buffer("version", torch.ones(2))  # of no block: each stage has it
+        return model
+
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         return ParallelPlan(blocks=tuple(name for name, _ in model.named_children()))
 
@@ -119,6 +124,7 @@ def test_a_task_of_ones_own_has_the_same_dropout_and_metrics_in_stages(cluster: 
     assert set(alone[0].value) == {"loss", "validation", "class_loss", "size_loss", "accuracy"}
     for answer in staged:
         assert answer.value == pytest.approx(alone[0].value, rel=1e-5)
+    assert weights(tmp_path / "staged")["version"].equal(torch.ones(2))
 
 
 def test_numbers_of_layers_that_leave_out_a_block_are_refused() -> None:

@@ -17,7 +17,7 @@ from serried.trainer.parameter_groups import parameter_groups
 def build_optimizer(named: Iterable[tuple[str, Tensor]], section: OptimSection) -> torch.optim.Optimizer:
     """Build the optimizer that ``section`` chooses for the trained ones among ``named`` parameters."""
     optimizer: torch.optim.Optimizer = optimizers.get(section.name).load()(parameter_groups(named, section), section)
-    if takes_verdict(optimizer):
+    if takes_verdict(optimizer) and parameters_of(optimizer):
         create_state(optimizer)  # changes nothing, and memory is known early
     return optimizer
 

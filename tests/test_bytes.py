@@ -1,0 +1,81 @@
+"""Bytes that a step sends along the axes of FSDP2 and of a pipeline; the other axes have theirs in their own tests."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from serried.configs.compose import compose
+from serried.parallel.apply import parallelize
+from serried.parallel.mesh import resolve_layout
+from serried.recipes.models.transformer import Transformer
+from tests.cluster import Cluster
+from tests.runs import overrides, train_small
+from tests.wire import Wire
+
+MODEL = ["model.dim=64", "model.layers=4", "model.heads=4", "model.kv_heads=2", "model.hidden_dim=128"]
+
+
+@pytest.mark.parametrize("frees", [True, False])
+@pytest.mark.parametrize(("dtype", "width"), [(None, 4), (torch.bfloat16, 2)])
+def test_fsdp_gathers_what_it_needs_and_reduces_in_fp32_once(
+    frees: bool, dtype: torch.dtype | None, width: int
+) -> None:
+    """ZeRO-3 gathers every unit twice, but the last, where backward starts, once; ZeRO-2 each once."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        how = ["parallel=fsdp", "parallel.shard=4", f"parallel.reshard_after_forward={str(frees).lower()}"]
+        config = compose([*how, *MODEL, "model.vocab_size=256", "model.tie_embeddings=false"])
+        with torch.device("meta"):
+            model = Transformer(config.model, 256)
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        last = sum(parameter.numel() for each in (model.norm, model.lm_head) for parameter in each.parameters())
+        parallel = parallelize(
+            model, model.parallel_plan(), lambda _: 0.02, seed=1, layout=resolve_layout(config.parallel, 4),
+            section=config.parallel, low_dtype=dtype, device=torch.device("cpu"),
+        )  # fmt: skip
+        tokens = torch.zeros(1, 16, dtype=torch.int64)
+        with Wire() as wire:
+            parallel.model(tokens, targets=tokens).backward()
+    finally:
+        dist.destroy_process_group()
+    gathered = 2 * whole - last if frees else whole
+    assert wire.bytes == {
+        "allgather_base": gathered * width * 3 // 4,
+        "reduce_scatter_base": whole * 4 * 3 // 4,
+    }
+
+
+class Messages(Wire):
+    """Counts messages from rank to rank only."""
+
+    def _sent(self, name: str, args: Any) -> int:
+        return sum(each.numel() * each.element_size() for each in args[0]) if name == "send" else 0
+
+
+def bytes_of_messages(argv: list[str]) -> int:
+    with Messages() as wire:
+        train_small(argv)
+    return wire.bytes["send"]
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(["parallel.tensor=2"], marks=pytest.mark.slow)])
+def test_a_pipeline_sends_each_border_forth_and_back_for_each_micro_batch(
+    more: list[str], cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    tensor = 2 if more else 1
+
+    def sent(steps: int) -> int:
+        argv = overrides(
+            text, tmp_path / str(steps), "parallel=fsdp", "parallel.pipeline=2", *more, "trainer.global_batch=12",
+            "trainer.micro_batch=3", f"trainer.steps={steps}", "checkpoint.every=0",
+        )  # fmt: skip
+        answers = cluster.run(2 * tensor, "tests.test_bytes:bytes_of_messages", argv=argv)
+        return sum(int(answer.value) for answer in answers)
+
+    micro_batches, border = 4, 3 * 32 * 32 * 4  # samples x tokens x dim x bytes
+    # Each of the tensor ranks sends its part of the sequence. The first step sends more, to learn the shapes.
+    assert sent(3) - sent(2) == micro_batches * 2 * border

@@ -92,6 +92,17 @@ def test_attention_in_blocks_returns_what_a_mask_does(has_documents: bool, monke
         torch.testing.assert_close(attend_with_logsumexp(q, k, v, blocks)[1], sums, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scores_stay_in_fp32_under_autocast(dtype: torch.dtype) -> None:
+    q, k, v = (numbers(BATCH, heads, LENGTH, WIDTH).to(dtype) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+    mask = causal_mask(numbered_documents(positions()))
+    expected, sums = attend_with_logsumexp(q, k, v, mask)
+    with torch.autocast("cpu", dtype):
+        out, found = attend_with_logsumexp(q, k, v, mask)
+    assert out.equal(expected)
+    assert found.equal(sums)
+
+
 def attention_of_parts() -> list[dict[str, Any]]:
     """Of each method, with and without documents, in fp32 and bf16: what ``_compared`` found."""
     with open_session(compose([]).launch):

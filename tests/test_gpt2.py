@@ -71,6 +71,13 @@ def test_cached_logits_are_those_of_the_whole_text() -> None:
         torch.testing.assert_close(torch.cat(stepwise, 1), model(tokens)[:, 5:])
 
 
+def test_padding_past_the_table_of_positions_changes_nothing_before_it() -> None:
+    model, tokens = build(section()), torch.randint(131, (1, 40))
+    with torch.no_grad():
+        padded = model(torch.nn.functional.pad(tokens, (0, 4)))
+        torch.testing.assert_close(padded[:, :40], model(tokens))
+
+
 def test_first_values_are_those_of_gpt2() -> None:
     family = GPT2(section(), 131)
     assert family.initial_std("h.0.ln_1.weight") is None

@@ -95,10 +95,11 @@ def attend_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[
         )
         return out, aux.lse.clamp(min=_HIDDEN_SCORE)
     assert mask is not None
-    grouped = q.float().unflatten(1, (key_heads, heads // key_heads))  # [B, K, H/K, Q, E]
-    scores = grouped @ k.float().unsqueeze(2).transpose(-2, -1) / q.shape[-1] ** 0.5  # [B, K, H/K, Q, S]
-    scores = scores.masked_fill(~mask.unsqueeze(-3), _HIDDEN_SCORE)
-    out = scores.softmax(-1) @ v.float().unsqueeze(2)
+    with torch.autocast(q.device.type, enabled=False):  # fp16 cannot hold the score of what is hidden
+        grouped = q.float().unflatten(1, (key_heads, heads // key_heads))  # [B, K, H/K, Q, E]
+        scores = grouped @ k.float().unsqueeze(2).transpose(-2, -1) / q.shape[-1] ** 0.5  # [B, K, H/K, Q, S]
+        scores = scores.masked_fill(~mask.unsqueeze(-3), _HIDDEN_SCORE)
+        out = scores.softmax(-1) @ v.float().unsqueeze(2)
     return out.flatten(1, 2).to(v.dtype), scores.logsumexp(-1).flatten(1, 2)
 
 

@@ -130,6 +130,8 @@ class GPT2Model(nn.Module):
         documents = None if positions is None else numbered_documents(positions)
         if positions is None:
             positions = torch.arange(first, first + length, device=tokens.device).unsqueeze(0)
+            # Where ranks divide a text it is padded at the end, past the table maybe; nothing reads it there.
+            positions = positions.clamp(max=self.config.max_sequence_length - 1)
         x = self.wte(tokens)
         if not tokens.is_floating_point():  # they are hidden states in the later stages of a pipeline
             x = x + self.wpe(self.context.part(positions, 1))

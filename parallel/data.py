@@ -135,6 +135,7 @@ class Sharded:
             each.set_gradient_divide_factor(1.0)
         self._sync_every_micro_batch = section.sync_every_micro_batch
         self._keep_gathered = not reshard
+        self._groups = groups.fsdp.get_all_groups()
         self._whole = [name for name, parameter in module.named_parameters() if parameter in set(whole)]
 
     @contextmanager
@@ -151,15 +152,16 @@ class Sharded:
         if is_last:
             self.sum_whole_gradients()
 
-    def sum_whole_gradients(self, group: dist.ProcessGroup | None = None) -> None:
-        """Sum the gradients of what FSDP2 cannot shard over the ranks of ``group``."""
+    def sum_whole_gradients(self) -> None:
+        """Sum the gradients of what FSDP2 cannot shard over the ranks over which it sums those of all else."""
         assert isinstance(self.root, Root)
         for name in self._whole:  # scalars: a handful
             parameter = self.root.module.get_parameter(name)
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad, group=group)
+                for group in self._groups:
+                    dist.all_reduce(parameter.grad, group=group)
 
     def reshard(self) -> None:
         """Free gathered units, and let the model show its shards again."""

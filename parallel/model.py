@@ -313,7 +313,7 @@ class DistributedModel:
     def _share_buffers(self) -> None:
         """Give every rank of a stage its first one's buffers (statistics of its samples, as of BatchNorm), as in a
         checkpoint."""
-        if self.buffer_names and dist.is_initialized():
+        if self.buffer_names and self.layout.world > self.layout.pipeline:
             for each in self.buffers:
                 if any(each.tensor is buffer for buffer in self._loads.buffers):
                     continue  # equal on all ranks

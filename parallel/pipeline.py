@@ -104,7 +104,7 @@ class Pipeline:
             self._schedules[key] = self._schedule(len(batches), inputs[0])
         self._schedules[key].step(begin, lambda index, output: ended(index, objective.terms(output, batches[index])))
         for sync in self._stages.values():
-            sync.sum_whole_gradients(self._groups.stage)
+            sync.sum_whole_gradients()
 
     def predict(self, batch: Any, objective: Objective) -> LossTerms | None:
         """Forward only. Returns the loss on the ranks of the last stage, None on others."""

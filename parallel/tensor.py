@@ -14,7 +14,7 @@ along the sequence too (https://arxiv.org/abs/2205.05198). A model declares the 
   divided by rows, as the embedding's is if they are tied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,16 +75,17 @@ class Tensors:
                 f"parallel.tensor={layout.tensor}: the model declares no roles for it in its parallel plan; use "
                 "parallel.tensor=1, or declare them in parallel_plan()"
             )
-        ends = [module.get_submodule(name) for name, role in roles.items() if role in ("vocabulary", "head")]
-        size = max((len(each.weight) for each in ends if isinstance(each.weight, Tensor)), default=0)
+        _check_ends(plan, layout)
+        rows = _rows_of_vocabularies(module, roles)
         self._slice_parameters(module, plan, layout, place)
         stream = _Stream(group, layout.sequence)
         for name, role in roles.items():
             each: Any = module.get_submodule(name)
             if isinstance(each, SkippedModule):
                 continue  # its work is done on another stage of the pipeline
+            _check_forward(name, each, role, layout)
             if role == "vocabulary":
-                each.forward = partial(_embed, each, stream, _rows(size, layout, place)[0])
+                each.forward = partial(_embed, each, stream, _rows(rows[name], layout, place)[0])
             elif role == "source":
                 each.register_forward_hook(lambda _module, _arguments, output: stream.own_part(output))
             elif role == "region":
@@ -92,7 +93,7 @@ class Tensors:
             elif role in ("row", "conv1d_row"):
                 each.forward = partial(_multiply_and_sum, each, stream, is_conv1d=role == "conv1d_row")
             elif role == "head":
-                each.vocabulary = ShardedVocabulary(size, layout, place, group)
+                each.vocabulary = ShardedVocabulary(rows[name], layout, place, group)
 
     def _slice_parameters(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates) -> None:
         sliced: dict[nn.Parameter, nn.Parameter] = {}
@@ -121,13 +122,23 @@ class _Stream:
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of what the ranks add to the stream."""
+        self._check_length(x)
         return collectives.scatter_sum(x, 1, self._group) if self._is_divided else collectives.all_sum(x, self._group)
 
     def own_part(self, x: Tensor) -> Tensor:
         """Return this rank's part of what all ranks have."""
         if not self._is_divided:
             return x
+        self._check_length(x)
         return x.unflatten(1, (dist.get_world_size(self._group), -1))[:, dist.get_rank(self._group)]
+
+    def _check_length(self, x: Tensor) -> None:
+        ranks = dist.get_world_size(self._group)
+        if self._is_divided and x.shape[1] % ranks:
+            raise UserError(
+                f"parallel.tensor={ranks} does not divide a sequence of {x.shape[1]}, which its ranks divide too; use "
+                "parallel.sequence=false"
+            )
 
 
 class ShardedVocabulary(Vocabulary):
@@ -163,6 +174,45 @@ class ShardedVocabulary(Vocabulary):
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         whole = _Stream(self._group, self._parts > 1).enter(hidden)
         return collectives.join(F.linear(whole, weight), -1, self._rows, self._group)
+
+
+def _check_ends(plan: ParallelPlan, layout: Layout) -> None:
+    """Raise ``UserError`` where nothing would divide the stream, or nothing would join it again."""
+    declared = set(plan.roles.values())  # of all stages
+    if layout.sequence and not ("head" in declared and declared & {"vocabulary", "source"}):
+        raise UserError(
+            "parallel.sequence=true: the model declares no roles for the two ends of the stream, vocabulary or source "
+            "and head, between which it would be divided; use parallel.sequence=false"
+        )
+
+
+def _check_forward(name: str, module: nn.Module, role: str, layout: Layout) -> None:
+    """Raise ``UserError`` where the forward that a role puts in place would compute something else."""
+    forward = type(module).forward
+    if role == "vocabulary":
+        fits = forward is nn.Embedding.forward
+        changed = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
+        options = [key for key, value in changed.items() if getattr(module, key, value) != value]
+    else:
+        fits = role != "row" or forward is nn.Linear.forward
+        # By name: that of transformers must not be imported for it.
+        fits = fits and (role != "conv1d_row" or forward.__qualname__ == "Conv1D.forward")
+        options = []
+    if not fits or options:
+        own = f"has a forward of its own ({type(module).__name__})"
+        why = f"is an embedding with {', '.join(options)}" if fits else own
+        raise UserError(
+            f"parallel.tensor={layout.tensor}: {name} has the role {role} and {why}, which tensor ranks would leave "
+            "out; use parallel.tensor=1, or change the module or its role in parallel_plan()"
+        )
+
+
+def _rows_of_vocabularies(module: nn.Module, roles: Mapping[str, str]) -> dict[str, int]:
+    """Return the rows of each embedding and head by name; a tied head has those of the largest embedding."""
+    ends = {name: module.get_submodule(name).weight for name, role in roles.items() if role in ("vocabulary", "head")}
+    rows = {name: len(weight) for name, weight in ends.items() if isinstance(weight, Tensor)}
+    largest = max((count for name, count in rows.items() if roles[name] == "vocabulary"), default=0)
+    return dict.fromkeys(ends, largest) | rows
 
 
 def _rows(size: int, layout: Layout, place: Coordinates) -> tuple[int, int]:

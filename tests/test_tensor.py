@@ -1,5 +1,6 @@
 """The tensor axis: on several ranks loss, logits and gradients are those of one process."""
 
+import re
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema import LlamaSection
+from serried.parallel.apply import parallelize
 from serried.parallel.mesh import Layout
-from serried.parallel.plan import ParallelPlan
+from serried.parallel.plan import LossTerms, ParallelPlan
 from serried.parallel.shard_specs import ShardSpec
-from serried.parallel.tensor import TENSOR
+from serried.parallel.tensor import TENSOR, _rows_of_vocabularies, _Stream
 from serried.recipes.models import head
 from serried.recipes.models.transformer import Transformer
 from serried.runtime.session import open_session
@@ -115,8 +117,49 @@ def test_loss_and_gradients_equal_one_process(ranks: int, tied: bool, sequence: 
     assert [answer.value["sent"] for answer in answers] == [expected] * ranks
 
 
-def refusal(built: nn.Module, plan: ParallelPlan, ranks: int) -> str:
-    layout, groups = Layout("fsdp", tensor=ranks), SimpleNamespace(tensor=object())
+class Scaled(nn.Module):
+    """A parameter without dims, which FSDP2 cannot shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.scale = nn.Embedding(10, 4), nn.Parameter(torch.tensor(1.5))
+        self.head = head.LanguageModelHead(4, 10, tied=False)
+        nn.init.normal_(self.head.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens) * self.scale, tokens.roll(-1, 1))
+
+
+def gradients_of_a_scalar() -> list[tuple[float, float]]:
+    """On tensor ranks and on one process, with the stream divided and whole."""
+    found, config, tokens = [], compose(["parallel=fsdp"]), torch.arange(10).view(1, 10)
+    plan = ParallelPlan(roles={"embed": "vocabulary", "head": "head"})
+    objective: Any = SimpleNamespace(loss=lambda model, batch: LossTerms(model(batch), 1))
+    with open_session(config.launch) as session:
+        for sequence in (True, False):
+            torch.manual_seed(3)
+            whole = Scaled()
+            parallel = parallelize(
+                deepcopy(whole), plan, None, seed=1, layout=Layout("fsdp", tensor=2, sequence=sequence),
+                section=config.parallel, low_dtype=None, device=session.device,
+            )  # fmt: skip
+            parallel.forward_backward([tokens], objective, 1.0, lambda: 0.0)
+            whole(tokens).backward()
+            mine = parallel.module.get_parameter("scale").grad
+            assert mine is not None
+            assert whole.scale.grad is not None
+            found.append((mine.item(), whole.scale.grad.item()))
+    return found
+
+
+def test_gradients_of_a_parameter_without_dims_are_summed_once(cluster: Cluster) -> None:
+    for answer in cluster.run(2, "tests.test_tensor:gradients_of_a_scalar"):
+        for mine, expected in answer.value:
+            assert mine == pytest.approx(expected, rel=1e-5)
+
+
+def refusal(built: nn.Module, plan: ParallelPlan, ranks: int, *, sequence: bool = False) -> str:
+    layout, groups = Layout("fsdp", tensor=ranks, sequence=sequence), SimpleNamespace(tensor=object())
     with pytest.raises(UserError) as refused:
         TENSOR.apply(built, plan, layout, layout.coordinates(0), groups)  # type: ignore[arg-type]
     return str(refused.value)
@@ -127,6 +170,56 @@ def test_a_model_without_roles_or_with_too_few_rows_is_refused() -> None:
     with torch.device("meta"):
         few = nn.Sequential(nn.Embedding(5, 4))
     assert "leaves ranks without any of 5 rows" in refusal(few, ParallelPlan(roles={"0": "vocabulary"}), 4)
+
+
+def test_a_divided_stream_without_ends_is_refused() -> None:
+    """Every gradient would be too large by the number of ranks."""
+    roles = {"0": "region", "0.0": "column", "0.1": "row"}
+    built = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    for more in ({}, {"wte": "vocabulary"}, {"lm_head": "head"}):
+        told = refusal(built, ParallelPlan(roles=roles | more), 2, sequence=True)
+        assert told.endswith("use parallel.sequence=false"), told
+
+
+class _Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize(
+    ("module", "role", "why"),
+    [
+        (nn.Embedding(4, 4, padding_idx=0), "vocabulary", "is an embedding with padding_idx"),
+        (nn.Embedding(4, 4, max_norm=1.0, sparse=True), "vocabulary", "is an embedding with max_norm, sparse"),
+        (_Doubled(4, 4), "row", r"has a forward of its own \(_Doubled\)"),
+        (_Doubled(4, 4), "conv1d_row", "has a forward of its own"),
+    ],
+)
+def test_a_module_whose_forward_would_be_lost_is_refused(module: nn.Module, role: str, why: str) -> None:
+    told = refusal(nn.Sequential(module), ParallelPlan(roles={"0": role}), 2)
+    assert re.search(f"0 has the role {role} and {why}", told), told
+
+
+def test_rows_of_a_vocabulary_are_those_of_its_own_module() -> None:
+    tied = head.LanguageModelHead(2, 9, tied=True)
+    modules = {"large": nn.Embedding(9, 2), "small": nn.Embedding(4, 2), "head": tied}
+    roles = {"large": "vocabulary", "small": "vocabulary", "head": "head"}
+    assert _rows_of_vocabularies(nn.ModuleDict(modules), roles) == {"large": 9, "small": 4, "head": 9}
+
+
+def length_that_ranks_cannot_divide() -> str:
+    with open_session(compose([]).launch):
+        group = dist.group.WORLD
+        assert group is not None
+        with pytest.raises(UserError) as refused:
+            _Stream(group, is_divided=True).own_part(torch.zeros(1, 5, 2))
+        assert _Stream(group, is_divided=False).own_part(torch.zeros(1, 5, 2)).shape == (1, 5, 2)
+        return str(refused.value)
+
+
+def test_a_length_that_ranks_cannot_divide_is_refused(cluster: Cluster) -> None:
+    told = cluster.run(2, "tests.test_tensor:length_that_ranks_cannot_divide")[0].value
+    assert told.startswith("parallel.tensor=2 does not divide a sequence of 5")
 
 
 def test_gradients_that_are_terms_of_a_sum() -> None:

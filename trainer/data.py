@@ -82,7 +82,8 @@ class Data:
     def micro_batch_seeds(self, step: int, seed: int, count: int, layout: Layout, data_rank: int) -> list[int]:
         """Return a seed for each of this rank's ``count`` micro-batches of ``step``: of its place in the global batch.
 
-        With equal ``trainer.micro_batch`` they are the same for the same samples, whatever the layout.
+        With equal ``trainer.micro_batch`` they are the same for the same samples, whatever the layout. Ranks that
+        divide a sample have the same ones: a task may draw numbers for the whole sample.
         """
         places = range(data_rank, count * layout.data_ranks, layout.data_ranks)
         texts = [f"{seed}/{self.samples(step)}/{place}" for place in places]

@@ -291,3 +291,4 @@ def test_a_plan_that_does_not_fit_a_gpu_says_so(capsys: pytest.CaptureFixture[st
         assert warnings(*kept, *advised) == [], "what fits can be pasted"
     (warning,) = warnings("recipe=llama8b_131k", "launch.processes=16", "parallel.context_method=gather")
     assert "does not fit: 81." in warning, "keys and values of whole sequences"
+    assert warning.endswith("these fit: parallel.context_method=ring")

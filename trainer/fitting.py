@@ -15,8 +15,9 @@ from serried.trainer.memory import planned_memory
 from serried.trainer.task import Task
 
 _DEGREES = (1, 2, 4, 8)
+_CONTEXT_DEGREES = (*_DEGREES, 16, 32)
 _PER_NODE = 8
-"""Tensor and context ranks exchange much: they stay within a node."""
+"""Tensor ranks exchange much: they stay within a node, with the context ranks that are beside them."""
 
 
 def fitting(config: RunConfig, task: Task, processes: int, model: nn.Module, plan: ParallelPlan, limit: int) -> str:
@@ -44,14 +45,16 @@ def _candidates(config: RunConfig) -> Iterator[dict[str, Any]]:
     syncs = [False] if parallel.sync_every_micro_batch else [False, True]
     micro_batches = [0] if trainer.micro_batch == 1 else [0, 1]
     degrees = [
-        (tensor, context, pipeline)
-        for pipeline, context, tensor in product(_DEGREES, _DEGREES, _DEGREES)
-        if tensor * context <= _PER_NODE
+        (tensor, context, pipeline, ring)
+        for pipeline, context, tensor in product(_DEGREES, _CONTEXT_DEGREES, _DEGREES)
+        for ring in ([False, True] if context > 1 and parallel.context_method == "gather" else [False])
+        if tensor == 1 or tensor * context <= _PER_NODE
     ]
     found = []
-    for micro_batch, sync, (tensor, context, pipeline) in product(micro_batches, syncs, degrees):
+    for micro_batch, sync, (tensor, context, pipeline, ring) in product(micro_batches, syncs, degrees):
         overrides: dict[str, Any] = {"trainer.micro_batch": micro_batch} if micro_batch else {}
         overrides |= {"parallel.sync_every_micro_batch": True} if sync else {}
+        overrides |= {"parallel.context_method": "ring"} if ring else {}
         axes = {"tensor": tensor, "context": context, "pipeline": pipeline}
         overrides |= {f"parallel.{axis}": degree for axis, degree in axes.items() if degree != getattr(parallel, axis)}
         found.append((len(overrides), pipeline, tensor * context, overrides))

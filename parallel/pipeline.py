@@ -72,6 +72,8 @@ class Pipeline:
         comes what it returns."""
         self._schedules: dict[tuple[int, torch.Size], _Schedule] = {}
         """By number and shape of the micro-batches."""
+        self._shapes: dict[torch.Size, None] = {}
+        """Of the micro-batches of the last step."""
 
     def train(
         self,
@@ -86,13 +88,16 @@ class Pipeline:
         one.
         """
         inputs = [objective.inputs(batch) for batch in batches]
-        shapes = {each.stream.shape: None for each in inputs}
+        # On other data ranks the shapes may change at other steps, and to learn those of the borders takes all of them.
+        known = self._shapes if self._layout.data_ranks > 1 else {}
+        shapes = known | {each.stream.shape: None for each in inputs}
         if len(shapes) > 1:
             raise UserError(
                 f"parallel.pipeline={self._layout.pipeline} needs micro-batches of one shape, and these are "
                 f"{' and '.join(str(list(shape)) for shape in shapes)}; pad them in collate(), or use "
                 "parallel.pipeline=1"
             )
+        self._shapes = shapes
 
         def begin(index: int, stage: int) -> Inputs:
             if seeds:

@@ -19,7 +19,7 @@ from serried.configs.run_config import check
 from serried.configs.schema import OptimSection
 from serried.parallel.plan import LossTerms
 from serried.runtime.session import open_session
-from serried.trainer.optimizer import build_optimizer, create_state, learning_rate, takes_verdict
+from serried.trainer.optimizer import build_optimizer, create_state, learning_rate, take_step, takes_verdict
 from serried.trainer.optimizer_state import (
     ensure_state,
     group_values,
@@ -203,7 +203,7 @@ def test_state_that_was_saved_is_restored(name: str) -> None:
     tensors = {
         (key, name): value.clone() for name in named for key, value in tensor_state(optimizer, named[name]).items()
     }
-    plain = json.loads(json.dumps(plain_state(optimizer, named, configured)))
+    plain = json.loads(json.dumps(plain_state(optimizer, named.items(), configured)))
     at_save = named["matrix"].detach().clone()
     step(named, optimizer)
 
@@ -216,9 +216,25 @@ def test_state_that_was_saved_is_restored(name: str) -> None:
             for key, value in tensor_state(resumed, parameter).items():
                 value.copy_(tensors.pop((key, name)))
     assert not tensors
-    load_plain_state(resumed, again, configured, plain)
+    load_plain_state(resumed, again.items(), configured, plain)
     step(again, resumed)
     assert again["matrix"].equal(named["matrix"])
+
+
+def test_plain_state_reaches_both_copies_of_a_parameter_and_passes_over_other_stages() -> None:
+    copies = [("tied", nn.Parameter(torch.ones(2))), ("tied", nn.Parameter(torch.ones(2)))]
+    optimizer = torch.optim.SGD([{"params": [each for _, each in copies], "name": "norms"}])
+    saved = {"parameters": {"tied": {"count": 3}, "elsewhere": {"count": 4}}, "groups": {}}
+    load_plain_state(optimizer, copies, group_values(optimizer), saved)
+    assert [optimizer.state[each] for _, each in copies] == [{"count": 3}, {"count": 3}]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "rmsprop", "adafactor", "lion"])
+def test_a_stage_with_nothing_to_train_takes_steps_that_do_nothing(name: str) -> None:
+    chosen = compose([f"optim={name}", "optim.groups.other.parameters=elsewhere"]).optim
+    optimizer = build_optimizer([("here", nn.Parameter(torch.ones(2), requires_grad=False))], chosen)
+    take_step(optimizer, torch.ones(()), torch.zeros(()))
+    assert not optimizer.state
 
 
 def test_bytes_of_state_are_those_of_the_optimizer() -> None:
@@ -232,7 +248,7 @@ def test_state_that_no_checkpoint_can_hold_is_refused() -> None:
     optimizer = torch.optim.SGD([{"params": [parameter], "name": "norms"}])
     optimizer.state[parameter]["history"] = [torch.ones(2)]
     with pytest.raises(UserError, match="SGD keeps a list \\(history of bias\\)"):
-        plain_state(optimizer, {"bias": parameter}, group_values(optimizer))
+        plain_state(optimizer, [("bias", parameter)], group_values(optimizer))
     optimizer.state["mean"] = torch.ones(3)  # type: ignore[index]
     with pytest.raises(UserError, match="SGD keeps state of 'mean', which no checkpoint would hold"):
         group_values(optimizer)

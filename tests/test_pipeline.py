@@ -118,12 +118,21 @@ def fit_in_stages(overrides: list[str]) -> dict[str, Any]:
 
 
 def test_a_task_of_ones_own_has_the_same_dropout_and_metrics_in_stages(cluster: Cluster, tmp_path: Path) -> None:
-    alone = cluster.run(1, "tests.test_pipeline:fit_in_stages", overrides=[f"run.dir={tmp_path / 'alone'}"])
-    layout = ["parallel=fsdp", "parallel.pipeline=2", "parallel.schedule=gpipe", f"run.dir={tmp_path / 'staged'}"]
+    groups = ["optim.groups.end.parameters=3.*", "optim.groups.end.lr_scale=0.5"]
+    alone = cluster.run(1, "tests.test_pipeline:fit_in_stages", overrides=[*groups, f"run.dir={tmp_path / 'alone'}"])
+    layout = [
+        *groups,
+        "parallel=fsdp",
+        "parallel.pipeline=2",
+        "parallel.schedule=gpipe",
+        f"run.dir={tmp_path / 'staged'}",
+    ]
     staged = cluster.run(2, "tests.test_pipeline:fit_in_stages", overrides=layout)
     assert set(alone[0].value) == {"loss", "validation", "class_loss", "size_loss", "accuracy"}
     for answer in staged:
         assert answer.value == pytest.approx(alone[0].value, rel=1e-5)
+    first, last = (metrics(tmp_path / name)[-1] for name in ("alone", "staged"))
+    assert {key for key in first if key.startswith("lr")} == {key for key in last if key.startswith("lr")}
     assert weights(tmp_path / "staged")["version"].equal(torch.ones(2))
 
 

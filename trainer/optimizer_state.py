@@ -3,7 +3,7 @@
 Tensors go into the optimizer's files of a checkpoint as ``<parameter>.<key>``, numbers and text into ``state.json``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def _tensors_of_groups(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def plain_state(
-    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], configured: GroupValues
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]], configured: GroupValues
 ) -> dict[str, Any]:
     """Return what the optimizer keeps for the parameters ``named`` beside tensors, and the numbers of its groups that
     are not as ``configured`` (their ``group_values`` at the start), as JSON data.
@@ -95,7 +95,7 @@ def plain_state(
         UserError: something is neither a tensor nor JSON data.
     """
     states: dict[str, dict[str, Any]] = {}
-    for name, parameter in named.items():
+    for name, parameter in named:
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 states.setdefault(name, {})[key] = value
@@ -112,11 +112,15 @@ def plain_state(
 
 
 def load_plain_state(
-    optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], configured: GroupValues, state: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    named: Iterable[tuple[str, Tensor]],
+    configured: GroupValues,
+    state: Mapping[str, Any],
 ) -> None:
-    """Set what ``plain_state`` returned."""
-    for name, values in state["parameters"].items():
-        optimizer.state[named[name]].update(values)
+    """Set what ``plain_state`` returned for ``named``, and perhaps for parameters of other stages."""
+    for name, parameter in named:
+        if name in state["parameters"]:
+            optimizer.state[parameter].update(state["parameters"][name])
     for group in optimizer.param_groups:
         group.update(configured[group["name"]] | state["groups"].get(group["name"], {}))
 

@@ -20,7 +20,9 @@ def freeze(model: nn.Module, section: OptimSection) -> None:
     Raises:
         UserError: the pattern of a group matches no parameter, or all parameters are frozen.
     """
-    group_of = _groups_by_name([name for name, _ in model.named_parameters()], section.groups)
+    names = [name for name, _ in model.named_parameters()]
+    _refuse_unmatched(names, section.groups)
+    group_of = _groups_by_name(names, section.groups)
     for name, parameter in model.named_parameters():
         if name in group_of and section.groups[group_of[name]].frozen:
             parameter.requires_grad_(False)
@@ -33,7 +35,8 @@ def parameter_groups(named: Iterable[tuple[str, Tensor]], section: OptimSection)
     """Return the trained parameters as torch's optimizers take them, each group with a name and ``lr_scale``.
 
     Matrices and vectors of a group are apart: vectors (norms, biases) have no weight decay unless the group sets one.
-    So are sharded and whole parameters, which no kernel takes in one list.
+    So are sharded and whole parameters, which no kernel takes in one list. ``named`` may be those of one pipeline stage:
+    if none is trained, there is a group without parameters.
     """
     everything = list(named)
     group_of = _groups_by_name([name for name, _ in everything], section.groups)
@@ -42,7 +45,8 @@ def parameter_groups(named: Iterable[tuple[str, Tensor]], section: OptimSection)
         if parameter.requires_grad:
             kind = ("matrices" if parameter.ndim >= 2 else "norms") + _WHOLE * (not isinstance(parameter, DTensor))
             found[group_of.get(name, "")].append((kind, parameter))
-    return [group for own, members in found.items() for group in _split(own, members, section)]
+    groups = [group for own, members in found.items() for group in _split(own, members, section)]
+    return groups or [{"name": "none", "params": [], "weight_decay": 0.0, "lr_scale": 1.0}]
 
 
 def _split(own: str, members: list[tuple[str, Tensor]], section: OptimSection) -> Iterator[dict[str, Any]]:
@@ -63,11 +67,15 @@ def _groups_by_name(names: Collection[str], groups: Mapping[str, ParameterGroup]
     group_of: dict[str, str] = {}
     for group, section in groups.items():
         matched = [name for name in names if fnmatchcase(name, section.parameters)]
-        if not matched:
+        group_of = dict.fromkeys(matched, group) | group_of
+    return group_of
+
+
+def _refuse_unmatched(names: Collection[str], groups: Mapping[str, ParameterGroup]) -> None:
+    for group, section in groups.items():
+        if not any(fnmatchcase(name, section.parameters) for name in names):
             near = nearest(section.parameters, names) or [*names][:3]
             raise UserError(
                 f"optim.groups.{group}.parameters={section.parameters} matches none of the {len(names)} parameters; "
                 f"near names: {', '.join(near)}; e.g. 'optim.groups.{group}.parameters={near[0].rpartition('.')[0]}*'"
             )
-        group_of = dict.fromkeys(matched, group) | group_of
-    return group_of

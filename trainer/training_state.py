@@ -43,6 +43,7 @@ class TrainingState:
         self.module = self.parallel.module
         self.optimizer = build_optimizer([(held.name, held.tensor) for held in self.parallel.parameters], config.optim)
         self._configured = group_values(self.optimizer)
+        self._lr_scales = self._scales_of_groups()
         self.step = TrainStep(
             self.parallel,
             self.optimizer,
@@ -64,10 +65,7 @@ class TrainingState:
         with taking_from(start.checkpoint):
             state = start.state["step_state"]
             if "optimizer" in state:
-                named, saved = self._named(), dict(state["optimizer"])
-                if self.parallel.layout.pipeline > 1:  # the rest is of other stages
-                    saved["parameters"] = {name: each for name, each in saved["parameters"].items() if name in named}
-                load_plain_state(self.optimizer, named, self._configured, saved)
+                load_plain_state(self.optimizer, self._named(), self._configured, state["optimizer"])
             self.step.load(state)
 
     def rehearse(self, context: Context, dataset: Dataset) -> None:
@@ -84,8 +82,14 @@ class TrainingState:
         return state_parts(self.parallel, self.optimizer, self._task.exported)
 
     def learning_rates(self, lr: float) -> dict[str, float]:
-        """Return the learning rate of each parameter group by name."""
-        return {group["name"]: lr * group["lr_scale"] for group in self.optimizer.param_groups}
+        """Return the learning rate of each parameter group of the whole model by name."""
+        return {name: lr * scale for name, scale in self._lr_scales.items()}
+
+    def _scales_of_groups(self) -> dict[str, float]:
+        scales = {group["name"]: group["lr_scale"] for group in self.optimizer.param_groups if group["params"]}
+        if self.parallel.layout.pipeline == 1:
+            return scales
+        return {name: scale for of in self._session.gather(scales) for name, scale in of.items()}
 
     def step_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside tensors. A collective; waits for the device."""
@@ -97,10 +101,11 @@ class TrainingState:
             optimizer = {key: {k: v for of in answers[::ranks] for k, v in of[key].items()} for key in optimizer}
         return self.step.state() | {"optimizer": optimizer}
 
-    def _named(self) -> dict[str, Tensor]:
-        """Parameters by name in a checkpoint, or by their own where that divides or joins them."""
-        named: dict[str, Tensor] = {}
+    def _named(self) -> list[tuple[str, Tensor]]:
+        """Parameters by name in a checkpoint, or by their own where that divides or joins them; a tied one that this
+        rank holds twice, twice."""
+        named = []
         for held in self.parallel.parameters:
             first = self._task.exported(held.name, held.spec.shape)[0]
-            named[first.name if first.is_whole else held.name] = held.tensor
+            named.append((first.name if first.is_whole else held.name, held.tensor))
         return named

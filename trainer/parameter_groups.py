@@ -35,8 +35,8 @@ def parameter_groups(named: Iterable[tuple[str, Tensor]], section: OptimSection)
     """Return the trained parameters as torch's optimizers take them, each group with a name and ``lr_scale``.
 
     Matrices and vectors of a group are apart: vectors (norms, biases) have no weight decay unless the group sets one.
-    So are sharded and whole parameters, which no kernel takes in one list. ``named`` may be those of one pipeline stage:
-    if none is trained, there is a group without parameters.
+    So are sharded and whole parameters, which no kernel takes in one list. ``named`` may be those of one pipeline
+    stage: if none is trained, there is a group without parameters.
     """
     everything = list(named)
     group_of = _groups_by_name([name for name, _ in everything], section.groups)

@@ -1,18 +1,16 @@
 """Long-lived ranks on this machine, given to each distributed test in turn."""
 
+import contextlib
 import json
-import queue
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-
+from tests.forks import FORKS
+from tests.forks import ROOT as ROOT
+from tests.worker import serve
 
 _NOT_DONE = {"error": "not done in time"}
 
@@ -96,34 +94,29 @@ class Cluster:
 
 class _Worker:
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.worker"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
+        self._pipe, its_end = FORKS.Pipe()
+        self._process = FORKS.Process(target=serve, args=(its_end,))
+        self._process.start()
+        its_end.close()  # so that the pipe ends where the process does
 
     def send(self, **task: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(task) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it died between two tests, which answer() tells
+            self._pipe.send(json.dumps(task))
 
     def answer(self, deadline: float) -> dict[str, Any]:
-        try:
-            line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
+        if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
             return _NOT_DONE
-        return json.loads(line) if line else {"error": f"the process ended with {self._process.wait()}"}
+        try:
+            return json.loads(self._pipe.recv())
+        except (EOFError, ConnectionError):
+            self._process.join()
+            return {"error": f"the process ended with {self._process.exitcode}"}
 
     @property
     def is_dead(self) -> bool:
-        return self._process.poll() is not None
+        return not self._process.is_alive()
 
     def stop(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.join()
+        self._pipe.close()

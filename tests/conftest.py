@@ -1,8 +1,12 @@
 """What many tests share: ranks, and a small text to train on."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+
+# Tests and what they start share the cores: threads would wait for each other. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings

@@ -1,8 +1,4 @@
-"""A rank for the tests: a process that takes one task after another, so that tests do not wait for interpreters.
-
-It reads tasks as JSON lines from standard input and answers with JSON lines on the standard output it was started with.
-While a task runs, its prints go to the file that the task names.
-"""
+"""A rank for the tests: a process that takes one task after another, so that tests do not wait for interpreters."""
 
 import ctypes
 import importlib
@@ -11,22 +7,23 @@ import os
 import signal
 import sys
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def main() -> None:
+def serve(pipe: Connection) -> None:
+    """Read tasks and answer them. While a task runs, its prints go to the file that the task names."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives the tests, however they end
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    import torch.distributed  # noqa: F401  paid for once, while the tests are being collected
-
-    answers.write(json.dumps({"ready": os.getpid()}) + "\n")
-    for line in sys.stdin:
-        task = json.loads(line)
-        answer = run(task)
-        answers.write(json.dumps(answer) + "\n")
+    pipe.send(json.dumps({"ready": os.getpid()}))
+    while True:
+        try:
+            task = json.loads(pipe.recv())
+        except EOFError:
+            return
+        pipe.send(json.dumps(run(task)))
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +41,3 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,71 @@
+"""Processes that need not wait for an interpreter: forks of one that has imported what all of them need.
+
+An interpreter that trains imports for 5 seconds of a core. What a test says of torchrun, of the start of the program
+or of a signal in it takes interpreters of its own.
+"""
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.runs", "torch._dynamo"])  # the latter an optimizer imports
+
+
+class Typed:
+    """``python`` with ``arguments``, which are those of an interpreter: a file, ``-m`` a module or ``-c`` a script."""
+
+    def __init__(self, *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> None:
+        self._outputs = tempfile.TemporaryDirectory(prefix="serried-tests-")
+        self._files = [Path(self._outputs.name) / name for name in ("stdout", "stderr")]
+        environment = dict(os.environ if env is None else env)
+        self._process = FORKS.Process(target=_run, args=(arguments, cwd, environment, self._files))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, once the process has ended."""
+        return self._process.exitcode
+
+    def end(self, timeout_seconds: float = 240) -> subprocess.CompletedProcess[str]:
+        """Wait for the end; a process that does not come to one in time is killed."""
+        self._process.join(timeout_seconds)
+        self._process.kill()
+        self._process.join()
+        stdout, stderr = (file.read_text() for file in self._files)
+        self._outputs.cleanup()
+        assert self._process.exitcode is not None
+        return subprocess.CompletedProcess([], self._process.exitcode, stdout, stderr)
+
+
+def typed(*arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """What came of ``python`` with ``arguments``."""
+    return Typed(*arguments, cwd=cwd, env=env).end()
+
+
+def _run(arguments: tuple[str, ...], cwd: Path, environment: dict[str, str], outputs: list[Path]) -> None:
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, path in enumerate(outputs, start=1):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    first, *rest = arguments
+    is_file = not first.startswith("-")
+    sys.argv = list(arguments) if is_file else rest
+    sys.path.insert(0, str(Path(first).parent.resolve()) if is_file else str(cwd))
+    if is_file:
+        runpy.run_path(first, run_name="__main__")
+    elif first == "-m":
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        exec(rest[0], {"__name__": "__main__"})

@@ -12,14 +12,27 @@ from tests.runs import metrics, overrides, weights
 
 CUBE = ["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2", "parallel.shard=2"]
 """On 8 processes."""
+EXPERTS = [
+    "model=moe_tiny",
+    "model.expert_hidden_dim=24",
+    "parallel=fsdp",
+    "parallel.expert=2",
+    "trainer.micro_batch=1",
+]
+"""On 4 processes, sharded x2."""
 SMALL = ["model.layers=2", "trainer.global_batch=8", "trainer.micro_batch=2", "schedule=constant"]
 
 
 def train(
-    cluster: Cluster, text: Path, run_dir: Path, *more: str, fault: dict[str, Any] | None = None
+    cluster: Cluster,
+    text: Path,
+    run_dir: Path,
+    *more: str,
+    layout: list[str] = CUBE,
+    fault: dict[str, Any] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    argv = overrides(text, run_dir, *CUBE, *SMALL, "schedule.warmup_steps=0", *more)
-    cluster.run(8, "tests.runs:train_small", argv=argv, fault=fault)
+    argv = overrides(text, run_dir, *SMALL, "schedule.warmup_steps=0", *layout, *more)
+    cluster.run(8 if layout is CUBE else 4, "tests.runs:train_small", argv=argv, fault=fault)
     return metrics(run_dir), weights(run_dir)
 
 
@@ -40,6 +53,20 @@ def test_a_nan_on_any_rank_of_pipeline_x_tensor_x_shard_skips_the_step_everywher
     assert [line["loss"] for line in bad[:2]] == [line["loss"] for line in good]
     assert weights_good.keys() == weights_bad.keys()
     assert all(weight.equal(weights_bad[name]) for name, weight in weights_good.items())
+
+
+@pytest.mark.slow
+def test_a_nan_on_one_rank_moves_no_expert_and_no_balance(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    good, weights_good = train(cluster, text, tmp_path / "two", "trainer.steps=2", layout=EXPERTS)
+    fault = {"rank": 3, "forwards": [6], "value": math.nan}  # the second of two micro-batches of step 3
+    bad, weights_bad = train(cluster, text, tmp_path / "three", "trainer.steps=3", layout=EXPERTS, fault=fault)
+    assert [line["skipped"] for line in bad] == [False, False, True]
+    assert [line["expert_tokens"] for line in bad[:2]] == [line["expert_tokens"] for line in good]
+    assert weights_good.keys() == weights_bad.keys()
+    assert all(weight.equal(weights_bad[name]) for name, weight in weights_good.items())
+    biases = [bias for name, bias in weights_good.items() if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert all(bias.any() for bias in biases), "accepted steps have moved them"
 
 
 @pytest.mark.slow

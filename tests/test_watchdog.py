@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from serried.configs.schema import LaunchSection
+from serried.parallel import collectives
 from serried.program import main
 from serried.recipes.models.transformer import Transformer
 from serried.runtime.ending import leave
@@ -37,6 +38,8 @@ BEFORE = ("gloo/0", 7, "all_reduce of 9 numbers", True)
 HSDP = ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=2", "trainer.global_batch=8"]
 
 PIPELINE = ["parallel=fsdp", "parallel.pipeline=3", "model.layers=3"]
+TENSOR = ["parallel=fsdp", "parallel.tensor=2", "parallel.shard=2"]
+EXPERTS = ["parallel=fsdp", "parallel.expert=2", "model=moe_tiny", "model.layers=2", "trainer.global_batch=8"]
 
 
 def beat(rank: int, phase: str = TRAIN, step: int = 812, age: float = 61, **more: Any) -> Beat:
@@ -192,11 +195,16 @@ def test_collectives_are_told_with_their_sizes_and_whether_they_are_done(cluster
 
 @contextmanager
 def hanging(how: str, rank: int, step: int) -> Iterator[None]:
-    """On ``rank``, in ``step``: sleep in the data loader or in a forward, skip a collective, be stopped, or fail while
-    the others sleep."""
+    """On ``rank``, in ``step``: sleep in the data loader, in a forward, or before an exchange of tensor ranks or
+    experts, skip a collective, be stopped, or fail while the others sleep."""
     mine = int(os.environ["RANK"]) == rank
     train, read, forward = Loop._train, BatchLoader._read, Transformer.forward
+    scattered_sum, exchanged = collectives._scattered_sum, collectives._exchanged
     step_now = 0
+
+    def maybe_sleep(where: str) -> None:
+        if step_now == step and how == where and mine:
+            time.sleep(1000)
 
     def faulty_train(self: Loop, number: int, batches: list[Any]) -> None:
         if number == step and how == "skip" and not mine:
@@ -215,14 +223,23 @@ def hanging(how: str, rank: int, step: int) -> Iterator[None]:
         return read(self, number, ids)
 
     def faulty_forward(self: Transformer, *arguments: Any, **named: Any) -> Any:
-        if step_now == step and how == "forward" and mine:
-            time.sleep(1000)
+        maybe_sleep("forward")
         return forward(self, *arguments, **named)
+
+    def faulty_scattered_sum(*arguments: Any) -> Any:
+        maybe_sleep("tensor")
+        return scattered_sum(*arguments)
+
+    def faulty_exchanged(*arguments: Any) -> Any:
+        maybe_sleep("experts")
+        return exchanged(*arguments)
 
     with (
         patch.object(Loop, "_train", faulty_train),
         patch.object(BatchLoader, "_read", faulty_read),
         patch.object(Transformer, "forward", faulty_forward),
+        patch.object(collectives, "_scattered_sum", faulty_scattered_sum),
+        patch.object(collectives, "_exchanged", faulty_exchanged),
     ):
         yield
 
@@ -250,12 +267,21 @@ def check_ended(run_dir: Path) -> str:
         ("sleep", "in data.next of step 5 for"),
         ("skip", "is in all_reduce of 3 numbers where the others are in barrier: a collective was skipped"),
         ("forward", "the others await messages of the pipeline"),
+        # Most others wait for FSDP, of each other; that of rank 1 waits in the exchange.
+        pytest.param("tensor", "the others wait in all_gather of", marks=pytest.mark.slow),
+        pytest.param("experts", "the others wait in all_gather of", marks=pytest.mark.slow),
     ],
 )
 def test_a_hanging_rank_is_named_and_the_run_ends_and_goes_on(
     how: str, says: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    ranks, layout = {"sleep": (4, HSDP), "skip": (3, []), "forward": (3, PIPELINE)}[how]
+    ranks, layout, *stands = {
+        "sleep": (4, HSDP, "trainer/loader.py"),
+        "skip": (3, [], "parallel/"),
+        "forward": (3, PIPELINE, "parallel/pipeline.py"),
+        "tensor": (4, TENSOR, "parallel/tensor.py", "waits: all_reduce of "),  # as Gloo sums parts
+        "experts": (4, EXPERTS, "parallel/expert.py", "waits: all_to_all of "),
+    }[how]
     argv = short(text, tmp_path, *layout)
     with pytest.raises(AssertionError) as ended:
         cluster.run(ranks, "tests.test_watchdog:train_hanging", argv=argv, how=how, rank=1, step=5)
@@ -268,10 +294,10 @@ def test_a_hanging_rank_is_named_and_the_run_ends_and_goes_on(
     assert f"rank 1 on {os.uname().nodename} " in reason
     told = (tmp_path / "log" / "hang.txt").read_text()
     assert all(f"  rank {rank} on " in told for rank in range(ranks))
-    assert {"sleep": "trainer/loader.py", "skip": "parallel/", "forward": "parallel/pipeline.py"}[how] in told
+    assert all(words in told for words in stands)
     assert how != "sleep" or "waits for data. Is its disk slow, or trainer.workers too small?" in printed
     assert json.loads((tmp_path / "log" / "collectives-2.json").read_text())
-    if how == "forward":
+    if how not in ("sleep", "skip"):
         return
     answers = cluster.run(ranks, "tests.runs:train_small", argv=argv)
     assert metrics(tmp_path, "start")[-1]["resumed_from"] >= 2

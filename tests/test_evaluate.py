@@ -78,6 +78,39 @@ def test_it_is_the_number_that_the_run_saw(cluster: Cluster, run_dir: Path, rank
         )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (4, ["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2", "model.tie_embeddings=true"]),
+        (4, ["parallel=fsdp", "parallel.expert=2", "model=moe_tiny", "model.expert_hidden_dim=24"]),
+        (2, ["parallel=fsdp", "parallel.context=2"]),
+    ],
+    ids=["pipeline x tensor, tied", "expert x fsdp", "context"],
+)
+def test_a_run_on_several_axes_is_evaluated_and_writes_as_one_process_does(
+    ranks: int, how: list[str], cluster: Cluster, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = [word for word in how if word.startswith("model")]
+    small = [
+        "trainer.steps=8", "trainer.eval_every=8", "trainer.eval_batches=1", "trainer.global_batch=8",
+        "trainer.micro_batch=2", "optim.lr=0.02",
+    ]  # fmt: skip
+    texts = []
+    for processes, layout in ((1, ["parallel=single", *model]), (ranks, how)):
+        run_dir = tmp_path / f"x{processes}"
+        argv = overrides(text, run_dir, *small, *layout)
+        cluster.run(processes, "tests.runs:train_small", argv=argv)
+        assert main(["generate", f"run.dir={run_dir}", "prompt=lorem ip", "temperature=0", "tokens=30"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    seen = metrics(run_dir, "eval")[-1]
+    for processes, other in ((1, []), (2, []), (2, ["parallel=fsdp", "parallel.tensor=2"])):
+        (found,) = evaluated(cluster, processes, f"run.dir={run_dir}", *other)
+        assert found["loss"] == pytest.approx(seen["loss"], rel=1e-5)
+        assert found["tokens"] == seen["tokens"]
+
+
 def test_an_earlier_checkpoint_and_the_whole_set(cluster: Cluster, run_dir: Path) -> None:
     first = {event["set"]: event for event in metrics(run_dir, "eval") if event["step"] == 2}
     (found, _) = evaluated(cluster, 1, f"run.dir={run_dir}", "checkpoint=2")

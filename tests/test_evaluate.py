@@ -93,8 +93,8 @@ def test_a_run_on_several_axes_is_evaluated_and_writes_as_one_process_does(
 ) -> None:
     model = [word for word in how if word.startswith("model")]
     small = [
-        "trainer.steps=8", "trainer.eval_every=8", "trainer.eval_batches=1", "trainer.global_batch=8",
-        "trainer.micro_batch=2", "optim.lr=0.02",
+        "trainer.steps=20", "trainer.eval_every=20", "trainer.eval_batches=1", "trainer.global_batch=8",
+        "trainer.micro_batch=2", "optim.lr=0.05", "model.layers=2",
     ]  # fmt: skip
     texts = []
     for processes, layout in ((1, ["parallel=single", *model]), (ranks, how)):
@@ -104,6 +104,7 @@ def test_a_run_on_several_axes_is_evaluated_and_writes_as_one_process_does(
         assert main(["generate", f"run.dir={run_dir}", "prompt=lorem ip", "temperature=0", "tokens=30"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
+    assert len(set(texts[0][8:])) > 2, "it has learned more than one letter"
     seen = metrics(run_dir, "eval")[-1]
     for processes, other in ((1, []), (2, []), (2, ["parallel=fsdp", "parallel.tensor=2"])):
         (found,) = evaluated(cluster, processes, f"run.dir={run_dir}", *other)

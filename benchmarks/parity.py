@@ -298,6 +298,10 @@ Equality has a limit that no framework moves: at the edge of stability a run amp
 instead of 0.003 this one spikes at step 7 (gradient norm 7.5), and rows came to differ by up to 1.4e-5 in the norm and
 4.5e-7 in the loss.
 
+On torch 2.11, 20 fp32 rows with one and several axes (tensor, context by gather and by ring, pipelines of all schedules
+that it has, experts) stay within 1.6e-7 in the loss and 4.5e-7 in the norm; `interleaved_zero_bubble`, `zbv` and
+`dualpipev` are refused there.
+
 """
 
 

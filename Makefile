@@ -8,6 +8,7 @@ PYTHON ?= python3
 PROCESSES ?= 2
 ARGS ?=
 TEST_PROCESSES ?= 2
+IN_PARALLEL := --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder
 BIN := .venv/bin
 
 # OMP_NUM_THREADS only quiets torchrun, which would set it to 1 with a warning; train.py divides the cores itself.
@@ -18,10 +19,10 @@ train: .venv/.ready
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(PROCESSES) train.py $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses=$(TEST_PROCESSES) --dist=loadfile $(ARGS)
+	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 test-slow: .venv/.ready-dev
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow $(IN_PARALLEL) $(ARGS)
 
 # Slurm comes from Debian's packages, and its nodes are network namespaces: both need root. Elsewhere the tests skip.
 test-slurm: .venv/.ready-dev

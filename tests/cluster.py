@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.forks import FORKS
+from tests.forks import FORKS, torchruns_variables
 from tests.forks import ROOT as ROOT
 from tests.worker import serve
 
@@ -45,14 +45,10 @@ class Cluster:
         self._start(world_size)
         outputs = [Path(self._folder.name) / f"run{self._runs}-rank{rank}" for rank in range(world_size)]
         for rank, (worker, output) in enumerate(zip(self._workers, outputs, strict=False)):
-            environment = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
-                "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port,
-                "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": self._runs,
-            }  # fmt: skip
+            environment = torchruns_variables(rank, world_size, self._store.port, self._runs)
             worker.send(
                 function=function, arguments=arguments, output=str(output),
-                environment={key: str(value) for key, value in environment.items()} if world_size > 1 else {},
+                environment=environment if world_size > 1 else {},
             )  # fmt: skip
         deadline = time.monotonic() + timeout_seconds
         answers = self._answers(world_size, deadline)

@@ -51,6 +51,28 @@ def typed(*arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = Non
     return Typed(*arguments, cwd=cwd, env=env).end()
 
 
+def typed_on(ranks: int, *arguments: str, cwd: Path = ROOT) -> list[subprocess.CompletedProcess[str]]:
+    """What came of ``python`` with ``arguments`` on so many ranks, which meet as torchrun's do."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [
+        Typed(*arguments, cwd=cwd, env={**os.environ, **torchruns_variables(rank, ranks, store.port)})
+        for rank in range(ranks)
+    ]
+    return [process.end() for process in processes]
+
+
+def torchruns_variables(rank: int, ranks: int, port: int, run: int = 1) -> dict[str, str]:
+    """What torchrun sets for a rank on this machine."""
+    variables = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RUN_ID": run,
+    }  # fmt: skip
+    return {key: str(value) for key, value in variables.items()}
+
+
 def _run(arguments: tuple[str, ...], cwd: Path, environment: dict[str, str], outputs: list[Path]) -> None:
     os.chdir(cwd)
     os.environ.clear()

@@ -11,7 +11,8 @@ import torch
 
 from serried.program import main
 from tests.cluster import ROOT
-from tests.runs import checkpoint, metrics, overrides
+from tests.forks import typed
+from tests.runs import checkpoint, metrics, overrides, run_here
 from tests.test_mistakes import MISTAKES, Mistake
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -89,9 +90,8 @@ def test_a_mistake_is_one_line_and_exit_78(
 
 # Found out before any process is made known to another (the first two), and by one process for all.
 UNDER_TORCHRUN_TOO = ("recipe", "all at once", "absent file", "short text", "no such checkpoint")
-ONE_OF_EACH_KIND = ("recipe", "batch over ranks")
 UNDER_TORCHRUN = [
-    pytest.param(m, id=m.name, marks=[] if m.name in ONE_OF_EACH_KIND else [pytest.mark.slow])
+    pytest.param(m, id=m.name, marks=[] if m.name == "batch over ranks" else [pytest.mark.slow])
     for m in MISTAKES
     if m.processes > 1 or m.name in UNDER_TORCHRUN_TOO
 ]
@@ -148,20 +148,21 @@ def test_main_job_under_torchrun_then_again_then_anew(text: Path, tmp_path: Path
     check_transformers_opens(checkpoint(run_dir), text)
 
     before = (run_dir / "metrics.jsonl").read_bytes()
-    again = start(*argv)
+    again = typed("train.py", *argv)
     assert again.returncode == 0
     assert "is finished" in again.stdout
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
-    other = start(*argv, "optim.eps=1e-6")
+    other = typed("train.py", *argv, "optim.eps=1e-6")
     assert other.returncode == 78
     assert "optim.eps 1e-08 -> 1e-06" in other.stderr
 
-    typo = start(*[a for a in argv if "data.path" not in a], "checkpoint.resume=never", f"data.path={text}-typo")
+    elsewhere = [*(word for word in argv if "data.path" not in word), f"data.path={text}-typo"]
+    typo = typed("train.py", *elsewhere, "checkpoint.resume=never")
     assert typo.returncode == 78
     assert "-typo" in typo.stderr
     assert (run_dir / "metrics.jsonl").read_bytes() == before, "a mistake moves no finished run"
-    anew = start(*argv, "checkpoint.resume=never", "trainer.micro_batch=18")
+    anew = typed("train.py", *argv, "checkpoint.resume=never", "trainer.micro_batch=18")
     assert anew.returncode == 0, anew.stderr
     assert "note: trainer.micro_batch is given 2 times; the last one counts: trainer.micro_batch=18\n" in anew.stderr
     assert (run_dir / "earlier-1" / "metrics.jsonl").read_bytes() == before
@@ -184,10 +185,10 @@ def test_two_processes_on_one_run_folder_are_refused(text: Path, tmp_path: Path)
     from serried.records.run_folder import RunFolder
 
     folder = RunFolder(tmp_path / "run")
-    done = start(*overrides(text, tmp_path / "run"))
+    ended = run_here(overrides(text, tmp_path / "run"))
     folder.close()
-    assert done.returncode == 78
-    assert "another process is training in" in done.stderr
+    assert ended.code == 78
+    assert "another process is training in" in ended.printed
 
 
 def test_records_of_an_unfinished_run_are_kept_aside(text: Path, tmp_path: Path) -> None:
@@ -195,9 +196,9 @@ def test_records_of_an_unfinished_run_are_kept_aside(text: Path, tmp_path: Path)
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").write_text("precious\n")
     (run_dir / "status.json").write_text('{"state": "running", "step": 7}')
-    done = start(*overrides(text, run_dir, "trainer.steps=1", "trainer.micro_batch=36"))
-    assert done.returncode == 0, done.stderr
-    assert "running at step 7" in done.stdout
+    ended = run_here(overrides(text, run_dir, "trainer.steps=1", "trainer.micro_batch=36"))
+    assert ended.code == 0, ended.printed
+    assert "running at step 7" in ended.printed
     assert (run_dir / "earlier-1" / "metrics.jsonl").read_text() == "precious\n"
 
 
@@ -249,16 +250,16 @@ def test_help_and_plans_import_nothing_they_do_not_use() -> None:
     assert not {"transformers", "datasets", "wandb"} & planned
 
 
-def test_the_plan_of_llama8b_is_exact_and_allocates_nothing() -> None:
-    done = start("recipe=llama8b", "launch.processes=8", "dry_run=true")
-    assert done.returncode == 0
-    assert "8,030,261,248 parameters" in done.stdout
-    assert "fsdp, shard 8" in done.stdout
+def test_the_plan_of_llama8b_is_exact_and_allocates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=llama8b", "launch.processes=8", "dry_run=true"]) == 0
+    printed = capsys.readouterr().out
+    assert "8,030,261,248 parameters" in printed
+    assert "fsdp, shard 8" in printed
     share = 8_030_261_248 * 4 / 8 / 2**30
-    assert f"parameters {share:.1f}GiB, gradients {share:.1f}GiB," in done.stdout
-    assert f"optimizer state {2 * share:.1f}GiB" in done.stdout
-    assert "gathered 1.4GiB," in done.stdout, "an end and a block: the two ends are never whole together"
-    assert len(done.stdout.splitlines()) <= 12
+    assert f"parameters {share:.1f}GiB, gradients {share:.1f}GiB," in printed
+    assert f"optimizer state {2 * share:.1f}GiB" in printed
+    assert "gathered 1.4GiB," in printed, "an end and a block: the two ends are never whole together"
+    assert len(printed.splitlines()) <= 12
 
 
 def test_a_plan_that_does_not_fit_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,6 @@
 """A data source of the user's: one file that registers it, and one YAML beside it, outside the checkout."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from serried.configs.data_section import register_source
 from serried.configs.errors import UserError
 from serried.configs.schema import Section
 from serried.recipes.data.source import open_source
+from tests.forks import typed
 from tests.runs import metrics, tiny_overrides
 from tests.texts import Reading
 
@@ -56,10 +55,7 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     words_of_text = ("data.path", "data=text")
     small = [word for word in tiny_overrides(folder, folder / "run") if not word.startswith(words_of_text)]
-    return subprocess.run(
-        [sys.executable, "mine.py", "--config-dir", "presets", *small, *words],
-        cwd=folder, capture_output=True, text=True, timeout=240, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    return typed("mine.py", "--config-dir", "presets", *small, *words, cwd=folder)
 
 
 def test_a_source_in_a_users_file_is_part_of_a_mixture(folder: Path) -> None:

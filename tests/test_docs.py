@@ -1,15 +1,13 @@
 """What the documentation prints holds: scripts run, files exist, tables are current."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.lines import table
 from tests.cluster import ROOT
+from tests.forks import typed
 
 BLOCK = re.compile(r"```python\n# (?P<name>\w+\.py)\n(?P<code>.*?)```", re.DOTALL)
 """A block whose first line is the name of the file that the reader is to make."""
@@ -30,11 +28,7 @@ def test_script_of_the_documentation_trains(names: list[str], printed: str, tmp_
         (tmp_path / name).write_text(found[name], "utf-8")
     for name in names:
         short = ["trainer.steps=3", "launch.device=cpu"] if "serried.main(" in found[name] else []
-        done = subprocess.run(
-            [sys.executable, name, *short],
-            cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        done = typed(name, *short, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert printed in done.stdout
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import serried
+from tests import forks
 from tests.cluster import ROOT, Cluster
 from tests.runs import checkpoint, metrics, steps_saved, weights
 
@@ -87,8 +88,8 @@ def test_digits_resume_bitwise_after_a_kill_beside_files_named_as_ours(folder: P
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert 0 < len(metrics(folder / "killed")) < 60
-    assert "resuming from" in typed(folder, "digits.py", 1, "run.dir=killed", *few)
-    typed(folder, "digits.py", 1, "run.dir=whole", *few)
+    assert "resuming from" in forks.typed("digits.py", "run.dir=killed", *few, cwd=folder).stdout
+    assert forks.typed("digits.py", "run.dir=whole", *few, cwd=folder).returncode == 0
     for stem in ("model", "optimizer"):
         expected = weights(folder / "whole", stem)
         for name, tensor in weights(folder / "killed", stem).items():

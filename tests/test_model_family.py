@@ -1,13 +1,12 @@
 """A model family of a user's: one file that registers it, and one YAML beside it, outside the checkout."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import typed, typed_on
 from tests.runs import metrics, tiny_overrides
 
 _SCRIPT = '''
@@ -40,13 +39,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def bigram(folder: Path, *words: str, processes: int = 0) -> subprocess.CompletedProcess[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return subprocess.run(
-        [*(torchrun if processes else [sys.executable]), "bigram.py", "--config-dir", "presets", *words],
-        cwd=folder, capture_output=True, text=True, timeout=240, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+def bigram(folder: Path, *words: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    """What the first of them says."""
+    argv = ("bigram.py", "--config-dir", "presets", *words)
+    return typed(*argv, cwd=folder) if processes == 1 else typed_on(processes, *argv, cwd=folder)[0]
 
 
 def overrides(text: Path, run_dir: Path, *more: str) -> list[str]:

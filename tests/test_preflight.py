@@ -1,8 +1,6 @@
 """Preflight finds the node that is not fit, says why, and how to leave it out."""
 
 import os
-import subprocess
-import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,8 @@ from serried.configs.schema import LaunchSection
 from serried.launch import probes
 from serried.launch.preflight import judge, preflight, report
 from serried.runtime.session import Session
-from tests.cluster import ROOT, Cluster
+from tests.cluster import Cluster
+from tests.forks import typed
 
 GIB = 2**30
 MATMUL, ALL_REDUCE, VERSIONS = probes.matmul_flops, probes.all_reduce, probes.versions
@@ -173,23 +172,14 @@ def test_two_equal_ranks_are_fit(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_command_runs_on_one_process(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "serried", "preflight", f"run.dir={tmp_path}", "launch.device=cpu"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = typed("-m", "serried", "preflight", f"run.dir={tmp_path}", "launch.device=cpu")
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("verdict    fit: 1 node, 1 rank\n")
     assert "TFLOP/s" in done.stdout or "GFLOP/s" in done.stdout
-    unwritable = subprocess.run(
-        [sys.executable, "-m", "serried", "preflight", "run.dir=/proc/run", "launch.device=cpu"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    unwritable = typed("-m", "serried", "preflight", "run.dir=/proc/run", "launch.device=cpu")
     assert unwritable.returncode == 70
     assert unwritable.stdout.count("unfit ") == unwritable.stdout.count("rank 0: cannot write to /proc/run: ") == 1
-    mistaken = subprocess.run(
-        [sys.executable, "-m", "serried", "preflight", "run.dri=x"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    mistaken = typed("-m", "serried", "preflight", "run.dri=x")
     assert mistaken.returncode == 78
     assert mistaken.stderr.startswith("error: unknown key run.dri=x")
     assert len(mistaken.stderr.splitlines()) == 1

@@ -13,14 +13,12 @@ from serried.cli import main
 from serried.launch.summary import Outcome, write_summary
 from serried.trainer.checkpoint.manifest import MANIFEST
 from tests.cluster import ROOT, Cluster
+from tests.forks import typed
 from tests.runs import overrides, weights
 
 
 def serried(*arguments: str, where: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "serried", *arguments],
-        cwd=where, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return typed("-m", "serried", *arguments, cwd=where)
 
 
 @pytest.fixture(scope="module")

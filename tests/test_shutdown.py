@@ -27,6 +27,7 @@ from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.loop import Loop
 from serried.trainer.trainer import Trainer
 from tests.cluster import ROOT, Cluster
+from tests.forks import Typed, typed, typed_on
 from tests.runs import ObservedRecipe, metrics, run_here, steps_saved, tiny_overrides, weights
 
 STEPS = 6
@@ -267,8 +268,7 @@ def test_a_peer_that_died_without_a_word_is_no_request_to_stop(cluster: Cluster)
 def test_a_step_that_a_peer_left_before_is_not_done(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert run_here(tiny_overrides(text, run_dir, "trainer.stop_at=2")).code == 75
-    with torchrun(2, tiny_overrides(text, run_dir), tmp_path / "output", script=("-m", "tests.leaving")) as agent:
-        agent.wait(120)
+    typed_on(2, "-m", "tests.leaving", *tiny_overrides(text, run_dir))
     assert (status(run_dir)["state"], status(run_dir)["step"]) == ("stopped", 2)
     assert metrics(run_dir, "stop")[-1]["step"] == 2
 
@@ -287,9 +287,7 @@ def test_a_rank_that_waits_for_another_in_vain_still_hears(text: Path, tmp_path:
         "    store.wait(['never'], timedelta(seconds=100))\n"
         f"with patch('serried.trainer.training_state.parallelize', wait): main({argv})\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=90
-    )
+    done = typed("-c", script)
     assert (done.returncode, done.stderr) == (75, "")
     now = status(tmp_path / "run")
     assert (now["state"], now["step"], now["reason"]) == ("stopped", 0, "SIGTERM before the first step")
@@ -418,23 +416,18 @@ def test_a_run_ends_before_slurm_ends_it(text: Path, tmp_path: Path, monkeypatch
 # before anybody can hear ----------------------------------------------------------------------------------------------
 
 
-def start_apart(code: str, *argv: str, **environment: str) -> subprocess.Popen[str]:
+def start_apart(code: str, *argv: str, **environment: str) -> Typed:
     """``code``, and then ``train.py`` with ``argv``, in a process that ignores SIGUSR1, as under a batch script."""
+    ignores = "import signal, sys, time; signal.signal(signal.SIGUSR1, signal.SIG_IGN)"
     train = "from serried.program import *; leave(main(sys.argv[1:]))"
-    script = f"import sys, time; from unittest.mock import patch\n{code}\n{train}"
-    return subprocess.Popen(
-        ["bash", "-c", 'trap "" USR1; exec "$@"', "bash", sys.executable, "-c", script, *argv],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment,
-    )  # fmt: skip
+    script = f"{ignores}; from unittest.mock import patch\n{code}\n{train}"
+    return Typed("-c", script, *argv, env=os.environ | environment)
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+def ended(process: Typed) -> tuple[int, str]:
     """Its exit code, and what it has said of its end."""
-    try:
-        _, said = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    return process.returncode, said
+    done = process.end(120)
+    return done.returncode, done.stderr
 
 
 _OF_TWO = {  # of whom the other never comes
@@ -533,9 +526,7 @@ def hang_and_be_interrupted_twice(argv: list[str]) -> None:
 def test_ctrl_c_twice_ends_at_once(text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(text, tmp_path / "run")
     script = f"from tests.test_shutdown import *; hang_and_be_interrupted_twice({argv})"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
+    done = typed("-c", script)
     assert done.returncode == 70
     assert done.stderr.endswith("interrupted again: ended at once, without saving\n")
     now = status(tmp_path / "run")
@@ -562,9 +553,7 @@ def test_a_run_that_has_told_its_end_keeps_it_whoever_interrupts_then(
 ) -> None:
     argv = tiny_overrides(text, tmp_path / "run", *more)
     script = f"from tests.test_shutdown import *; end_and_be_interrupted_twice({argv})"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
+    done = typed("-c", script)
     assert (done.returncode, done.stderr) == (code, "")
     assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["exit_code"]) == (state, code)
     assert [line["state"] for line in metrics(tmp_path / "run", "stop")] == [state]

@@ -1,6 +1,7 @@
 """A rank for the tests: a process that takes one task after another, so that tests do not wait for interpreters."""
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -11,12 +12,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+from tests.forks import torchruns_variables
 
 
 def serve(pipe: Connection) -> None:
     """Read tasks and answer them. While a task runs, its prints go to the file that the task names."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives the tests, however they end
+    gc.freeze()  # a run collects garbage when it begins, and would look through all that was imported
     pipe.send(json.dumps({"ready": os.getpid()}))
     while True:
         try:
@@ -27,7 +29,7 @@ def serve(pipe: Connection) -> None:
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
-    for key in _TORCHRUN:
+    for key in torchruns_variables(0, 1, 0):
         os.environ.pop(key, None)
     os.environ |= task["environment"]
     with Path(task["output"]).open("w") as output:

@@ -69,15 +69,15 @@ class Control:
                 "continue)"
             )
             return
-        try:
-            path.unlink()
-            self._seen = None
-        except OSError as error:
-            self._console.say(f"WARNING    cannot remove {path}: {error.strerror}; it counts this once")
         if word.lower() == "stop":
             self.asks_to_stop = True
         else:
             self.asks_to_save.set()
+        try:
+            path.unlink()  # only now: who sees it gone knows that the next step does what it said
+            self._seen = None
+        except OSError as error:
+            self._console.say(f"WARNING    cannot remove {path}: {error.strerror}; it counts this once")
 
 
 def _word_in(path: Path) -> str | None:

@@ -533,6 +533,24 @@ class OptimSection(Section):
             yield f"optim.betas={list(betas)}: both must be at least 0 and below 1; e.g. optim.betas=[0.9,0.95]"
 
 
+class AdapterSection(Section):
+    """Low-rank adapters: the model's weights are frozen, and two small matrices beside some of them are trained."""
+
+    method: Literal["none", "lora", "dora"] = "none"
+    """``none`` trains the model itself; ``lora``; ``dora``, which also trains the length of each row of a weight."""
+    rank: Annotated[Count, Field(ge=1, le=10**5)] = 16
+    """Rank of the matrix that is added to a weight."""
+    alpha: Number = Field(default=32.0, gt=0)
+    """What is added is multiplied by alpha / rank."""
+    dropout: Number = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that is dropped in training."""
+    scale: Literal["standard", "rslora"] = "standard"
+    """``rslora`` multiplies by alpha / sqrt(rank) instead, for large ranks (arXiv 2312.03732)."""
+    modules: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
+    """Linear layers to adapt, by name or pattern, as in ``[q_proj,v_proj]`` or ``['*.layers.3.*']``; when null all of
+    the blocks."""
+
+
 class ScheduleSection(Section):
     """Keys that all schedules have. The learning rate is a pure function of the step, after a linear warm-up."""
 
@@ -806,6 +824,7 @@ class RunConfig(Section):
     task: TaskSection = Field(default_factory=TaskSection)
     parallel: ParallelSection
     precision: PrecisionSection
+    adapter: AdapterSection = Field(default_factory=AdapterSection)
     optim: OptimSection
     schedule: ScheduleSection
     trainer: TrainerSection

@@ -37,14 +37,16 @@ def parallelize(
     low_dtype: torch.dtype | None,
     device: torch.device,
     phases: Phases | None = None,
+    frozen_dtype: torch.dtype | None = None,
 ) -> DistributedModel:
     """Shard ``model`` by ``plan``, allocate this rank's part on ``device`` and initialise it.
 
     A model on meta is filled by ``std_of`` (see ``initialize``), or left as it is for weights that are read from a
     checkpoint. A model that was built with values keeps them: every rank must have built the same. ``low_dtype`` is the
-    type of matrix products, None for fp32. Build the optimizer after this: sharding replaces parameters.
+    type of matrix products, None for fp32; ``frozen_dtype`` that of parameters which are not trained, None for fp32 or
+    more. Build the optimizer after this: sharding replaces parameters.
     """
-    to_fp32(model)
+    to_fp32(model, frozen_dtype)
     specs, groups = shard_specs(model, plan, layout), Groups(layout, device.type)
     tied, buffers = tied_names(model), persistent_buffers(model)
     is_meta = any(parameter.is_meta for parameter in model.parameters())

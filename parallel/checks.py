@@ -31,6 +31,11 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
             f"parallel.{axis}={getattr(layout, axis)} with parallel=ddp; use parallel=hsdp parallel.replicate="
             f"{layout.replicate}, or parallel=fsdp"
         )
+    if config.adapter.method == "dora" and layout.tensor > 1:
+        raise UserError(
+            f"adapter.method=dora with parallel.tensor={layout.tensor}, whose ranks divide the rows that it measures; "
+            "use parallel.tensor=1, or adapter=lora"
+        )
     if layout.world == 1 and section.expert > 1:
         raise UserError(f"parallel.expert={section.expert} with one process; use more, with parallel=fsdp")
     model, data = getattr(config, "model", None), getattr(config, "data", None)

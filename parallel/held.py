@@ -80,8 +80,11 @@ def tie(module: nn.Module, names: Mapping[str, str]) -> None:
 
 
 @torch.no_grad()
-def to_fp32(module: nn.Module) -> None:
-    """Make every floating-point parameter of fewer bits fp32: training adds small updates to them."""
+def to_fp32(module: nn.Module, frozen: torch.dtype | None = None) -> None:
+    """Make every floating-point parameter of fewer bits fp32: training adds small updates to them. Those that are not
+    trained become ``frozen``, if that is given."""
     for parameter in module.parameters():
-        if parameter.is_floating_point() and parameter.element_size() < 4:
+        if parameter.is_floating_point() and frozen is not None and not parameter.requires_grad:
+            parameter.data = parameter.data.to(frozen)
+        elif parameter.is_floating_point() and parameter.element_size() < 4:
             parameter.data = parameter.data.float()

@@ -35,17 +35,31 @@ def initialize(held: Iterable[HeldTensor], std_of: Callable[[str], float | None]
             each.local.copy_(rows[(slice(None), *box.columns())].mul_(std).view(box.sizes))
 
 
+@torch.no_grad()
+def initialize_uniform(held: HeldTensor, bound: float, seed: int) -> None:
+    """Fill what this rank holds of a matrix from a uniform distribution over [-bound, bound), in place."""
+    box = held.box
+    if box.numel:
+        rows = _rows(seed, held.name, held.spec.shape, box.starts[0], box.sizes[0], np.random.Generator.random)
+        held.local.copy_(rows[(slice(None), *box.columns())].mul_(2 * bound).sub_(bound))
+
+
 def normal_rows(seed: int, name: str, shape: tuple[int, ...], first_row: int, rows: int) -> Tensor:
     """Rows [first_row, first_row + rows) of the standard-normal tensor that (seed, name, shape) stand for, fp32."""
+    return _rows(seed, name, shape, first_row, rows, np.random.Generator.standard_normal)
+
+
+def _rows(
+    seed: int, name: str, shape: tuple[int, ...], first_row: int, rows: int, draw: Callable[..., np.ndarray]
+) -> Tensor:
     row_numbers = int(np.prod(shape[1:], dtype=np.int64))
     block_rows = max(1, _BLOCK_NUMBERS // max(1, row_numbers))
     out = np.empty((rows, row_numbers), dtype=np.float32)
     for block in range(first_row // block_rows, -(-(first_row + rows) // block_rows)):
         start, stop = block * block_rows, min((block + 1) * block_rows, shape[0])
         key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=16).digest(), "little")
-        numbers = np.random.Generator(np.random.Philox(key=key)).standard_normal(
-            (stop - start, row_numbers), dtype=np.float32
-        )
+        generator = np.random.Generator(np.random.Philox(key=key))
+        numbers = draw(generator, (stop - start, row_numbers), dtype=np.float32)
         low, high = max(start, first_row), min(stop, first_row + rows)
         out[low - first_row : high - first_row] = numbers[low - start : high - start]
     return torch.from_numpy(out).reshape(rows, *shape[1:])

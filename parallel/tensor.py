@@ -36,10 +36,10 @@ from serried.parallel.wide_gradients import linear
 _SLICED_DIMS = {
     "vocabulary": {"weight": 0},
     "head": {"weight": 0},
-    "column": {"weight": 0, "bias": 0},
-    "row": {"weight": 1},
-    "conv1d_column": {"weight": 1, "bias": 0},
-    "conv1d_row": {"weight": 0},
+    "column": {"weight": 0, "bias": 0, "lora_B": 0},
+    "row": {"weight": 1, "lora_A": 1},
+    "conv1d_column": {"weight": 1, "bias": 0, "lora_B": 0},
+    "conv1d_row": {"weight": 0, "lora_A": 1},
 }
 """Dim that is divided of each parameter of a module, by role; others are whole."""
 
@@ -92,6 +92,8 @@ class Tensors:
                 each.register_forward_pre_hook(partial(_enter, stream), with_kwargs=True)
             elif role in ("row", "conv1d_row"):
                 each.forward = partial(_multiply_and_sum, each, stream, is_conv1d=role == "conv1d_row")
+                if adapter := getattr(each, "adapter", None):
+                    adapter.sum = stream.sum
             elif role == "head":
                 each.vocabulary = ShardedVocabulary(rows[name], layout, place, group)
 

@@ -306,6 +306,8 @@ class CausalLM(TextTask):
     def next_command(self, start: str) -> str:
         if self._data.name == "stdlib":
             return f"your own text: {start} recipe={self.run.recipe} data=text data.path=FILE_OR_FOLDER run.name=mine"
+        if self.run.adapter.method != "none":
+            return f"a model with the adapters in it: serried export run.dir={self.run.run.dir} out=FOLDER merge=true"
         return f"a plain model folder: serried export run.dir={self.run.run.dir} out=FOLDER dtype=bf16"
 
     def notes(self, starts_from_scratch: bool) -> list[str]:

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from inspect import getdoc
 from pathlib import Path
@@ -195,13 +195,14 @@ def status(words: list[str]) -> int:
     return say("\n\n".join(describe_run(folder) for folder in folders))
 
 
-@_command("RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB]")
+@_command("RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB] [merge=true]")
 def export(words: list[str]) -> int:
-    """Write a checkpoint as a plain model folder that transformers opens.
+    """Write a checkpoint as a plain model folder that transformers opens, or adapters as PEFT opens them.
 
     out          folder to write: config, generation config, tokenizer, weights
     dtype        of the weights; as saved (fp32) by default
     shard_size   largest file: 500MB, 5GB (default); a larger tensor has its own file
+    merge        true: add the adapters (LoRA) to their base model, and write that
     """
     import torch
 
@@ -209,7 +210,7 @@ def export(words: list[str]) -> int:
     from serried.trainer.checkpoint.export import export as write
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    given, _ = pairs(words, "export", ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size"))
+    given, _ = pairs(words, "export", ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size", "merge"))
     checkpoint = find_saved(given, "export").folder
     dtype = given.get("dtype")
     if dtype is not None and dtype not in dtypes:
@@ -221,8 +222,27 @@ def export(words: list[str]) -> int:
     if not isinstance(shard_bytes, int) or shard_bytes < 1:
         raise UserError(f"shard_size={text} is not a size; e.g. shard_size=5GB or shard_size=500MB")
     out = Path(given["out"])
-    files = write(checkpoint, out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes)
+    base = _base_to_merge(given, checkpoint)
+    files = write(checkpoint, out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes, base=base)
     return say(f"exported   {checkpoint} to {out}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}")
+
+
+def _base_to_merge(given: Mapping[str, str], checkpoint: Path) -> Path | None:
+    """Return the folder of the base model, if ``merge=true`` asks to add the adapters in ``checkpoint`` to it."""
+    from serried.trainer.base_model import check_base
+    from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
+
+    merge = given.get("merge", "false")
+    if merge not in ("true", "false"):
+        raise UserError(f"merge={merge} is not true or false; use merge=true")
+    if merge == "false":
+        return None
+    if not (checkpoint / ADAPTER_CONFIG).is_file():
+        raise UserError(f"merge=true: {checkpoint} holds a whole model and no adapters; leave it out")
+    base = check_base(checkpoint)
+    if base is None:
+        raise UserError("merge=true: the base model is no folder, but the task's own build_model(); leave it out")
+    return base
 
 
 @_command("RUN [RUN ...] [out=FILE]")

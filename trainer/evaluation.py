@@ -17,11 +17,13 @@ from serried.parallel.mesh import Layout, resolve_layout
 from serried.parallel.model import DistributedModel
 from serried.runtime.console import Console
 from serried.runtime.session import Session
+from serried.trainer.base_model import base_of, check_base
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, read_manifest
-from serried.trainer.checkpoint.retention import MODEL
+from serried.trainer.checkpoint.retention import ADAPTER, ADAPTER_CONFIG, MODEL
 from serried.trainer.checkpoint.saved_state import STATE
 from serried.trainer.checkpoint.state import load_weights
 from serried.trainer.loader import evaluation_batches
+from serried.trainer.model import build_model, frozen_type
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.sampler import evaluation_samples
 from serried.trainer.task import Dataset, Task, TextTask, to_device
@@ -232,18 +234,26 @@ def load_model(
     config: RunConfig, task: Task, layout: Layout, device: torch.device, checkpoint: Path
 ) -> DistributedModel:
     """Return the model with the weights of ``checkpoint``, in evaluation mode. A collective of all ranks."""
-    model = task.build_model()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.trainer.seed)  # a base model that draws its own values must have the same
+        model = build_model(config, task)
+    weights: Path | None = checkpoint
+    if model.adapters is not None:
+        weights = base_of(checkpoint, model.module)
     parallel = parallelize(
-        model,
-        task.parallel_plan(model),
+        model.module,
+        model.plan,
         None,
         seed=config.trainer.seed,
         layout=layout,
         section=config.parallel,
         low_dtype=LOW_DTYPES[config.precision.name],
         device=device,
+        frozen_dtype=frozen_type(config, model.plan),
     )
-    load_weights(checkpoint, parallel, task.exported)
+    model.start(parallel, weights, config.trainer.seed)
+    if model.adapters is not None:
+        load_weights(checkpoint, parallel, model.exported, model.stem)
     parallel.module.eval()
     return parallel
 
@@ -258,7 +268,9 @@ def check_weights(checkpoint: Path) -> None:
         return  # an exported model has no checksums
     try:
         for name, record in read_manifest(checkpoint).items():
-            if name.startswith(MODEL) or name == "config.json":
+            if name.startswith((MODEL, ADAPTER)) or name == "config.json":
                 check_file(checkpoint, name, record)
+        if (checkpoint / ADAPTER_CONFIG).exists():
+            check_base(checkpoint)
     except Damaged as damaged:
         raise UserError(f"{damaged}; use another checkpoint: checkpoint=STEP") from None

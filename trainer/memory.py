@@ -14,6 +14,7 @@ from serried.parallel.axes import shard_specs
 from serried.parallel.mesh import V_SCHEDULES, Layout
 from serried.parallel.plan import ParallelPlan, Share
 from serried.parallel.units import units_of
+from serried.trainer.model import frozen_type
 from serried.trainer.optimizer_state import state_bytes
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task
@@ -89,14 +90,16 @@ def _of_stages(
     gathered = gathered_type(sizes.plan, low_dtype)
     width = gathered.itemsize if gathered else _FP32_BYTES
     uses_copies = is_divided or (layout.is_sharded and width < _FP32_BYTES)  # a single shard of fp32 is used as it is
+    frozen = frozen_type(config, sizes.plan)
     activations = task.activation_bytes(
         config.trainer.micro_batch,
         low_dtype or torch.float32,
-        autocast=low_dtype == torch.bfloat16 and not layout.is_sharded,  # fp16's products keep no copies of weights
+        # fp16's products keep no copies of weights
+        autocast=low_dtype == torch.bfloat16 and not layout.is_sharded and frozen is None,
         share=_share(layout, accumulation, sizes.plan, pipeline),
     )
     return Memory(
-        parameters=share * _FP32_BYTES,
+        parameters=share_trained * _FP32_BYTES + (share - share_trained) * (frozen.itemsize if frozen else _FP32_BYTES),
         gradients=share_trained * _FP32_BYTES,
         gradients_while_accumulating=whole * _FP32_BYTES,
         optimizer_state=share_trained * sizes.state_bytes,

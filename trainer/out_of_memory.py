@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from serried.configs.divisors import divisors
 from serried.configs.errors import TrainingFailed, UserError
@@ -23,7 +23,8 @@ from serried.parallel.phases import BACKWARD, FORWARD
 from serried.records.run_folder import PROFILES
 from serried.runtime.session import Session
 from serried.trainer.memory import Memory, planned_memory
-from serried.trainer.optimizer_state import checkpoint_bytes
+from serried.trainer.model import build_model
+from serried.trainer.overview import saved_bytes
 from serried.trainer.pulse import EVALUATE, SET_UP, Pulse
 from serried.trainer.snapshot import write_snapshot
 from serried.trainer.task import Task
@@ -215,9 +216,9 @@ class _Planned:
     def __init__(self, config: RunConfig, task: Task, world_size: int) -> None:
         self.config, self.world_size = config, world_size
         self._task = task
-        self._model: nn.Module = task.build_model()
-        self._plan = task.parallel_plan(self._model)
-        self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        built = build_model(config, task)
+        self._model, self._plan = built.module, built.plan
+        self.saved_bytes = saved_bytes(config, self._model)
         self.memory = self.of(config, world_size)
 
     def of(self, config: RunConfig, world_size: int) -> Memory:
@@ -298,7 +299,7 @@ def _that_keep_the_numbers(planned: _Planned, stage: str, usage: _Usage) -> Iter
         name = "more ranks" if layout.shard > 1 else "more ranks and parallel=fsdp"
         yield f"{name}, such as {2 * world}", planned.saved_by("parallel", ranks=2, **fully), " on each"
     if usage.others is None and config.checkpoint.mode == "async" and stage != SET_UP:
-        copy = checkpoint_bytes(planned.parameters, config.optim) // world
+        copy = planned.saved_bytes // world
         yield "checkpoint.mode=sync", copy, " where a save is under way"
 
 

@@ -11,6 +11,7 @@ from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data import training_data, with_steps
 from serried.trainer.fitting import fitting
 from serried.trainer.memory import planned_memory
+from serried.trainer.model import build_model, frozen_type
 from serried.trainer.optimizer import learning_rate
 from serried.trainer.optimizer_state import checkpoint_bytes
 from serried.trainer.parameter_groups import freeze
@@ -54,7 +55,7 @@ def overview(
     decay = f" to {ratio:g}x" if ratio != 1 and schedule.warmup_steps < trainer.steps else ""
     short_run = " (the run ends inside it)" if schedule.warmup_steps >= trainer.steps else ""
     lines = [
-        ("model", f"{task.describe_model()}; {parameters:,} parameters"),
+        ("model", f"{task.describe_model()}; {parameters:,} parameters{_trained(config, model)}"),
         ("mesh", f"{mesh}; {place}"),
         (
             "batch",
@@ -63,7 +64,7 @@ def overview(
             f"{accumulation} accumulated; "
             f"{step_weight:,} {task.unit} a step, {short(step_weight * trainer.steps)} in {trainer.steps:,} steps",
         ),
-        ("precision", _precision(config)),
+        ("precision", _precision(config, plan)),
         (
             "optimizer",
             f"{config.optim.name}, peak lr {config.optim.lr:g}, {schedule.name}{decay}, "
@@ -72,7 +73,7 @@ def overview(
         ),
         ("memory", _memory(config, task, layout, accumulation, model, plan)),
         ("data", _data(task, training) + (_passes(config, training) if training is not None else "")),
-        ("save", _saving(config, layout, parameters)),
+        ("save", _saving(config, layout, model)),
         ("run", f"{config.run.dir}, {_beginning(start)}" if start else str(config.run.dir)),
     ]
     if training is not None:
@@ -89,10 +90,10 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) ->
     if config.trainer.epochs is not None:  # the number of steps depends on the data
         task.open_data(task.prepare(lambda _: None))
         config = with_steps(config, training_data(task))
-    model = task.build_model()
+    built = build_model(config, task)
+    model, plan = built.module, built.plan
     freeze(model, config.optim)
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
-    plan = task.parallel_plan(model)
     lines = overview(config, task, layout, accumulation, model, plan, place)
     needed, limit = planned_memory(config, task, layout, accumulation, model, plan).total, _gpu_bytes()
     is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
@@ -135,13 +136,35 @@ def _repetitions(config: RunConfig, training: Dataset) -> list[str]:
     ]
 
 
-def _saving(config: RunConfig, layout: Layout, parameters: int) -> str:
+def _trained(config: RunConfig, model: nn.Module) -> str:
+    counts = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    if sum(counts) == whole:
+        return ""
+    section, what = config.adapter, ""
+    if section.method != "none":
+        layers = sum(hasattr(module, "adapter") for module in model.modules())
+        what = f": {section.method} of rank {section.rank}, alpha {section.alpha:g}, in {layers} layers"
+    return f", of which {sum(counts):,} ({sum(counts) / whole:.2%}) are trained{what}"
+
+
+def saved_bytes(config: RunConfig, model: nn.Module) -> int:
+    """Return the bytes of a checkpoint, over all ranks."""
+    saved = model.parameters() if config.adapter.method == "none" else filter(_is_trained, model.parameters())
+    return checkpoint_bytes(sum(parameter.numel() for parameter in saved), config.optim)
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad
+
+
+def _saving(config: RunConfig, layout: Layout, model: nn.Module) -> str:
     checkpoint = config.checkpoint
     rest = [f"the newest {checkpoint.keep} stay"]
     rest += [f"every {checkpoint.keep_every} steps one for good"] if checkpoint.keep_every else []
     rest += ["the best stays"] if checkpoint.keep_best else []
     when = f"every {checkpoint.every} steps and at the end" if checkpoint.every else "at the end"
-    whole = checkpoint_bytes(parameters, config.optim)
+    whole = saved_bytes(config, model)
     copy = f" (a copy of {size(whole / layout.world)} a rank in host memory)" if checkpoint.mode == "async" else ""
     return f"{when}, {checkpoint.mode}{copy}, {size(whole)} each; {', '.join(rest)}"
 
@@ -152,12 +175,15 @@ def _beginning(start: Start) -> str:
     return f"step 0 with the weights of {start.weights}" if start.weights is not None else "step 0"
 
 
-def _precision(config: RunConfig) -> str:
+def _precision(config: RunConfig, plan: ParallelPlan) -> str:
     name = config.precision.name
     if name == "fp32":
         return "fp32"
     extra = f", loss scale from {config.precision.initial_scale:g}" if name == "fp16" else ""
-    return f"{name} products; fp32 parameters, gradient sums and optimizer state{extra}"
+    held = "fp32 parameters"
+    if config.adapter.method != "none":
+        held = f"frozen weights in {'bf16' if frozen_type(config, plan) else 'fp32'}; fp32 adapters"
+    return f"{name} products; {held}, gradient sums and optimizer state{extra}"
 
 
 def _memory(

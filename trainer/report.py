@@ -317,13 +317,15 @@ class Report:
         if sample is not None:
             self._console.say("sample     unconditional text from the trained model:")
             self._console.say("\n".join(f"  | {line}" for line in sample.splitlines()))
-        checkpoint = f"{CHECKPOINTS}/{folder_name(step)}"
+        checkpoint, opens_in = f"{CHECKPOINTS}/{folder_name(step)}", self._task.opens_in
+        if config.adapter.method != "none":
+            opens_in = opens_in and "PEFT"
         asked = {"wandb": config.track.wandb != "off", "tensorboard": config.track.tensorboard, PROFILES: False}
         # A tracker's process may not have made its folder yet.
         more = "".join(f", {name}/" for name, is_asked in asked.items() if is_asked or (config.run.dir / name).is_dir())
         self._console.say(
             f"files      {config.run.dir}: report.html, metrics.jsonl, config.yaml, status.json{more}; the model"
-            f"{self._task.opens_in and f', opens in {self._task.opens_in}'}: {checkpoint}"
+            f"{opens_in and f', opens in {opens_in}'}: {checkpoint}"
         )
         self._console.say(f"next       {self._next(step, request)}")
         state, code = ("finished", EXIT_FINISHED) if is_finished else ("stopped", EXIT_STOPPED)

@@ -15,9 +15,9 @@ from serried.runtime.ending import Failure
 from serried.runtime.session import Session
 from serried.trainer.activity import Activity
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
-from serried.trainer.checkpoint.state import check_names
 from serried.trainer.context import Context
 from serried.trainer.data import Data, with_steps
+from serried.trainer.model import build_model
 from serried.trainer.out_of_memory import explained
 from serried.trainer.pulse import END
 from serried.trainer.report import DONE
@@ -66,7 +66,7 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         is_over = start.step >= config.trainer.last_step or _ended_early(start, config.trainer.patience)
         if start.checkpoint is not None and is_over:
             check_data(start, (data or Data(task, session, console)).fingerprint, config)
-            check_names(start.checkpoint, task.build_model(), task.exported)
+            build_model(config, task).check_names(start.checkpoint, None)
             return _nothing_to_do(config, start, console, folder)
         trainer = Trainer(Context(config, task, session, console, folder, watchdog.pulse), config_yaml, start, data)
         if folder is not None:

@@ -3,6 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from serried.parallel.mesh import Layout
@@ -18,7 +19,16 @@ from serried.trainer.training_state import TrainingState
 class Saver:
     """Writes checkpoints of a run, after comparing the replicas."""
 
-    def __init__(self, context: Context, state: TrainingState, layout: Layout, report: Report, meter: Meter) -> None:
+    def __init__(
+        self,
+        context: Context,
+        state: TrainingState,
+        layout: Layout,
+        report: Report,
+        meter: Meter,
+        write_files: Callable[[Path], None],
+    ) -> None:
+        """``write_files`` writes what belongs beside the weights."""
         config = context.config
         self.checkpointer = Checkpointer(
             config.run.dir / CHECKPOINTS,
@@ -26,7 +36,7 @@ class Saver:
             layout,
             context.session,
             state.parts,
-            context.task.export_files,
+            write_files,
         )
         self._state, self._report, self._meter, self._console = state, report, meter, context.console
         self._replicas = ReplicaCheck(state.parallel.specs.values(), layout, context.session)

@@ -5,29 +5,31 @@ import time
 from collections.abc import Generator
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from serried.configs.errors import UserError
+from serried.configs.schema import RunConfig
 from serried.parallel.checks import check_layout
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
 from serried.records.trackers.processes import Trackers, choose_run_id
+from serried.trainer.base_model import Base, find_base
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, make_room, plain
 from serried.trainer.checkpoint.retention import sweep
 from serried.trainer.checkpoint.save import lack_of_space
-from serried.trainer.checkpoint.state import check_names
 from serried.trainer.context import Context
 from serried.trainer.data import Data
 from serried.trainer.evaluator import Evaluator
 from serried.trainer.health import digest
 from serried.trainer.loop import Loop
 from serried.trainer.metrics import PROFILING, Meter
-from serried.trainer.optimizer_state import checkpoint_bytes
-from serried.trainer.overview import overview
+from serried.trainer.model import Model, build_model
+from serried.trainer.overview import overview, saved_bytes
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.peak_flops import device_name, peak_flops
 from serried.trainer.profile import StepProfiler, remember_allocations
@@ -37,7 +39,7 @@ from serried.trainer.rollback import Rollback
 from serried.trainer.saver import Saver
 from serried.trainer.shutdown import Shutdown
 from serried.trainer.step_log import StepLog
-from serried.trainer.task import TextTask
+from serried.trainer.task import Task, TextTask
 from serried.trainer.training_state import TrainingState
 
 
@@ -56,21 +58,21 @@ class Trainer:
         check_data(start, data.fingerprint, config)
         data.start(start, config.trainer.global_batch)
         remember_allocations(config, session.device, console)
-        model = _build_model(context, start)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        plan = task.parallel_plan(model)
+        model, self._base = _build_model(context, start)
+        module, plan = model.module, model.plan
+        parameters = sum(parameter.numel() for parameter in module.parameters())
         place = session.place()
-        for line in overview(config, task, layout, accumulation, model, plan, place, start, data.training):
+        for line in overview(config, task, layout, accumulation, module, plan, place, start, data.training):
             console.say(line)
         for line in task.describe_sample():
             console.say(line)
-        needed = checkpoint_bytes(parameters, config.optim)
+        needed = saved_bytes(config, module)
         for note in session.once(partial(_begin, context.folder, start, config_yaml, needed)):
             console.say(note)
         console.open(config.run.dir)
         self._report = report = Report(context, start)
         self._tracker_run_id = session.once(partial(choose_run_id, start.state, start.continues(config.run.dir)))
-        flops_per_sample = task.flops_per_sample(parameters)
+        flops_per_sample = _flops(task, module)
         peak = peak_flops(device_name(session.device), config.precision.name)
         report.begun(
             layout, parameters, start, flops_per_sample=flops_per_sample, peak_flops=peak,
@@ -78,11 +80,12 @@ class Trainer:
         )  # fmt: skip
         self.trackers = Trackers(config.run.dir, config.track, console.say)
         self._shutdown = Shutdown(config, session, console, context.folder, lambda: report.last_save_seconds)
-        self.state = state = TrainingState(context, model, plan, layout, start)
+        self.state = state = TrainingState(context, model, layout, start, self._base)
         if config.trainer.deterministic and layout.is_replicated and plan.units:  # else DDP keeps its buckets
             state.rehearse(context, next(iter(data.validation.values()), data.training))
         meter = Meter(session.device, session.world_size, (flops_per_sample or 0.0) * config.trainer.global_batch, peak)
-        self.saver = saver = Saver(context, state, layout, report, meter)
+        write_files = partial(model.write_files, _name_of_base(config, self._base))
+        self.saver = saver = Saver(context, state, layout, report, meter, write_files)
         self._rollback = Rollback(
             context, data, state, saver=saver, report=report, meter=meter, count=int(start.state.get("rollbacks", 0))
         )
@@ -137,6 +140,7 @@ class Trainer:
             "progress": asdict(progress),
             "step_state": self.state.step_state(),
             **self._data.state(step),
+            "base": self._base and self._base.record,
             "origin": self._origin,
             "tracker_run_id": self._tracker_run_id,
             "world_size": self.context.session.world_size,
@@ -145,22 +149,49 @@ class Trainer:
         }
 
 
-def _build_model(context: Context, start: Start) -> nn.Module:
-    """Return the model, after checking that the weights to start with fit it."""
+def _build_model(context: Context, start: Start) -> tuple[Model, Base | None]:
+    """Return the model and the base model of its adapters, if it has any, after checking that the weights to start with
+    fit."""
     context.console.doing("building the model")
-    torch.manual_seed(context.config.trainer.seed)  # the initial values of a model that draws its own
-    model = context.task.build_model()
-    if not isinstance(model, nn.Module):
-        raise UserError(f"{type(context.task).__name__}.build_model() returned {model!r}, which is no torch.nn.Module")
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        bits = digest(parameter.detach() for parameter in model.parameters())
-        context.session.same_everywhere("the model that build_model() returned", f"{int(bits):x}")
-    freeze(model, context.config.optim)
-    if start.weights is not None:
-        context.session.once(partial(context.task.check_weights, start.weights))
-    if start.source is not None:
-        check_names(start.source, model, context.task.exported)
-    return model
+    config, task, session = context.config, context.task, context.session
+    torch.manual_seed(config.trainer.seed)  # the initial values of a model that draws its own
+    model = build_model(config, task)
+    is_meta = any(parameter.is_meta for parameter in model.module.parameters())
+    if not is_meta:
+        bits = digest(parameter.detach() for parameter in model.module.parameters())
+        session.same_everywhere("the model that build_model() returned", f"{int(bits):x}")
+    freeze(model.module, config.optim)
+    weights, base = start.weights, None
+    if model.adapters is not None:
+        folder = session.once(lambda: str(task.pretrained() or ""))
+        if is_meta and not folder:
+            raise UserError(
+                f"adapter.method={config.adapter.method} needs a base model, since its own weights stay as they are: "
+                "model.path=FOLDER_OR_NAME"
+            )
+        base = find_base(Path(folder) if folder else None, model.module, start.checkpoint, session)
+        weights = base.folder
+    if weights is not None:
+        session.once(partial(task.check_weights, weights))
+    model.check_names(start.checkpoint, weights)
+    return model, base
+
+
+def _name_of_base(config: RunConfig, base: Base | None) -> str | None:
+    """What ``adapter_config.json`` calls the base model: its name on the Hub if it has one, else the folder."""
+    path = getattr(getattr(config, "model", None), "path", None)
+    if base is None or (path is not None and not Path(path).expanduser().exists()):
+        return path
+    return base.record["path"]
+
+
+def _flops(task: Task, module: nn.Module) -> float | None:
+    """Return those of a sample. A third is the gradients of weights, which a frozen weight has none of."""
+    counts = {True: 0, False: 0}
+    for parameter in module.parameters():
+        counts[parameter.requires_grad] += parameter.numel()
+    whole = task.flops_per_sample(counts[True] + counts[False])
+    return whole and whole * (1 - counts[False] / (counts[True] + counts[False]) / 3)
 
 
 def _begin(folder: RunFolder | None, start: Start, config_yaml: str, needed_bytes: int) -> list[str]:

@@ -4,17 +4,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from serried.parallel.apply import parallelize
 from serried.parallel.mesh import Layout
-from serried.parallel.plan import ParallelPlan
+from serried.trainer.base_model import Base
 from serried.trainer.checkpoint.plan import Part
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.saved_state import taking_from
-from serried.trainer.checkpoint.state import load_state, load_weights, state_parts
+from serried.trainer.checkpoint.state import load_state, state_parts
 from serried.trainer.context import Context
 from serried.trainer.loader import PADDING_ID, read_batch
+from serried.trainer.model import Model, frozen_type
 from serried.trainer.optimizer import build_optimizer
 from serried.trainer.optimizer_state import group_values, load_plain_state, plain_state
 from serried.trainer.precision import LOW_DTYPES, GradScaler
@@ -25,20 +26,22 @@ from serried.trainer.task import Dataset, to_device
 class TrainingState:
     """The sharded model with its optimizer, initialised or read from where the run starts."""
 
-    def __init__(self, context: Context, model: nn.Module, plan: ParallelPlan, layout: Layout, start: Start) -> None:
+    def __init__(self, context: Context, model: Model, layout: Layout, start: Start, base: Base | None = None) -> None:
+        """``base``: the base model of adapters."""
         config, task, device = context.config, context.task, context.session.device
         context.console.doing(f"reading {start.source}" if start.source else "initialising the model")
-        self._task, self._session = task, context.session
+        self._task, self._session, self._model = task, context.session, model
         self.parallel = parallelize(
-            model,
-            plan,
-            None if start.source else task.initial_std,
+            model.module,
+            model.plan,
+            None if start.source or base else task.initial_std,
             seed=config.trainer.seed,
             layout=layout,
             section=config.parallel,
             low_dtype=LOW_DTYPES[config.precision.name],
             device=device,
             phases=context.pulse.phases,
+            frozen_dtype=frozen_type(config, model.plan),
         )
         self.module = self.parallel.module
         self.optimizer = build_optimizer([(held.name, held.tensor) for held in self.parallel.parameters], config.optim)
@@ -53,15 +56,15 @@ class TrainingState:
             nominal_weight=config.trainer.global_batch * task.weight_per_sample(),
             health=config.health,
         )
+        weights = start.weights if base is None else base.folder
+        model.start(self.parallel, weights, config.trainer.seed)
         if start.checkpoint is not None:
             self.restore(start)
-        elif start.weights is not None:
-            load_weights(start.weights, self.parallel, task.exported)
 
     def restore(self, start: Start) -> None:
         """Set weights, optimizer and step to those of a checkpoint."""
         assert start.checkpoint is not None
-        load_state(start.checkpoint, self.parallel, self.optimizer, self._task.exported)
+        load_state(start.checkpoint, self.parallel, self.optimizer, self._model.exported, self._model.stem)
         with taking_from(start.checkpoint):
             state = start.state["step_state"]
             if "optimizer" in state:
@@ -79,7 +82,7 @@ class TrainingState:
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         """Yield every tensor that a checkpoint holds; see ``state_parts``."""
-        return state_parts(self.parallel, self.optimizer, self._task.exported)
+        return state_parts(self.parallel, self.optimizer, self._model.exported, self._model.stem)
 
     def learning_rates(self, lr: float) -> dict[str, float]:
         """Return the learning rate of each parameter group of the whole model by name."""
@@ -106,6 +109,6 @@ class TrainingState:
         rank holds twice, twice."""
         named = []
         for held in self.parallel.parameters:
-            first = self._task.exported(held.name, held.spec.shape)[0]
-            named.append((first.name if first.is_whole else held.name, held.tensor))
+            for first in self._model.exported(held.name, held.spec.shape)[:1]:
+                named.append((first.name if first.is_whole else held.name, held.tensor))
         return named

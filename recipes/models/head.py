@@ -105,7 +105,8 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     ) -> Tensor:
         compute_weight = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        wanted = weight.shape if ctx.needs_input_grad[1] else (0,)  # a frozen head has none
+        grad_weight = torch.zeros(wanted, dtype=torch.float32, device=weight.device)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for chunk in _chunks(hidden, compute_weight, targets, vocabulary):
             loss += chunk.losses.sum()
@@ -114,7 +115,9 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             grad_logits.mul_(chunk.is_target.unsqueeze(1))
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[chunk.mine] = vocabulary.sum_tokens(grad_logits @ compute_weight)
-            if hidden.dtype == torch.float32:
+            if not ctx.needs_input_grad[1]:
+                pass
+            elif hidden.dtype == torch.float32:
                 grad_weight.addmm_(grad_logits.T, chunk.hidden)
             elif hidden.dtype == torch.float16:
                 # A sum over tokens leaves fp16's range, before any loss scale is applied.
@@ -128,6 +131,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_loss: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[no-untyped-def]
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss, (grad_weight * grad_loss).to(ctx.weight_dtype), None, None
+        of_weight = (grad_weight * grad_loss).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
+        return grad_hidden * grad_loss, of_weight, None, None

@@ -83,7 +83,7 @@ class Router(nn.Module):
         """Raise the bias of experts with fewer tokens than the mean of ``loads`` [E] by ``balance_rate``, lower that of
         the others, if ``accepted``."""
         bias = self.e_score_correction_bias
-        if bias is not None:
+        if bias is not None and self.weight.requires_grad:  # a frozen router stays as it is
             moves = torch.sign(loads.sum() - len(loads) * loads) * accepted  # exact: whole numbers
             bias += (self.balance_rate * moves).to(bias.dtype)
 

@@ -1,5 +1,7 @@
 """A committed checkpoint as a plain Hugging Face model folder: another dtype, other file sizes, no training state.
 
+That of a run that trains adapters becomes a folder of PEFT, or a model folder if they are added to their base model.
+
 Streamed in pieces, so that a machine that cannot hold the model can export it.
 """
 
@@ -17,6 +19,8 @@ from serried.configs.formats import size
 from serried.configs.plain_data import read_json
 from serried.records.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_file, fsync_folder, read_manifest
+from serried.trainer.checkpoint.merge import Merged
+from serried.trainer.checkpoint.retention import ADAPTER, ADAPTER_CONFIG, MODEL
 from serried.trainer.checkpoint.saved_state import STATE
 
 _INDEX = "model.safetensors.index.json"
@@ -25,8 +29,13 @@ _PIECE_BYTES = 64 * 2**20
 _SPARE_BYTES = 2**20  # headers, the index, the configs
 
 
-def export(checkpoint: Path, out: Path, *, dtype: torch.dtype | None, shard_bytes: int) -> list[Path]:
+def export(
+    checkpoint: Path, out: Path, *, dtype: torch.dtype | None, shard_bytes: int, base: Path | None = None
+) -> list[Path]:
     """Write the model of a committed ``checkpoint`` to the folder ``out``. Returns the files there.
+
+    Of a checkpoint of adapters these alone, as PEFT opens them; or, with ``base``, the folder of the base model, that
+    model with the adapters added to it.
 
     Floating-point weights are converted to ``dtype`` (None: stay as they are). A file holds at most ``shard_bytes`` of
     weights, or one tensor that is larger: ``model.safetensors`` if all fits into one, else
@@ -34,7 +43,7 @@ def export(checkpoint: Path, out: Path, *, dtype: torch.dtype | None, shard_byte
     of it unless there is one, and the other files of the model (tokenizer) are copied. All of them are compared with
     the manifest first. ``out`` appears whole or not at all.
 
-    Memory: a few times 64 MiB, whatever the size of the model or of a tensor.
+    Memory: a few times 64 MiB, whatever the size of the model or of a tensor; with ``base`` also one matrix in fp32.
 
     Raises:
         UserError: the checkpoint is damaged, ``out`` is in use, the disk is too full or fails, or a weight is too
@@ -46,10 +55,16 @@ def export(checkpoint: Path, out: Path, *, dtype: torch.dtype | None, shard_byte
     out = out.resolve()
     _refuse_unless_free(out, checkpoint)
     records = _verified(checkpoint)
-    weights = TensorFolder(checkpoint)
-    if unlisted := set(weights.files) - set(records):
+    is_adapter = ADAPTER_CONFIG in records
+    saved = TensorFolder(checkpoint, ADAPTER if is_adapter else MODEL)
+    if unlisted := set(saved.files) - set(records):
         raise UserError(f"{checkpoint / min(unlisted)} is not in {MANIFEST}; {_ANOTHER}")
-    others = [name for name in sorted(records) if name != _INDEX and not name.endswith(".safetensors")]
+    weights: TensorFolder | Merged = saved
+    left_out = {ADAPTER_CONFIG} if base is not None else {"config.json"} if is_adapter else set()
+    if base is not None:
+        weights = Merged(TensorFolder(base), saved, read_json(checkpoint / ADAPTER_CONFIG))
+    of_weights = (".safetensors", ".safetensors.index.json")
+    others = [name for name in sorted(records) if name not in left_out and not name.endswith(of_weights)]
     specs = [_converted(spec, dtype) for spec in weights.specs.values()]
     _check_space(out, sum(spec.nbytes for spec in specs) + sum(records[name].size for name in others))
 
@@ -58,14 +73,16 @@ def export(checkpoint: Path, out: Path, *, dtype: torch.dtype | None, shard_byte
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
         temporary.mkdir()
-        files = _shards(specs, shard_bytes)
+        is_model = not is_adapter or base is not None
+        files = _shards(specs, shard_bytes) if is_model else {f"{ADAPTER}.safetensors": specs}
         for name, part in files.items():
             _write_weights(temporary / name, weights, part)
         if len(files) > 1:
             (temporary / _INDEX).write_text(index_json(files), "utf-8")
         for name in others:
             shutil.copyfile(checkpoint / name, temporary / name)
-        _write_configs(temporary, specs)
+        if is_model:
+            _write_configs(temporary, specs)
         _commit(temporary, out)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}; nothing is left there; use out=FOLDER") from None
@@ -106,7 +123,7 @@ def _verified(checkpoint: Path) -> dict[str, FileRecord]:
             check_file(checkpoint, name, record)
     except Damaged as damaged:
         raise UserError(f"{damaged}; {_ANOTHER}") from None
-    if "config.json" not in records:
+    if not {"config.json", ADAPTER_CONFIG} & records.keys():
         raise UserError(f"{checkpoint} has no config.json; {_ANOTHER}")
     return records
 
@@ -142,7 +159,7 @@ def _shards(specs: list[TensorSpec], shard_bytes: int) -> dict[str, list[TensorS
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": part for number, part in enumerate(shards, 1)}
 
 
-def _write_weights(path: Path, weights: TensorFolder, specs: list[TensorSpec]) -> None:
+def _write_weights(path: Path, weights: TensorFolder | Merged, specs: list[TensorSpec]) -> None:
     with path.open("wb") as file:
         file.write(header(specs))
         for spec in specs:

@@ -143,15 +143,18 @@ def targets_of(parts: Iterable[Part], stage: int) -> dict[str, Target]:
     return found
 
 
-def deal_files(stages: Sequence[Sequence[TensorSpec]], stem: str, ranks: int) -> list[PlannedFile]:
+def deal_files(
+    stages: Sequence[Sequence[TensorSpec]], stem: str, ranks: int, *, is_spread: bool = True
+) -> list[PlannedFile]:
     """Tensors, in their order, into files of about equal size, numbered over all stages.
 
-    Each stage has one file for each of its ``ranks``, more where they would exceed 5 GB. Ranks are numbered stage by
+    Each stage has one file for each of its ``ranks``, or one in all unless ``is_spread``; more where they would exceed
+    5 GB. Ranks are numbered stage by
     stage.
     """
     filled: list[tuple[int, tuple[TensorSpec, ...]]] = []
     for stage, specs in enumerate(stages):
-        files = _fill_files(specs, ranks)
+        files = _fill_files(specs, ranks if is_spread else 1)
         filled += [(stage * ranks + number * ranks // len(files), file) for number, file in enumerate(files)]
     count = len(filled)
     return [

@@ -21,7 +21,7 @@ from serried.configs.suggest import nearest
 from serried.records.run_folder import RunFolder
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, fsync_folder, read_manifest
-from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER, named, step_of
+from serried.trainer.checkpoint.retention import STEMS, named, step_of
 from serried.trainer.checkpoint.saved_state import STATE, read_state, taking_from
 
 CHECKPOINTS = "checkpoints"
@@ -182,7 +182,7 @@ def _state(path: Path) -> dict[str, Any]:
     """Return the state in a checkpoint. Files that a reader would load but its manifest does not list are refused: they
     were added later."""
     records = read_manifest(path)
-    for stem in (MODEL, OPTIMIZER):
+    for stem in STEMS:
         for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
             if (path / name).exists() and name not in records:
                 raise UserError(f"{path / name} is no part of the checkpoint ({MANIFEST} does not list it); remove it")
@@ -272,6 +272,10 @@ def plain(config: RunConfig) -> dict[str, Any]:
 def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> None:
     changed = differences(earlier, plain(config), type(config))
     before, after = flatten(earlier), flatten(plain(config))
+    if config.adapter.method != "none":  # the base model may have moved: its content is compared
+        for key in ("model.path", "data.tokenizer"):
+            if before.get(key) == before.get("model.path") and after.get(key) == after.get("model.path"):
+                changed.pop(key, None)
     for key, (other, values) in _MEANS_NOTHING.items():
         if before.get(other) in values and after[other] in values:
             changed.pop(key, None)

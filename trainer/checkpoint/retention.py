@@ -13,8 +13,10 @@ from serried.configs.plain_data import NotPlainData, is_number, read_json
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, check_size, fsync_folder, read_manifest
 from serried.trainer.checkpoint.saved_state import STATE
 
-MODEL, OPTIMIZER = "model", "optimizer"
-"""Stems of the files of weights and of the optimizer's state."""
+MODEL, ADAPTER, OPTIMIZER = STEMS = ("model", "adapter_model", "optimizer")
+"""Stems of the files of weights, of a run that trains adapters those of the adapters, and of the optimizer's state."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""Says how adapters are used, for PEFT; beside them alone."""
 
 _NAME = re.compile(r"step-([0-9]{8,})")
 _LEFTOVER = re.compile(r"\.step-[0-9]{8,}\.(partial|deleting)")

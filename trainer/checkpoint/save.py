@@ -38,7 +38,7 @@ from serried.trainer.checkpoint.plan import (
     make_plan,
     targets_of,
 )
-from serried.trainer.checkpoint.retention import MODEL, OPTIMIZER, STATE, folder_name, partial_name, prune
+from serried.trainer.checkpoint.retention import ADAPTER, STATE, STEMS, folder_name, partial_name, prune
 from serried.trainer.checkpoint.writer import NOT_SHARED, Writer
 
 _SPARE_BYTES = 64 * 2**20
@@ -219,9 +219,11 @@ class Checkpointer:
         stage = self._layout.coordinates(self._rank).pipeline
         files: list[PlannedFile] = []
         targets: dict[str, Target] = {}
-        for stem in (MODEL, OPTIMIZER):
+        for stem in STEMS:
             mine = targets_of((part for of, part in parts if of == stem), stage)
-            files += deal_files(self._of_all_stages(mine), stem, self._layout.world // self._layout.pipeline)
+            files += deal_files(
+                self._of_all_stages(mine), stem, self._layout.world // self._layout.pipeline, is_spread=stem != ADAPTER
+            )  # PEFT opens a single file
             targets |= mine
         # In a round all owners may want bytes of one rank.
         bucket = max(_LEAST_BUCKET_BYTES, min(BUCKET_BYTES, _OUTGOING_BYTES // self._layout.block))
@@ -284,7 +286,7 @@ class Checkpointer:
     def _commit(self, partial: Path, final: Path, files: dict[str, FileRecord], state: dict[str, Any]) -> str | None:
         """Complete the folder and give it its name. Returns why that failed."""
         try:
-            for stem in (MODEL, OPTIMIZER):
+            for stem in STEMS:
                 specs = {file.name: file.specs for file in self._plan.files if file.name.startswith(stem)}
                 if len(specs) > 1:
                     (partial / f"{stem}.safetensors.index.json").write_text(index_json(specs), "utf-8")

@@ -31,18 +31,20 @@ Exported = Callable[[str, Sequence[int]], tuple[Fragment, ...]]
 
 
 def state_parts(
-    parallel: DistributedModel, optimizer: torch.optim.Optimizer, exported: Exported
+    parallel: DistributedModel, optimizer: torch.optim.Optimizer, exported: Exported, stem: str = MODEL
 ) -> Iterator[tuple[str, Part]]:
-    """Everything that training changes, each with the stem of its files; in the same order always."""
+    """Everything that training changes, each with the stem of its files, ``stem`` for weights; in the same order
+    always."""
     for part in _weights(parallel, exported):
-        yield MODEL, part
+        yield stem, part
     for part in _optimizer_state(parallel, optimizer, exported):
         yield OPTIMIZER, part
 
 
 def _weights(parallel: DistributedModel, exported: Exported) -> list[Part]:
     held = (*parallel.parameters, *parallel.buffers)
-    return [Part(each.name, each, exported(each.name, each.spec.shape)) for each in held]
+    parts = [Part(each.name, each, exported(each.name, each.spec.shape)) for each in held]
+    return [part for part in parts if part.fragments]  # a base model is not in the checkpoints of its adapters
 
 
 def _optimizer_state(parallel: DistributedModel, optimizer: torch.optim.Optimizer, exported: Exported) -> list[Part]:
@@ -67,7 +69,11 @@ def _state_fragments(of: HeldTensor, key: str, shape: tuple[int, ...], exported:
 
 @torch.no_grad()
 def load_state(
-    checkpoint: Path, parallel: DistributedModel, optimizer: torch.optim.Optimizer, exported: Exported
+    checkpoint: Path,
+    parallel: DistributedModel,
+    optimizer: torch.optim.Optimizer,
+    exported: Exported,
+    stem: str = MODEL,
 ) -> None:
     """Fill weights and optimizer state from a checkpoint; each rank reads the boxes it holds alone.
 
@@ -80,7 +86,7 @@ def load_state(
     names = {name: {name, *_names(exported(name, spec.shape))} for name, spec in parallel.specs.items()}
     with_state = {id(held.tensor) for held in parallel.parameters if owners & names[held.name]}
     ensure_state(optimizer, lambda parameter: id(parameter) in with_state)
-    load_weights(checkpoint, parallel, exported)
+    load_weights(checkpoint, parallel, exported, stem)
     states = _optimizer_state(parallel, optimizer, exported)
     of_others = set[str]().union(*names.values()) - set[str]().union(
         *(names[each.name] for each in parallel.parameters)
@@ -97,13 +103,13 @@ def load_state(
 
 
 @torch.no_grad()
-def load_weights(folder: Path, parallel: DistributedModel, exported: Exported) -> None:
-    """Fill weights from a model folder in any float dtype; each rank reads the boxes it holds alone.
+def load_weights(folder: Path, parallel: DistributedModel, exported: Exported, stem: str = MODEL) -> None:
+    """Fill weights from the files ``stem`` of a folder, in any float dtype; each rank reads the boxes it holds alone.
 
     Raises:
         UserError: the folder holds another model.
     """
-    tensors, weights = TensorFolder(folder, MODEL), _weights(parallel, exported)
+    tensors, weights = TensorFolder(folder, stem), _weights(parallel, exported)
     shapes = {name: spec.shape for name, spec in parallel.specs.items()}  # of all stages
     shapes |= {part.name: part.shards.shape for part in weights}
     aliases = _aliases(parallel.module, exported)
@@ -114,7 +120,7 @@ def load_weights(folder: Path, parallel: DistributedModel, exported: Exported) -
     _fill(tensors, weights)
 
 
-def check_names(folder: Path, module: nn.Module, exported: Exported) -> None:
+def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str = MODEL) -> None:
     """Compare names and shapes of ``folder`` with those of ``module``, which may be on meta; nothing is read.
 
     Raises:
@@ -125,7 +131,7 @@ def check_names(folder: Path, module: nn.Module, exported: Exported) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     floats = {name: shapes[name] for name, tensor in named.items() if tensor.is_floating_point()}
     _check(
-        TensorFolder(folder, MODEL), _fragments(shapes, exported), _aliases(module, exported),
+        TensorFolder(folder, stem), _fragments(shapes, exported), _aliases(module, exported),
         _fragments(floats, exported).keys(),
     )  # fmt: skip
 

@@ -1,0 +1,195 @@
+"""Which layers of a model get adapters, what these start with, and how a checkpoint holds them: in PEFT's format."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from serried.configs.errors import UserError
+from serried.configs.near import nearest
+from serried.configs.schema import AdapterSection
+from serried.parallel.adapters import MAGNITUDE, A, Adapter, B, attach, is_linear
+from serried.parallel.fragments import Fragment
+from serried.parallel.held import HeldTensor
+from serried.parallel.initialize import initialize_uniform
+from serried.parallel.plan import ParallelPlan
+from serried.trainer.checkpoint.merge import PREFIX
+from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
+from serried.trainer.checkpoint.state import Exported
+
+_ENDINGS = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class Adapters:
+    """The adapters of a model, whose own parameters, those of the base model, are frozen."""
+
+    def __init__(self, section: AdapterSection, model: nn.Module, plan: ParallelPlan, exported: Exported) -> None:
+        """Attach adapters to ``model``, on meta or with values. ``exported``: of the base model.
+
+        Raises:
+            UserError: a pattern matches nothing, or what cannot have an adapter.
+        """
+        self._section, self._of_base = section, exported
+        self._weights = {
+            name: exported(f"{name}.weight", module.weight.shape)[0]
+            for name, module in _linear_layers(model, exported).items()
+        }
+        """Of the layers that could have an adapter, where the weight lies in the base model's checkpoint."""
+        self._chosen = self._choose(section.modules, model, plan)
+        self._is_conv1d = _attach(section, model, {name: self._weights[name].name for name in self._chosen})
+
+    def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
+        """Return where a parameter lies in the run's checkpoint: nowhere, if it is the base model's.
+
+        Layers whose weights share a tensor there, such as queries, keys and values, share A; their B share a tensor.
+        """
+        owner, _, key = name.rpartition(".")
+        if owner not in self._chosen or key not in _ENDINGS:
+            return ()
+        weight = self._weights[owner]
+        tensor = f"{PREFIX}{_module_of(weight.name)}.{_ENDINGS[key]}"
+        if weight.is_whole or key == A:
+            return (Fragment.whole(tensor, shape),)
+        dim = 1 if self._is_conv1d else 0  # of outputs
+        whole = (weight.shape[dim], *shape[1:])
+        return (Fragment.within(tensor, whole, 0, weight.theirs.starts[dim], shape),)
+
+    def exported_base(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
+        """Return where a parameter lies in the base model's folder: nowhere, if it is an adapter's."""
+        owner, _, key = name.rpartition(".")
+        return () if owner in self._chosen and key in _ENDINGS else self._of_base(name, shape)
+
+    @torch.no_grad()
+    def initialize(self, parameters: Iterable[HeldTensor], seed: int) -> None:
+        """Set the adapters to add nothing: A is drawn as PEFT draws it, B is zero, DoRA's lengths are those of rows.
+        The base model has its values."""
+        held = {each.name: each for each in parameters}
+        for name, each in held.items():
+            owner, _, key = name.rpartition(".")
+            if owner not in self._chosen:
+                continue
+            if key == A:
+                initialize_uniform(each, 1 / math.sqrt(each.spec.shape[1]), seed)
+            elif key == B:
+                each.local.zero_()
+            elif key == MAGNITUDE:
+                lengths = _lengths(held[f"{owner}.weight"].tensor, 0 if self._is_conv1d else 1)
+                each.local.copy_(lengths[each.box.indices()])
+
+    def write_config(self, folder: Path, base: str | None, *, is_text: bool) -> None:
+        """Write ``adapter_config.json``, with which PEFT opens the adapters. ``base``: folder or Hub name."""
+        section = self._section
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM" if is_text else None,
+            "base_model_name_or_path": base,
+            "r": section.rank,
+            "lora_alpha": section.alpha,
+            "lora_dropout": section.dropout,
+            "use_rslora": section.scale == "rslora",
+            "use_dora": section.method == "dora",
+            "target_modules": self._target_modules(),
+            "fan_in_fan_out": self._is_conv1d,
+            "bias": "none",
+            "inference_mode": True,
+        }
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+    def _target_modules(self) -> list[str]:
+        """Names of the adapted layers as PEFT takes them: last parts alone, if they mean no other layer."""
+        chosen = {_module_of(self._weights[name].name) for name in self._chosen}
+        last = {name.rpartition(".")[2] for name in chosen}
+        others = {_module_of(weight.name) for weight in self._weights.values()} - chosen
+        return sorted(chosen if any(name.rpartition(".")[2] in last for name in others) else last)
+
+    def _choose(self, patterns: Sequence[str] | None, model: nn.Module, plan: ParallelPlan) -> list[str]:
+        names = {
+            name: {_module_of(weight.name), *([name] if weight.is_whole else [])}
+            for name, weight in self._weights.items()
+        }
+        if patterns is None:
+            inside = [name for name in names if name.startswith(tuple(f"{block}." for block in plan.blocks))]
+            if not (inside or names):
+                raise UserError("adapter.method: the model has no linear layers to adapt; use adapter=none")
+            return inside or list(names)
+        experts = _experts(model, plan, self._of_base)
+        chosen = set[str]()
+        for pattern in patterns:
+            if stacked := next((name for name in experts if _matches(name, pattern)), None):
+                raise UserError(
+                    f"adapter.modules=[{pattern}] names the experts of a mixture ({stacked}), which are stacked and "
+                    "cannot have adapters; name other layers, e.g. 'adapter.modules=[*.self_attn.*]'"
+                )
+            found = [name for name, known in names.items() if any(_matches(each, pattern) for each in known)]
+            if not found:
+                raise UserError(_unmatched(pattern, sorted({each for known in names.values() for each in known})))
+            chosen.update(found)
+        return [name for name in names if name in chosen]
+
+
+def _linear_layers(model: nn.Module, exported: Exported) -> dict[str, Any]:
+    """Return the layers that can have adapters, by name: one tensor of a checkpoint holds the weight of each."""
+    if any(isinstance(each, _BATCH_NORMS) for each in model.modules()):
+        raise UserError(
+            "adapter.method: the model has BatchNorm, whose statistics change in training and are part of the base "
+            "model; use adapter=none, or another norm"
+        )
+    layers = {name: module for name, module in model.named_modules() if is_linear(module)}
+    return {
+        name: module for name, module in layers.items() if len(exported(f"{name}.weight", module.weight.shape)) == 1
+    }  # fmt: skip
+
+
+def _attach(section: AdapterSection, model: nn.Module, chosen: Mapping[str, str]) -> bool:
+    """Freeze ``model`` and attach adapters to the ``chosen`` layers, given with the tensor that their weight is in.
+    Returns whether the layers are ``Conv1D``."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    by = math.sqrt(section.rank) if section.scale == "rslora" else section.rank
+    kinds = {type(model.get_submodule(name)).__name__ == "Conv1D" for name in chosen}
+    if len(kinds) > 1:
+        raise UserError("adapter.modules: layers are Conv1D and Linear, which PEFT's format cannot mix; name one kind")
+    is_conv1d = kinds == {True}
+    shared: dict[str, nn.Parameter] = {}
+    is_dora = section.method == "dora"
+    for name, tensor in chosen.items():
+        adapter, module = Adapter(section.alpha / by, section.dropout, is_conv1d), model.get_submodule(name)
+        shared[tensor] = attach(module, section.rank, adapter, is_dora=is_dora, shared=shared.get(tensor))
+    return is_conv1d
+
+
+def _lengths(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    lengths = torch.linalg.vector_norm(weight.detach().float(), dim=dim)
+    return lengths.full_tensor() if isinstance(lengths, DTensor) else lengths
+
+
+def _module_of(tensor: str) -> str:
+    """The name of the module of a weight."""
+    return tensor.removesuffix(".weight")
+
+
+def _experts(model: nn.Module, plan: ParallelPlan, exported: Exported) -> list[str]:
+    """Names of stacked experts, ours and those in a checkpoint."""
+    found = {name: parameter.shape for name, parameter in model.named_parameters() if plan.is_expert(name)}
+    return [*found, *(_module_of(each.name) for name, shape in found.items() for each in exported(name, shape))]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether ``pattern`` is the name or its end, as for PEFT, or matches one of them as a glob."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _unmatched(pattern: str, names: Sequence[str]) -> str:
+    last = sorted({name.rpartition(".")[2] for name in names})
+    near = nearest(pattern.rpartition(".")[2], last) or last[:4]
+    return (
+        f"adapter.modules=[{pattern}] matches none of the {len(names)} linear layers, such as {names[0]}; near names: "
+        f"{', '.join(near)}; e.g. 'adapter.modules=[{near[0]}]'"
+    )

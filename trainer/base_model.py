@@ -1,0 +1,118 @@
+"""The base model of adapters: recorded in a checkpoint, which holds only these, and compared when it is read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from serried.configs.errors import UserError
+from serried.records.tensors import TensorFolder
+from serried.runtime.session import Session
+from serried.trainer.checkpoint.manifest import record_of
+from serried.trainer.checkpoint.saved_state import STATE, read_state
+from serried.trainer.health import digest
+
+_MOVED = "if it has moved: train.py ... model.path=FOLDER, or a link in its place"
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model."""
+
+    folder: Path | None
+    """None: the model has the values that ``build_model()`` gave it."""
+    record: dict[str, Any]
+    """What a checkpoint keeps of it: ``path``, and ``files``, each with its size and checksum, or a ``digest``."""
+
+
+def find_base(folder: Path | None, module: nn.Module, checkpoint: Path | None, session: Session) -> Base:
+    """Return the base model in ``folder``, or the one that ``module`` was built with, after comparing it with what
+    ``checkpoint`` was trained on. A collective: the ranks share the reading.
+
+    Raises:
+        UserError: it is not there, or another.
+    """
+    if folder is None:
+        base = Base(None, {"path": None, "digest": _digest(module)})
+    else:
+        names = session.once(lambda: _weight_files(folder, checkpoint))
+        found = session.gather(_checksums(folder, names[session.rank :: session.world_size]))
+        files = {name: record for each in found for name, record in each.items()}
+        base = Base(folder, {"path": str(folder.absolute()), "files": dict(sorted(files.items()))})
+    if checkpoint is not None:
+        _compare(base.record, checkpoint)
+    return base
+
+
+def base_of(checkpoint: Path, module: nn.Module) -> Path | None:
+    """Return the folder of the base model that ``checkpoint`` adapts; None: ``module`` was built with its values.
+
+    Raises:
+        UserError: it was built with others.
+    """
+    path = _recorded(checkpoint)["path"]
+    if path is None:
+        _compare({"path": None, "digest": _digest(module)}, checkpoint)
+    return None if path is None else Path(path)
+
+
+def check_base(checkpoint: Path) -> Path | None:
+    """Return the folder of the base model that ``checkpoint`` adapts, after comparing its files with their checksums;
+    None: it has none.
+
+    Raises:
+        UserError: it is not there, or has changed.
+    """
+    path = _recorded(checkpoint)["path"]
+    if path is None:
+        return None
+    folder = Path(path)
+    _compare({"path": path, "files": _checksums(folder, _weight_files(folder, checkpoint))}, checkpoint)
+    return folder
+
+
+def _recorded(checkpoint: Path) -> dict[str, Any]:
+    base = read_state(checkpoint).get("base")
+    if not isinstance(base, dict) or not isinstance(base.get("path"), str | None):
+        raise UserError(f"{checkpoint / STATE} does not say which base model its adapters belong to; use another")
+    return {"path": None, **base}
+
+
+def _compare(found: dict[str, Any], checkpoint: Path) -> None:
+    recorded = _recorded(checkpoint)
+    if found["path"] is None or recorded["path"] is None:
+        if found != recorded:
+            raise UserError(
+                f"{checkpoint} holds adapters of another base model than build_model() returns now; use the task, the "
+                "seed and the model.path it was trained with"
+            )
+        return
+    before, now = recorded.get("files") or {}, found["files"]
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            raise UserError(
+                f"{found['path']} is not the base model that {checkpoint} adapts, which was {recorded['path']}: {name} "
+                "has other content; give that one with model.path=FOLDER, or use run.name=OTHER for a run of its own"
+            )
+
+
+def _digest(module: nn.Module) -> str:
+    frozen = [parameter.detach() for parameter in module.parameters() if not parameter.requires_grad]
+    return f"{int(digest(frozen)):x}"
+
+
+def _weight_files(folder: Path, checkpoint: Path | None) -> list[str]:
+    if not folder.is_dir():
+        of = f", which {checkpoint} adapts," if checkpoint is not None else ""
+        raise UserError(f"the base model {folder}{of} is not there; {_MOVED}")
+    return [name for name in TensorFolder(folder).files if name.endswith(".safetensors")]
+
+
+def _checksums(folder: Path, names: Sequence[str]) -> dict[str, list[int]]:
+    try:
+        records = {name: record_of(folder / name) for name in names}
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or folder}: {error.strerror}") from None
+    return {name: [record.size, record.crc32] for name, record in records.items()}

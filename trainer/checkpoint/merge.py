@@ -1,0 +1,48 @@
+"""The tensors of a base model with adapters added to them, one at a time."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serried.records.tensors import TensorFolder, TensorSpec
+
+PREFIX = "base_model.model."
+"""What PEFT writes before the name of a module of the base model."""
+
+
+class Merged:
+    """A ``TensorFolder`` of ``base``, whose matrices have the adapters of PEFT's format added to them, in fp32."""
+
+    def __init__(self, base: TensorFolder, adapters: TensorFolder, config: Mapping[str, Any]) -> None:
+        """``config``: content of ``adapter_config.json``."""
+        self.specs: Mapping[str, TensorSpec] = base.specs
+        self._base, self._adapters = base, adapters
+        by = math.sqrt(config["r"]) if config["use_rslora"] else config["r"]
+        self._scale, self._is_transposed = config["lora_alpha"] / by, bool(config["fan_in_fan_out"])
+        self._merged: tuple[str, Tensor] = ("", torch.empty(0))
+
+    def read_elements(self, name: str, first: int, count: int) -> Tensor:
+        """As that of a ``TensorFolder``; of an adapted matrix in fp32."""
+        module = PREFIX + name.removesuffix(".weight")
+        if f"{module}.lora_A.weight" not in self._adapters.specs:
+            return self._base.read_elements(name, first, count)
+        if self._merged[0] != name:
+            self._merged = name, self._added(name, module)
+        return self._merged[1][first : first + count].clone()
+
+    def _added(self, name: str, module: str) -> Tensor:
+        weight = _whole(self._base, name)
+        weight = weight.T if self._is_transposed else weight
+        a, b = (_whole(self._adapters, f"{module}.{key}.weight") for key in ("lora_A", "lora_B"))
+        weight = weight + self._scale * (b @ a)
+        if (length := f"{module}.lora_magnitude_vector") in self._adapters.specs:
+            weight *= (_whole(self._adapters, length) / torch.linalg.vector_norm(weight, dim=1)).unsqueeze(1)
+        return (weight.T if self._is_transposed else weight).flatten()
+
+
+def _whole(folder: TensorFolder, name: str) -> Tensor:
+    spec = folder.specs[name]
+    return folder.read_elements(name, 0, spec.numel).view(spec.shape).float()

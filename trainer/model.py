@@ -1,0 +1,89 @@
+"""The model of a run, and what a checkpoint holds of it: all of it, or the adapters that are trained."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from serried.configs.errors import UserError
+from serried.configs.schema import RunConfig
+from serried.parallel.apply import gathered_type
+from serried.parallel.model import DistributedModel
+from serried.parallel.plan import ParallelPlan
+from serried.trainer.adapters import Adapters
+from serried.trainer.checkpoint.retention import ADAPTER, MODEL
+from serried.trainer.checkpoint.state import Exported, check_names, load_weights
+from serried.trainer.precision import LOW_DTYPES
+from serried.trainer.task import Task, TextTask
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model of a run before it is sharded."""
+
+    task: Task
+    module: nn.Module
+    """On meta or with values."""
+    plan: ParallelPlan
+    adapters: Adapters | None
+
+    @property
+    def exported(self) -> Exported:
+        """Where the elements of a parameter lie in the run's checkpoints; nowhere, for a base model's."""
+        return self.task.exported if self.adapters is None else self.adapters.exported
+
+    @property
+    def stem(self) -> str:
+        """Stem of the files of weights in the run's checkpoints."""
+        return MODEL if self.adapters is None else ADAPTER
+
+    def check_names(self, checkpoint: Path | None, weights: Path | None) -> None:
+        """Compare names and shapes in a ``checkpoint`` of the run, and in a model folder of ``weights``.
+
+        Raises:
+            UserError: a folder holds another model.
+        """
+        if checkpoint is not None:
+            check_names(checkpoint, self.module, self.exported, self.stem)
+        if weights is not None:
+            of_weights = self.task.exported if self.adapters is None else self.adapters.exported_base
+            check_names(weights, self.module, of_weights)
+
+    def start(self, parallel: DistributedModel, weights: Path | None, seed: int) -> None:
+        """Fill the sharded model from a model folder of ``weights``, if that is given; give adapters their first
+        values."""
+        of_weights = self.task.exported if self.adapters is None else self.adapters.exported_base
+        if weights is not None:
+            load_weights(weights, parallel, of_weights)
+        if self.adapters is not None:
+            self.adapters.initialize(parallel.parameters, seed)
+
+    def write_files(self, base: str | None, folder: Path) -> None:
+        """Write the files beside the weights of a checkpoint."""
+        self.task.export_files(folder)
+        if self.adapters is not None:
+            self.adapters.write_config(folder, base, is_text=isinstance(self.task, TextTask))
+
+
+def build_model(config: RunConfig, task: Task) -> Model:
+    """Return the model of ``task``, with the adapters that ``config`` asks for.
+
+    Raises:
+        UserError: there is none, or it cannot have these adapters.
+    """
+    module = task.build_model()
+    if not isinstance(module, nn.Module):
+        raise UserError(f"{type(task).__name__}.build_model() returned {module!r}, which is no torch.nn.Module")
+    plan = task.parallel_plan(module)
+    if config.adapter.method == "none":
+        return Model(task, module, plan, None)
+    return Model(task, module, plan, Adapters(config.adapter, module, plan, task.exported))
+
+
+def frozen_type(config: RunConfig, plan: ParallelPlan) -> torch.dtype | None:
+    """Return the type in which a frozen base model is held: that of matrix products, if the model computes in it only;
+    None: fp32."""
+    if config.adapter.method == "none":
+        return None
+    return gathered_type(plan, LOW_DTYPES[config.precision.name])

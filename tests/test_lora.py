@@ -1,0 +1,285 @@
+"""Adapters: trained as PEFT trains them, on any layout, saved alone, opened by PEFT, and merged."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import serried
+from serried import cli
+from serried.configs.compose import compose
+from serried.configs.declaration import BUILT_IN
+from serried.configs.errors import UserError
+from serried.configs.schema import AdapterSection
+from serried.parallel.plan import ParallelPlan
+from serried.program import main
+from serried.recipes.causal_lm import CausalLM
+from serried.recipes.data.dataset import Batch
+from serried.trainer.adapters import Adapters
+from serried.trainer.model import build_model
+from serried.trainer.trainer import Trainer
+from tests import runs
+from tests.cluster import Cluster
+from tests.own_task import Points
+from tests.test_sft import write_chats
+
+TOKENS = torch.randint(257, (2, 30), generator=torch.Generator().manual_seed(5))
+SIZES = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+DORA = ["adapter=dora", "adapter.scale=rslora", "adapter.rank=4", "adapter.alpha=8"]
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model folders as transformers writes them."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(3)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS)).save_pretrained(folder / "llama")
+    gpt2 = transformers.GPT2Config(vocab_size=257, n_positions=256, n_embd=32, n_layer=2, n_head=4)
+    for dropout in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
+        setattr(gpt2, dropout, 0.0)
+    transformers.GPT2LMHeadModel(gpt2).save_pretrained(folder / "gpt2")
+    write_chats(folder / "chats.jsonl", 60)
+    return folder
+
+
+def lora(models: Path, run_dir: Path, *more: str, model: str = "llama") -> list[str]:
+    given = [
+        "recipe=lora", f"model.path={models / model}", f"data.path={models / 'chats.jsonl'}", "data.tokenizer=bytes",
+        f"data.cache_dir={models / 'cache'}", f"run.dir={run_dir}", "precision=fp32", "data.sequence_length=128",
+        "data.isolate_documents=false", "trainer.steps=4", "trainer.global_batch=4", "trainer.micro_batch=2",
+        "trainer.eval_every=0", "trainer.log_every=1", "trainer.workers=0", "optim.lr=0.01", "schedule=constant",
+        "schedule.warmup_steps=0", "adapter.rank=4", "adapter.alpha=8", *more,
+    ]  # fmt: skip
+    return [f"{key}={value}" for key, value in dict(word.split("=", 1) for word in given).items()]
+
+
+class Watched(CausalLM):
+    """Keeps the batches it trains on."""
+
+    batches: list[Batch]
+
+    def terms(self, output: Tensor, batch: Batch) -> Any:
+        if torch.is_grad_enabled():
+            self.batches.append(batch)
+        return super().terms(output, batch)
+
+
+def train_watched(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Batch], dict[str, Tensor]]:
+    """Train; return the batches, and the first values of A, which the first step leaves as they are: B is zero."""
+    first: dict[str, Tensor] = {}
+    steps = Trainer.steps
+
+    def watched(self: Trainer) -> Any:
+        for step in steps(self):
+            if step == 1:
+                for name, part in self.state.parts():
+                    if name == "adapter_model" and "lora_A" in part.fragments[0].name:
+                        first[part.fragments[0].name] = part.local.detach().clone()
+            yield step
+
+    Watched.batches = []
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "steps", watched)
+        assert main(argv, BUILT_IN._replace(task=Watched)) == 0
+    return Watched.batches, first
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "options"),
+    [
+        ("llama", [], {"target_modules": "all-linear"}),
+        (
+            "llama",
+            [*DORA, "adapter.modules=[q_proj,*.1.mlp.down_proj]"],
+            {"target_modules": r".*(q_proj|1\.mlp\.down_proj)", "use_dora": True, "use_rslora": True},
+        ),
+        ("gpt2", [], {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    ],
+    ids=["lora", "dora, rslora, some layers", "gpt2"],
+)  # fmt: skip
+def test_losses_of_ten_steps_and_saved_adapters_equal_those_of_peft(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, more: list[str], options: dict[str, Any]
+) -> None:
+    import peft
+    import transformers
+
+    argv = lora(models, tmp_path / "run", "trainer.steps=10", "trainer.micro_batch=4", *more, model=model)
+    batches, first = train_watched(argv, monkeypatch)
+    ours = [line["loss"] for line in runs.metrics(tmp_path / "run")]
+
+    def base() -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(models / model, dtype=torch.float32)
+
+    theirs = peft.get_peft_model(base(), peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **options))
+    copied = peft.set_peft_model_state_dict(theirs, first)
+    assert not copied.unexpected_keys
+    trained = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    losses = []
+    for batch in batches:
+        logits = theirs(input_ids=batch.tokens).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())  # -100 is ignored
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+    assert len(ours) == len(losses) == 10
+    assert ours == pytest.approx(losses, abs=1e-5)
+    assert ours[-1] < ours[0] - 0.03
+
+    saved = runs.checkpoint(tmp_path / "run")
+    names = set(peft.get_peft_model_state_dict(theirs))
+    assert set(runs.weights(tmp_path / "run", "adapter_model")) == names
+    cli.export([f"run.dir={tmp_path / 'run'}", f"out={tmp_path / 'adapters'}"])
+    cli.export([f"run.dir={tmp_path / 'run'}", f"out={tmp_path / 'merged'}", "merge=true"])
+    with torch.no_grad():
+        want = theirs.eval()(TOKENS).logits
+        for folder in (saved, tmp_path / "adapters"):
+            assert_close(peft.PeftModel.from_pretrained(base(), folder)(TOKENS).logits, want)
+        assert not list(saved.glob("model*"))
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        assert_close(merged(TOKENS).logits, want)
+        assert_close(serried.load_model(tmp_path / "run")(TOKENS), want)
+
+
+def assert_close(found: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(found, want, atol=2e-5, rtol=0)
+
+
+def losses(cluster: Cluster, ranks: int, argv: list[str], run_dir: Path, code: int = 0) -> list[float]:
+    answers = cluster.run(ranks, "tests.runs:train_reported", argv=argv)
+    assert {answer.value for answer in answers} == {code}, answers[0].printed
+    return [line["loss"] for line in runs.metrics(run_dir)]
+
+
+LAYOUTS = {
+    "ddp": ["parallel=ddp"],
+    "tensor": ["parallel=fsdp", "parallel.tensor=2"],
+    "tensor, whole stream": ["parallel=fsdp", "parallel.tensor=2", "parallel.sequence=false"],
+    "pipeline": ["parallel=fsdp", "parallel.pipeline=2", "trainer.micro_batch=1"],
+}
+
+
+@pytest.fixture(scope="module")
+def single(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    run_dir = tmp_path_factory.mktemp("single") / "run"
+    ended = runs.run_here(lora(models, run_dir, "trainer.deterministic=true"))
+    assert ended.code == 0, ended.printed
+    assert "14 layers" in ended.printed
+    return run_dir, [line["loss"] for line in runs.metrics(run_dir)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_of_two_ranks_equal_those_of_one(
+    cluster: Cluster, models: Path, tmp_path: Path, single: tuple[Path, list[float]], layout: str
+) -> None:
+    found = losses(cluster, 2, lora(models, tmp_path / "run", *LAYOUTS[layout]), tmp_path / "run")
+    assert found == pytest.approx(single[1], abs=1e-5)
+
+
+def test_stopped_run_resumes_on_other_ranks_and_bitwise_on_the_same(
+    cluster: Cluster, models: Path, tmp_path: Path, single: tuple[Path, list[float]]
+) -> None:
+    """The base model has moved meanwhile."""
+    shutil.copytree(models / "llama", tmp_path / "base")
+
+    def argv(name: str, base: str, *more: str) -> list[str]:
+        return lora(models, tmp_path / name, f"model.path={tmp_path / base}", *more)
+
+    losses(cluster, 2, argv("run", "base", "parallel=fsdp", "trainer.stop_at=2"), tmp_path / "run", 75)
+    one = ["trainer.deterministic=true"]
+    assert runs.run_here(argv("same", "base", *one, "trainer.stop_at=2")).code == 75
+    (tmp_path / "base").rename(tmp_path / "moved")
+    ended = runs.run_here(argv("run", "base"))
+    assert ended.code == 78
+    assert "is not there; if it has moved: train.py ... model.path=FOLDER" in ended.printed.splitlines()[-1]
+    assert losses(cluster, 1, argv("run", "moved"), tmp_path / "run") == pytest.approx(single[1], abs=1e-5)
+    assert runs.run_here(argv("same", "moved", *one)).code == 0
+    for stem in ("adapter_model", "optimizer"):
+        want = runs.weights(single[0], stem)
+        found = runs.weights(tmp_path / "same", stem)
+        assert found.keys() == want.keys()
+        assert all(found[name].equal(want[name]) for name in want)
+
+
+def test_another_base_model_is_refused(models: Path, tmp_path: Path) -> None:
+    import transformers
+
+    assert runs.run_here(lora(models, tmp_path / "run", "trainer.stop_at=1")).code == 75
+    torch.manual_seed(4)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS)).save_pretrained(tmp_path / "other")
+    ended = runs.run_here(lora(models, tmp_path / "run", f"model.path={tmp_path / 'other'}"))
+    assert ended.code == 78
+    assert "is not the base model that" in ended.printed.splitlines()[-1]
+    assert "model.safetensors has other content" in ended.printed.splitlines()[-1]
+
+
+def meta_model(*words: str) -> Any:
+    config = compose(["recipe=lora", "data.tokenizer=bytes", *words])
+    return build_model(config, CausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["adapter.modules=[q_prj]"], "matches none of the .* e.g. 'adapter.modules=.q_proj.'"),
+        (["model=moe_tiny", "adapter.modules=['*.gate_proj']"], "names the experts of a mixture"),
+    ],
+)
+def test_pattern_that_cannot_be_followed_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        meta_model(*words)
+
+
+def test_patterns_choose_layers_by_the_names_of_hugging_face() -> None:
+    model = meta_model("adapter.modules=[q_proj,'model.layers.1.mlp.*']", "model.layers=2").module
+    adapted = {name for name, module in model.named_modules() if hasattr(module, "adapter")}
+    assert adapted == {
+        "layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj",
+        *(f"layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")),
+    }  # fmt: skip
+    assert {name.rpartition(".")[2] for name, each in model.named_parameters() if each.requires_grad} == {
+        "lora_A", "lora_B",
+    }  # fmt: skip
+
+
+def test_batch_norm_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(UserError, match="BatchNorm"):
+        Adapters(AdapterSection(method="lora"), model, ParallelPlan(), Points().exported)
+
+
+def test_plan_of_an_8b_model_fits_one_gpu_with_its_base_in_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe=lora", "model=llama8b", "data.tokenizer=bytes", "launch.device=cpu", "dry_run=true"]
+    assert main(words) == 0
+    plan = capsys.readouterr().out
+    assert "41,943,040 (0.52%) are trained: lora of rank 16, alpha 32, in 224 layers" in plan
+    assert "frozen weights in bf16; fp32 adapters" in plan
+    assert "parameters 15.1GiB, gradients 160.0MiB, optimizer state 320.0MiB" in plan
+    assert "480.0MiB each" in plan
+    assert "does not fit" not in plan
+
+
+def test_adapters_of_a_users_task_train_and_load(tmp_path: Path) -> None:
+    words = ["adapter=lora", f"run.dir={tmp_path / 'run'}"]
+    result = serried.fit(Points, words)
+    assert result.state == "finished"
+    assert {name.rpartition("model.")[2] for name in runs.weights(tmp_path / "run", "adapter_model")} == {
+        f"{layer}.lora_{part}.weight" for layer in (0, 3) for part in "AB"
+    }
+    model = serried.load_model(tmp_path / "run", Points)
+    assert json.loads((runs.checkpoint(tmp_path / "run") / "state.json").read_text())["base"]["path"] is None
+    assert model.get_parameter("3.lora_B").abs().sum() > 0
+    torch.manual_seed(1)
+    task = Points()
+    task.config = Points.Config()
+    assert model.get_parameter("0.weight").equal(task.build_model()[0].weight)

@@ -79,7 +79,13 @@ def test_every_choice_composes_and_carries_its_name(group: str, choice: str):
     if group == "track":  # several of its choices go together
         assert asked_for(section) == [] if choice == "files" else asked_for(section) == [choice.partition("_")[0]]
         return
-    assert choice in (section, getattr(section, "name", None), getattr(section, "strategy", None), "adamw")
+    assert choice in (
+        section,
+        getattr(section, "name", None),
+        getattr(section, "strategy", None),
+        getattr(section, "method", None),
+        "adamw",
+    )
 
 
 def test_the_command_line_overrides_the_groups_and_the_values_of_a_recipe():

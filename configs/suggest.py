@@ -190,8 +190,10 @@ def advice(key: str, value: str, config: _Config | None = None) -> str | None:
     """
     known = other_names().advice
     section, last = key.partition(".")[0], key.rpartition(".")[2]
-    is_slip = "." in key and bool(get_close_matches(key, all_keys(), 1, _A_SLIP))
-    if is_slip and squeezed(key) not in known and (len(last) < 4 or squeezed(last) not in known):
+    near = get_close_matches(key, all_keys(), 1, _A_SLIP) if "." in key else []
+    if near and near[0].endswith(f".{last}"):
+        return None  # dapter.rank is adapter.rank, not torchrun's
+    if near and squeezed(key) not in known and (len(last) < 4 or squeezed(last) not in known):
         return None  # optim.ep is optim.eps, not expert parallelism
     names = [key, last] if section in all_sections() else [key, last, section]
     sentence = next((known[squeezed(name)] for name in names if squeezed(name) in known), None)

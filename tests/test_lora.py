@@ -283,3 +283,33 @@ def test_adapters_of_a_users_task_train_and_load(tmp_path: Path) -> None:
     task = Points()
     task.config = Points.Config()
     assert model.get_parameter("0.weight").equal(task.build_model()[0].weight)
+
+
+def train_and_look(argv: list[str]) -> dict[str, int]:
+    """Train on this rank; return how many numbers of each type it holds."""
+    held: dict[str, int] = {}
+    steps = Trainer.steps
+
+    def watched(self: Trainer) -> Any:
+        yield from steps(self)
+        for each in self.state.parallel.parameters:
+            held[str(each.local.dtype)] = held.get(str(each.local.dtype), 0) + each.local.numel()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Trainer, "steps", watched)
+        assert runs.train_reported(argv) == 0
+    return held
+
+
+def test_frozen_weights_are_held_in_bf16_whole_and_sharded(cluster: Cluster, models: Path, tmp_path: Path) -> None:
+    """Dropout too: its masks are the same on both."""
+    found = {}
+    for name, ranks in (("single", 1), ("fsdp", 2)):
+        argv = lora(models, tmp_path / name, "precision=bf16", f"parallel={name}", "adapter.dropout=0.1")
+        answers = [answer.value for answer in cluster.run(ranks, "tests.test_lora:train_and_look", argv=argv)]
+        losses = [line["loss"] for line in runs.metrics(tmp_path / name)]
+        found[name] = ({key: sum(answer[key] for answer in answers) for key in answers[0]}, losses)
+    base = 2 * 257 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 32
+    adapters = 4 * 2 * (2 * 64 + 2 * 48 + 3 * 80)
+    assert found["single"][0] == found["fsdp"][0] == {"torch.bfloat16": base, "torch.float32": adapters}
+    assert found["fsdp"][1] == pytest.approx(found["single"][1], abs=2e-3)

@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from serried import cli
-from serried.configs.errors import UserError
-from serried.recipes.data.rows import Column
+from serried.recipes.data.rows import Column, units_of_file
 from serried.recipes.data.show import marked_lines
 from serried.recipes.data.tokenizer import BytesTokenizer
 from tests import runs
@@ -20,6 +20,9 @@ CHAT = [
     {"role": "user", "content": "And then?"},
     {"role": "assistant", "content": "Four."},
 ]
+
+
+ADD = {"role": "user", "content": "Add."}
 
 
 def write_chats(path: Path, count: int = 120) -> Path:
@@ -128,12 +131,37 @@ def test_a_template_that_was_changed_is_other_data(model: Path, tmp_path: Path) 
     assert "was trained on other data" in ended.printed
 
 
-def test_alpaca_columns_are_answered_with_the_row_to_write() -> None:
-    column = Column("messages", "chat")
-    with pytest.raises(UserError) as caught:
-        column.check(["instruction", "input", "output"], "alpaca.json")
-    row = '{"messages": [{"role": "user", "content": instruction}, {"role": "assistant", "content": output}]}'
-    assert row in str(caught.value)
+@pytest.mark.parametrize(
+    ("row", "roles"),
+    [
+        ({"instruction": "Add.", "input": "1 and 2", "output": "3"}, "user assistant"),
+        ({"instruction": "Add 1 and 2.", "input": "", "output": "3", "system": "You count."}, "system user assistant"),
+        (
+            {"conversations": [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "3"}]},
+            "user assistant",
+        ),
+        ({"prompt": [ADD], "completion": "3"}, "user assistant"),
+    ],
+)
+def test_questions_and_answers_in_columns_of_their_own_are_conversations(
+    tmp_path: Path, row: dict[str, Any], roles: str
+) -> None:
+    """As lines and as a table: the same messages."""
+    import pyarrow
+    from pyarrow import parquet
+
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "id": 7}) + "\n")
+    parquet.write_table(pyarrow.Table.from_pylist([{**row, "id": 7}]), tmp_path / "rows.parquet")
+    column, found = Column("messages", "chat"), []
+    for name in ("rows.jsonl", "rows.parquet"):
+        (unit,) = units_of_file(tmp_path / name, column, 1 << 20, None)
+        found.append([each.content for each in unit.all_rows()])
+    assert found[0] == found[1]
+    ((*before, question, answer),) = found[0]
+    assert " ".join(message["role"] for message in (*before, question, answer)) == roles
+    assert question["content"].startswith("Add")
+    assert question["content"].endswith("1 and 2") or not row.get("input")
+    assert answer["content"] == "3"
 
 
 def test_equal_lines_of_the_sample_become_one() -> None:

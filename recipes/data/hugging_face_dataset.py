@@ -15,7 +15,7 @@ import numpy as np
 
 from serried.configs.errors import UserError
 from serried.recipes.data.files import SourceFile, files_state, kind_of, library, quiet
-from serried.recipes.data.rows import Column, JsonLines, ParquetRows, row_place, rows_of, units_of_file
+from serried.recipes.data.rows import Column, JsonLines, ParquetRows, documents_of, row_place, rows_of, units_of_file
 from serried.recipes.data.source import Reading, Row, Source, Unit
 
 _UNIT_ROWS = 10_000
@@ -62,7 +62,7 @@ class HubDataset(Source):
     def units(self) -> list["TableRows"]:
         units, name = [], _name_of(self.section)
         for table, split in self._tables:
-            rows = table.select_columns([self._column.name]).with_format("arrow")
+            rows = table.select_columns(self._column.found(table.column_names)).with_format("arrow")
             row_bytes = rows.data.nbytes / max(1, len(table.data)) if len(table) else 0
             for start in range(0, len(rows), _UNIT_ROWS):
                 stop = min(start + _UNIT_ROWS, len(rows))
@@ -105,7 +105,7 @@ class TableRows(Unit):
 
     def _batches(self, first: int) -> Iterator[tuple[int, Any]]:
         for start in range(first, self.stop, _BATCH_ROWS):
-            yield start, self.table[start : min(start + _BATCH_ROWS, self.stop)].column(0)
+            yield start, documents_of(self.table[start : min(start + _BATCH_ROWS, self.stop)])
 
 
 _TEXTS = ("string", "large_string", "binary", "large_binary")
@@ -166,8 +166,9 @@ class StreamedFile(Unit):
         try:
             rows = _library().load_dataset(self.loader, data_files=[self.name], split="train", streaming=True)
             for number, row in enumerate(rows.skip(first), first):
-                self.column.check(list(row), self.name)
-                content = self.column.content(row[self.column.name], partial(row_place, self.name, number))
+                names = self.column.check(list(row), self.name)
+                value = row[names[0]] if len(names) == 1 else {name: row[name] for name in names}
+                content = self.column.content(value, partial(row_place, self.name, number))
                 yield Row(number, content)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.name} cannot be read: {_sentence(error)}") from error

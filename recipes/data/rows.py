@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,9 +37,10 @@ _BATCH_ROWS = 256
 _SHOWN_CHARACTERS = 60
 
 
-_ROLES = ("user", "assistant")
 _PAIRS = (("instruction", "output"), ("prompt", "completion"), ("question", "answer"), ("prompt", "response"))
 """Columns of common data sets of questions and answers, such as Alpaca."""
+_BESIDE = ("input", "system")
+"""Columns that they may have beside these."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,21 @@ class Column:
         """The config key that names it."""
         return "data.messages_column" if self.format == "chat" else "data.text_column"
 
-    def check(self, names: Sequence[str], where: str) -> None:
-        """Raise ``UserError`` if the column is not among ``names``."""
-        if self.name in names:
-            return
+    def found(self, names: Collection[str]) -> list[str]:
+        """Return which of the columns ``names`` hold the document: this one, or for a conversation a question and its
+        answer; [] if none do."""
+        if self.name in names or self.format == "text":
+            return [self.name] if self.name in names else []
+        if self.name == "messages" and "conversations" in names:  # as ShareGPT calls it
+            return ["conversations"]
+        pair = next((pair for pair in _PAIRS if {*pair} <= {*names}), ())
+        return [*pair, *(name for name in _BESIDE if pair and name in names)]
+
+    def check(self, names: Sequence[str], where: str) -> list[str]:
+        """Return the columns that hold the document; raise ``UserError`` if none of ``names`` do."""
+        if found := self.found(names):
+            return found
         there = f"its columns are {', '.join(names)}" if names else "it has no columns"
-        pair = next((pair for pair in _PAIRS if {*pair} <= {*names}), None) if self.format == "chat" else None
-        if pair:
-            messages = ", ".join(
-                f'{{"role": "{role}", "content": {of}}}' for role, of in zip(_ROLES, pair, strict=True)
-            )
-            raise UserError(
-                f'{where} has no column {self.name!r}; {there}; write each row as {{"messages": [{messages}]}}, as the '
-                "script in docs/data.md does"
-            )
         raise UserError(f"{where} has no column {self.name!r}; {there}; use {self.key}={names[0] if names else 'NAME'}")
 
     def content(self, value: Any, where: Callable[[], str]) -> Content:
@@ -85,6 +87,7 @@ class Column:
         if value is None:
             return ""
         if self.format == "chat":
+            value = _conversation(value) if isinstance(value, dict) else value
             if isinstance(value, list) and all(isinstance(message, dict) for message in value):
                 return value
             wanted = "a list of messages such as {role: user, content: ...}"
@@ -96,6 +99,17 @@ class Column:
             f"{where()}: column {self.name!r} is {_described(value)}, not {wanted}; fix the row, or name another "
             f"column: {self.key}=NAME"
         )
+
+
+def _conversation(row: Mapping[str, Any]) -> Any:
+    """Return the messages of a row with a question and its answer, each a text or a list of messages."""
+    question, answer = next(pair for pair in _PAIRS if {*pair} <= row.keys())
+    asked, said = row[question], row[answer]
+    if isinstance(asked, str) and row.get("input"):
+        asked = f"{asked}\n\n{row['input']}"  # as in Alpaca: what the instruction is about
+    parts = [("system", row.get("system") or []), ("user", asked), ("assistant", said)]
+    messages = [each if isinstance(each, list) else [{"role": role, "content": each}] for role, each in parts]
+    return [message for each in messages for message in each]
 
 
 def _described(value: Any) -> str:
@@ -144,9 +158,9 @@ class JsonLines(Unit):
             ) from error
         if not isinstance(row, dict):
             raise UserError(f"{self._place(position)} is {_described(row)}, not an object with a column per name")
-        if self.column.name not in row:
-            self.column.check(list(row), self._place(position))
-        content = self.column.content(row[self.column.name], lambda: self._place(position))
+        names = self.column.found(row) or self.column.check(list(row), self._place(position))
+        value = row[names[0]] if len(names) == 1 else {name: row[name] for name in names}
+        content = self.column.content(value, lambda: self._place(position))
         if b"\\ud" in line or b"\\uD" in line:  # JSON can hold an unpaired surrogate, text cannot
             try:
                 json.dumps(content, ensure_ascii=False).encode("utf-8")
@@ -193,7 +207,8 @@ class ParquetRows(Unit):
     def _group(self, file: Any, group: int, number: int) -> Iterator[Row]:
         """Rows of one row group, by their numbers in the file, of which the first is ``number``."""
         arrow = library("pyarrow", f"reading {Path(self.path).name}")
-        batches = file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[self.column.name])
+        names = self.column.found(file.schema_arrow.names)
+        batches = file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=names)
         while True:
             try:
                 batch = next(batches, None)
@@ -204,8 +219,13 @@ class ParquetRows(Unit):
                 ) from error
             if batch is None:
                 return
-            yield from rows_of(batch.column(0), self.column, number, str(self.path))
+            yield from rows_of(documents_of(batch), self.column, number, str(self.path))
             number += len(batch)
+
+
+def documents_of(batch: Any) -> Any:
+    """Return the documents of an Arrow table as one array: its column, or a struct of several."""
+    return batch.column(0) if batch.num_columns == 1 else batch.to_struct_array()
 
 
 def rows_of(values: Any, column: Column, first: int, name: str) -> Iterator[Row]:

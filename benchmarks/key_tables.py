@@ -53,7 +53,9 @@ def _purpose(key: Key) -> str:
     if not names or len(names) == len(CHOSEN[group].names()):
         return key.purpose.replace("``", "`")
     chosen = group if CHOSEN[group].key == "name" else f"{group}.{CHOSEN[group].key}"
-    return f"`{chosen}={'|'.join(names)}`: {key.purpose.replace('``', '`')}"
+    others = [name for name in CHOSEN[group].names() if name not in names]
+    which = f"`{chosen}={'|'.join(names)}`" if len(names) <= len(others) else f"not `{chosen}={'|'.join(others)}`"
+    return f"{which}: {key.purpose.replace('``', '`')}"
 
 
 def _texts(tree: Any) -> dict[str, str]:

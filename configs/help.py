@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 
 from serried.configs.declaration import declared
 from serried.configs.formats import columns
@@ -71,7 +72,7 @@ def help_text(program: str = "train.py", folder: Path = _FOLDER) -> str:
             "",
             *([f"recipes: {recipes}", recipes_text(folder), ""] if has_recipes else []),
             "groups: each chooses a set of keys",
-            *_table([(group, " | ".join(choices)) for group, choices in groups.items()]),
+            *_table([row for group, choices in groups.items() for row in _wrapped(group, " | ".join(choices))]),
             "",
             "common keys; counts may be written 1e3, 10k, 2M (all keys: --cfg job, explained in configs/schema.py)",
             *_table(keys),
@@ -88,6 +89,11 @@ def recipes_text(folder: Path = _FOLDER) -> str:
 
 def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"  {line}" for line in columns(rows)]
+
+
+def _wrapped(name: str, text: str) -> list[tuple[str, str]]:
+    lines = wrap(text, _WIDTH - 14)
+    return list(zip([name, *[""] * len(lines)], lines, strict=False))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

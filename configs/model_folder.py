@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from serried.configs.errors import UserError
+from serried.configs.near import nearest
 from serried.configs.plain_data import read_json, read_yaml
 from serried.configs.registry import models
 from serried.configs.schema import parse_count
@@ -61,13 +62,19 @@ def keys_of_model(name: str) -> dict[str, Any]:
         found = read_json(file)
         family = found.get("model_type")
         if family not in models.names():
-            raise ValueError(f"is of model_type {family}; there are {', '.join(models.names())}")
+            raise ValueError(f"is of model_type {family}, which no model family reads; {_nearest_family(str(family))}")
         return {"family": family, **models.get(family).section.keys_from(found)}  # type: ignore[attr-defined]
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}; it says what the weights beside it compute") from None
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error).removeprefix(f"{file} ")
         raise UserError(f"{file} {reason}") from None
+
+
+def _nearest_family(model_type: str) -> str:
+    names = models.names()
+    near = [name for name in names if name.startswith(model_type)] or nearest(model_type, names)
+    return (f"the nearest is {near[0]}; " if near else "") + f"there are {', '.join(names)}"
 
 
 def model_folder(name: str, *patterns: str) -> Path:

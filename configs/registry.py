@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from pydantic import create_model
 
 from serried.configs.errors import UserError
+from serried.configs.families import MistralSection, Qwen2Section, Qwen3Section
 from serried.configs.near import nearest
 from serried.configs.schema import (
     GPT2Section,
@@ -144,6 +145,9 @@ schedules = Registry(
 )
 models = Registry("model family", "model", "serried.models", ModelSection, key="family")
 models.register("llama", LlamaSection, lambda: import_module("serried.recipes.models.transformer").Llama)
+models.register("mistral", MistralSection, lambda: import_module("serried.recipes.models.mistral").Mistral)
+models.register("qwen2", Qwen2Section, lambda: import_module("serried.recipes.models.qwen2").Qwen2)
+models.register("qwen3", Qwen3Section, lambda: import_module("serried.recipes.models.qwen3").Qwen3)
 models.register("gpt2", GPT2Section, lambda: import_module("serried.recipes.models.gpt2").GPT2)
 for _family in ("glm4_moe", "qwen3_moe", "mixtral"):
     models.register(_family, MoESection, lambda: import_module("serried.recipes.models.moe").MoE)

@@ -123,7 +123,7 @@ def _nearest(key: str, values: Sequence[int]) -> str:
     return f"use {key}={values[0]}" + (f" (or one of {list(values[1:4])})" if values[1:] else "")
 
 
-def _refuse_unless(found: Mapping[str, Any], **plain: Any) -> None:
+def refuse_unless(found: Mapping[str, Any], **plain: Any) -> None:
     """Raise ``ValueError`` if a key of the ``config.json`` ``found`` is set to another value than ``plain``."""
     for key, value in plain.items():
         if (found.get(key) or value) != value:
@@ -201,7 +201,7 @@ class LlamaSection(ModelSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        _refuse_unless(found, attention_bias=False, mlp_bias=False, hidden_act="silu")
+        refuse_unless(found, attention_bias=False, mlp_bias=False, hidden_act="silu")
         if found.get("quantization_config"):
             raise ValueError("has a quantization_config; only plain float weights can be taken over")
         # transformers 5 has one dictionary; before it there were two keys. Defaults are those of LlamaConfig.
@@ -231,6 +231,16 @@ class LlamaSection(ModelSection):
     def rotary_dim(self) -> int:
         """Leading numbers of each head that rotary embeddings turn."""
         return self.attention_head_dim
+
+    def window(self, layer: int) -> int | None:
+        """Number of tokens, with itself, that a token attends to in block ``layer``; None: all up to itself."""
+        del layer
+        return None
+
+    def rope_base(self, layer: int) -> float:
+        """Base of the rotary frequencies in block ``layer``."""
+        del layer
+        return self.rope_theta
 
     @model_validator(mode="before")
     @classmethod
@@ -330,7 +340,7 @@ class MoESection(LlamaSection):
         keys = super().keys_from({**found, "attention_bias": False})
         keys |= {"attention_bias": bool(found.get("attention_bias")), "experts_per_token": found["num_experts_per_tok"]}
         if family == "mixtral":
-            _refuse_unless(found, sliding_window=None)
+            refuse_unless(found, sliding_window=None)
             keys |= _FORMS[family]
             return keys | {"experts": found["num_local_experts"], "expert_hidden_dim": found["intermediate_size"]}
         keys |= {"expert_hidden_dim": found["moe_intermediate_size"]}
@@ -338,12 +348,12 @@ class MoESection(LlamaSection):
             dense = found.get("mlp_only_layers") or []
             if dense != list(range(len(dense))):
                 raise ValueError(f"has mlp_only_layers {dense}; only the first layers can be dense")
-            _refuse_unless(found, decoder_sparse_step=1, use_sliding_window=False)
+            refuse_unless(found, decoder_sparse_step=1, use_sliding_window=False)
             experts = found.get("num_experts") or found["num_local_experts"]  # renamed in transformers 5
             normalizes = bool(found.get("norm_topk_prob"))
             keys |= _FORMS[family]
             return keys | {"experts": experts, "dense_layers": len(dense), "normalize_weights": normalizes}
-        _refuse_unless(found, n_group=1, topk_group=1)
+        refuse_unless(found, n_group=1, topk_group=1)
         rope = found.get("rope_parameters") or {}
         turned = rope.get("partial_rotary_factor") or found.get("partial_rotary_factor")
         return keys | {
@@ -408,7 +418,7 @@ class GPT2Section(ModelSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        _refuse_unless(
+        refuse_unless(
             found, activation_function="gelu_new", scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
         )
         if not found.get("scale_attn_weights", True):

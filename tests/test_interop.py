@@ -256,7 +256,11 @@ def test_the_tokenizer_of_the_folder_is_used_unless_another_is_named(plain: Path
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"model_type": "mistral"}, "config.json is of model_type mistral; there are llama"),
+        (
+            {"model_type": "mistral3"},
+            "mistral3, which no model family reads; the nearest is mistral; there",
+        ),
+        ({"model_type": "bert"}, "model_type bert, which no model family reads; there are llama"),
         ({"attention_bias": True}, "config.json has attention_bias True; only False can be taken over"),
         ({"mlp_bias": True}, "config.json has mlp_bias True"),
         ({"hidden_act": "gelu"}, "config.json has hidden_act gelu; only silu"),

@@ -22,6 +22,9 @@ Places = tuple[Tensor, Tensor]
 _FLEX_CAPABILITY = (8, 0)
 """Compute capability from which FlexAttention's kernels run: Ampere."""
 
+_BLOCK = 128
+"""Queries, and keys, of a block of FlexAttention."""
+
 _HIDDEN_SCORE = -1e30
 """Of a key that a query does not attend to. Finite: a query without any key must not give NaN, and exp() of it is 0."""
 
@@ -31,10 +34,11 @@ def numbered_documents(positions: Tensor) -> Tensor:
     return (positions == 0).cumsum(1)
 
 
-def causal_mask(documents: Tensor | None, places: Places | None = None) -> Mask:
+def causal_mask(documents: Tensor | None, places: Places | None = None, window: int | None = None) -> Mask:
     """Causal attention within documents: ``documents`` [B, S] of ``numbered_documents``. Make it once a forward.
 
-    ``places`` [Q] of the queries and [K] of the keys in the sequence; None: both are all of it, in order.
+    ``places`` [Q] of the queries and [K] of the keys in the sequence; None: both are all of it, in order. With a
+    ``window``, for which they are needed, a query attends to the last so many keys, itself included.
     """
     if places is None:
         if documents is None:
@@ -45,15 +49,49 @@ def causal_mask(documents: Tensor | None, places: Places | None = None) -> Mask:
         return same.tril_().unsqueeze(1)
     queries, keys = places
     if _has_flex(queries.device):
-        return block_mask(documents, places)
+        return block_mask(documents, places, window)
     not_later = queries.unsqueeze(1) >= keys
+    if window is not None:
+        not_later &= queries.unsqueeze(1) - keys < window
     if documents is None:
         return not_later
     same = documents[:, queries].unsqueeze(2) == documents[:, keys].unsqueeze(1)  # [B, Q, K]
     return same.logical_and_(not_later).unsqueeze(1)
 
 
-def block_mask(documents: Tensor | None, places: Places | None = None) -> BlockMask:
+def windowed_mask(
+    documents: Tensor | None, window: int, length: int, device: torch.device, places: Places | None = None
+) -> Mask:
+    """As ``causal_mask`` with a ``window``, for sequences of ``length`` tokens."""
+    if documents is None and places is None and _has_flex(device):
+        return window_blocks(window, length, device)
+    every = torch.arange(length, device=device)
+    return causal_mask(documents, places or (every, every), window)
+
+
+@cache
+def window_blocks(window: int, length: int, device: torch.device) -> BlockMask:
+    """As ``block_mask`` of a plain sequence, which would first make a mask of length x length."""
+
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        del batch, head
+        return (query >= key) & (query - key < window)
+
+    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """How many blocks of keys are chosen for each block of queries, and which, these first; [1, 1, ...] each."""
+        order = chosen.int().argsort(dim=1, descending=True, stable=True)
+        return chosen.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+    blocks = torch.arange(-(-length // _BLOCK), device=device)
+    apart = (blocks.unsqueeze(1) - blocks) * _BLOCK  # of their first query and key
+    some = (apart >= 0) & (apart - _BLOCK + 1 < window)
+    every = (apart >= _BLOCK - 1) & (apart + _BLOCK - 1 < window)
+    return BlockMask.from_kv_blocks(
+        *listed(some & ~every), *listed(every), BLOCK_SIZE=_BLOCK, mask_mod=attends, seq_lengths=(length, length)
+    )
+
+
+def block_mask(documents: Tensor | None, places: Places | None = None, window: int | None = None) -> BlockMask:
     """The mask of FlexAttention, for what ``causal_mask`` takes."""
     if places is None:
         assert documents is not None
@@ -63,44 +101,82 @@ def block_mask(documents: Tensor | None, places: Places | None = None) -> BlockM
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         del head
         query, key = queries[query], keys[key]
-        if documents is None:
-            return query >= key
-        return (documents[batch, query] == documents[batch, key]) & (query >= key)
+        seen = query >= key
+        if window is not None:
+            seen = seen & (query - key < window)
+        return seen if documents is None else seen & (documents[batch, query] == documents[batch, key])
 
     size = None if documents is None else len(documents)
     return create_block_mask(attends, size, None, len(queries), len(keys), device=queries.device)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Attention of q [B, H, Q, E] on k, v [B, K, S, E], K key/value heads, of which H is a multiple."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None, soft_cap: float | None = None
+) -> Tensor:
+    """Attention of q [B, H, Q, E] on k, v [B, K, S, E], K key/value heads, of which H is a multiple.
+
+    ``scale`` of the scores: 1 / sqrt(E) if None. With a ``soft_cap`` a score x becomes cap x tanh(x / cap). Only
+    FlexAttention has a kernel for that; without it all scores are held, in fp32.
+    """
     grouped = q.shape[1] != k.shape[1]
-    if mask is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    if isinstance(mask, Tensor):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-    mixed: Tensor = _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)
-    return mixed
+    if soft_cap is not None and mask is None and _has_flex(q.device):
+        mask = window_blocks(q.shape[2], q.shape[2], q.device)
+    if isinstance(mask, BlockMask):
+        mod = None if soft_cap is None else _soft_capping(soft_cap)
+        mixed: Tensor = _compiled_flex_attention()(q, k, v, mod, mask, scale, grouped)
+        return mixed
+    if soft_cap is not None:
+        return _scored(q, k, v, mask, scale, soft_cap)[0]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )  # fmt: skip
 
 
-def attend_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+def attend_with_logsumexp(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None, soft_cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """As ``attend``, with a mask, and the log of the sum of exp(score) of each query, [B, H, Q] fp32.
 
     With it, results of the same queries on several sets of keys are merged. Where a query attends to no key, its result
     is any number and its logarithm at most -1e29. On a CPU it holds all scores, in fp32.
     """
-    heads, key_heads = q.shape[1], k.shape[1]
     if isinstance(mask, BlockMask):
+        mod = None if soft_cap is None else _soft_capping(soft_cap)
         out, aux = _compiled_flex_attention()(
-            q, k, v, block_mask=mask, enable_gqa=heads != key_heads, return_aux=AuxRequest(lse=True)
+            q, k, v, mod, mask, scale, q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
         )
         return out, aux.lse.clamp(min=_HIDDEN_SCORE)
     assert mask is not None
+    return _scored(q, k, v, mask, scale, soft_cap)
+
+
+def _scored(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, soft_cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention by all scores, and their log-sums."""
+    heads, key_heads = q.shape[1], k.shape[1]
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
     with torch.autocast(q.device.type, enabled=False):  # fp16 cannot hold the score of what is hidden
         grouped = q.float().unflatten(1, (key_heads, heads // key_heads))  # [B, K, H/K, Q, E]
-        scores = grouped @ k.float().unsqueeze(2).transpose(-2, -1) / q.shape[-1] ** 0.5  # [B, K, H/K, Q, S]
+        scores = grouped @ k.float().unsqueeze(2).transpose(-2, -1)  # [B, K, H/K, Q, S]
+        scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
         scores = scores.masked_fill(~mask.unsqueeze(-3), _HIDDEN_SCORE)
         out = scores.softmax(-1) @ v.float().unsqueeze(2)
     return out.flatten(1, 2).to(v.dtype), scores.logsumexp(-1).flatten(1, 2)
+
+
+@cache
+def _soft_capping(soft_cap: float) -> Any:
+    """What FlexAttention does to a score."""
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        del batch, head, query, key
+        return soft_cap * torch.tanh(score / soft_cap)
+
+    return capped
 
 
 @cache

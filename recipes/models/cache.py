@@ -33,10 +33,13 @@ class Cache:
         """Tokens so far."""
         self.layers = [LayerCache(capacity) for _ in range(layers)]
 
-    def mask(self, tokens: int, device: torch.device) -> Tensor | None:
-        """Which keys (dim 3) the next ``tokens`` queries (dim 2) attend to: all up to themselves. None: plainly
-        causal."""
-        if self.length == 0:
-            return None
+    def mask(self, tokens: int, device: torch.device, window: int | None = None) -> Tensor | None:
+        """Which keys (dim 3) the next ``tokens`` queries (dim 2) attend to: all up to themselves, or the last
+        ``window`` of these. None: plainly causal."""
         keys = self.length + tokens
-        return torch.ones(1, 1, tokens, keys, dtype=torch.bool, device=device).tril_(self.length)
+        if window is not None and window >= keys:
+            window = None
+        if self.length == 0 and window is None:
+            return None
+        mask = torch.ones(1, 1, tokens, keys, dtype=torch.bool, device=device).tril_(self.length)
+        return mask if window is None else mask.triu_(self.length - window + 1)

@@ -31,7 +31,6 @@ from serried.recipes.models.transformer import (
     flops_per_token,
     hugging_face_config,
     hugging_face_name,
-    initial_std,
 )
 
 _GROUPED_ALIGNMENT = 16
@@ -203,15 +202,7 @@ class MoE(Llama):
     """GLM-4.5 (``model.family=glm4_moe``), Qwen3-MoE (``qwen3_moe``) and Mixtral (``mixtral``)."""
 
     section: MoESection
-
-    def build(self) -> Transformer:
-        with torch.device("meta"):
-            return MoETransformer(self.section, self.vocab_size)
-
-    def initial_std(self, name: str) -> float | None:
-        if name.endswith(".bias"):
-            return 0.0
-        return initial_std(self.section, name)
+    transformer = MoETransformer
 
     def describe(self) -> str:
         model, shared = self.section, self.section.shared_experts

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from serried.configs.schema import LlamaSection, RopeScaling
 from serried.parallel.plan import ALL_OF_IT, Context, Inputs, ParallelPlan, Share
-from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask, numbered_documents
+from serried.recipes.models.attention import (
+    attend,
+    attend_with_logsumexp,
+    causal_mask,
+    numbered_documents,
+    windowed_mask,
+)
 from serried.recipes.models.cache import Cache, LayerCache
 from serried.recipes.models.family import ModelFamily, Tokens
 from serried.recipes.models.head import LanguageModelHead, chunk_tokens
@@ -165,7 +171,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.lm_head = LanguageModelHead(config.dim, vocab_size, tied=config.tie_embeddings)
         self.context = Context(attend, attend_with_logsumexp)
-        self._rope_tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._rope_tables: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
 
     def block(self, number: int) -> Block:
         """Make block ``number``; a family whose blocks differ overrides this."""
@@ -189,23 +195,16 @@ class Transformer(nn.Module):
         last one alone, [B, 1, V]. For generating text, one document at a time.
         """
         length = self.context.whole_length(tokens) if cache is None else cache.capacity
-        cos, sin = self._rope(length, tokens.device)
-        if positions is None:
-            documents = None
-            cos, sin = self.context.part(cos, 0), self.context.part(sin, 0)
-        else:
-            documents, mine = numbered_documents(positions), self.context.part(positions, 1)
-            cos, sin = cos[mine].unsqueeze(1), sin[mine].unsqueeze(1)
-        mask = self.context.mask(partial(causal_mask, documents), length, tokens.device)  # one for all blocks
-        if cache is not None:
-            here = slice(cache.length, cache.length + tokens.shape[1])
-            cos, sin, mask = cos[here], sin[here], cache.mask(tokens.shape[1], tokens.device)
-        x = self.embed_tokens(tokens)
+        windows, bases = self._reaches(length)
+        rotations = {base: self._rotation(base, length, tokens, positions, cache) for base in {*bases}}
+        masks = {window: self._mask(window, length, tokens, positions, cache) for window in {*windows}}
+        x = self.embedded(tokens)
         if torch.is_autocast_enabled(x.device.type):
             # Autocast leaves the embedding in fp32; sharded mixed precision has it in the low type already. One
             # residual stream for both, so that the numbers do not depend on the strategy.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for number, block in enumerate(self.layers):
+            (cos, sin), mask = rotations[bases[number]], masks[windows[number]]
             x = block(x, cos, sin, mask) if cache is None else block(x, cos, sin, mask, cache.layers[number])
         if cache is not None:
             cache.length += tokens.shape[1]
@@ -213,17 +212,52 @@ class Transformer(nn.Module):
         shared = self.embed_tokens.weight if self.config.tie_embeddings else None
         return self.lm_head(self.norm(x), targets, shared)
 
-    def _rope(self, sequence: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return what the first block reads; in later stages of a pipeline ``tokens`` are hidden states already."""
+        return self.embed_tokens(tokens)
+
+    def _reaches(self, length: int) -> tuple[list[int | None], list[float]]:
+        """Window and rotary base of each block; a window that sequences of ``length`` do not fill is none."""
+        numbers = range(self.config.layers)
+        windows = [self.config.window(number) for number in numbers]
+        windows = [None if window is None or window >= length else window for window in windows]
+        return windows, [self.config.rope_base(number) for number in numbers]
+
+    def _mask(
+        self, window: int | None, length: int, tokens: Tensor, positions: Tensor | None, cache: Cache | None
+    ) -> Any:
+        if cache is not None:
+            return cache.mask(tokens.shape[1], tokens.device, window)
+        documents = None if positions is None else numbered_documents(positions)
+        make = partial(causal_mask, documents)
+        if window is not None:
+            make = partial(windowed_mask, documents, window, length, tokens.device)
+        return self.context.mask(make, length, tokens.device)
+
+    def _rotation(
+        self, base: float, length: int, tokens: Tensor, positions: Tensor | None, cache: Cache | None
+    ) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rope(length, tokens.device, base)
+        if cache is not None:
+            here = slice(cache.length, cache.length + tokens.shape[1])
+            return cos[here], sin[here]
+        if positions is None:
+            return self.context.part(cos, 0), self.context.part(sin, 0)
+        mine = self.context.part(positions, 1)
+        return cos[mine].unsqueeze(1), sin[mine].unsqueeze(1)
+
+    def _rope(self, sequence: int, device: torch.device, base: float) -> tuple[Tensor, Tensor]:
         # Kept outside of the buffers: computed when first used, in fp32 on the CPU, so neither meta
         # construction nor mixed precision can touch them. The longest so far serves all shorter ones: while text is
         # sampled, every length comes by.
-        if device not in self._rope_tables or self._rope_tables[device][0].shape[0] < sequence:
+        key = (device, base)
+        if key not in self._rope_tables or self._rope_tables[key][0].shape[0] < sequence:
             with torch.autocast(device.type, enabled=False):
-                frequencies = rope_frequencies(self.config.rotary_dim, self.config.rope_theta, self.config.rope_scaling)
+                frequencies = rope_frequencies(self.config.rotary_dim, base, self.config.rope_scaling)
                 angles = torch.outer(torch.arange(sequence).float(), frequencies)
                 angles = torch.cat((angles, angles), dim=-1)  # [S, E]
-                self._rope_tables[device] = (angles.cos().to(device), angles.sin().to(device))
-        cos, sin = self._rope_tables[device]
+                self._rope_tables[key] = (angles.cos().to(device), angles.sin().to(device))
+        cos, sin = self._rope_tables[key]
         return cos[:sequence], sin[:sequence]
 
     def parallel_plan(self) -> ParallelPlan:
@@ -247,6 +281,8 @@ def initial_std(config: LlamaSection, name: str) -> float | None:
     """
     if name.endswith("norm.weight"):
         return None
+    if name.endswith(".bias"):
+        return 0.0
     if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
         return config.initializer_std / math.sqrt(2 * config.layers)
     return config.initializer_std
@@ -257,10 +293,12 @@ def flops_per_token(config: LlamaSection, parameters: int, vocab_size: int, sequ
 
     6 per parameter that multiplies (the embedding look-up does not, unless it is the head too; the few weights of norms
     are counted as if they did), and 12 x layers x heads x head_dim x sequence for attention scores, causality not
-    discounted: the products in which a kernel may leave out the masked half count as computed.
+    discounted: the products in which a kernel may leave out the masked half count as computed. Those outside of a
+    window do not.
     """
     lookup = 0 if config.tie_embeddings else vocab_size * config.dim
-    attention = 12 * config.layers * config.heads * config.attention_head_dim * sequence_length
+    seen = sum(min(sequence_length, config.window(layer) or sequence_length) for layer in range(config.layers))
+    attention = 12 * config.heads * config.attention_head_dim * seen
     return 6.0 * (parameters - lookup) + attention
 
 
@@ -347,6 +385,8 @@ class Llama(ModelFamily):
     """Llama 2 and 3: ``model.family=llama``."""
 
     opens_in = "transformers"
+    transformer = Transformer
+    """The class of the model."""
 
     def __init__(self, section: LlamaSection, vocab_size: int) -> None:
         super().__init__(section, vocab_size)
@@ -354,7 +394,7 @@ class Llama(ModelFamily):
 
     def build(self) -> Transformer:
         with torch.device("meta"):
-            return Transformer(self.section, self.vocab_size)
+            return self.transformer(self.section, self.vocab_size)
 
     def inputs(self, batch: Tokens) -> Inputs:
         return Inputs(batch.tokens, {"targets": batch.targets, "positions": batch.positions})
@@ -372,8 +412,10 @@ class Llama(ModelFamily):
 
     def describe(self) -> str:
         model = self.section
+        windows = [window for layer in range(model.layers) if (window := model.window(layer))]
+        windowed = f", {len(windows)} of them with a window of {windows[0]:,}" if windows else ""
         return (
-            f"{model.layers} layers, dim {model.dim}, feed-forward {model.hidden_dim}, "
+            f"{model.layers} layers{windowed}, dim {model.dim}, feed-forward {model.hidden_dim}, "
             f"heads {model.heads} (key/value {model.kv_heads}){', embeddings tied' if model.tie_embeddings else ''}"
         )
 

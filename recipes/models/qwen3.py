@@ -1,0 +1,27 @@
+"""Qwen 3, dense (https://arxiv.org/abs/2505.09388): Llama, with queries and keys normalised, each head by itself."""
+
+from typing import Any
+
+from serried.recipes.models.transformer import Attention, Block, FeedForward, Llama, Transformer
+
+
+class Qwen3Transformer(Transformer):
+    """``Transformer`` with these norms."""
+
+    def block(self, number: int) -> Block:
+        del number  # all are alike
+        config = self.config
+        return Block(config, Attention(config, norm=True), FeedForward(config.dim, config.hidden_dim))
+
+
+class Qwen3(Llama):
+    """``model.family=qwen3``."""
+
+    transformer = Qwen3Transformer
+
+    def export_config(self, end_token: int | None) -> dict[str, Any]:
+        return super().export_config(end_token) | {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "use_sliding_window": False,
+        }

@@ -1,0 +1,161 @@
+"""Families that transformers has too: the same weights bit for bit, the same logits, the same losses."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
+
+from serried.configs.compose import FOLDER, compose
+from serried.configs.registry import models
+from serried.configs.schema import ParallelSection
+from serried.parallel.apply import parallelize
+from serried.parallel.mesh import Layout
+from serried.recipes.models.attention import window_blocks
+from serried.recipes.models.cache import Cache
+from serried.recipes.models.family import ModelFamily, family_of
+from serried.trainer.checkpoint.state import load_weights
+
+WINDOW, LENGTH, ROWS = 8, 30, 131
+BORDERS = (0, 4, 21, LENGTH)
+"""Where documents begin in a sequence, and its end: one is shorter than the window."""
+SIZES = {
+    "vocab_size": ROWS, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 80, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+}
+
+
+def saved(name: str, folder: Path) -> Any:
+    """A random model of transformers, saved in ``folder``; norms and biases are random too."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **SIZES | FAMILIES[name])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def opened(folder: Path) -> tuple[ModelFamily, nn.Module]:
+    """What ``model=auto model.path=folder`` trains."""
+    section = compose(["model=auto", f"model.path={folder}", f"data.sequence_length={LENGTH}"]).model
+    family = family_of(models.get(section.family).load(), section, section.vocab_size)
+    model = family.build()
+    parallel = parallelize(
+        model, family.parallel_plan(model), None, seed=0, layout=Layout("single"),
+        section=ParallelSection(strategy="single"), low_dtype=None, device=torch.device("cpu"),
+    )  # fmt: skip
+    load_weights(folder, parallel, family.exported)
+    return family, parallel.module
+
+
+def written(family: ModelFamily, model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint in ``folder`` of ``model``."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        for fragment in family.exported(name, parameter.shape):
+            whole = state.setdefault(fragment.name, torch.full(fragment.shape, float("nan")))
+            whole[fragment.theirs.indices()] = parameter.detach()[fragment.ours.indices()]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(family.export_config(0)))
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    return state
+
+
+def documents(row: Tensor) -> list[Tensor]:
+    return [row[start:stop] for start, stop in itertools.pairwise(BORDERS)]
+
+
+POSITIONS = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(BORDERS)])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    theirs = saved(name, tmp_path / "theirs")
+    family, ours = opened(tmp_path / "theirs")
+    assert family.section.family == name
+    batches = torch.randint(ROWS, (3, 2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+    # Logits, and the same bits back.
+    with torch.no_grad():
+        expected = theirs(batches[0]).logits
+        assert expected.std() > 0.1, "a flat output would compare equal to anything"
+        torch.testing.assert_close(ours(batches[0]), expected, rtol=0, atol=1e-5)
+    there, back = load_file(tmp_path / "theirs/model.safetensors"), written(family, ours, tmp_path / "back")
+    assert back.keys() == there.keys()
+    assert all(back[key].equal(there[key]) for key in there)
+
+    # Three steps on packed documents, which transformers sees one by one.
+    mine, other = (torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs))
+    for batch in batches:
+        targets = batch.roll(-1, 1)
+        targets[:, [border - 1 for border in BORDERS[1:]]] = -100
+        loss = ours(batch, targets, POSITIONS.expand(2, -1)) / (targets >= 0).sum()
+        logits = [theirs(document[None]).logits[0, :-1] for row in batch for document in documents(row)]
+        labels = [document[1:] for row in batch for document in documents(row)]
+        reference = F.cross_entropy(torch.cat(logits), torch.cat(labels))
+        torch.testing.assert_close(loss, reference, rtol=1e-5, atol=0)
+        for optimizer, each in ((mine, loss), (other, reference)):
+            optimizer.zero_grad()
+            each.backward()
+            optimizer.step()
+
+    # Transformers opens the result, and a cache changes nothing.
+    written(family, ours, tmp_path / "trained")
+    again, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "trained", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(loaded[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loaded
+    assert type(again) is type(theirs)
+    with torch.no_grad():
+        whole, cache = ours(batches[0]), Cache(family.cached_layers, LENGTH)
+        torch.testing.assert_close(again.eval()(batches[0]).logits, whole, rtol=0, atol=1e-5)
+        pieces = [ours(piece, cache=cache) for piece in batches[0].split([13, 2, *[1] * (LENGTH - 15)], 1)]
+        torch.testing.assert_close(torch.cat(pieces, 1), whole[:, [12, *range(14, LENGTH)]], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("preset", "count"),
+    [
+        ("mistral7b", 7_241_732_096),
+        ("qwen25_7b", 7_615_616_512),
+        ("qwen3_8b", 8_190_735_360),
+        ("qwen3_600m", 596_049_920),
+    ],
+)
+def test_presets_have_their_published_number_of_parameters(preset: str, count: int) -> None:
+    section = compose([f"model={preset}", "data.tokenizer=bytes"]).model
+    family = family_of(models.get(section.family).load(), section, section.vocab_size)
+    assert sum(parameter.numel() for parameter in family.build().parameters()) == count
+    assert f"{count:,}" in (FOLDER / "model" / f"{preset}.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("window", [1, 8, 128, 129, 1000, 1024])
+def test_blocks_of_a_window_hold_what_they_should(window: int) -> None:
+    length = 1024
+    mine = window_blocks(window, length, torch.device("cpu"))
+
+    def attends(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < window)
+
+    expected = create_block_mask(attends, None, None, length, length, "cpu")
+    assert mine.shape == expected.shape
+    assert mine.to_dense().equal(expected.to_dense())
+    assert (mine.full_kv_num_blocks == expected.full_kv_num_blocks).all()

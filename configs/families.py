@@ -3,10 +3,12 @@
 What a family computes differently is in ``recipes/models/`` under its name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from serried.configs.schema import LlamaSection, Size, refuse_unless
+from pydantic import Field
+
+from serried.configs.schema import LlamaSection, Number, Size, refuse_unless
 
 
 class MistralSection(LlamaSection):
@@ -40,3 +42,90 @@ class Qwen3Section(LlamaSection):
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         refuse_unless(found, use_sliding_window=False)
         return super().keys_from({"head_dim": 128, **found})
+
+
+class Olmo2Section(LlamaSection):
+    """Architecture of OLMo 2: the Llama form, with norms behind attention and feed-forward, and of queries and keys."""
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        return super().keys_from({"rms_norm_eps": 1e-5, **found})
+
+
+class Phi3Section(MistralSection):
+    """Architecture of Phi-3 and Phi-4: the Llama form, perhaps with a window."""
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        refuse_unless(found, partial_rotary_factor=1.0)
+        return super().keys_from({"rms_norm_eps": 1e-5, **found})
+
+
+class GemmaSection(MistralSection):
+    """Architecture of Gemma 2 and the text model of Gemma 3."""
+
+    global_every: Size = 2
+    """Each so many-th block attends to all tokens, the others to ``sliding_window``."""
+    local_rope_theta: Number | None = Field(default=None, gt=0)
+    """Base of the rotary frequencies in blocks with a window, for Gemma 3; ``rope_theta`` when null."""
+    query_pre_attention_scalar: Size | None = None
+    """Scores are divided by its square root; ``head_dim`` when null."""
+    score_soft_cap: Number | None = Field(default=None, gt=0)
+    """A score x becomes c tanh(x / c), for Gemma 2; null: it stays."""
+    logit_soft_cap: Number | None = Field(default=None, gt=0)
+    """A logit x becomes c tanh(x / c); null: it stays."""
+
+    def window(self, layer: int) -> int | None:
+        return None if (layer + 1) % self.global_every == 0 else self.sliding_window
+
+    def rope_base(self, layer: int) -> float:
+        return self.rope_theta if self.window(layer) is None else self.local_rope_theta or self.rope_theta
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
+        other = {"gemma2": ("local_rope_theta", "gemma3_text"), "gemma3_text": ("score_soft_cap", "gemma2")}
+        key, family = other.get(self.family, ("rope_scaling", "llama"))
+        for each, instead in ((key, family), ("rope_scaling", "llama")):
+            if getattr(self, each) is not None:
+                yield (
+                    f"model.{each} is set with model.family={self.family}, which does not compute it; use "
+                    f"model.{each}=null, or model.family={instead}"
+                )
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        refuse_unless(found, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
+        is_third = found["model_type"] == "gemma3_text"
+        if is_third:
+            refuse_unless(found, attn_logit_softcapping=None)
+        defaults = {"head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+        rope, window = found.get("rope_parameters") or {}, found.get("sliding_window", 4096)
+        both = {kind: rope.get(f"{kind}_attention") or {} for kind in ("full", "sliding")}
+        if is_third:
+            refuse_unless(both["sliding"], rope_type="default")
+            local = both["sliding"].get("rope_theta") or found.get("rope_local_base_freq") or 10000.0
+            rope = {"rope_theta": found.get("rope_theta") or 1e6} | both["full"]
+        keys = super().keys_from({**defaults, **found, "hidden_act": "silu", "rope_parameters": rope})
+        if keys["rope_scaling"]:
+            raise ValueError("has rope_type llama3; only default can be taken over")
+        return keys | {
+            "sliding_window": window,
+            "global_every": _global_every(found, keys["layers"], 6 if is_third else 2),
+            "local_rope_theta": float(local) if is_third else None,
+            "query_pre_attention_scalar": found.get("query_pre_attn_scalar") or 256,
+            "score_soft_cap": None if is_third else found.get("attn_logit_softcapping", 50.0),
+            "logit_soft_cap": found.get("final_logit_softcapping", None if is_third else 30.0),
+        }
+
+
+def _global_every(found: Mapping[str, Any], layers: int, default: int) -> int:
+    """Return n if each n-th layer attends to all tokens."""
+    kinds = found.get("layer_types")
+    every = found.get("sliding_window_pattern") or default
+    if kinds is None:
+        return int(every)
+    first = kinds.index("full_attention") + 1 if "full_attention" in kinds else max(every, layers + 1)
+    expected = ["sliding_attention" if (layer + 1) % first else "full_attention" for layer in range(layers)]
+    if kinds != expected:
+        raise ValueError("has layer_types of which not each n-th is full_attention; only that can be taken over")
+    return int(first)

@@ -19,7 +19,14 @@ from typing import Any, TypeVar
 from pydantic import create_model
 
 from serried.configs.errors import UserError
-from serried.configs.families import MistralSection, Qwen2Section, Qwen3Section
+from serried.configs.families import (
+    GemmaSection,
+    MistralSection,
+    Olmo2Section,
+    Phi3Section,
+    Qwen2Section,
+    Qwen3Section,
+)
 from serried.configs.near import nearest
 from serried.configs.schema import (
     GPT2Section,
@@ -148,6 +155,10 @@ models.register("llama", LlamaSection, lambda: import_module("serried.recipes.mo
 models.register("mistral", MistralSection, lambda: import_module("serried.recipes.models.mistral").Mistral)
 models.register("qwen2", Qwen2Section, lambda: import_module("serried.recipes.models.qwen2").Qwen2)
 models.register("qwen3", Qwen3Section, lambda: import_module("serried.recipes.models.qwen3").Qwen3)
+models.register("olmo2", Olmo2Section, lambda: import_module("serried.recipes.models.olmo2").Olmo2)
+models.register("phi3", Phi3Section, lambda: import_module("serried.recipes.models.phi3").Phi3)
+for _family in ("gemma2", "gemma3_text"):
+    models.register(_family, GemmaSection, lambda: import_module("serried.recipes.models.gemma").Gemma)
 models.register("gpt2", GPT2Section, lambda: import_module("serried.recipes.models.gpt2").GPT2)
 for _family in ("glm4_moe", "qwen3_moe", "mixtral"):
     models.register(_family, MoESection, lambda: import_module("serried.recipes.models.moe").MoE)

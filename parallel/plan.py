@@ -164,6 +164,17 @@ class Vocabulary:
         return F.linear(hidden, weight)
 
 
+class Width:
+    """Extension point of a norm over a width that ranks may divide: all of it is here.
+
+    Where they do, the tensor axis puts another in its place; the parts are of one size.
+    """
+
+    def mean(self, part: Tensor) -> Tensor:
+        """Return the mean over the whole width, from that over what is here."""
+        return part
+
+
 class Context:
     """The part of each sequence that this rank computes: all of it.
 

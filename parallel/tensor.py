@@ -9,6 +9,7 @@ along the sequence too (https://arxiv.org/abs/2205.05198). A model declares the 
 - ``region``: contains the divided matrices of an attention or feed-forward. Its first argument is the stream.
 - ``column``: a linear layer in a region, divided by outputs.
 - ``row``: a linear layer that ends a region, divided by inputs. Its bias is added after the sum.
+- ``norm``: in a region, a norm over the whole divided width, with the extension point ``width`` (``plan.Width``).
 - ``conv1d_column``, ``conv1d_row``: the same for weights that are [inputs, outputs], transformers' ``Conv1D``.
 - ``head``: ends the model, and has the extension point ``vocabulary`` (``plan.Vocabulary``). A weight of its own is
   divided by rows, as the embedding's is if they are tied.
@@ -28,7 +29,7 @@ from serried.configs.errors import UserError
 from serried.parallel import collectives
 from serried.parallel.groups import Groups
 from serried.parallel.mesh import Coordinates, Layout
-from serried.parallel.plan import ParallelPlan, Vocabulary
+from serried.parallel.plan import ParallelPlan, Vocabulary, Width
 from serried.parallel.shard_specs import Slice, chunk
 from serried.parallel.stages import SkippedModule
 from serried.parallel.wide_gradients import linear
@@ -38,6 +39,7 @@ _SLICED_DIMS = {
     "head": {"weight": 0},
     "column": {"weight": 0, "bias": 0, "lora_B": 0},
     "row": {"weight": 1, "lora_A": 1},
+    "norm": {"weight": 0},
     "conv1d_column": {"weight": 1, "bias": 0, "lora_B": 0},
     "conv1d_row": {"weight": 0, "lora_A": 1},
 }
@@ -94,6 +96,8 @@ class Tensors:
                 each.forward = partial(_multiply_and_sum, each, stream, is_conv1d=role == "conv1d_row")
                 if adapter := getattr(each, "adapter", None):
                     adapter.sum = stream.sum
+            elif role == "norm":
+                each.width = DividedWidth(group)
             elif role == "head":
                 each.vocabulary = ShardedVocabulary(rows[name], layout, place, group)
 
@@ -176,6 +180,17 @@ class ShardedVocabulary(Vocabulary):
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         whole = _Stream(self._group, self._parts > 1).enter(hidden)
         return collectives.join(F.linear(whole, weight), -1, self._rows, self._group)
+
+
+class DividedWidth(Width):
+    """Each rank has a part of the width."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def mean(self, part: Tensor) -> Tensor:
+        # Each rank uses the mean for its own part, so the gradients of it are summed as well.
+        return collectives.copy(collectives.all_sum(part, self._group), self._group) / self._group.size()
 
 
 def _check_ends(plan: ParallelPlan, layout: Layout) -> None:

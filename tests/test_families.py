@@ -27,13 +27,32 @@ BORDERS = (0, 4, 21, LENGTH)
 """Where documents begin in a sequence, and its end: one is shorter than the window."""
 SIZES = {
     "vocab_size": ROWS, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 80, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "pad_token_id": 0,
+    "intermediate_size": 80, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "pad_token_id": None,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": WINDOW},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
+    "olmo2": {},
+    "phi3": {"sliding_window": WINDOW},
+    "gemma2": {
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 24,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 700.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
 }
 
 
@@ -138,6 +157,10 @@ def test_a_family_is_that_of_transformers(name: str, tmp_path: Path) -> None:
         ("qwen25_7b", 7_615_616_512),
         ("qwen3_8b", 8_190_735_360),
         ("qwen3_600m", 596_049_920),
+        ("olmo2_7b", 7_298_617_344),
+        ("phi3_mini", 3_821_079_552),
+        ("gemma2_9b", 9_241_705_984),
+        ("gemma3_1b", 999_885_952),
     ],
 )
 def test_presets_have_their_published_number_of_parameters(preset: str, count: int) -> None:

@@ -18,12 +18,14 @@ _MINIMUM_CHUNK_TOKENS = 1024
 class LanguageModelHead(nn.Module):
     """hidden [B, S, D] -> logits [B, S, V], or the loss summed over targets.
 
-    With ``tied`` it holds no weight and is given the embedding's. It is a module of its own, and its loss happens
+    With ``tied`` it holds no weight and is given the embedding's. With a ``soft_cap`` a logit x becomes
+    cap x tanh(x / cap). It is a module of its own, and its loss happens
     inside its forward, because under sharding a weight is whole only while its module runs.
     """
 
-    def __init__(self, dim: int, vocab_size: int, tied: bool) -> None:
+    def __init__(self, dim: int, vocab_size: int, tied: bool, soft_cap: float | None = None) -> None:
         super().__init__()
+        self.soft_cap = soft_cap
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, dim))
         self.vocabulary = Vocabulary()
 
@@ -31,14 +33,19 @@ class LanguageModelHead(nn.Module):
         weight = shared_weight if self.weight is None else self.weight
         assert weight is not None
         if targets is None:
-            return self.vocabulary.logits(hidden, weight.to(hidden.dtype))
-        return linear_cross_entropy_sum(hidden.flatten(0, 1), weight, targets, self.vocabulary)
+            logits = self.vocabulary.logits(hidden, weight.to(hidden.dtype))
+            return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+        return linear_cross_entropy_sum(hidden.flatten(0, 1), weight, targets, self.vocabulary, self.soft_cap)
 
 
 def linear_cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocabulary: Vocabulary | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
-    """Sum of cross entropy of ``hidden @ weight.T`` over targets that are not -100, fp32 scalar.
+    """Sum of cross entropy of ``hidden @ weight.T``, or of these capped, over targets that are not -100, fp32 scalar.
 
     hidden [T, D], weight [V, D], targets [T] or [B, S] int64. Works through chunks of tokens: logits of one chunk exist
     at a time, and gradients are formed in the forward pass, so nothing is computed twice. Products run in hidden's
@@ -46,10 +53,10 @@ def linear_cross_entropy_sum(
     """
     vocabulary = vocabulary or Vocabulary()
     if torch.is_grad_enabled():
-        loss: Tensor = _LinearCrossEntropySum.apply(hidden, weight, targets, vocabulary)
+        loss: Tensor = _LinearCrossEntropySum.apply(hidden, weight, targets, vocabulary, soft_cap)
         return loss
     weight = weight.to(hidden.dtype)
-    chunks = _chunks(hidden, weight, targets, vocabulary)
+    chunks = _chunks(hidden, weight, targets, vocabulary, soft_cap)
     return torch.stack([chunk.losses.sum() for chunk in chunks]).sum()
 
 
@@ -79,7 +86,9 @@ class _Chunk(NamedTuple):
     """Whether the target's row is here, [T]"""
 
 
-def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Iterator[_Chunk]:
+def _chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None
+) -> Iterator[_Chunk]:
     """Go through the tokens; ``weight`` in hidden's dtype."""
     rows, targets = weight.shape[0], vocabulary.targets(targets)
     step = -(-chunk_tokens(vocabulary.most_rows(rows)) // len(targets))  # the same on all ranks
@@ -91,6 +100,8 @@ def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabul
         is_here = (row >= 0) & (row < rows)
         row = row.clamp(0, rows - 1)
         logits = (chunk @ weight.T).float()
+        if soft_cap is not None:
+            logits.div_(soft_cap).tanh_().mul_(soft_cap)
         picked = logits.gather(1, row.unsqueeze(1)).squeeze(1).where(is_here, 0)
         normalizer, picked = vocabulary.combine(logits.logsumexp(dim=1), picked)
         losses = (normalizer - picked).where(is_target, 0)
@@ -101,18 +112,22 @@ def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabul
 class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None
     ) -> Tensor:
         compute_weight = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden)
         wanted = weight.shape if ctx.needs_input_grad[1] else (0,)  # a frozen head has none
         grad_weight = torch.zeros(wanted, dtype=torch.float32, device=weight.device)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for chunk in _chunks(hidden, compute_weight, targets, vocabulary):
+        for chunk in _chunks(hidden, compute_weight, targets, vocabulary, soft_cap):
             loss += chunk.losses.sum()
+            slope = None if soft_cap is None else (chunk.logits / soft_cap).square_().neg_().add_(1)
             grad_logits = chunk.logits.sub_(chunk.normalizer.unsqueeze(1)).exp_()  # softmax, in place
             grad_logits.scatter_add_(1, chunk.row.unsqueeze(1), -chunk.is_here.float().unsqueeze(1))
             grad_logits.mul_(chunk.is_target.unsqueeze(1))
+            if slope is not None:
+                grad_logits.mul_(slope)
+                del slope
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[chunk.mine] = vocabulary.sum_tokens(grad_logits @ compute_weight)
             if not ctx.needs_input_grad[1]:
@@ -131,7 +146,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, grad_loss: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         grad_hidden, grad_weight = ctx.saved_tensors
         of_weight = (grad_weight * grad_loss).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
-        return grad_hidden * grad_loss, of_weight, None, None
+        return grad_hidden * grad_loss, of_weight, None, None, None

@@ -230,7 +230,7 @@ class MoE(Llama):
         mean = (model.dense_layers * model.hidden_dim + mixtures * shared) // model.layers
         others = activation_bytes(
             model.model_copy(update={"hidden_dim": mean}), self.vocab_size, sequences, sequence_length, dtype,
-            autocast=autocast, share=share,
+            autocast=autocast, share=share, normalizes_heads=model.qk_norm,
         )  # fmt: skip
         # What an expert reads, gate, its SiLU, up, their product and the result; where the row goes, and comes from.
         row = width * (2 * model.dim + 4 * model.expert_hidden_dim) + 32

@@ -18,6 +18,7 @@ class Qwen3(Llama):
     """``model.family=qwen3``."""
 
     transformer = Qwen3Transformer
+    normalizes_heads = True
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         return super().export_config(end_token) | {

@@ -95,7 +95,8 @@ class Attention(nn.Module):
         self.q_proj = Linear(config.dim, config.heads * self.head_dim, bias=bias)
         self.k_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
         self.v_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
-        self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.norm_eps) if norm else None for _ in range(2))
+        self.q_norm: nn.Module | None = RMSNorm(self.head_dim, config.norm_eps) if norm else None
+        self.k_norm: nn.Module | None = RMSNorm(self.head_dim, config.norm_eps) if norm else None
         self.o_proj = Linear(config.heads * self.head_dim, config.dim, bias=False)
 
     def forward(  # [B, S, D] -> [B, S, D]
@@ -173,7 +174,7 @@ class Transformer(nn.Module):
         self.context = Context(attend, attend_with_logsumexp)
         self._rope_tables: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
 
-    def block(self, number: int) -> Block:
+    def block(self, number: int) -> nn.Module:
         """Make block ``number``; a family whose blocks differ overrides this."""
         del number
         return Block(self.config, Attention(self.config), FeedForward(self.config.dim, self.config.hidden_dim))
@@ -199,10 +200,6 @@ class Transformer(nn.Module):
         rotations = {base: self._rotation(base, length, tokens, positions, cache) for base in {*bases}}
         masks = {window: self._mask(window, length, tokens, positions, cache) for window in {*windows}}
         x = self.embedded(tokens)
-        if torch.is_autocast_enabled(x.device.type):
-            # Autocast leaves the embedding in fp32; sharded mixed precision has it in the low type already. One
-            # residual stream for both, so that the numbers do not depend on the strategy.
-            x = x.to(torch.get_autocast_dtype(x.device.type))
         for number, block in enumerate(self.layers):
             (cos, sin), mask = rotations[bases[number]], masks[windows[number]]
             x = block(x, cos, sin, mask) if cache is None else block(x, cos, sin, mask, cache.layers[number])
@@ -214,7 +211,11 @@ class Transformer(nn.Module):
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Return what the first block reads; in later stages of a pipeline ``tokens`` are hidden states already."""
-        return self.embed_tokens(tokens)
+        x: Tensor = self.embed_tokens(tokens)
+        # Autocast leaves the embedding in fp32; sharded mixed precision has it in the low type already. One residual
+        # stream for both, so that the numbers do not depend on the strategy.
+        kind = x.device.type
+        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
     def _reaches(self, length: int) -> tuple[list[int | None], list[float]]:
         """Window and rotary base of each block; a window that sequences of ``length`` do not fill is none."""
@@ -304,13 +305,14 @@ def flops_per_token(config: LlamaSection, parameters: int, vocab_size: int, sequ
 
 def activation_bytes(
     config: LlamaSection, vocab_size: int, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool,
-    share: Share = ALL_OF_IT,
+    share: Share = ALL_OF_IT, stream_norms: int = 2, normalizes_heads: bool = False,
 ) -> int:  # fmt: skip
     """Bytes that a forward and its backward need at most beside parameters and their gradients: what the forward keeps
     for the backward, and the logits of one chunk.
 
-    ``dtype`` is that of matrix products; under ``autocast`` copies of the weights in it are kept too. Attention keeps
-    no scores. Masks that keep documents apart come on top on a CPU (they cost a GPU next to nothing).
+    ``dtype`` is that of matrix products; under ``autocast`` copies of the weights in it are kept too. A block has
+    ``stream_norms`` of the stream, and maybe those of queries and keys. Attention keeps no scores. Masks that keep
+    documents apart come on top on a CPU (they cost a GPU next to nothing).
     """
     tokens, width = sequences * sequence_length // share.context, dtype.itemsize
     queries, keys = config.heads * config.attention_head_dim, config.kv_heads * config.attention_head_dim
@@ -318,8 +320,10 @@ def activation_bytes(
     into = width * config.dim  # its output, which the matrices read: of all tokens
     # q, the mix, the scores' log-sum, k, v
     attention = width * 2 * (queries + keys * share.context / share.keys) + 4 * config.heads
+    if normalizes_heads:
+        attention += 8 * (queries + keys)  # as those of the stream
     feed_forward = 4 * width * config.hidden_dim  # gate, its SiLU, up, their product
-    layer = 2 * (norm / share.sequence + into) + (attention + feed_forward) / share.tensor
+    layer = stream_norms * norm / share.sequence + 2 * into + (attention + feed_forward) / share.tensor
     layers = share.blocks * config.layers * tokens * layer
     rope = 8 * sequence_length * config.attention_head_dim
     matrices = config.dim * (2 * queries + 2 * keys + 3 * config.hidden_dim)
@@ -385,8 +389,12 @@ class Llama(ModelFamily):
     """Llama 2 and 3: ``model.family=llama``."""
 
     opens_in = "transformers"
-    transformer = Transformer
+    transformer: type[Transformer] = Transformer
     """The class of the model."""
+    stream_norms = 2
+    """Norms of a block."""
+    normalizes_heads = False
+    """Whether queries and keys are normalised too."""
 
     def __init__(self, section: LlamaSection, vocab_size: int) -> None:
         super().__init__(section, vocab_size)
@@ -426,8 +434,9 @@ class Llama(ModelFamily):
         self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
     ) -> int:
         return activation_bytes(
-            self.section, self.vocab_size, sequences, sequence_length, dtype, autocast=autocast, share=share
-        )
+            self.section, self.vocab_size, sequences, sequence_length, dtype, autocast=autocast, share=share,
+            stream_norms=self.stream_norms, normalizes_heads=self.normalizes_heads,
+        )  # fmt: skip
 
     def export_name(self, name: str) -> str:
         return hugging_face_name(name)

@@ -28,7 +28,7 @@ NEEDED = {  # what else a suggestion needs to be a whole run; the message it the
     "data.token_dtype": ["data=tokens", "data.path=x.bin", "data.tokenizer=bytes"],
     "data.chat_template": ["data=text", "data.path=x", "data.format=chat"],
     "data.packing": ["data=text", "data.path=x"], "schedule.decay_fraction": ["schedule=wsd"],
-    "trainer.steps": ["profile.steps=null"],
+    "trainer.steps": ["profile.steps=null"], "model.local_rope_theta": ["model=gemma3_1b"],
 }  # fmt: skip
 
 
@@ -44,13 +44,17 @@ def overrides_in(sentence: str) -> list[str]:
     return [word.rstrip(",") for pair in found for word in pair if word]
 
 
+PRESETS = {"llama": "tiny", "mistral": "mistral7b", "gemma2": "gemma2_9b", "glm4_moe": "moe_tiny", "gpt2": "gpt2"}
+"""Of families, by the first of those that read a key."""
+
+
 @functools.cache
 def paste(override: str) -> None:
     """Type a suggestion, with what else such a run needs."""
     key = override.partition("=")[0]
-    of_experts = ["model=moe_tiny"] if key.startswith("model.") and "llama" not in readers(key) else []
+    family = [f"model={PRESETS[readers(key)[0]]}"] if key.startswith("model.") else []
     if key != "model.path" and override != "model=auto":  # a model would have to be there
-        compose([*NEEDED.get(override, NEEDED.get(key, [])), *of_experts, override])
+        compose([*NEEDED.get(override, NEEDED.get(key, family)), override])
 
 
 def example(key: str) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from serried.program import main
 from tests.cluster import ROOT
-from tests.forks import typed
+from tests.forks import torchruns_variables, typed
 from tests.runs import checkpoint, metrics, overrides, run_here
 from tests.test_mistakes import MISTAKES, Mistake
 
@@ -65,15 +65,16 @@ IN_PROCESSES_OF_THEIR_OWN = ("all at once", "absent file")
 
 
 # test_mistakes.py has the others that composing finds.
-BY_THE_PROGRAM = [
-    m for m in MISTAKES if m.processes == 1 and (m.stage != "compose" or m.name in IN_PROCESSES_OF_THEIR_OWN)
-]
+BY_THE_PROGRAM = [m for m in MISTAKES if m.processes > 1 or m.stage != "compose" or m.name in IN_PROCESSES_OF_THEIR_OWN]
 
 
 @pytest.mark.parametrize("mistake", BY_THE_PROGRAM, ids=lambda m: m.name)
 def test_a_mistake_is_one_line_and_exit_78(
-    mistake: Mistake, places: dict[str, str], capfd: pytest.CaptureFixture[str]
+    mistake: Mistake, places: dict[str, str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if mistake.processes > 1:  # what they refuse before they meet
+        for name, value in torchruns_variables(0, mistake.processes, port=1).items():
+            monkeypatch.setenv(name, value)
     extra = [f"run.dir={places['run']}"] if mistake.stage == "run" and "run.dir" not in "".join(mistake.argv) else []
     argv = [*arguments(mistake, places), *extra]
     if mistake.name in IN_PROCESSES_OF_THEIR_OWN:
@@ -88,12 +89,11 @@ def test_a_mistake_is_one_line_and_exit_78(
         assert count == 1 or done.stderr.startswith(f"error: {count - 1} mistakes:\n")
 
 
-# Found out before any process is made known to another (the first two), and by one process for all.
-UNDER_TORCHRUN_TOO = ("recipe", "all at once", "absent file", "short text", "no such checkpoint")
+# Found out before any process is made known to another, and by one process for all.
 UNDER_TORCHRUN = [
     pytest.param(m, id=m.name, marks=[] if m.name == "batch over ranks" else [pytest.mark.slow])
     for m in MISTAKES
-    if m.processes > 1 or m.name in UNDER_TORCHRUN_TOO
+    if m.name in ("batch over ranks", "absent file")
 ]
 
 
@@ -102,14 +102,12 @@ def test_under_torchrun_a_mistake_is_still_one_line(mistake: Mistake, places: di
     is_found_by_one = mistake.processes == 1 and mistake.stage == "run"
     extra = ["launch.device=cpu", f"run.dir={places['run']}"] if is_found_by_one else []
     done = start(*arguments(mistake, places), *extra, processes=2 if extra else 4)
-    # Those of the table that want two get four.
     ours, footer = before_the_footer(done.stderr)
     said = [line for line in ours.splitlines() if line.startswith("error: ")]
     assert len(said) == 1, done.stderr
     assert "exitcode  : 78" in footer
     assert "Traceback" not in ours
-    if mistake.processes in (1, 4):
-        assert all(fill(expected, places) in done.stderr for expected in mistake.expected)
+    assert all(fill(expected, places) in done.stderr for expected in mistake.expected)
 
 
 def before_the_footer(stderr: str) -> tuple[str, str]:

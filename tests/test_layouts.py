@@ -41,7 +41,7 @@ def two_steps(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFac
     return train(cluster, text, tmp_path_factory.mktemp("two") / "run", "trainer.steps=2")
 
 
-@pytest.mark.parametrize("rank", [pytest.param(rank, marks=[] if rank == 5 else pytest.mark.slow) for rank in range(8)])
+@pytest.mark.parametrize("rank", [5, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 6))])
 def test_a_nan_on_any_rank_of_pipeline_x_tensor_x_shard_skips_the_step_everywhere(
     rank: int, two_steps: Any, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

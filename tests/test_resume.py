@@ -24,9 +24,12 @@ LAYOUTS = {
     "hsdp 2x2": (4, ["parallel=hsdp", "parallel.replicate=2"]),
 }
 SAME_COMMAND = (
-    *("ddp x4", "fsdp x2"),
-    *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("single", "ddp x2", "hsdp 2x2")),
-)  # fmt: skip
+    *(("ddp x4", "fp32"), ("fsdp x2", "fp32")),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (("single", "fp32"), ("hsdp 2x2", "fp32"), ("ddp x2", "fp16"), ("fsdp x2", "fp16"))
+    ),
+)
 
 
 def run(
@@ -74,8 +77,7 @@ def assert_same_tensors(one: Path, other: Path) -> None:
         assert not different, f"{len(different)} of {len(a)} differ in bits: {different[:3]}"
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", SAME_COMMAND)
+@pytest.mark.parametrize(("layout", "precision"), SAME_COMMAND)
 def test_stopped_killed_and_resumed_is_bitwise_the_straight_run(
     layout: str, precision: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

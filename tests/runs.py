@@ -126,6 +126,15 @@ def metrics(run_dir: Path, event: str = "step") -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == event]
 
 
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below ``folder``."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
 def checkpoint(run_dir: Path) -> Path:
     """The newest checkpoint."""
     return committed(run_dir / "checkpoints")[-1]

@@ -26,7 +26,7 @@ from serried.trainer.checkpoint import save, writer
 from serried.trainer.checkpoint.manifest import check_file, read_manifest
 from serried.trainer.checkpoint.retention import committed
 from tests.cluster import ROOT, Cluster
-from tests.runs import Ended, metrics, run_here, steps_saved, tiny_overrides, train_reported, weights
+from tests.runs import Ended, metrics, run_here, steps_saved, tiny_overrides, train_reported, tree, weights
 
 
 def train(text: Path, run_dir: Path, *more: str, code: int = 0, **keywords: Any) -> Ended:
@@ -45,14 +45,6 @@ def verify(checkpoint: Path) -> None:
     assert {path.name for path in checkpoint.iterdir()} == {*records, "MANIFEST.json"}
     for name, record in records.items():
         check_file(checkpoint, name, record)
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != ".lock"
-    }
 
 
 @pytest.fixture(scope="module")

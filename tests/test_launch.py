@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.disturb import is_alive
 from serried import cli
 from serried.launch.grid import read_sweep
 from serried.launch.queue import Job, jobs_of, note_job
@@ -60,13 +61,6 @@ def is_training(run_dir: Path) -> bool:
     try:
         return len(metrics(run_dir)) >= 3
     except FileNotFoundError:
-        return False
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
         return False
 
 

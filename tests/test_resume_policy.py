@@ -13,7 +13,7 @@ from serried.configs.data_section import TextRunConfig
 from serried.configs.run_config import run_config_class
 from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
 from serried.trainer.checkpoint.resume import differences, is_free
-from tests.runs import Ended, checkpoint, metrics, run_here, steps_saved, tiny_overrides
+from tests.runs import Ended, checkpoint, metrics, run_here, steps_saved, tiny_overrides, tree
 
 pytestmark = pytest.mark.usefixtures("_elsewhere")
 
@@ -37,15 +37,6 @@ def refusal(text: Path, run_dir: Path, *more: str) -> str:
     assert len(lines) == 1, printed
     assert "Traceback" not in printed
     return lines[0]
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below ``folder``."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != ".lock"
-    }
 
 
 def resumed_from(run_dir: Path) -> list[int | None]:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
+from benchmarks.disturb import is_alive
 from serried.cli import main as serried
 from serried.configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, UserError
 from serried.launch.grid import read_sweep
@@ -75,13 +76,6 @@ def sweeps() -> Iterator[list[Sweep]]:
     for each in started:
         if each.process.poll() is None:
             each.kill()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def steps_of(run_dir: Path) -> int:

@@ -11,7 +11,6 @@ from pathlib import Path
 from shutil import rmtree
 
 import pytest
-from mlflow.tracking import MlflowClient
 
 from benchmarks.disturb import family, send
 from serried.cli import main
@@ -74,6 +73,8 @@ def test_killed_resumed_and_rolled_back_run_shows_each_step_once(text: Path, tmp
     run = wandb_run(run_dir)
     assert [(row["step"], row["train/loss"]) for row in run["history"]] == expected
     assert (run["summary"]["state"], run["summary"]["rollbacks"]) == ("stopped", 1)
+    from mlflow.tracking import MlflowClient  # which is long in being imported
+
     client = MlflowClient(tracking_uri=store)
     (stored,) = client.search_runs([client.get_experiment_by_name("serried").experiment_id])
     points = client.get_metric_history(stored.info.run_id, "train/loss")

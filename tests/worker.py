@@ -1,24 +1,20 @@
 """A rank for the tests: a process that takes one task after another, so that tests do not wait for interpreters."""
 
-import ctypes
-import gc
 import importlib
 import json
 import os
-import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.forks import torchruns_variables
+from tests.forks import settle, torchruns_variables
 
 
 def serve(pipe: Connection) -> None:
     """Read tasks and answer them. While a task runs, its prints go to the file that the task names."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives the tests, however they end
-    gc.freeze()  # a run collects garbage when it begins, and would look through all that was imported
+    settle()
     pipe.send(json.dumps({"ready": os.getpid()}))
     while True:
         try:

@@ -15,7 +15,7 @@ from typing import Any
 
 from serried.trainer.checkpoint.manifest import Damaged, check_file, read_manifest
 from serried.trainer.checkpoint.retention import committed, step_of
-from tests.cluster import ROOT
+from tests.forks import ROOT, typed_on
 from tests.runs import metrics, weights
 
 PATIENCE_SECONDS = 120.0
@@ -43,6 +43,13 @@ def torchrun(
             for pid in family(agent.pid):
                 send(pid, signal.SIGKILL)
             agent.wait()
+
+
+def train_undisturbed(processes: int, argv: list[str]) -> None:
+    """Train with ``argv`` where nobody disturbs: without torchrun and the start of interpreters."""
+    for done in typed_on(processes, "train.py", *argv):
+        if done.returncode != 0:
+            raise RuntimeError(f"the undisturbed run failed:\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
 
 
 def family(pid: int) -> list[int]:

@@ -35,6 +35,7 @@ from benchmarks.disturb import (
     send,
     torchrun,
     torn_or_lost,
+    train_undisturbed,
     under_way,
 )  # fmt: skip
 from tests.runs import overrides, write_text
@@ -101,17 +102,17 @@ def storm(
     data_ranks, how = LAYOUTS.get(layout, (processes, [f"parallel={layout}"]))
     passes = 1 if data_ranks == processes else 4  # a pipeline needs several
 
-    def start(run_dir: Path, mode: str) -> Any:
-        argv = overrides(
+    def words(run_dir: Path, mode: str) -> list[str]:
+        return overrides(
             text, run_dir, *how, f"trainer.steps={result.steps}", "trainer.deterministic=true",
             f"trainer.global_batch={_GLOBAL_BATCH}", f"trainer.micro_batch={_GLOBAL_BATCH // data_ranks // passes}",
             f"checkpoint.every={_SAVE_EVERY}", f"checkpoint.mode={mode}", "launch.device=cpu",
         )  # fmt: skip
-        return torchrun(processes, argv, folder / "output.txt")
 
-    with start(calm, "async") as undisturbed:
-        if undisturbed.wait() != 0:
-            raise RuntimeError(f"the undisturbed run failed:\n{(folder / 'output.txt').read_text()[-3000:]}")
+    def start(run_dir: Path, mode: str) -> Any:
+        return torchrun(processes, words(run_dir, mode), folder / "output.txt")
+
+    train_undisturbed(processes, words(calm, "async"))
     committed_before: int | None = None
     while result.kills < kills:
         result.starts += 1

@@ -37,6 +37,7 @@ from benchmarks.disturb import (
     send,
     torchrun,
     torn_or_lost,
+    train_undisturbed,
     under_way,
 )  # fmt: skip
 from tests.runs import overrides, write_text
@@ -91,18 +92,19 @@ def storm(
     result = Storm(steps=STEPS_BETWEEN_SIGNALS * (signals + 1))
     chance = random.Random(seed)
 
-    def start(run_dir: Path, *more: str, slow: bool = False) -> Any:
-        argv = overrides(
+    def words(run_dir: Path, *more: str) -> list[str]:
+        return overrides(
             text, run_dir, f"parallel={layout}", f"trainer.steps={result.steps}", "trainer.deterministic=true",
             f"trainer.global_batch={_GLOBAL_BATCH}", f"trainer.micro_batch={_GLOBAL_BATCH // processes}",
             f"checkpoint.every={_SAVE_EVERY}", f"trainer.eval_every={_EVALUATE_EVERY}", "trainer.eval_batches=4",
             "launch.device=cpu", *more,
         )  # fmt: skip
-        return torchrun(processes, argv, output, script=("-m", "tests.slow_data") if slow else ("train.py",))
 
-    with start(calm) as undisturbed:
-        if undisturbed.wait() != 0:
-            raise RuntimeError(f"the undisturbed run failed:\n{output.read_text()[-3000:]}")
+    def start(run_dir: Path, *more: str, slow: bool = False) -> Any:
+        script = ("-m", "tests.slow_data") if slow else ("train.py",)
+        return torchrun(processes, words(run_dir, *more), output, script=script)
+
+    train_undisturbed(processes, words(calm))
     while result.signals < signals and len(result.violations) <= 3:
         launched, newest = time.time(), newest_step(stormy)
         number, target = chance.choice(_SIGNALS), chance.choice(("torchrun", "one rank", "all ranks"))

@@ -1,4 +1,5 @@
-"""Tables of docs/configuration.md (``python -m benchmarks.key_tables``) and coming-from.md (``... coming-from``)."""
+"""Tables of docs/configuration.md (``python -m benchmarks.key_tables``), coming-from.md (``... coming-from``) and
+families.md (``... families``)."""
 
 import json
 import re
@@ -10,7 +11,9 @@ from serried.configs.compose import compose
 from serried.configs.help import choices_of
 from serried.configs.keys import Key, all_keys, key_notes, readers
 from serried.configs.plain_data import flatten
+from serried.configs.registry import models
 from serried.configs.run_config import CHOSEN
+from serried.recipes.models.family import family_of
 
 _FRAMEWORKS = {"hf": "HF Trainer", "titan": "torchtitan", "lightning": "Lightning", "nanogpt": "nanoGPT"}
 
@@ -92,9 +95,31 @@ def coming_from() -> str:
     return "\n".join([*_table(head, keys), "", *_table(["Here", "Elsewhere"], others)])
 
 
+def families() -> str:
+    """Return the model families as the Markdown table of docs/families.md."""
+    presets = {
+        name: compose([f"model={name}", "data.tokenizer=bytes"]).model
+        for name in choices_of()["model"]
+        if name != "auto"
+    }
+    rows = []
+    for entry in models.entries():
+        own = {name: section for name, section in presets.items() if section.family == entry.name}
+        # A family of experts without a preset has the form of the others.
+        section = next(iter(own.values()), presets["moe_tiny"].model_copy(update={"family": entry.name}))
+        family = family_of(entry.load(), section, 257)
+        plan = family.parallel_plan(family.build())
+        declared = {"tensor": plan.roles, "context": plan.context, "pipeline": plan.blocks, "expert": plan.mixtures}
+        reads = family.export_config(None)["architectures"][0]
+        axes = ", ".join(axis for axis, names in declared.items() if names)
+        form = (entry.section.__doc__ or "").removeprefix("Architecture of ").rstrip(".")
+        rows.append((_code(entry.name), _code(reads), form, ", ".join(map(_code, own)), axes))
+    return "\n".join(_table(("`model.family`", "Opens", "Form", "Presets", "Axes beside data"), rows))
+
+
 def _plain(known: str) -> str:
     return ", ".join(f"`{word.rpartition(':')[2]}`" for word in known.split())
 
 
 if __name__ == "__main__":
-    print(coming_from() if sys.argv[1:] == ["coming-from"] else key_tables())
+    print({"coming-from": coming_from, "families": families}.get(" ".join(sys.argv[1:]), key_tables)())

@@ -57,7 +57,8 @@ class Phi3Section(MistralSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        refuse_unless(found, partial_rotary_factor=1.0)
+        for each in (found, found.get("rope_parameters") or {}):
+            refuse_unless(each, partial_rotary_factor=1.0)
         return super().keys_from({"rms_norm_eps": 1e-5, **found})
 
 
@@ -104,7 +105,7 @@ class GemmaSection(MistralSection):
         if is_third:
             refuse_unless(both["sliding"], rope_type="default")
             local = both["sliding"].get("rope_theta") or found.get("rope_local_base_freq") or 10000.0
-            rope = {"rope_theta": found.get("rope_theta") or 1e6} | both["full"]
+            rope = {"rope_theta": found.get("rope_theta") or 1e6} | (found.get("rope_scaling") or {}) | both["full"]
         keys = super().keys_from({**defaults, **found, "hidden_act": "silu", "rope_parameters": rope})
         if keys["rope_scaling"]:
             raise ValueError("has rope_type llama3; only default can be taken over")

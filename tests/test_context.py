@@ -78,18 +78,25 @@ def test_mask_of_places_is_that_part_of_the_whole_mask() -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("has_documents", [True, False])
-def test_attention_in_blocks_returns_what_a_mask_does(has_documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("window", "form"), [(None, {}), (5, {"soft_cap": 0.5, "scale": 0.7})])
+def test_attention_in_blocks_returns_what_a_mask_does(
+    has_documents: bool, window: int | None, form: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """FlexAttention runs on GPUs; its forward, uncompiled, runs here."""
     monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: attention.flex_attention)
     documents = numbered_documents(positions()) if has_documents else None
     q, k, v = numbers(BATCH, HEADS, 24, 16), *numbers(2, BATCH, KEY_HEADS, LENGTH, 16, seed=1)
     places = head_tail(torch.arange(LENGTH), 0, 2, 1), torch.arange(LENGTH).roll(9)
-    expected, sums = attend_with_logsumexp(q, k, v, causal_mask(documents, places))
-    blocks = attention.block_mask(documents, places)
+    mask = causal_mask(documents, places, window)
+    expected, sums = attend_with_logsumexp(q, k, v, mask, **form)
+    blocks = attention.block_mask(documents, places, window)
+    assert isinstance(mask, Tensor)
+    attended = mask.expand(BATCH, 1, 24, LENGTH).any(-1, keepdim=True)  # a query without a key has any result
     with torch.no_grad():
-        for out in (attend(q, k, v, blocks), attend(q, k, v, causal_mask(documents, places))):
-            torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
-        torch.testing.assert_close(attend_with_logsumexp(q, k, v, blocks)[1], sums, rtol=0, atol=2e-6)
+        for out in (attend(q, k, v, blocks, **form), attend(q, k, v, mask, **form)):
+            torch.testing.assert_close(out.where(attended, 0), expected.where(attended, 0), rtol=0, atol=2e-6)
+        found = attend_with_logsumexp(q, k, v, blocks, **form)[1].unsqueeze(-1)
+        torch.testing.assert_close(found.where(attended, 0), sums.unsqueeze(-1).where(attended, 0), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -12,7 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 
+from benchmarks.key_tables import families
+from benchmarks.parity import CUTS, TOLERANCES, compare, run
 from serried.configs.compose import FOLDER, compose
+from serried.configs.errors import UserError
 from serried.configs.registry import models
 from serried.configs.schema import ParallelSection
 from serried.parallel.apply import parallelize
@@ -21,6 +24,7 @@ from serried.recipes.models.attention import window_blocks
 from serried.recipes.models.cache import Cache
 from serried.recipes.models.family import ModelFamily, family_of
 from serried.trainer.checkpoint.state import load_weights
+from tests.cluster import ROOT, Cluster
 
 WINDOW, LENGTH, ROWS = 8, 30, 131
 BORDERS = (0, 4, 21, LENGTH)
@@ -168,6 +172,134 @@ def test_presets_have_their_published_number_of_parameters(preset: str, count: i
     family = family_of(models.get(section.family).load(), section, section.vocab_size)
     assert sum(parameter.numel() for parameter in family.build().parameters()) == count
     assert f"{count:,}" in (FOLDER / "model" / f"{preset}.yaml").read_text(encoding="utf-8")
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mistral7b": {
+        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 32000,
+    },
+    "qwen25_7b": {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072,
+        "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "sliding_window": 131072, "use_sliding_window": False,
+        "tie_word_embeddings": False, "vocab_size": 152064,
+    },
+    "qwen3_600m": {
+        "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_size": 1024,
+        "intermediate_size": 3072, "max_position_embeddings": 40960, "num_attention_heads": 16,
+        "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "phi3_mini": {
+        "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 4096,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-5,
+        "original_max_position_embeddings": 4096, "rope_scaling": None, "rope_theta": 10000.0,
+        "sliding_window": 2047, "tie_word_embeddings": False, "vocab_size": 32064,
+    },
+    "gemma2_9b": {
+        "model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584,
+        "intermediate_size": 14336, "max_position_embeddings": 8192, "num_attention_heads": 16,
+        "num_hidden_layers": 42, "num_key_value_heads": 8, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_size": 4096, "vocab_size": 256000,
+    },
+    "gemma3_1b": {
+        "model_type": "gemma3_text", "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+        "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26,
+        "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+        "sliding_window_pattern": 6, "vocab_size": 262144,
+    },
+}  # fmt: skip
+"""What the ``config.json`` of published models says, as transformers 4 wrote it."""
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_say_what_published_models_do(preset: str) -> None:
+    section = compose([f"model={preset}", "data.tokenizer=bytes"]).model
+    found = type(section).keys_from(PUBLISHED[preset])
+    assert found.pop("head_dim") == section.attention_head_dim
+    assert {key: getattr(section, key) for key in found} == found
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "reason"),
+    [
+        ("qwen25_7b", {"use_sliding_window": True}, "has use_sliding_window True; only False can be taken over"),
+        ("phi3_mini", {"rope_scaling": {"type": "longrope"}}, "has rope_type longrope; only default and llama3"),
+        ("gemma2_9b", {"layer_types": ["full_attention"] * 2}, "has layer_types of which not each n-th is full"),
+        ("gemma3_1b", {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping 50.0; only None can be taken"),
+        ("gemma3_1b", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "has rope_type linear; only default"),
+    ],
+)
+def test_a_model_that_a_family_would_compute_otherwise_is_refused(
+    preset: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[preset] | changes))
+    with pytest.raises(UserError, match=reason):
+        compose(["model=auto", f"model.path={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["model=gemma3_1b", "model.score_soft_cap=50"], "use model.score_soft_cap=null, or model.family=gemma2"),
+        (["model=gemma2_9b", "model.local_rope_theta=1e4"], "use model.local_rope_theta=null, or model.family=gemma3"),
+        (["model.sliding_window=64"], "is read by model.family=mistral, phi3, gemma2, gemma3_text, and this is"),
+        (["model=gemma2_9b", "model.attn_logit_softcapping=50"], "did you mean model.score_soft_cap=50?"),
+        (["model=mistral7b", "model.rms_norm_eps=1e-5"], "did you mean model.norm_eps=1e-5?"),
+    ],
+)
+def test_keys_of_other_families_are_answered_in_one_line(words: list[str], answer: str) -> None:
+    with pytest.raises(UserError) as error:
+        compose(words)
+    assert answer in str(error.value)
+
+
+def test_the_table_of_families_is_up_to_date() -> None:
+    page = (ROOT / "docs/families.md").read_text()
+    committed = page.partition("<!-- python -m benchmarks.key_tables families -->\n")[2].partition("\n<!-- end -->")[0]
+    assert committed == families(), "put the output of `python -m benchmarks.key_tables families` into docs/families.md"
+
+
+SMALL = {
+    "model.vocab_size": "null", "model.vocab_multiple": "1", "model.head_dim": "null",
+    "model.max_sequence_length": "64", "data.isolate_documents": "true",
+}  # fmt: skip
+CAPPED = {"model.query_pre_attention_scalar": "3", "model.global_every": "2", "model.logit_soft_cap": "3"}
+ON_LAYOUTS = {
+    "mistral7b": {"model.sliding_window": "6"},
+    "qwen25_7b": {"model.tie_embeddings": "true"},
+    "qwen3_8b": {},
+    "olmo2_7b": {},
+    "phi3_mini": {"model.sliding_window": "6"},
+    "gemma2_9b": CAPPED | {"model.sliding_window": "6", "model.score_soft_cap": "0.5"},
+    "gemma3_1b": CAPPED | {"model.sliding_window": "6", "model.tie_embeddings": "true"},
+}
+"""Of 24 tokens, what differs from one block or document to the next is seen."""
+LAYOUTS = ("ddp x2", "fsdp x3", "tensor x2", "pipeline x2, 1f1b", "context x2", "context x2, ring")
+DAILY = {"olmo2_7b": ("tensor x2",), "gemma2_9b": ("context x2, ring",), "gemma3_1b": ("pipeline x2, 1f1b",)}
+
+
+@pytest.mark.parametrize(
+    ("preset", "layouts"),
+    [*DAILY.items(), *(pytest.param(preset, LAYOUTS, marks=pytest.mark.slow) for preset in ON_LAYOUTS)],
+)
+def test_a_family_trains_alike_on_every_layout(
+    preset: str, layouts: tuple[str, ...], cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    changes = [f"{key}={value}" for key, value in {"model": preset, **SMALL, **ON_LAYOUTS[preset]}.items()]
+    reference = run(cluster, CUTS[0], 1, "fp32", text, tmp_path / "single", *changes)
+    for number, cut in enumerate(cut for cut in CUTS if cut.name in layouts):
+        curve = run(cluster, cut, cut.accumulations[-1], "fp32", text, tmp_path / str(number), *changes)
+        difference = compare(curve, reference)
+        assert difference.same_samples, cut
+        assert difference.loss < TOLERANCES["fp32"], cut
+        assert difference.grad_norm < TOLERANCES["fp32"], cut
 
 
 @pytest.mark.parametrize("window", [1, 8, 128, 129, 1000, 1024])

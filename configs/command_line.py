@@ -47,7 +47,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
     while words:
         word = words.pop(0)
         if word in ("--help", "-h"):
-            return "help", []
+            return "help", [*overrides, *words]
         if word in ("--cfg", "-c") and words[:1] == ["job"]:
             word = f"{word}={words.pop(0)}"
         if word in ("--cfg=job", "-c=job"):

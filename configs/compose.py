@@ -7,6 +7,7 @@ schema before Hydra sees anything: it gets the choices of groups only, and value
 import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,7 +49,7 @@ def compose(argv: Sequence[str], folder: Path = FOLDER, found: Sequence[str] = (
     """
     groups = choices_of(folder)
     given = {word.partition("=")[0].lstrip("+") for word in argv} | _keys_of_own_recipe(argv)
-    line = CommandLine(groups).read([*_defaults_beside(given, argv), *argv])
+    line = CommandLine(groups).read([*_defaults_beside(given, argv, folder), *argv])
     plain: dict[str, Any] = {}
     late: Sequence[str] = ()
     try:
@@ -64,16 +65,38 @@ def compose(argv: Sequence[str], folder: Path = FOLDER, found: Sequence[str] = (
     return cast(TextRunConfig, config)  # of a user's task: a RunConfig, which has no model and no data
 
 
-def _defaults_beside(given: Collection[str], argv: Sequence[str]) -> list[str]:
-    """Return the defaults of the task that apply; ``optim.*`` are those of its optimizer, and of no other."""
+def _defaults_beside(given: Collection[str], argv: Sequence[str], folder: Path) -> list[str]:
+    """Return the defaults of the task that apply.
+
+    Of ``optim.*``, if another optimizer is chosen, those that it has and that its YAML file does not set; of
+    ``schedule.*`` likewise.
+    """
     defaults = dict(word.partition("=")[::2] for word in declared().defaults)
-    chosen = dict(word.partition("=")[::2] for word in argv).get("optim")
-    is_other = chosen is not None and chosen != defaults.get("optim", OptimSection.model_fields["name"].default)
-    return [
-        f"{key}={value}"
-        for key, value in defaults.items()
-        if key not in given and not (is_other and key.startswith("optim."))
-    ]
+    chosen = dict(word.partition("=")[::2] for word in argv)
+    own = {"optim": OptimSection.model_fields["name"].default, "schedule": "cosine"} | defaults
+    kept = {
+        group: _kept_by(group, chosen[group], folder)
+        for group in ("optim", "schedule")
+        if chosen.get(group, own[group]) != own[group]
+    }
+
+    def applies(key: str) -> bool:
+        group, _, last = key.partition(".")
+        return key not in given and (group not in kept or not last or last.partition(".")[0] in kept[group])
+
+    return [f"{key}={value}" for key, value in defaults.items() if applies(key)]
+
+
+def _kept_by(group: str, choice: str, folder: Path) -> set[str]:
+    """Return the keys that ``group=choice`` has and its YAML file does not set; none if there is no such choice."""
+    values: dict[str, Any] = {}
+    for each in (folder, *declared().config_dirs):
+        with suppress(OSError, ValueError):  # not there; or a mistake in it, which composing reports
+            values |= read_yaml(each / group / f"{choice}.yaml")
+    name = str(values.get("name", choice))
+    if name not in CHOSEN[group].names():
+        return set()
+    return CHOSEN[group].get(name).section.model_fields.keys() - values.keys()
 
 
 def _keys_of_own_recipe(argv: Sequence[str]) -> set[str]:

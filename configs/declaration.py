@@ -21,7 +21,8 @@ class Declaration(NamedTuple):
     defaults: Sequence[str] = ()
     """Overrides that the command line overrides, as ``key=value``."""
     task: Any = None
-    """The class itself; None: the built-in task that the configuration names."""
+    """The class, or a function that returns the user's instance; None: the built-in task that the configuration
+    names."""
     config_dirs: tuple[Path, ...] = ()
     """Folders of the user's own YAML files."""
 

@@ -7,7 +7,7 @@ from textwrap import wrap
 
 from serried.configs.declaration import declared
 from serried.configs.formats import columns
-from serried.configs.keys import all_keys
+from serried.configs.keys import all_keys, own_keys
 from serried.configs.run_config import CHOSEN
 
 _FOLDER = Path(__file__).resolve().parent
@@ -50,8 +50,11 @@ def files_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
     return {group: names for group, names in found.items() if names and group not in own}
 
 
-def help_text(program: str = "train.py", folder: Path = _FOLDER) -> str:
-    """Return the usage of ``program``, its recipes, groups, the common keys with their units, and examples."""
+def help_text(program: str = "train.py", folder: Path = _FOLDER, chosen: Sequence[str] = ()) -> str:
+    """Return the usage of ``program``, its recipes, groups, the common keys with their units, and examples.
+
+    Of the overrides ``chosen``, a choice such as ``optim=sgd`` adds its own keys.
+    """
     groups, known = choices_of(folder), all_keys()
     has_recipes = bool(groups.pop("recipe", None))
     own = [path for path in known if path.startswith("task.") and path != "task.name"]
@@ -74,11 +77,22 @@ def help_text(program: str = "train.py", folder: Path = _FOLDER) -> str:
             "groups: each chooses a set of keys",
             *_table([row for group, choices in groups.items() for row in _wrapped(group, " | ".join(choices))]),
             "",
-            "common keys; counts may be written 1e3, 10k, 2M (all keys: --cfg job, explained in configs/schema.py)",
+            *_keys_of_choices(chosen),
+            "common keys; counts may be written 1e3, 10k, 2M (all keys: --cfg job, explained in docs/configuration.md)",
             *_table(keys),
             *(["", "examples", *_table(_EXAMPLES)] if is_built_in else []),
         ]
     )
+
+
+def _keys_of_choices(words: Sequence[str]) -> list[str]:
+    lines: list[str] = []
+    for group, _, name in (word.partition("=") for word in words):
+        if group in CHOSEN and CHOSEN[group].key == "name" and name in CHOSEN[group].names():
+            keys = own_keys(group, name)
+            rows = [(path, _first_sentence(key.purpose, _WIDTH - 34)) for path, key in keys.items()]
+            lines += [f"keys of {group}={name}" + ("" if rows else ": none of its own"), *_table(rows), ""]
+    return lines
 
 
 def recipes_text(folder: Path = _FOLDER) -> str:

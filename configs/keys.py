@@ -126,6 +126,18 @@ def all_keys() -> Keys:
     return _keys_of_any(base_schema(), registered_sections())
 
 
+def own_keys(group: str, name: str) -> dict[str, Key]:
+    """Return the keys of the optimizer (schedule, ...) ``name`` beside those that all have."""
+    registry = CHOSEN[group]
+    found = _keys_of(registry.get(name).section, f"{group}.")
+    return {path: key for path, key in found.items() if path.split(".")[1] not in registry.base.model_fields}
+
+
+def keys_of_task(section: type[Section]) -> Keys:
+    """Return the keys of a task's own section. Fails if there is a field of a type that no override can give."""
+    return _keys_of(section, "task.")
+
+
 def readers(path: str) -> list[str]:
     """Names of the optimizers (schedules, ...) whose section has the key ``path``; empty if it is not such a key."""
     group, _, last = path.partition(".")

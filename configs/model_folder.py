@@ -65,7 +65,10 @@ def keys_of_model(name: str) -> dict[str, Any]:
             raise ValueError(f"is of model_type {family}, which no model family reads; {_nearest_family(str(family))}")
         return {"family": family, **models.get(family).section.keys_from(found)}  # type: ignore[attr-defined]
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}; it says what the weights beside it compute") from None
+        raise UserError(
+            f"model.path={name}: cannot read {file}: {error.strerror}; use the folder of a Hugging Face model, with "
+            f"{CONFIG} and weights, or a name on the Hub, as model.path=Qwen/Qwen3-0.6B"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error).removeprefix(f"{file} ")
         raise UserError(f"{file} {reason}") from None

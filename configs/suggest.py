@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from serried.configs.keys import all_keys, all_sections, is_name, is_section, key_notes, keys_of
 from serried.configs.near import nearest
+from serried.configs.run_config import CHOSEN
 from serried.configs.schema import parse_count
 
 Groups = Mapping[str, Sequence[str]]
@@ -218,21 +219,39 @@ def _figure(example: str, compute: Callable[[float, _Config], float], value: str
 def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Config | None = None) -> str:
     """Return the sentence for a key that the schema does not have."""
     given = f"{key}={value} ({source})"
-    if reason := advice(key, value, config):
+    section = key.rpartition(".")[0]
+    own = _keys_of_choice(section, config or {})
+    same = [name for name in own or () if squeezed(name) == squeezed(key)]
+    reason = None if same else advice(key, value, config)
+    if reason and (own is None or {*re.findall(rf"{section}\.\w+", reason)} <= {*own}):
         return f"{given}: {reason}"
     parts = key.split(".")
     if ".".join(parts[:2]) in all_keys().named and len(parts) > 3 and not is_name(parts[2]):
         return f"{given}: {parts[2]} is not a valid name; use letters, digits, _ and -, starting with a letter"
     named = {each: each.strip("'").partition("=")[0] for each in meant(key, value, groups)}
     # A user's task has no model and no data.
-    if suggestions := [each for each, name in named.items() if name in all_keys() or name in groups]:
+    suggestions = [each for each, name in named.items() if name in all_keys() or name in groups]
+    if own is not None:  # nothing that another optimizer or schedule reads
+        near = [pasteable(name, value) for name in [*same, *nearest_keys(key, own)]]
+        elsewhere = [each for each in suggestions if not named[each].startswith(f"{section}.") or named[each] in own]
+        suggestions = list(dict.fromkeys([*near, *elsewhere]))[:3]
+    if suggestions:
         return f"unknown key {given}; did you mean {' or '.join(suggestions)}?"
-    section = key.rpartition(".")[0]
+    if own is not None:
+        return f"unknown key {given}; the keys of {section} are {', '.join(name.partition('.')[2] for name in own)}"
     if section in all_keys():
         return f"unknown key {given}; {section} is a value with nothing below it; write {pasteable(section, value)}"
     if is_section(section):
         return f"unknown key {given}; {listing(section)}"
     return f"unknown key {given}; --help lists the keys"
+
+
+def _keys_of_choice(section: str, config: _Config) -> list[str] | None:
+    """Return the keys of the optimizer or schedule that the run chooses, if ``section`` is its section."""
+    name = config.get(f"{section}.name")
+    if section not in ("optim", "schedule") or name not in CHOSEN[section].names():
+        return None
+    return [f"{section}.{field}" for field in CHOSEN[section].get(name).section.model_fields]
 
 
 def listing(section: str) -> str:

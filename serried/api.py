@@ -43,7 +43,7 @@ class Result:
     """Named metrics by name: of the last evaluation if there was one, else of the last logged step."""
 
 
-def main(task: "type[Task] | None" = None, arguments: list[str] | None = None) -> NoReturn:
+def main(task: "Task | type[Task] | None" = None, arguments: list[str] | None = None) -> NoReturn:
     """Train ``task``, or without one a built-in language model, as the command line says and end the process.
 
     The script that calls this has every feature of ``train.py``: overrides, ``--help``, ``dry_run=true``, sweeps with
@@ -52,9 +52,13 @@ def main(task: "type[Task] | None" = None, arguments: list[str] | None = None) -
     end_in_one_line()
     remember_script()
     from serried.program import main as train
-    from serried.runtime.ending import leave
+    from serried.runtime.ending import leave, report_mistake
 
-    leave(train(sys.argv[1:] if arguments is None else arguments, declaration(task) if task else BUILT_IN))
+    try:
+        declared = BUILT_IN if task is None else declaration(task)
+    except UserError as error:
+        leave(report_mistake(error))
+    leave(train(sys.argv[1:] if arguments is None else arguments, declared))
 
 
 def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] = ()) -> Result:
@@ -69,9 +73,8 @@ def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] 
     from serried.runtime.session import open_session
     from serried.trainer.run import train
 
-    kind = task if inspect.isclass(task) else type(task)
     given, folders = config_dirs(words(overrides))
-    with declaring(declaration(kind)._replace(config_dirs=folders)):
+    with declaring(declaration(task)._replace(config_dirs=folders)):
         config = compose(given)
     if config.launch.name != "torchrun" or config.dry_run:
         asked = "dry_run=true trains nothing" if config.dry_run else f"launch={config.launch.name} starts processes"
@@ -113,7 +116,7 @@ def load_model(path: str | Path, task: "Task | type[Task] | None" = None) -> "nn
     """
     from serried.trainer.saved_model import open_model
 
-    return open_model(Path(path), declaration(task if inspect.isclass(task) else type(task)) if task else None)
+    return open_model(Path(path), declaration(task) if task else None)
 
 
 def _read_end(run_dir: Path) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def _do(action: Action, overrides: list[str]) -> int:
     try:
         note_repeated(overrides)
         if action == "help":
-            return say(help_text(typed_command()))
+            return say(help_text(typed_command(), chosen=overrides))
         sweep = planned_sweep(overrides) if action == "sweep" else None
         configs = [point.config for point in sweep.points] if sweep else [compose(overrides)]
         config, (plan, *_) = configs[0], [_plan(config) for config in configs]

@@ -19,7 +19,7 @@ from serried.configs.compose import compose
 from serried.configs.declaration import declaring
 from serried.configs.errors import UserError
 from serried.configs.plain_data import read_yaml
-from serried.configs.registry import tasks
+from serried.configs.registry import optimizers, register_optimizer, tasks
 from serried.configs.schema import Section
 from serried.task_class import declaration
 from serried.trainer.checkpoint.resume import CHECKPOINTS
@@ -236,6 +236,22 @@ class NoSection(Tiny):
         dim: int = 1
 
 
+class Loader(Tiny):
+    """Makes batches itself."""
+
+    def dataset(self, split: str) -> Any:
+        return torch.utils.data.DataLoader(super().dataset(split) or [])
+
+
+class Unresolved(Tiny):
+    """A key of a type that is defined nowhere."""
+
+    class Config(serried.Section):
+        """A key."""
+
+        layers: "Layers" = 3  # type: ignore[name-defined]  # noqa: F821
+
+
 class NoTerms(Tiny):
     """The loss is a mean, as other libraries want it."""
 
@@ -275,6 +291,9 @@ class TakenName(Tiny):
         (Tiny, ["launch=local"], "launch=local starts processes; .* use serried.main"),
         (Tiny, ["dry_run=true"], "dry_run=true trains nothing; .* use serried.main"),
         (nn.Linear, [], "Linear is not a task; give a subclass of serried.Task"),
+        (nn.Identity(), [], r"Identity\(\) is not a task; give a subclass of serried.Task"),
+        (Loader, [], r"Loader.dataset\('train'\) returned a DataLoader; return the data set itself"),
+        (Unresolved, [], "Unresolved.Config.layers: Layers cannot be the type of a key"),
         (NoData, [], r"NoData.dataset\('train'\) returned None"),
         (NoLoss, [], r"NoLoss must define loss\(model, batch\)"),
         (NoSection, [], r"NoSection.Config is not a section; write: class Config\(serried.Section\)"),
@@ -329,6 +348,24 @@ def test_optimizer_defaults_of_a_task_are_those_of_its_optimizer() -> None:
         assert compose([]).optim.lr == compose(["optim=adamw"]).optim.lr == 0.02
         changed = compose(["optim=sgd"])
         assert (changed.optim.lr, changed.schedule.warmup_steps) == (0.1, 3)
+        if "plain" not in optimizers.names():  # without a YAML file that sets its learning rate
+            register_optimizer("plain")(print)
+        assert compose(["optim=plain"]).optim.lr == 0.02
+        with pytest.raises(UserError, match=r"'plane'.*Did you mean optim=plain"):
+            compose(["optim=plane"])
+
+
+def test_main_takes_an_instance_and_refuses_what_is_no_task_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serried.runtime.ending.leave", sys.exit)  # it ends the process
+    for given, code in ((Tiny(), 0), (nn.Identity(), 78)):
+        with pytest.raises(SystemExit) as ended:
+            serried.main(given, [f"run.dir={tmp_path}", "dry_run=true"])
+        assert ended.value.code == code
+    assert capsys.readouterr().err == (
+        "error: Identity() is not a task; give a subclass of serried.Task, or an instance of one\n"
+    )
 
 
 def test_installed_task_is_chosen_by_name_with_its_own_keys(

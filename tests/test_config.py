@@ -246,7 +246,7 @@ def test_help_breaks_no_sentence_off():
     [
         ([], ("train", [])),
         (["recipe=tiny", "-x"], ("train", ["recipe=tiny", "-x"])),
-        (["a=1", "--help"], ("help", [])),
+        (["a=1", "--help"], ("help", ["a=1"])),
         (["-h"], ("help", [])),
         (["--cfg", "job", "a=1"], ("config", ["a=1"])),
         (["a=1", "--cfg=job"], ("config", ["a=1"])),

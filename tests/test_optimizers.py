@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import serried
 from serried.configs.compose import FOLDER, compose, config_yaml
 from serried.configs.errors import UserError
+from serried.configs.help import help_text
 from serried.configs.registry import optimizers, register_schedule, schedules
 from serried.configs.run_config import check
 from serried.configs.schema import OptimSection
@@ -384,6 +385,10 @@ def test_documented_optimizer_and_schedule_run() -> None:
         registry = optimizers if name == "my_lion" else schedules
         if name not in registry.names():
             exec(code, {"__name__": "documented"})
+    for typed in ("beta1", "be_ta"):
+        with pytest.raises(UserError, match=r"did you mean optim.beta=0.95\?$"):
+            compose(["optim=my_lion", f"optim.{typed}=0.95"])
+    assert "keys of optim=my_lion\n  optim.beta " in help_text(chosen=["optim=my_lion"])
     chosen = compose(["optim=my_lion", "optim.beta=0.5", "optim.lr=0.1"]).optim
     parameter = nn.Parameter(torch.ones(2, 2))
     own = build_optimizer([("weight", parameter)], chosen)

@@ -7,6 +7,8 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import torch
+
 from serried.configs.errors import UserError
 from serried.configs.schema import DEFAULT_VALIDATION, TRAINING, RunConfig
 from serried.parallel.mesh import Layout
@@ -120,6 +122,11 @@ def training_data(task: Task) -> Dataset:
         UserError: there is none.
     """
     training = task.dataset(TRAINING)
+    if isinstance(training, torch.utils.data.DataLoader):
+        raise UserError(
+            f"{type(task).__name__}.dataset({TRAINING!r}) returned a DataLoader; return the data set itself: batches "
+            "are made by trainer.micro_batch and collate()"
+        )
     if training is not None and not hasattr(training, "__len__"):
         raise UserError(
             f"{type(task).__name__}.dataset({TRAINING!r}) returned {type(training).__name__}, which has no "

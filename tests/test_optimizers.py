@@ -388,7 +388,7 @@ def test_documented_optimizer_and_schedule_run() -> None:
     for typed in ("beta1", "be_ta"):
         with pytest.raises(UserError, match=r"did you mean optim.beta=0.95\?$"):
             compose(["optim=my_lion", f"optim.{typed}=0.95"])
-    assert "keys of optim=my_lion\n  optim.beta " in help_text(chosen=["optim=my_lion"])
+    assert "keys of optim=my_lion\n  optim.beta" in help_text(chosen=["optim=my_lion"])
     chosen = compose(["optim=my_lion", "optim.beta=0.5", "optim.lr=0.1"]).optim
     parameter = nn.Parameter(torch.ones(2, 2))
     own = build_optimizer([("weight", parameter)], chosen)

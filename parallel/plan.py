@@ -1,7 +1,7 @@
 """What a task gives the library: the sums of its loss, and how its model may be sharded. No ranks, no devices."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from serried.configs.errors import UserError
 
 Number = Tensor | float
 
@@ -103,7 +105,7 @@ class ParallelPlan:
     forward, since backward starts there. None: one unit per repeated block, see ``parallel.units``.
     """
     blocks: tuple[str, ...] = ()
-    """Names of the modules between which a pipeline may split the model, in forward order."""
+    """Names of the modules between which a pipeline may split the model, in forward order, or globs."""
     roles: Mapping[str, str] = field(default_factory=dict)
     """Globs -> what the tensor axis does with the modules, see ``parallel.tensor``."""
     tied: tuple[str, ...] = ()
@@ -114,6 +116,28 @@ class ParallelPlan:
     mixtures: tuple[str, ...] = ()
     """Names of the mixtures of experts: modules with ``experts``, whose parameters have the experts along their first
     dim, a ``dispatch`` (``Dispatch``) and a router ``gate`` (``Router``)."""
+
+    def for_model(self, model: nn.Module) -> "ParallelPlan":
+        """Return the plan with the names of modules of ``model`` in place of the globs in ``blocks``.
+
+        Raises:
+            UserError: one matches no module.
+        """
+        known = {name: module for name, module in model.named_modules() if name}
+        blocks: dict[str, None] = {}
+        for glob in (self.blocks,) if isinstance(self.blocks, str) else self.blocks:
+            found = [glob] if glob in known else [name for name in known if matches(name, glob)]
+            if not found:
+                raise UserError(
+                    f"parallel_plan() names the blocks {glob!r}, and {type(model).__name__} has no such module; name "
+                    "the repeated ones, such as 'layers.*'"
+                )
+            if len(found) == 1 and isinstance(known[found[0]], nn.ModuleList):
+                raise UserError(
+                    f"parallel_plan() names {glob!r} as a block, which is a list of modules; use '{glob}.*'"
+                )
+            blocks |= dict.fromkeys(found)
+        return replace(self, blocks=tuple(blocks))
 
     def is_expert(self, parameter: str) -> bool:
         """Return whether the parameter of this name has the experts of a mixture along its first dim."""

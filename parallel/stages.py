@@ -1,9 +1,10 @@
 """Pipeline stages: a model of which the modules of other stages are left out."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
@@ -37,7 +38,9 @@ def split(model: nn.Module, plan: ParallelPlan, layout: Layout, pipeline: int) -
     """Return the stages that the ranks at coordinate ``pipeline`` hold, by number; the whole model, if it is one stage.
 
     A stage is of the model's class, and all names stay. Modules that are registered before the first block belong to
-    the first stage, those after it that are no blocks to the last.
+    the first stage, those after it that are no blocks to the last. Each stage runs the whole forward of the model, so
+    this may only pass the stream from module to module: what it does to it itself would be done by every stage. The
+    first forward of a stage raises a ``UserError`` where it does more.
 
     Raises:
         UserError: the plan names no blocks, or too few, or lacks a parameter that stages share.
@@ -58,6 +61,7 @@ def split(model: nn.Module, plan: ParallelPlan, layout: Layout, pipeline: int) -
     stages = {stage: copy.deepcopy(model) for stage in layout.stages_of(pipeline)}
     for stage, module in stages.items():
         _leave_only(module, stage, plan, layout)
+        _Border(module, stage, plan, layout)
     return stages
 
 
@@ -92,6 +96,57 @@ def _leave_only(model: nn.Module, stage: int, plan: ParallelPlan, layout: Layout
         else:
             is_tied = stage == layout.stages - 1 and any(name.startswith(f"{path}.") for name in plan.tied)
             model.set_submodule(path, TiedEnd(module) if is_tied else SkippedModule())
+
+
+class _Border:
+    """Watches the first forward of a stage: what arrives must reach its first block as it is, and what its last block
+    returns must leave."""
+
+    def __init__(self, model: nn.Module, stage: int, plan: ParallelPlan, layout: Layout) -> None:
+        held = [plan.blocks[number] for number in layout.block_range(stage, len(plan.blocks))]
+        self._model, self._pipeline = type(model).__name__, layout.pipeline
+        self._first, self._last, self._expected = held[0], held[-1], torch.empty(0)
+        first, last = model.get_submodule(held[0]), model.get_submodule(held[-1])
+        self._hooks = []
+        if stage > 0:
+            self._hooks.append(model.register_forward_pre_hook(self._note_stream, with_kwargs=True))
+            self._hooks.append(first.register_forward_pre_hook(self._compare_stream, with_kwargs=True))
+        if stage < layout.stages - 1:
+            self._hooks.append(last.register_forward_hook(self._note_result))
+            self._hooks.append(model.register_forward_hook(self._compare_result))
+        self._hooks.append(model.register_forward_hook(self._end))
+
+    def _note_stream(self, _: nn.Module, args: Any, named: Mapping[str, Any]) -> None:
+        self._expected = _bits(args, named)
+
+    def _compare_stream(self, _: nn.Module, args: Any, named: Mapping[str, Any]) -> None:
+        self._refuse_unless(self._expected.equal(_bits(args, named)), f"before {self._first}")
+
+    def _note_result(self, _: nn.Module, __: Any, result: Any) -> None:
+        self._expected = _bits((result,), {})
+
+    def _compare_result(self, _: nn.Module, __: Any, result: Any) -> None:
+        self._refuse_unless(self._expected.equal(_bits((result,), {})), f"after {self._last}")
+
+    def _end(self, *_: Any) -> None:
+        for each in self._hooks:
+            each.remove()
+
+    def _refuse_unless(self, is_equal: bool, place: str) -> None:
+        if not is_equal:
+            raise UserError(
+                f"parallel.pipeline={self._pipeline}: {self._model}.forward computes something {place} that is in none "
+                "of its modules, so every stage would do it; put it into a module before the first block or after the "
+                "last, or use parallel.pipeline=1"
+            )
+
+
+def _bits(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
+    """Return the bytes of the first argument: NaN must equal itself. A copy, as it may be changed in place."""
+    stream = args[0] if args else next(iter(named.values()))
+    if not isinstance(stream, Tensor):
+        return torch.empty(0)
+    return stream.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _parts(model: nn.Module, plan: ParallelPlan, last: int) -> Iterator[tuple[str, nn.Module, int]]:

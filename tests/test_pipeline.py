@@ -1,11 +1,12 @@
 """Pipeline stages: what is in each, and what a pipeline refuses."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import serried
 from serried.configs.errors import UserError
@@ -69,6 +70,51 @@ def test_stages_one_after_the_other_compute_what_the_model_does() -> None:
     assert hidden.equal(whole(tokens[:, :-1], **named))
 
 
+class OutsideOfModules(nn.Module):
+    """Does something to the stream in its own forward, before the blocks, between them or behind."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if self.place == "before":
+            x += torch.ones(4)
+        for block in self.blocks:
+            x = block(x) * 2 if self.place == "between" else block(x)
+        return self.head(x.mean(1) if self.place == "behind" else x)
+
+
+@pytest.mark.parametrize(
+    ("place", "stage", "message"),
+    [("before", 1, "before blocks.2"), ("between", 0, "after blocks.1"), ("behind", 0, "after blocks.1")],
+)
+def test_what_a_model_does_outside_of_its_modules_is_refused(place: str, stage: int, message: str) -> None:
+    with pytest.raises(UserError, match=f"OutsideOfModules.forward computes something {message} that is in none"):
+        stages_of_two(OutsideOfModules(place))[stage](torch.zeros(2, 3, 4) if stage else torch.zeros(2, 3).long())
+
+
+def test_nan_that_arrives_at_a_stage_is_no_change() -> None:
+    stages_of_two(OutsideOfModules(""))[1](torch.full((2, 3, 4), float("nan")))
+
+
+def stages_of_two(model: nn.Module) -> dict[int, nn.Module]:
+    plan, layout = ParallelPlan(blocks=("blocks.*",)).for_model(model), Layout("fsdp", pipeline=2, stages=2)
+    return split(model, plan, layout, 0) | split(model, plan, layout, 1)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [(("block.*",), "'block.*', and OutsideOfModules has no such module"), (("blocks",), "use 'blocks.*'")],
+)
+def test_blocks_that_are_not_there_are_refused(blocks: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        ParallelPlan(blocks=blocks).for_model(OutsideOfModules(""))
+
+
 def test_a_run_evaluates_samples_and_resumes_with_the_same_bits(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     """Tied, with two stages a rank, one of which has both ends. Evaluations pass by the schedule."""
     layout = ["parallel=fsdp", "parallel.pipeline=2", "parallel.schedule=zbv", "model.tie_embeddings=true"]
@@ -102,7 +148,8 @@ class InStages(Points):
         return model
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
-        return ParallelPlan(blocks=tuple(name for name, _ in model.named_children()))
+        del model
+        return ParallelPlan(blocks=("*",))
 
     def inputs(self, batch: Any) -> Inputs:
         return Inputs(batch["x"])

@@ -75,7 +75,7 @@ def build_model(config: RunConfig, task: Task) -> Model:
     module = task.build_model()
     if not isinstance(module, nn.Module):
         raise UserError(f"{type(task).__name__}.build_model() returned {module!r}, which is no torch.nn.Module")
-    plan = task.parallel_plan(module)
+    plan = task.parallel_plan(module).for_model(module)
     if config.adapter.method == "none":
         return Model(task, module, plan, None)
     return Model(task, module, plan, Adapters(config.adapter, module, plan, task.exported))

@@ -179,16 +179,6 @@ def check_transformers_opens(folder: Path, text: Path) -> None:
     assert loss < 5.2, "it has learned: a fresh model of 257 tokens starts at 5.55"
 
 
-def test_two_processes_on_one_run_folder_are_refused(text: Path, tmp_path: Path) -> None:
-    from serried.records.run_folder import RunFolder
-
-    folder = RunFolder(tmp_path / "run")
-    ended = run_here(overrides(text, tmp_path / "run"))
-    folder.close()
-    assert ended.code == 78
-    assert "another process is training in" in ended.printed
-
-
 def test_records_of_an_unfinished_run_are_kept_aside(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()

@@ -19,7 +19,7 @@ from serried.runtime.program import check_surroundings
 from serried.runtime.ranks import planned_processes, speaks, threads_per_process, torchrun_says, usable_cores
 from serried.runtime.session import open_session
 from tests.cluster import ROOT, Cluster
-from tests.forks import Typed, typed
+from tests.forks import typed
 from tests.slurm import wait_for
 
 
@@ -130,23 +130,6 @@ def test_asking_for_other_processes_than_were_started_is_refused(started: int, m
 
 def test_a_dry_run_plans_for_any_number_of_processes() -> None:
     assert planned_processes(LaunchSection(processes=8, nodes=4), dry_run=True) == 32
-
-
-def test_term_ends_a_run_with_a_true_status_and_leaves_no_process(text: Path, tmp_path: Path) -> None:
-    from tests.runs import overrides
-
-    argv = overrides(text, tmp_path / "run", "trainer.steps=100k", "trainer.global_batch=3")
-    process = Typed("train.py", *argv)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (metrics.exists() and '"step": 3,' in metrics.read_text()):
-        time.sleep(0.1)
-    os.kill(process.pid, signal.SIGTERM)
-    ended = process.end(60)
-    assert (ended.returncode, ended.stderr) == (75, "")
-    status = (tmp_path / "run" / "status.json").read_text()
-    assert '"state": "stopped"' in status
-    assert '"reason": "SIGTERM"' in status
 
 
 def test_a_second_signal_does_not_break_the_clean_up() -> None:

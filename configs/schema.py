@@ -556,9 +556,18 @@ class AdapterSection(Section):
     """Share of an adapter's inputs that is dropped in training."""
     scale: Literal["standard", "rslora"] = "standard"
     """``rslora`` multiplies by alpha / sqrt(rank) instead, for large ranks (arXiv 2312.03732)."""
+    quantize: Literal["none", "nf4"] = "none"
+    """``nf4``: hold the frozen linear layers of the blocks in 4 bits (QLoRA)."""
     modules: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     """Linear layers to adapt, by name or pattern, as in ``[q_proj,v_proj]`` or ``['*.layers.3.*']``; when null all of
     the blocks."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.quantize != "none" and self.method != "lora":
+            yield (
+                f"adapter.quantize={self.quantize} with adapter.method={self.method}: quantized weights are trained "
+                "with adapters of LoRA alone; use adapter=lora, or adapter.quantize=none"
+            )
 
 
 class ScheduleSection(Section):

@@ -31,6 +31,11 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
             f"parallel.{axis}={getattr(layout, axis)} with parallel=ddp; use parallel=hsdp parallel.replicate="
             f"{layout.replicate}, or parallel=fsdp"
         )
+    if config.adapter.quantize != "none" and layout.tensor > 1:
+        raise UserError(
+            f"adapter.quantize={config.adapter.quantize} with parallel.tensor={layout.tensor}, whose ranks would "
+            "divide quantized blocks; use parallel.tensor=1, or adapter.quantize=none"
+        )
     if config.adapter.method == "dora" and layout.tensor > 1:
         raise UserError(
             f"adapter.method=dora with parallel.tensor={layout.tensor}, whose ranks divide the rows that it measures; "

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from serried.parallel.mesh import Layout
+from serried.parallel.quantized import is_packed
 from serried.parallel.shard_specs import Box, ShardSpec
 
 
@@ -84,6 +85,8 @@ def to_fp32(module: nn.Module, frozen: torch.dtype | None = None) -> None:
     """Make every floating-point parameter of fewer bits fp32: training adds small updates to them. Those that are not
     trained become ``frozen``, if that is given."""
     for parameter in module.parameters():
+        if is_packed(parameter):
+            continue  # its bytes are no numbers
         if parameter.is_floating_point() and frozen is not None and not parameter.requires_grad:
             parameter.data = parameter.data.to(frozen)
         elif parameter.is_floating_point() and parameter.element_size() < 4:

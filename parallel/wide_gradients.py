@@ -21,6 +21,8 @@ def widen_gradients(model: nn.Module, plan: ParallelPlan) -> None:
     for name, module in model.named_modules():
         is_conv1d = (plan.role(name) or "").startswith("conv1d")
         if is_conv1d or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward):
+            if "forward" in vars(module):
+                continue  # a quantized weight, which has no gradient
             module.forward = partial(_forward, module, is_conv1d)
 
 

@@ -17,6 +17,7 @@ from serried.configs.declaration import BUILT_IN
 from serried.configs.errors import UserError
 from serried.configs.schema import AdapterSection
 from serried.parallel.plan import ParallelPlan
+from serried.parallel.quantized import _LEVELS, pack, unpack
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.data.dataset import Batch
@@ -267,6 +268,11 @@ def test_plan_of_an_8b_model_fits_one_gpu_with_its_base_in_bf16(capsys: pytest.C
     assert "parameters 15.1GiB, gradients 160.0MiB, optimizer state 320.0MiB" in plan
     assert "480.0MiB each" in plan
     assert "does not fit" not in plan
+    assert main([word.replace("=lora", "=qlora") for word in words]) == 0
+    plan = capsys.readouterr().out
+    assert "8,072,204,288 parameters" in plan
+    assert "frozen linear layers in nf4, other frozen weights in bf16" in plan
+    assert "parameters 5.8GiB, gradients 160.0MiB" in plan
 
 
 def test_adapters_of_a_users_task_train_and_load(tmp_path: Path) -> None:
@@ -313,3 +319,43 @@ def test_frozen_weights_are_held_in_bf16_whole_and_sharded(cluster: Cluster, mod
     adapters = 4 * 2 * (2 * 64 + 2 * 48 + 3 * 80)
     assert found["single"][0] == found["fsdp"][0] == {"torch.bfloat16": base, "torch.float32": adapters}
     assert found["fsdp"][1] == pytest.approx(found["single"][1], abs=2e-3)
+
+
+def test_quantized_numbers_are_the_nearest_levels_of_their_blocks() -> None:
+    rows = torch.randn(6, 192, generator=torch.Generator().manual_seed(2))
+    rows[1, 64:128] = 0
+    scales = rows.unflatten(1, (-1, 64)).abs().amax(2, keepdim=True)
+    levels = (torch.tensor(_LEVELS) * scales.unsqueeze(3)).expand(-1, -1, 64, -1)
+    nearest = (levels - rows.unflatten(1, (-1, 64)).unsqueeze(3)).abs().argmin(3, keepdim=True)
+    packed = pack(rows)
+    assert packed.nbytes * 8 == rows.numel() * 4.5
+    torch.testing.assert_close(unpack(packed, torch.float32), levels.gather(3, nearest).flatten(1), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("bf16", 2e-3)])
+def test_qlora_is_lora_of_the_model_that_its_bits_stand_for(
+    cluster: Cluster, tmp_path: Path, models: Path, precision: str, bound: float
+) -> None:
+    """Begun on two ranks that shard the bits, resumed on one."""
+    import transformers
+
+    config = transformers.LlamaConfig(**SIZES | {"hidden_size": 64, "intermediate_size": 128}, **HEADS)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        for module in model.model.layers.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.copy_(unpack(pack(module.weight), torch.float32))
+    model.save_pretrained(tmp_path / "rounded")
+    more = [f"precision={precision}"]
+    plain = lora(models, tmp_path / "plain", f"model.path={tmp_path / 'rounded'}", *more)
+    assert runs.run_here(plain).code == 0
+    argv = lora(models, tmp_path / "run", "recipe=qlora", f"model.path={tmp_path / 'base'}", *more)
+    losses(cluster, 2, [*argv, "parallel=fsdp", "trainer.stop_at=2"], tmp_path / "run", 75)
+    assert runs.run_here(argv).code == 0
+    want, found = ([line["loss"] for line in runs.metrics(tmp_path / name)] for name in ("plain", "run"))
+    assert len(found) == 4
+    assert found == pytest.approx(want, abs=bound)
+    if precision == "bf16":
+        return
+    assert_close(serried.load_model(tmp_path / "run")(TOKENS), serried.load_model(tmp_path / "plain")(TOKENS))

@@ -19,10 +19,14 @@ from serried.parallel.fragments import Fragment
 from serried.parallel.held import HeldTensor
 from serried.parallel.initialize import initialize_uniform
 from serried.parallel.plan import ParallelPlan
+from serried.parallel.quantized import BLOCK, can_quantize, pack, quantize
+from serried.records.tensors import TensorFolder
 from serried.trainer.checkpoint.merge import PREFIX
 from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
 from serried.trainer.checkpoint.state import Exported
 
+_PIECE_NUMBERS = 2**23
+"""Weights that are quantized at a time."""
 _ENDINGS = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -43,7 +47,24 @@ class Adapters:
         }
         """Of the layers that could have an adapter, where the weight lies in the base model's checkpoint."""
         self._chosen = self._choose(section.modules, model, plan)
+        self.packed: dict[str, tuple[int, ...]] = {}
+        """Quantized weights by name, with their shapes before."""
         self._is_conv1d = _attach(section, model, {name: self._weights[name].name for name in self._chosen})
+        if section.quantize != "none":
+            self._quantize(model, plan)
+
+    def _quantize(self, model: nn.Module, plan: ParallelPlan) -> None:
+        blocks = tuple(f"{block}." for block in plan.blocks)
+        for name in self._weights:
+            module = model.get_submodule(name)
+            if name.startswith(blocks or "") and isinstance(module, nn.Linear) and can_quantize(module):
+                self.packed[f"{name}.weight"] = tuple(module.weight.shape)
+                quantize(module)
+        if not self.packed:
+            raise UserError(
+                f"adapter.quantize={self._section.quantize}: the blocks have no nn.Linear whose inputs are a "
+                f"multiple of {BLOCK}; use adapter.quantize=none"
+            )
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         """Return where a parameter lies in the run's checkpoint: nowhere, if it is the base model's.
@@ -64,7 +85,22 @@ class Adapters:
     def exported_base(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         """Return where a parameter lies in the base model's folder: nowhere, if it is an adapter's."""
         owner, _, key = name.rpartition(".")
-        return () if owner in self._chosen and key in _ENDINGS else self._of_base(name, shape)
+        return () if owner in self._chosen and key in _ENDINGS else self._of_base(name, self.packed.get(name, shape))
+
+    @torch.no_grad()
+    def load_packed(self, folder: Path, parameters: Iterable[HeldTensor]) -> None:
+        """Fill the quantized weights, of which this rank holds some rows, from the base model's folder."""
+        tensors = TensorFolder(folder) if self.packed else None
+        for held in parameters:
+            if held.name not in self.packed or tensors is None or not held.box.numel:
+                continue
+            whole = self.packed[held.name]
+            ((tensor, _, _, theirs),) = self._of_base(held.name, whole)
+            first, step = theirs.starts[0] + held.box.starts[0], max(1, _PIECE_NUMBERS // whole[1])
+            for start in range(0, held.box.sizes[0], step):
+                into = held.local[start : start + step].view(torch.uint8)
+                values = tensors.read_elements(tensor, (first + start) * whole[1], len(into) * whole[1])
+                into.copy_(pack(values.view(len(into), whole[1]).to(into.device)).view(torch.uint8))
 
     @torch.no_grad()
     def initialize(self, parameters: Iterable[HeldTensor], seed: int) -> None:

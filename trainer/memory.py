@@ -13,6 +13,7 @@ from serried.parallel.apply import gathered_type
 from serried.parallel.axes import shard_specs
 from serried.parallel.mesh import V_SCHEDULES, Layout
 from serried.parallel.plan import ParallelPlan, Share
+from serried.parallel.quantized import is_packed
 from serried.parallel.units import units_of
 from serried.trainer.model import frozen_type
 from serried.trainer.optimizer_state import state_bytes
@@ -57,6 +58,7 @@ class _Sizes:
         self.plan, self.layout, self.model = plan, layout, model
         self.specs = shard_specs(model, plan, layout)
         self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.packed = {name for name, parameter in model.named_parameters() if is_packed(parameter)}
         self.state_bytes = state_bytes(config.optim)
         first = layout.coordinates(0)  # no rank of a block holds more
         self.held = {name: spec.box(layout, first).numel for name, spec in self.specs.items()}
@@ -65,6 +67,12 @@ class _Sizes:
         for name, spec in self.specs.items():
             kept = tuple(each for each in spec.slices if not {"shard", "expert_shard"} & {*each.axes})
             self.gathered[name] = replace(spec, slices=kept).box(layout, first).numel
+
+    def width(self, name: str, frozen: torch.dtype | None) -> int:
+        """Bytes of an element, if frozen weights are ``frozen``."""
+        if name in self.packed:
+            return torch.bfloat16.itemsize
+        return _FP32_BYTES if name in self.trained or frozen is None else frozen.itemsize
 
     def of_units(self, names: Collection[str]) -> list[int]:
         """Gathered, of each unit, with the parameters ``names`` alone."""
@@ -83,7 +91,7 @@ def _of_stages(
     copies = {name: spec.holders.count(pipeline) for name, spec in sizes.specs.items()}
     here = [name for name, count in copies.items() if count]
     trained = [name for name in here if name in sizes.trained]
-    share, share_trained = (sum(sizes.held[name] * copies[name] for name in names) for names in (here, trained))
+    share_trained = sum(sizes.held[name] * copies[name] for name in trained)
     is_divided = layout.is_sharded and layout.shard * layout.context > 1
     holds_whole_gradients = is_divided and accumulation > 1 and not config.parallel.sync_every_micro_batch
     whole = sum(sizes.gathered[name] for name in trained) if holds_whole_gradients else 0
@@ -99,7 +107,7 @@ def _of_stages(
         share=_share(layout, accumulation, sizes.plan, pipeline),
     )
     return Memory(
-        parameters=share_trained * _FP32_BYTES + (share - share_trained) * (frozen.itemsize if frozen else _FP32_BYTES),
+        parameters=sum(sizes.held[name] * copies[name] * sizes.width(name, frozen) for name in here),
         gradients=share_trained * _FP32_BYTES,
         gradients_while_accumulating=whole * _FP32_BYTES,
         optimizer_state=share_trained * sizes.state_bytes,

@@ -54,8 +54,11 @@ class Model:
         """Fill the sharded model from a model folder of ``weights``, if that is given; give adapters their first
         values."""
         of_weights = self.task.exported if self.adapters is None else self.adapters.exported_base
+        packed = self.adapters.packed if self.adapters is not None else {}
         if weights is not None:
-            load_weights(weights, parallel, of_weights)
+            load_weights(weights, parallel, of_weights, left_out=packed)
+        if weights is not None and self.adapters is not None:
+            self.adapters.load_packed(weights, parallel.parameters)
         if self.adapters is not None:
             self.adapters.initialize(parallel.parameters, seed)
 

@@ -7,6 +7,7 @@ from serried.configs.formats import short, size
 from serried.configs.schema import RunConfig
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
+from serried.parallel.quantized import whole_numel
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data import training_data, with_steps
 from serried.trainer.fitting import fitting
@@ -45,7 +46,7 @@ def overview(
     """The plan. ``model`` may be on meta; ``place`` names the processes and where they compute; ``training`` is the
     data, where it is open."""
     trainer, parallel = config.trainer, config.parallel
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(whole_numel(parameter) for parameter in model.parameters())
     step_weight = trainer.global_batch * task.weight_per_sample()
     mesh = layout.describe(len(plan.blocks), accumulation)
     if layout.shard * layout.context > 1:
@@ -138,7 +139,7 @@ def _repetitions(config: RunConfig, training: Dataset) -> list[str]:
 
 def _trained(config: RunConfig, model: nn.Module) -> str:
     counts = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-    whole = sum(parameter.numel() for parameter in model.parameters())
+    whole = sum(whole_numel(parameter) for parameter in model.parameters())
     if sum(counts) == whole:
         return ""
     section, what = config.adapter, ""
@@ -183,6 +184,8 @@ def _precision(config: RunConfig, plan: ParallelPlan) -> str:
     held = "fp32 parameters"
     if config.adapter.method != "none":
         held = f"frozen weights in {'bf16' if frozen_type(config, plan) else 'fp32'}; fp32 adapters"
+        if config.adapter.quantize != "none":
+            held = f"frozen linear layers in {config.adapter.quantize}, other {held}"
     return f"{name} products; {held}, gradient sums and optimizer state{extra}"
 
 

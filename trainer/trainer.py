@@ -15,6 +15,7 @@ from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.parallel.checks import check_layout
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
+from serried.parallel.quantized import whole_numel
 from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
 from serried.records.trackers.processes import Trackers, choose_run_id
@@ -60,7 +61,7 @@ class Trainer:
         remember_allocations(config, session.device, console)
         model, self._base = _build_model(context, start)
         module, plan = model.module, model.plan
-        parameters = sum(parameter.numel() for parameter in module.parameters())
+        parameters = sum(whole_numel(parameter) for parameter in module.parameters())
         place = session.place()
         for line in overview(config, task, layout, accumulation, module, plan, place, start, data.training):
             console.say(line)
@@ -189,7 +190,7 @@ def _flops(task: Task, module: nn.Module) -> float | None:
     """Return those of a sample. A third is the gradients of weights, which a frozen weight has none of."""
     counts = {True: 0, False: 0}
     for parameter in module.parameters():
-        counts[parameter.requires_grad] += parameter.numel()
+        counts[parameter.requires_grad] += whole_numel(parameter)
     whole = task.flops_per_sample(counts[True] + counts[False])
     return whole and whole * (1 - counts[False] / (counts[True] + counts[False]) / 3)
 

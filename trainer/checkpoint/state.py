@@ -103,8 +103,12 @@ def load_state(
 
 
 @torch.no_grad()
-def load_weights(folder: Path, parallel: DistributedModel, exported: Exported, stem: str = MODEL) -> None:
+def load_weights(
+    folder: Path, parallel: DistributedModel, exported: Exported, stem: str = MODEL, left_out: Collection[str] = ()
+) -> None:
     """Fill weights from the files ``stem`` of a folder, in any float dtype; each rank reads the boxes it holds alone.
+
+    Parameters named in ``left_out`` are compared, and not filled.
 
     Raises:
         UserError: the folder holds another model.
@@ -117,7 +121,7 @@ def load_weights(folder: Path, parallel: DistributedModel, exported: Exported, s
         aliases |= _names(exported(name, ()))
     floats = _names(each for part in weights if part.local.is_floating_point() for each in part.fragments)
     _check(tensors, _fragments(shapes, exported), aliases, floats)
-    _fill(tensors, weights)
+    _fill(tensors, (part for part in weights if part.name not in left_out))
 
 
 def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str = MODEL) -> None:

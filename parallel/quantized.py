@@ -1,0 +1,94 @@
+"""Frozen weights of linear layers in 4 bits: NF4 of QLoRA (https://arxiv.org/abs/2305.14314), its scales in fp32.
+
+Each row of a weight is divided into blocks of 64 numbers. A block is divided by its largest absolute value, and each
+number becomes the nearest of 16 levels. The levels, two in a byte, and behind them the fp32 scales of the blocks are
+one parameter, whose bytes are called bf16: FSDP2 shards and gathers it by rows as any other, and has nothing to cast.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+BLOCK = 64
+_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Quantiles of a normal distribution, as the authors' code has them."""
+
+
+def can_quantize(module: nn.Module) -> bool:
+    """Whether the weight of ``module`` consists of whole blocks, and its forward is that of ``nn.Linear``."""
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return False
+    return module.in_features % BLOCK == 0
+
+
+def quantize(module: nn.Linear) -> None:
+    """Replace the weight of ``module`` by a quantized one, on meta without values."""
+    weight = module.weight.detach()
+    columns = module.in_features // 4 + 2 * module.in_features // BLOCK  # two bytes each
+    packed = torch.empty(len(weight), columns, dtype=torch.bfloat16, device="meta") if weight.is_meta else pack(weight)
+    module.weight = nn.Parameter(packed, requires_grad=False)
+    module.weight.whole_shape = weight.shape  # type: ignore[attr-defined]
+    module.forward = partial(_forward, module)  # type: ignore[method-assign]
+
+
+def is_packed(parameter: Tensor) -> bool:
+    """Whether ``parameter`` is a quantized weight. Ask before the model is sharded."""
+    return hasattr(parameter, "whole_shape")
+
+
+def whole_numel(parameter: Tensor) -> int:
+    """Number of weights that ``parameter`` stands for. Ask before the model is sharded."""
+    return math.prod(getattr(parameter, "whole_shape", parameter.shape))
+
+
+def pack(rows: Tensor) -> Tensor:
+    """[R, I] -> the rows quantized, [R, I / 4 + I / 32] of bf16."""
+    blocks = rows.float().unflatten(1, (-1, BLOCK))
+    scales = blocks.abs().amax(2)
+    levels = torch.tensor(_LEVELS, device=rows.device)
+    between = (levels[1:] + levels[:-1]) / 2
+    codes = torch.bucketize(blocks / scales.clamp(min=1e-30).unsqueeze(2), between).to(torch.uint8).flatten(1)
+    pairs = codes[:, ::2] << 4 | codes[:, 1::2]
+    return torch.cat((pairs, scales.contiguous().view(torch.uint8)), 1).view(torch.bfloat16)
+
+
+def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights [R, I] that ``pack`` was given, as nearly as it keeps them."""
+    content = packed.view(torch.uint8)
+    inputs = content.shape[1] * BLOCK // (BLOCK // 2 + 4)
+    pairs, scales = content.split([inputs // 2, inputs // BLOCK * 4], 1)
+    codes = torch.stack((pairs >> 4, pairs & 15), 2).flatten(1)
+    values = torch.tensor(_LEVELS, device=packed.device)[codes.int()].unflatten(1, (-1, BLOCK))
+    return (values * scales.contiguous().view(torch.float32).unsqueeze(2)).flatten(1).to(dtype)
+
+
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    out: Tensor = _PackedLinear.apply(x, module.weight, module.bias)
+    return out
+
+
+class _PackedLinear(torch.autograd.Function):
+    """x [..., I], weight as ``pack`` returns it, bias [O]; neither gets a gradient. Weights are unpacked for each use:
+    kept for the backward, they would take the memory that is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(packed)
+        return F.linear(x, unpack(packed, x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (packed,) = ctx.saved_tensors
+        return grad @ unpack(packed, grad.dtype), None, None

@@ -43,6 +43,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(3)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS)).save_pretrained(folder / "llama")
+    phi3 = transformers.Phi3Config(**SIZES, **HEADS, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    transformers.Phi3ForCausalLM(phi3).save_pretrained(folder / "phi3")
     gpt2 = transformers.GPT2Config(vocab_size=257, n_positions=256, n_embd=32, n_layer=2, n_head=4)
     for dropout in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
         setattr(gpt2, dropout, 0.0)
@@ -102,9 +104,10 @@ def train_watched(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[lis
             [*DORA, "adapter.modules=[q_proj,*.1.mlp.down_proj]"],
             {"target_modules": r".*(q_proj|1\.mlp\.down_proj)", "use_dora": True, "use_rslora": True},
         ),
+        ("phi3", [], {"target_modules": "all-linear"}),
         ("gpt2", [], {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     ],
-    ids=["lora", "dora, rslora, some layers", "gpt2"],
+    ids=["lora", "dora, rslora, some layers", "phi3", "gpt2"],
 )  # fmt: skip
 def test_losses_of_ten_steps_and_saved_adapters_equal_those_of_peft(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, more: list[str], options: dict[str, Any]

@@ -46,7 +46,8 @@ class Adapters:
             for name, module in _linear_layers(model, exported).items()
         }
         """Of the layers that could have an adapter, where the weight lies in the base model's checkpoint."""
-        self._chosen = self._choose(section.modules, model, plan)
+        self._experts = _experts(model, plan, exported)
+        self._chosen = self._choose(section.modules, plan)
         self.packed: dict[str, tuple[int, ...]] = {}
         """Quantized weights by name, with their shapes before."""
         self._is_conv1d = _attach(section, model, {name: self._weights[name].name for name in self._chosen})
@@ -142,10 +143,10 @@ class Adapters:
         """Names of the adapted layers as PEFT takes them: last parts alone, if they mean no other layer."""
         chosen = {_module_of(self._weights[name].name) for name in self._chosen}
         last = {name.rpartition(".")[2] for name in chosen}
-        others = {_module_of(weight.name) for weight in self._weights.values()} - chosen
+        others = {*self._experts, *(_module_of(weight.name) for weight in self._weights.values())} - chosen
         return sorted(chosen if any(name.rpartition(".")[2] in last for name in others) else last)
 
-    def _choose(self, patterns: Sequence[str] | None, model: nn.Module, plan: ParallelPlan) -> list[str]:
+    def _choose(self, patterns: Sequence[str] | None, plan: ParallelPlan) -> list[str]:
         names = {
             name: {_module_of(weight.name), *([name] if weight.is_whole else [])}
             for name, weight in self._weights.items()
@@ -155,10 +156,9 @@ class Adapters:
             if not (inside or names):
                 raise UserError("adapter.method: the model has no linear layers to adapt; use adapter=none")
             return inside or list(names)
-        experts = _experts(model, plan, self._of_base)
         chosen = set[str]()
         for pattern in patterns:
-            if stacked := next((name for name in experts if _matches(name, pattern)), None):
+            if stacked := next((name for name in self._experts if _matches(name, pattern)), None):
                 raise UserError(
                     f"adapter.modules=[{pattern}] names the experts of a mixture ({stacked}), which are stacked and "
                     "cannot have adapters; name other layers, e.g. 'adapter.modules=[*.self_attn.*]'"

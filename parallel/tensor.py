@@ -11,8 +11,9 @@ along the sequence too (https://arxiv.org/abs/2205.05198). A model declares the 
 - ``row``: a linear layer that ends a region, divided by inputs. Its bias is added after the sum.
 - ``norm``: in a region, a norm over the whole divided width, with the extension point ``width`` (``plan.Width``).
 - ``conv1d_column``, ``conv1d_row``: the same for weights that are [inputs, outputs], transformers' ``Conv1D``.
-- ``head``: ends the model, and has the extension point ``vocabulary`` (``plan.Vocabulary``). A weight of its own is
-  divided by rows, as the embedding's is if they are tied.
+- ``head``: ends the model. It has the extension point ``vocabulary`` (``plan.Vocabulary``), or is a linear layer
+  without a bias, whose logits are whole on every rank. A weight of its own is divided by rows, as the embedding's is if
+  they are tied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,7 +100,11 @@ class Tensors:
             elif role == "norm":
                 each.width = DividedWidth(group)
             elif role == "head":
-                each.vocabulary = ShardedVocabulary(rows[name], layout, place, group)
+                vocabulary = ShardedVocabulary(rows[name], layout, place, group)
+                if type(each).forward is nn.Linear.forward:
+                    each.forward = partial(_whole_logits, each, vocabulary)
+                else:
+                    each.vocabulary = vocabulary
 
     def _slice_parameters(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates) -> None:
         sliced: dict[nn.Parameter, nn.Parameter] = {}
@@ -132,17 +137,17 @@ class _Stream:
         return collectives.scatter_sum(x, 1, self._group) if self._is_divided else collectives.all_sum(x, self._group)
 
     def own_part(self, x: Tensor) -> Tensor:
-        """Return this rank's part of what all ranks have."""
+        """Return this rank's part of what all ranks have, [B, S, D] or [S, D]."""
         if not self._is_divided:
             return x
         self._check_length(x)
-        return x.unflatten(1, (dist.get_world_size(self._group), -1))[:, dist.get_rank(self._group)]
+        return x.chunk(dist.get_world_size(self._group), -2)[dist.get_rank(self._group)]
 
     def _check_length(self, x: Tensor) -> None:
-        ranks = dist.get_world_size(self._group)
-        if self._is_divided and x.shape[1] % ranks:
+        ranks, length = dist.get_world_size(self._group), x.shape[-2]
+        if self._is_divided and length % ranks:
             raise UserError(
-                f"parallel.tensor={ranks} does not divide a sequence of {x.shape[1]}, which its ranks divide too; use "
+                f"parallel.tensor={ranks} does not divide a sequence of {length}, which its ranks divide too; use "
                 "parallel.sequence=false"
             )
 
@@ -179,7 +184,7 @@ class ShardedVocabulary(Vocabulary):
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         whole = _Stream(self._group, self._parts > 1).enter(hidden)
-        return collectives.join(F.linear(whole, weight), -1, self._rows, self._group)
+        return collectives.join(linear(whole, weight), -1, self._rows, self._group)
 
 
 class DividedWidth(Width):
@@ -210,6 +215,14 @@ def _check_forward(name: str, module: nn.Module, role: str, layout: Layout) -> N
         fits = forward is nn.Embedding.forward
         changed = {"padding_idx": None, "max_norm": None, "scale_grad_by_freq": False, "sparse": False}
         options = [key for key, value in changed.items() if getattr(module, key, value) != value]
+    elif role == "head":
+        is_linear = forward is nn.Linear.forward and getattr(module, "bias", None) is None
+        if not is_linear and not isinstance(getattr(module, "vocabulary", None), Vocabulary):
+            raise UserError(
+                f"parallel.tensor={layout.tensor}: {name} has the role head and is a {type(module).__name__}; use an "
+                "nn.Linear without bias, or serried.recipes.models.head.LanguageModelHead, which computes the loss too"
+            )
+        return
     else:
         fits = role != "row" or forward is nn.Linear.forward
         # By name: that of transformers must not be imported for it.
@@ -260,6 +273,11 @@ def _embed(module: nn.Embedding, stream: _Stream, first_row: int, ids: Tensor) -
     is_here = (index >= 0) & (index < len(module.weight))
     rows = F.embedding(index.where(is_here, 0), module.weight)
     return stream.sum(rows * is_here.unsqueeze(-1))
+
+
+def _whole_logits(module: nn.Linear, vocabulary: Vocabulary, hidden: Tensor) -> Tensor:
+    """As the module's own forward."""
+    return vocabulary.logits(hidden, module.weight)
 
 
 def _multiply_and_sum(module: nn.Linear, stream: _Stream, x: Tensor, *, is_conv1d: bool) -> Tensor:

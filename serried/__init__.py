@@ -6,6 +6,7 @@ from typing import Any
 _HOMES = {
     "Task": "serried.trainer.task",
     "TextTask": "serried.trainer.task",
+    "Inputs": "serried.parallel.plan",
     "LossTerms": "serried.parallel.plan",
     "ParallelPlan": "serried.parallel.plan",
     "Section": "serried.configs.schema",

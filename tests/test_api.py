@@ -27,7 +27,7 @@ from tests.cluster import ROOT, Cluster
 from tests.runs import metrics, steps_saved, weights
 
 PUBLIC = [
-    "Task", "TextTask", "LossTerms", "ParallelPlan", "Section", "main", "fit", "load_model", "register_model",
+    "Task", "TextTask", "Inputs", "LossTerms", "ParallelPlan", "Section", "main", "fit", "load_model", "register_model",
     "register_optimizer",
 ]  # fmt: skip
 

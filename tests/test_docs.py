@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.lines import table
 from tests.cluster import ROOT
-from tests.forks import typed
+from tests.forks import typed, typed_on
+from tests.runs import metrics
 
 BLOCK = re.compile(r"```python\n# (?P<name>\w+\.py)\n(?P<code>.*?)```", re.DOTALL)
 """A block whose first line is the name of the file that the reader is to make."""
@@ -31,6 +32,21 @@ def test_script_of_the_documentation_trains(names: list[str], printed: str, tmp_
         done = typed(name, *short, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert printed in done.stdout
+
+
+def test_documented_plan_has_the_same_losses_in_tensor_and_pipeline(tmp_path: Path) -> None:
+    (tmp_path / "divided.py").write_text(scripts()["divided.py"], "utf-8")
+    short = ["divided.py", "trainer.steps=3", "trainer.log_every=1", "launch.device=cpu"]
+
+    def losses(name: str, ranks: int, *more: str) -> list[float]:
+        for done in typed_on(ranks, *short, f"run.name={name}", *more, cwd=tmp_path):
+            assert done.returncode == 0, done.stderr
+        return [line["loss"] for line in metrics(tmp_path / "runs" / name)]
+
+    whole = losses("whole", 1)
+    assert len(whole) == 3
+    for axis in ("tensor", "pipeline"):
+        assert losses(axis, 2, "parallel=fsdp", f"parallel.{axis}=2") == pytest.approx(whole, rel=1e-5), axis
 
 
 def test_files_that_the_architecture_names_exist() -> None:

@@ -200,6 +200,11 @@ def test_a_module_whose_forward_would_be_lost_is_refused(module: nn.Module, role
     assert re.search(f"0 has the role {role} and {why}", told), told
 
 
+def test_a_head_that_ranks_cannot_divide_is_refused() -> None:
+    told = refusal(nn.Sequential(nn.Linear(4, 4)), ParallelPlan(roles={"0": "head"}), 2)
+    assert "0 has the role head and is a Linear; use an nn.Linear without bias, or serried." in told, told
+
+
 def test_rows_of_a_vocabulary_are_those_of_its_own_module() -> None:
     tied = head.LanguageModelHead(2, 9, tied=True)
     modules = {"large": nn.Embedding(9, 2), "small": nn.Embedding(4, 2), "head": tied}
@@ -213,6 +218,8 @@ def length_that_ranks_cannot_divide() -> str:
         assert group is not None
         with pytest.raises(UserError) as refused:
             _Stream(group, is_divided=True).own_part(torch.zeros(1, 5, 2))
+        halves = _Stream(group, is_divided=True).own_part(torch.arange(8).view(4, 2))  # positions without a batch
+        assert halves.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]][dist.get_rank()]
         assert _Stream(group, is_divided=False).own_part(torch.zeros(1, 5, 2)).shape == (1, 5, 2)
         return str(refused.value)
 

@@ -36,6 +36,9 @@ SHAPES = {
     "small vocabulary": ["model.vocab_size=257"],
     "many sequences": ["model.vocab_size=257", "trainer.micro_batch=12"],
     "several chunks of logits": ["model.vocab_size=6000", "model.tie_embeddings=false", "trainer.micro_batch=40"],
+    "qwen3": ["model=qwen3_600m", "model.vocab_size=257", "model.head_dim=96", "model.kv_heads=4"],
+    "olmo2": ["model=olmo2_7b", "model.vocab_size=257", "model.kv_heads=4"],
+    "gemma3": ["model=gemma3_1b", "model.vocab_size=257", "model.head_dim=64"],
     "plain attention": ["model.vocab_size=257", "model.kv_heads=4", "model.head_dim=96"],
 }
 

@@ -17,7 +17,7 @@ from serried.recipes.models.transformer import Attention, FeedForward, Llama, RM
 
 
 class WidthNorm(nn.Module):
-    """RMSNorm of [B, heads, S, E] over heads and E, computed in fp32; tensor ranks may divide the heads."""
+    """RMSNorm of [B, S, heads, E] over heads and E, computed in fp32; tensor ranks may divide the heads."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -27,9 +27,8 @@ class WidthNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        scale = (self.width.mean(wide.square().mean((1, 3), keepdim=True)) + self.eps).rsqrt()
-        weight = self.weight.float().view(x.shape[1], 1, x.shape[3])
-        return (wide * scale * weight).to(x.dtype)
+        scale = (self.width.mean(wide.square().mean((2, 3), keepdim=True)) + self.eps).rsqrt()
+        return (wide * scale * self.weight.float().view(x.shape[2:])).to(x.dtype)
 
 
 class Olmo2Attention(Attention):

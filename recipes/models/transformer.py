@@ -103,11 +103,12 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any, past: LayerCache | None = None
     ) -> Tensor:
         q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, S, E]
+            projection(x).unflatten(-1, (-1, self.head_dim))  # [B, S, heads, E]
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past is not None:
             k, v = past.extend(k, v)

@@ -5,8 +5,8 @@ number becomes the nearest of 16 levels. The levels, two in a byte, and behind t
 one parameter, whose bytes are called bf16: FSDP2 shards and gathers it by rows as any other, and has nothing to cast.
 """
 
+import functools
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def quantize(module: nn.Linear) -> None:
     packed = torch.empty(len(weight), columns, dtype=torch.bfloat16, device="meta") if weight.is_meta else pack(weight)
     module.weight = nn.Parameter(packed, requires_grad=False)
     module.weight.whole_shape = weight.shape  # type: ignore[attr-defined]
-    module.forward = partial(_forward, module)  # type: ignore[method-assign]
+    module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
 
 
 def is_packed(parameter: Tensor) -> bool:
@@ -54,7 +54,7 @@ def pack(rows: Tensor) -> Tensor:
     """[R, I] -> the rows quantized, [R, I / 4 + I / 32] of bf16."""
     blocks = rows.float().unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(2)
-    levels = torch.tensor(_LEVELS, device=rows.device)
+    levels = _levels(rows.device)
     between = (levels[1:] + levels[:-1]) / 2
     codes = torch.bucketize(blocks / scales.clamp(min=1e-30).unsqueeze(2), between).to(torch.uint8).flatten(1)
     pairs = codes[:, ::2] << 4 | codes[:, 1::2]
@@ -67,8 +67,13 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     inputs = content.shape[1] * BLOCK // (BLOCK // 2 + 4)
     pairs, scales = content.split([inputs // 2, inputs // BLOCK * 4], 1)
     codes = torch.stack((pairs >> 4, pairs & 15), 2).flatten(1)
-    values = torch.tensor(_LEVELS, device=packed.device)[codes.int()].unflatten(1, (-1, BLOCK))
+    values = _levels(packed.device)[codes.int()].unflatten(1, (-1, BLOCK))
     return (values * scales.contiguous().view(torch.float32).unsqueeze(2)).flatten(1).to(dtype)
+
+
+@functools.cache
+def _levels(device: torch.device) -> Tensor:
+    return torch.tensor(_LEVELS, device=device)
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:

@@ -256,6 +256,13 @@ def test_patterns_choose_layers_by_the_names_of_hugging_face() -> None:
     }  # fmt: skip
 
 
+def test_mixture_has_adapters_where_peft_takes_no_name_for_that_of_an_expert() -> None:
+    """PEFT 0.21 looks for ``*.gate_proj`` of a dense layer or a shared expert among the routed experts."""
+    model = meta_model("model=moe_tiny").module
+    adapted = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "adapter")}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
 def test_batch_norm_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with pytest.raises(UserError, match="BatchNorm"):

@@ -155,7 +155,8 @@ class Adapters:
             inside = [name for name in names if name.startswith(tuple(f"{block}." for block in plan.blocks))]
             if not (inside or names):
                 raise UserError("adapter.method: the model has no linear layers to adapt; use adapter=none")
-            return inside or list(names)
+            of_experts = {name.rpartition(".")[2] for name in self._experts}  # PEFT takes these names for experts
+            return [name for name in inside or names if name.rpartition(".")[2] not in of_experts]
         chosen = set[str]()
         for pattern in patterns:
             if stacked := next((name for name in self._experts if _matches(name, pattern)), None):

@@ -171,6 +171,7 @@ def test_presets_have_their_published_number_of_parameters(preset: str, count: i
     section = compose([f"model={preset}", "data.tokenizer=bytes"]).model
     family = family_of(models.get(section.family).load(), section, section.vocab_size)
     assert sum(parameter.numel() for parameter in family.build().parameters()) == count
+    assert ("with a window of" in family.describe()) == (section.window(0) is not None)
     assert f"{count:,}" in (FOLDER / "model" / f"{preset}.yaml").read_text(encoding="utf-8")
 
 

@@ -119,8 +119,6 @@ def attend(
     FlexAttention has a kernel for that; without it all scores are held, in fp32.
     """
     grouped = q.shape[1] != k.shape[1]
-    if soft_cap is not None and mask is None and _has_flex(q.device):
-        mask = window_blocks(q.shape[2], q.shape[2], q.device)
     if isinstance(mask, BlockMask):
         mod = None if soft_cap is None else _soft_capping(soft_cap)
         mixed: Tensor = _compiled_flex_attention()(q, k, v, mod, mask, scale, grouped)

@@ -79,6 +79,12 @@ class GemmaTransformer(Transformer):
         del number  # they differ only in what forward passes to them
         return GemmaBlock(self.config)
 
+    def reaches(self, length: int) -> tuple[list[int | None], list[float]]:
+        windows, bases = super().reaches(length)
+        if self.config.score_soft_cap is None:
+            return windows, bases
+        return [window or length for window in windows], bases  # no kernel caps scores without a mask
+
     def embedded(self, tokens: Tensor) -> Tensor:
         x = super().embedded(tokens)
         if tokens.is_floating_point():

@@ -197,7 +197,7 @@ class Transformer(nn.Module):
         last one alone, [B, 1, V]. For generating text, one document at a time.
         """
         length = self.context.whole_length(tokens) if cache is None else cache.capacity
-        windows, bases = self._reaches(length)
+        windows, bases = self.reaches(length)
         rotations = {base: self._rotation(base, length, tokens, positions, cache) for base in {*bases}}
         masks = {window: self._mask(window, length, tokens, positions, cache) for window in {*windows}}
         x = self.embedded(tokens)
@@ -218,7 +218,7 @@ class Transformer(nn.Module):
         kind = x.device.type
         return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
-    def _reaches(self, length: int) -> tuple[list[int | None], list[float]]:
+    def reaches(self, length: int) -> tuple[list[int | None], list[float]]:
         """Window and rotary base of each block; a window that sequences of ``length`` do not fill is none."""
         numbers = range(self.config.layers)
         windows = [self.config.window(number) for number in numbers]
@@ -422,7 +422,8 @@ class Llama(ModelFamily):
     def describe(self) -> str:
         model = self.section
         windows = [window for layer in range(model.layers) if (window := model.window(layer))]
-        windowed = f", {len(windows)} of them with a window of {windows[0]:,}" if windows else ""
+        which = "all" if len(windows) == model.layers else f"{len(windows)} of them"
+        windowed = f", {which} with a window of {windows[0]:,}" if windows else ""
         return (
             f"{model.layers} layers{windowed}, dim {model.dim}, feed-forward {model.hidden_dim}, "
             f"heads {model.heads} (key/value {model.kv_heads}){', embeddings tied' if model.tie_embeddings else ''}"

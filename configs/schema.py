@@ -584,7 +584,7 @@ class TrainerSection(Section):
 
     free = (
         "epochs", "micro_batch", "deterministic", "log_every", "eval_every", "eval_batches", "patience", "stop_at",
-        "max_minutes", "workers", "sample_tokens",
+        "max_minutes", "workers", "sample_tokens", "activation_checkpoint", "activation_checkpoint_every",
     )  # fmt: skip
 
     steps: PositiveCount
@@ -595,6 +595,11 @@ class TrainerSection(Section):
     """Sequences per optimizer step, over all processes and micro-batches."""
     micro_batch: PositiveCount
     """Sequences per forward pass on one process. Accumulation = global_batch / (micro_batch x data ranks)."""
+    activation_checkpoint: Literal["none", "full", "selective", "offload"] = "none"
+    """What blocks keep for the backward: all; ``full``: their inputs alone, and compute the rest again; ``selective``:
+    also half of the matrix products and attention; ``offload``: all, in host memory. The numbers are the same."""
+    activation_checkpoint_every: PositiveCount = 1
+    """``activation_checkpoint`` of every second (2), third (3) ... block; the others keep all."""
     max_grad_norm: Number = Field(default=1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
     seed: Annotated[Count, Field(ge=0, lt=2**63)] = 1

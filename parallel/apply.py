@@ -38,13 +38,16 @@ def parallelize(
     device: torch.device,
     phases: Phases | None = None,
     frozen_dtype: torch.dtype | None = None,
+    prepare: Callable[[nn.Module], None] = lambda _: None,
 ) -> DistributedModel:
     """Shard ``model`` by ``plan``, allocate this rank's part on ``device`` and initialise it.
 
     A model on meta is filled by ``std_of`` (see ``initialize``), or left as it is for weights that are read from a
     checkpoint. A model that was built with values keeps them: every rank must have built the same. ``low_dtype`` is the
     type of matrix products, None for fp32; ``frozen_dtype`` that of parameters which are not trained, None for fp32 or
-    more. Build the optimizer after this: sharding replaces parameters.
+    more. ``prepare`` is called with the model, or with each stage of it here, when its axes are in place and before it
+    is sharded: for what changes how blocks run and not their parameters. Build the optimizer after this: sharding
+    replaces parameters.
     """
     to_fp32(model, frozen_dtype)
     specs, groups = shard_specs(model, plan, layout), Groups(layout, device.type)
@@ -64,6 +67,7 @@ def parallelize(
             axis.apply(stage, plan, layout, place, groups)
         for each in context_points(stage, plan):
             each.context.hidden_parts = layout.tensor if layout.sequence else 1
+        prepare(stage)
         units = _units_of_stage(stage, plan) if plan.units else units_of(stage)
         experts = [each.experts for each in mixtures(stage, plan).values()] if layout.expert > 1 else []
         whole = list(unshardable(stage).values())
@@ -80,6 +84,7 @@ def parallelize(
         syncs = {number: sharded(stage) for number, stage in stages.items()}
         sync = syncs[min(syncs)]
     else:
+        prepare(model)
         _allocate(model, model, tied, device, is_meta=is_meta)
         uses_all = bool(plan.units)
         sync = Replicated(model, layout, device, uses_all=uses_all) if layout.is_replicated else NoSync(model)

@@ -2,6 +2,9 @@
 
 The only file that exchanges tensors which autograd follows: a collective of torch without a gradient passes silently.
 Each function says what backward does. Parts of equal size unless it says otherwise. Sums run in the tensor's dtype.
+
+They use torch's functional operations, for which it has no public name: each returns a new tensor, so that activation
+checkpointing can keep the result in place of a second exchange, and torch.compile can trace it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# torch 2.13 has new names, and warns of the old ones.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_functional = torch.ops._c10d_functional
 
 
 def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -72,26 +73,31 @@ def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: P
     return _AllToAll.apply(x, list(sent), list(received), group)
 
 
+def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
+    """``all_to_all`` without a gradient."""
+    return _done(_functional.all_to_all_single(x.contiguous(), list(received), list(sent), group.group_name))
+
+
 def _gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    ranks = dist.get_world_size(group)
-    parts = x.new_empty(ranks, *x.shape)
-    _all_gather(parts.view(-1), x.contiguous().view(-1), group=group)
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
+    ranks = group.size()
+    parts = _done(_functional.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
+    return parts.view(ranks, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _scattered_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    ranks = dist.get_world_size(group)
+    ranks = group.size()
     assert x.shape[dim] % ranks == 0, f"dim {dim} of {list(x.shape)} is no multiple of {ranks} ranks"
     parts = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
-    part = torch.empty_like(parts[0])
-    _reduce_scatter(part.view(-1), parts.view(-1), group=group)
-    return part
+    return _done(_functional.reduce_scatter_tensor(parts.flatten(0, 1), "sum", ranks, group.group_name))
 
 
 def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=group)
-    return x
+    return _done(_functional.all_reduce(x.contiguous(), "sum", group.group_name))
+
+
+def _done(result: Tensor) -> Tensor:
+    """Wait for ``result``: on a GPU its stream does, not the host."""
+    return _functional.wait_tensor(result)
 
 
 class _Gather(torch.autograd.Function):
@@ -159,14 +165,8 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchanged(x, sent, received, group)
+        return exchange(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _exchanged(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-    rows = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(rows, x.contiguous(), received, sent, group=group)
-    return rows
+        return exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None

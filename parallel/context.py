@@ -7,6 +7,7 @@ attend to more keys, so consecutive parts would leave the first rank with far le
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
+from serried.parallel.activations import kept
 from serried.parallel.collectives import gather, start_shift
 from serried.parallel.groups import Groups
 from serried.parallel.mesh import Coordinates, Layout
@@ -105,21 +107,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(  # type: ignore[no-untyped-def]
         ctx, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Any], kernel: Callable[..., Any], group: dist.ProcessGroup
     ) -> Tensor:
-        pair = torch.stack((k, v))
-        mixed, logsumexp = torch.empty(0), torch.empty(0)
-        for hop, mask in enumerate(masks):
-            received = start_shift(pair, group) if hop + 1 < len(masks) else None  # travels while this hop is computed
-            if mask is not None:
-                out, sums = kernel(q, *pair.unbind(), mask)
-                if hop == 0:  # every query attends to itself
-                    mixed, logsumexp = out.float(), sums
-                else:
-                    both = torch.logaddexp(logsumexp, sums)
-                    mixed = mixed * (logsumexp - both).exp().unsqueeze(-1) + out * (sums - both).exp().unsqueeze(-1)
-                    logsumexp = both
-            if received is not None:
-                pair = received()
-        mixed = mixed.to(q.dtype)
+        mixed, logsumexp = kept(partial(_around_the_ring, q, k, v, masks, kernel, group))
         ctx.save_for_backward(q, k, v, mixed, logsumexp)
         ctx.masks, ctx.kernel, ctx.group = masks, kernel, group
         return mixed
@@ -154,6 +142,27 @@ class _RingAttention(torch.autograd.Function):
         if travelling is not None:
             home += travelling()
         return grad_q.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None, None, None
+
+
+def _around_the_ring(
+    q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Any], kernel: Callable[..., Any], group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Return attention to the keys of all ranks, and the log of its sums of exp(score)."""
+    pair = torch.stack((k, v))
+    mixed, logsumexp = torch.empty(0), torch.empty(0)
+    for hop, mask in enumerate(masks):
+        received = start_shift(pair, group) if hop + 1 < len(masks) else None  # travels while this hop is computed
+        if mask is not None:
+            out, sums = kernel(q, *pair.unbind(), mask)
+            if hop == 0:  # every query attends to itself
+                mixed, logsumexp = out.float(), sums
+            else:
+                both = torch.logaddexp(logsumexp, sums)
+                mixed = mixed * (logsumexp - both).exp().unsqueeze(-1) + out * (sums - both).exp().unsqueeze(-1)
+                logsumexp = both
+        if received is not None:
+            pair = received()
+    return mixed.to(q.dtype), logsumexp
 
 
 class ContextAxis:

@@ -87,8 +87,9 @@ class Exchange(Dispatch):
 
     def run(self, rows: Tensor, counts: Tensor, experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """As ``Dispatch.run``. All ranks must call it together; one without a row takes part all the same."""
-        received = torch.empty_like(counts)  # [ranks x experts here]: rows from each rank for each expert here
-        dist.all_to_all_single(received, counts, group=self._group)
+        experts_here = [len(counts) // self._ranks] * self._ranks
+        # [ranks x experts here]: rows from each rank for each expert here
+        received = collectives.exchange(counts, experts_here, experts_here, self._group)
         table = received.view(self._ranks, -1)
         # The only time that the host waits for the device here, before anything else is exchanged.
         sent, taken = torch.stack((counts.view(self._ranks, -1).sum(1), table.sum(1))).tolist()

@@ -85,6 +85,10 @@ class Share(NamedTuple):
     """Share of the blocks, times the micro-batches that are between their forward and their backward at a time."""
     has_end: bool = True
     """Whether the end of the model is here, where the loss is."""
+    checkpoint: str = "none"
+    """What blocks keep for the backward, see ``parallel.activations``."""
+    every: int = 1
+    """Every how many blocks that holds."""
 
 
 ALL_OF_IT = Share()

@@ -15,7 +15,7 @@ def units_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     unit, so that FSDP2 keeps its holders together. Without repeated blocks there are no units.
     """
     tied = _holders_of_tied_parameters(model)
-    blocks = [name for name in _blocks("", model) if not any(_is_inside(holder, name) for holder in tied)]
+    blocks = [name for name in blocks_of(model) if not any(_is_inside(holder, name) for holder in tied)]
     if not blocks:
         return ()
     mean = sum(_size(model.get_submodule(name)) for name in blocks) / len(blocks)
@@ -32,7 +32,8 @@ def units_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple((name,) for name in sorted([*blocks, *large], key=order.__getitem__))
 
 
-def _blocks(name: str, module: nn.Module) -> list[str]:
+def blocks_of(module: nn.Module, name: str = "") -> list[str]:
+    """Return the names of the repeated blocks of ``module``, which is called ``name``, in order."""
     found: list[str] = []
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
@@ -42,7 +43,7 @@ def _blocks(name: str, module: nn.Module) -> list[str]:
         if isinstance(child, _CONTAINERS) and are_blocks:
             found += [f"{path}.{key}" for key in repeated]
         else:
-            found += _blocks(path, child)
+            found += blocks_of(child, path)
     return found
 
 

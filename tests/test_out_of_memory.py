@@ -16,7 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from serried.configs.compose import compose
 from serried.configs.registry import models
 from serried.configs.schema import GPT2Section
+from serried.parallel.activations import checkpoint_blocks
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER
+from serried.parallel.plan import Share
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models.family import family_of
 from serried.recipes.models.gpt2 import GPT2, GPT2Model
@@ -61,6 +63,33 @@ def test_activations_take_what_the_plan_says_to_a_twentieth(shape: str, dtype: t
     estimate = family.activation_bytes(sequences, length, dtype, autocast=dtype != torch.float32)
     assert estimate is not None
     assert 0.95 < estimate / taken < 1.05, f"{estimate:,} estimated, {taken:,} taken"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "mode", "every"),
+    [
+        *((name, mode, 1) for name in ("tiny", "moe_tiny", "gpt2") for mode in ("full", "selective")),
+        ("tiny", "full", 2),
+    ],
+)
+def test_activations_that_are_computed_again_take_what_the_plan_says_to_an_eighth(
+    mode: str, every: int, name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    sizes = {"layers": 6, "dim": 256, "heads": 4, "hidden_dim": 640, "vocab_size": 257, "max_sequence_length": 128}
+    sizes |= {"expert_hidden_dim": 256} if name == "moe_tiny" else {}
+    sizes |= {"kv_heads": 2} if name != "gpt2" else {}
+    config = compose([f"model={name}", "data.sequence_length=128", *(f"model.{k}={v}" for k, v in sizes.items())])
+    family = family_of(models.get(config.model.family).load(), config.model, 257)
+    model = type(family.build())(config.model, 257)
+    checkpoint_blocks(model, family.parallel_plan(model), mode, every)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # those of the last blocks would be there at the peak
+    taken = peak(model, torch.randint(0, 257, (8, 128)), dtype, tmp_path)
+    share = Share(checkpoint=mode, every=every)
+    estimate = family.activation_bytes(8, 128, dtype, autocast=dtype != torch.float32, share=share)
+    assert estimate is not None
+    assert 0.88 < estimate / taken < 1.12, f"{estimate:,} estimated, {taken:,} taken"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -195,12 +224,14 @@ def test_advice_is_what_applies_and_what_keeps_the_numbers_comes_first() -> None
     found = advice(["recipe=llama1b", "parallel=ddp", "precision=fp32", "trainer.micro_batch=8"], 8)
     names = [line.split()[0].split("=")[0] for line in found]
     assert names[0] == "PYTORCH_CUDA_ALLOC_CONF"
-    assert set(names[1:3]) == {"trainer.micro_batch", "parallel"}
-    assert names[3:] == ["precision"]
+    assert set(names[1:4]) == {"trainer.activation_checkpoint", "trainer.micro_batch", "parallel"}
+    assert names[4:] == ["precision"]
     found = advice(["recipe=llama1b", "parallel=fsdp", "parallel.reshard_after_forward=false"], 8)
     assert any(line.startswith("parallel.reshard_after_forward=true") for line in found)
     assert not any(line.startswith("parallel=fsdp") for line in found)
     found = advice(["recipe=llama8b", "parallel=fsdp", "trainer.micro_batch=1"], 8)
+    assert any(line.startswith("trainer.activation_checkpoint=full") for line in found), "more than its recipe's"
+    found = advice(["recipe=llama8b", "parallel=fsdp", "trainer.activation_checkpoint=none"], 8)
     assert any(line.startswith("parallel.tensor=2 ") for line in found), found
     assert not any(line.startswith("parallel.context") for line in found), "the axis that saves most"
 

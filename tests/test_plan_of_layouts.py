@@ -11,7 +11,7 @@ from serried.trainer.overview import dry_run
 
 
 def memory_of(*argv: str, processes: int) -> tuple[Memory, Layout]:
-    config = compose(["recipe=llama8b", "parallel=fsdp", *argv])
+    config = compose(["recipe=llama8b", "parallel=fsdp", "trainer.activation_checkpoint=none", *argv])
     layout = resolve_layout(config.parallel, processes)
     task = CausalLM(config)
     model = task.build_model()

@@ -21,7 +21,25 @@ class Wire(TorchDispatchMode):
         name = function.overloadpacket.__name__.strip("_")
         if function.namespace == "c10d":
             self.bytes[name] += self._sent(name, args)
+        elif function.namespace == "_c10d_functional" and name != "wait_tensor":
+            name, size = self._functional(name, args)
+            self.bytes[name] += size
         return function(*args, **(kwargs or {}))
+
+    def _functional(self, name: str, args: Any) -> tuple[str, int]:
+        """Name and bytes, as of the operation in place."""
+        whole = _size(args[0])
+        if name == "all_gather_into_tensor":
+            return "allgather_base", whole * (args[1] - 1)
+        if name == "reduce_scatter_tensor":
+            return "reduce_scatter_base", whole * (args[2] - 1) // args[2]
+        if name == "all_reduce":
+            ranks = torch.distributed.get_world_size()
+            return "allreduce", 2 * whole * (ranks - 1) // ranks
+        if name == "all_to_all_single":
+            own = args[2][torch.distributed.get_rank()]
+            return "alltoall_base", whole * (len(args[0]) - own) // max(1, len(args[0]))
+        raise NotImplementedError(name)
 
     def _sent(self, name: str, args: Any) -> int:
         if name == "allgather_base":

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from serried.configs.schema import RunConfig
+from serried.configs.schema import RunConfig, TrainerSection
 from serried.parallel.apply import gathered_type
 from serried.parallel.axes import shard_specs
-from serried.parallel.mesh import V_SCHEDULES, Layout
+from serried.parallel.mesh import V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.plan import ParallelPlan, Share
 from serried.parallel.quantized import is_packed
 from serried.parallel.units import units_of
@@ -104,7 +104,7 @@ def _of_stages(
         low_dtype or torch.float32,
         # fp16's products keep no copies of weights
         autocast=low_dtype == torch.bfloat16 and not layout.is_sharded and frozen is None,
-        share=_share(layout, accumulation, sizes.plan, pipeline),
+        share=_share(layout, accumulation, sizes.plan, pipeline, config.trainer),
     )
     return Memory(
         parameters=sum(sizes.held[name] * copies[name] * sizes.width(name, frozen) for name in here),
@@ -125,7 +125,7 @@ def _gathered(config: RunConfig, sizes: _Sizes, names: Collection[str]) -> int:
     return whole - sum(units) + max(first + second for first, second in pairwise([0, *units, 0]))
 
 
-def _share(layout: Layout, accumulation: int, plan: ParallelPlan, pipeline: int) -> Share:
+def _share(layout: Layout, accumulation: int, plan: ParallelPlan, pipeline: int, trainer: TrainerSection) -> Share:
     """What a rank at a coordinate of the pipeline does of the work on a micro-batch."""
     stages, blocks = layout.stages_of(pipeline), max(1, len(plan.blocks))
     here = sum(len(layout.block_range(stage, blocks)) for stage in stages) / blocks if layout.pipeline > 1 else 1.0
@@ -136,7 +136,16 @@ def _share(layout: Layout, accumulation: int, plan: ParallelPlan, pipeline: int)
         sequence=layout.tensor if layout.sequence else 1,
         blocks=here * _in_flight(layout, accumulation, pipeline),
         has_end=layout.stages - 1 in stages,
+        checkpoint="none" if holds_what_it_computed_again(trainer, layout) else trainer.activation_checkpoint,
+        every=trainer.activation_checkpoint_every,
     )
+
+
+def holds_what_it_computed_again(trainer: TrainerSection, layout: Layout) -> bool:
+    """Whether blocks are computed again for the gradients of inputs and held until those of weights are formed, as by
+    zero-bubble schedules (https://github.com/pytorch/pytorch/issues/136766), so that next to nothing is saved."""
+    computes = trainer.activation_checkpoint in ("full", "selective")
+    return computes and layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES
 
 
 def _in_flight(layout: Layout, accumulation: int, pipeline: int) -> float:

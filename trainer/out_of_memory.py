@@ -36,7 +36,7 @@ _TEXTS = (  # of errors that have no class of their own
 _ASKED_FOR = re.compile(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) ?(bytes|[KMGTPE]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
 _EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-_ADVICE_LINES = 5
+_ADVICE_LINES = 6
 _USABLE_SHARE = 0.9
 _LIBRARIES_BYTES = 2**30
 """What torch and its libraries take of a process's memory on a CPU, roughly."""
@@ -266,6 +266,11 @@ def _advice(planned: _Planned, stage: str, usage: _Usage, asked: int) -> list[st
 def _that_keep_the_numbers(planned: _Planned, stage: str, usage: _Usage) -> Iterator[tuple[str, int, str]]:
     config, world = planned.config, planned.world_size
     layout = resolve_layout(config.parallel, world)
+    if stage in (FORWARD, BACKWARD) and config.trainer.activation_checkpoint in ("none", "selective"):
+        saved = {mode: planned.saved_by("trainer", activation_checkpoint=mode) for mode in ("selective", "full")}
+        fits = planned.memory.total - saved["selective"] <= _USABLE_SHARE * usage.capacity
+        chosen = "selective" if fits and saved["selective"] else "full"
+        yield f"trainer.activation_checkpoint={chosen}", saved[chosen], ", and computes blocks again"
     if stage in (FORWARD, BACKWARD, EVALUATE):
         smaller = divisors(config.trainer.micro_batch)[:-1]
         fitting = [
@@ -273,8 +278,8 @@ def _that_keep_the_numbers(planned: _Planned, stage: str, usage: _Usage) -> Iter
             if planned.memory.total - planned.saved_by("trainer", micro_batch=each) <= _USABLE_SHARE * usage.capacity
         ]  # fmt: skip
         if smaller:
-            chosen = max(fitting, default=1)
-            yield f"trainer.micro_batch={chosen}", planned.saved_by("trainer", micro_batch=chosen), " of activations"
+            samples = max(fitting, default=1)
+            yield f"trainer.micro_batch={samples}", planned.saved_by("trainer", micro_batch=samples), " of activations"
     if layout.shard * layout.context > 1:
         yield (
             "parallel.reshard_after_forward=true", planned.saved_by("parallel", reshard_after_forward=True),
@@ -290,10 +295,10 @@ def _that_keep_the_numbers(planned: _Planned, stage: str, usage: _Usage) -> Iter
     if layout.world > 1 and layout.strategy != "ddp":
         rest = "" if config.parallel.shard == -1 else " parallel.shard=-1"
         degrees = {axis: 2 * getattr(layout, axis) for axis in planned.axes_left(layout)}
-        saved = {axis: planned.saved_by("parallel", shard=-1, **{axis: each}) for axis, each in degrees.items()}
-        if saved:
-            axis = max(saved, key=lambda each: saved[each])
-            yield f"parallel.{axis}={degrees[axis]}{rest}", saved[axis], ""
+        by_axis = {axis: planned.saved_by("parallel", shard=-1, **{axis: each}) for axis, each in degrees.items()}
+        if by_axis:
+            axis = max(by_axis, key=lambda each: by_axis[each])
+            yield f"parallel.{axis}={degrees[axis]}{rest}", by_axis[axis], ""
     fully = {"strategy": "fsdp", "replicate": 1, "shard": -1}
     if layout.strategy != "ddp":
         name = "more ranks" if layout.shard > 1 else "more ranks and parallel=fsdp"

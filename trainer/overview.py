@@ -4,14 +4,14 @@ import torch
 from torch import nn
 
 from serried.configs.formats import short, size
-from serried.configs.schema import RunConfig
+from serried.configs.schema import RunConfig, TrainerSection
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.quantized import whole_numel
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data import training_data, with_steps
 from serried.trainer.fitting import fitting
-from serried.trainer.memory import planned_memory
+from serried.trainer.memory import holds_what_it_computed_again, planned_memory
 from serried.trainer.model import build_model, frozen_type
 from serried.trainer.optimizer import learning_rate
 from serried.trainer.optimizer_state import checkpoint_bytes
@@ -192,7 +192,7 @@ def _precision(config: RunConfig, plan: ParallelPlan) -> str:
 def _memory(
     config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
 ) -> str:
-    memory = planned_memory(config, task, layout, accumulation, model, plan)
+    memory, trainer = planned_memory(config, task, layout, accumulation, model, plan), config.trainer
     note = ""
     if memory.gradients_while_accumulating and layout.pipeline == 1 and layout.strategy != "ddp":
         note = f" (whole while accumulating; parallel.sync_every_micro_batch=true: {size(memory.gradients)})"
@@ -204,4 +204,21 @@ def _memory(
     if memory.gathered:
         parts.append(f"gathered {size(memory.gathered)}")
     activations = f"activations about {size(memory.activations)}" if memory.activations else "activations not estimated"
+    if trainer.activation_checkpoint != "none":
+        plain = config.model_copy(update={"trainer": trainer.model_copy(update={"activation_checkpoint": "none"})})
+        less = planned_memory(plain, task, layout, accumulation, model, plan).activations - memory.activations
+        activations += f" ({_checkpointing(trainer, layout, less)})"
     return f"{size(memory.total)} per rank: {', '.join(parts)}, {activations}"
+
+
+def _checkpointing(trainer: TrainerSection, layout: Layout, saved: int) -> str:
+    """What activation checkpointing saves and costs."""
+    every, mode = trainer.activation_checkpoint_every, trainer.activation_checkpoint
+    blocks = f"1 of {every} blocks" if every > 1 else "blocks"
+    much = f", {size(saved)} less" if saved > 0 else ""
+    if holds_what_it_computed_again(trainer, layout):
+        return f"{mode}: parallel.schedule={layout.schedule} computes {blocks} twice again, which saves next to nothing"
+    if mode == "offload":
+        return f"{mode}: those of {blocks} are in host memory{much}"
+    again = "computed again" if mode == "full" else "half computed again"
+    return f"{mode}: {blocks} {again} in the backward{much}"

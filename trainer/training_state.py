@@ -1,13 +1,17 @@
 """Model, optimizer and step of a run: everything that training changes and a checkpoint restores."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from serried.configs.schema import TrainerSection
+from serried.parallel.activations import checkpoint_blocks
 from serried.parallel.apply import parallelize
 from serried.parallel.mesh import Layout
+from serried.parallel.plan import ParallelPlan
 from serried.trainer.base_model import Base
 from serried.trainer.checkpoint.plan import Part
 from serried.trainer.checkpoint.resume import Start
@@ -42,6 +46,7 @@ class TrainingState:
             device=device,
             phases=context.pulse.phases,
             frozen_dtype=frozen_type(config, model.plan),
+            prepare=partial(_prepare, config.trainer, model.plan),
         )
         self.module = self.parallel.module
         self.optimizer = build_optimizer([(held.name, held.tensor) for held in self.parallel.parameters], config.optim)
@@ -112,3 +117,8 @@ class TrainingState:
             for first in self._model.exported(held.name, held.spec.shape)[:1]:
                 named.append((first.name if first.is_whole else held.name, held.tensor))
         return named
+
+
+def _prepare(section: TrainerSection, plan: ParallelPlan, module: nn.Module) -> None:
+    """Let the blocks of ``module``, the model or a stage of it, run as ``section`` says."""
+    checkpoint_blocks(module, plan, section.activation_checkpoint, section.activation_checkpoint_every)

@@ -1,7 +1,7 @@
 """What a family of language models provides; a new one is one file and one YAML."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,35 @@ class Tokens(Protocol):
     @property
     def positions(self) -> Tensor | None:
         """[B, S], int64, from 0 in each document; None: documents are not isolated from each other"""
+
+
+class BlockBytes(NamedTuple):
+    """What a block holds between forward and backward, in bytes of a micro-batch."""
+
+    all: float
+    stream: float
+    """What enters it."""
+    selected: float
+    """What ``trainer.activation_checkpoint=selective`` keeps beside that."""
+    products: float
+    """The gradient of its largest product."""
+
+
+def most_bytes(share: Share, layers: int, block: BlockBytes, *, end: float, logits: float, copies: float = 0.0) -> int:
+    """Return what forward and backward of ``layers`` blocks and of the ``end`` of a model hold at most.
+
+    ``logits``: of a chunk, while the end computes. ``copies``: of the weights of all blocks, under autocast.
+    """
+    kept = {"none": block.all, "full": block.stream, "selective": block.stream + block.selected, "offload": 0.0}
+    checkpointed = 0 if share.checkpoint == "none" else -(-layers // share.every)
+    of_blocks = share.blocks * (checkpointed * kept[share.checkpoint] + (layers - checkpointed) * block.all)
+    forward = of_blocks + copies + (end + logits if share.has_end else 0)
+    if not checkpointed:
+        return int(forward)
+    # One block is whole at a time, with a gradient, and autocast copies its weights alone.
+    again = block.all - kept[share.checkpoint] + block.products + copies / layers
+    freed = block.all if (layers - 1) % share.every else 0  # of the last block, where it comes before one of these
+    return int(max(forward, of_blocks - freed + again + (end if share.has_end else 0)))
 
 
 class ModelFamily:

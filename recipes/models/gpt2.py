@@ -20,7 +20,7 @@ from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ALL_OF_IT, Context, Inputs, ParallelPlan, Share
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask, numbered_documents
 from serried.recipes.models.cache import Cache, LayerCache
-from serried.recipes.models.family import ModelFamily, Tokens
+from serried.recipes.models.family import BlockBytes, ModelFamily, Tokens, most_bytes
 from serried.recipes.models.head import LanguageModelHead
 from serried.recipes.models.transformer import Embedding, end_bytes
 
@@ -218,13 +218,22 @@ class GPT2(ModelFamily):
         """As ``transformer.activation_bytes``."""
         model, width = self.section, dtype.itemsize
         tokens = sequences * sequence_length // share.context
-        norm = 2 * ((4 * model.dim + 8) / share.sequence + width * model.dim)  # keeps its input in fp32
+        into = width * model.dim
+        norm = 2 * ((4 * model.dim + 8) / share.sequence + into)  # keeps its input in fp32
         divided = width * (4 * model.dim + 2 * model.hidden_dim) + 4 * model.heads
-        layers = share.blocks * model.layers * tokens * (norm + divided / share.tensor)
+        # Queries, values, the feed-forward's first product; the mix, the scores' log-sum; what other ranks sent.
+        selected = (width * (3 * model.dim + model.hidden_dim) + 4 * model.heads) / share.tensor
+        selected += 2 * into * (1 + 1 / share.sequence) * (share.tensor > 1)
+        selected += 2 * into * share.context / share.tensor * (share.context > share.keys)
+        products = width * model.hidden_dim / share.tensor
+        each = (norm + divided / share.tensor, into / share.sequence, selected, products)
         matrices = model.layers * (4 * model.dim + 2 * model.hidden_dim) * model.dim
+        # Of weights; autocast keeps those of transposed ones no longer than the block.
         copies = width * matrices / share.tensor if autocast else 0
-        end = end_bytes(model.dim, self.vocab_size, tokens, dtype, share) if share.has_end else 0
-        return int(layers + copies + end)
+        end, logits = end_bytes(model.dim, self.vocab_size, tokens, dtype, share)
+        block = BlockBytes(*(tokens * number for number in each))
+        block = block._replace(all=block.all + copies / model.layers)
+        return most_bytes(share, model.layers, block, end=end, logits=logits)
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         owner, _, last = name.rpartition(".")

@@ -228,16 +228,21 @@ class MoE(Llama):
         mixtures, rows = model.layers - model.dense_layers, model.experts_per_token
         shared = model.shared_experts * model.expert_hidden_dim
         mean = (model.dense_layers * model.hidden_dim + mixtures * shared) // model.layers
-        others = activation_bytes(
-            model.model_copy(update={"hidden_dim": mean}), self.vocab_size, sequences, sequence_length, dtype,
-            autocast=autocast, share=share, normalizes_heads=model.qk_norm,
-        )  # fmt: skip
         # What an expert reads, gate, its SiLU, up, their product and the result; where the row goes, and comes from.
         row = width * (2 * model.dim + 4 * model.expert_hidden_dim) + 32
         router = 4 * model.dim + 12 * model.experts  # its input and its scores
-        tokens = sequences * sequence_length / share.context / share.sequence
-        copies = 3 * width * mixtures * model.experts * model.dim * model.expert_hidden_dim if autocast else 0
-        return int(others + share.blocks * mixtures * tokens * (rows * row + router)) + copies
+        tokens = sequences * sequence_length / share.context / share.sequence * mixtures / model.layers
+        product = width * model.expert_hidden_dim
+        of_experts = [
+            tokens * each for each in (rows * row + router, 0, rows * product + 16 * model.experts, rows * product)
+        ]
+        if autocast:  # which does not keep them beyond the block
+            weights = 3 * width * model.experts * model.dim * model.expert_hidden_dim
+            of_experts[0] += weights * mixtures / model.layers
+        return activation_bytes(
+            model.model_copy(update={"hidden_dim": mean}), self.vocab_size, sequences, sequence_length, dtype,
+            autocast=autocast, share=share, normalizes_heads=model.qk_norm, more=of_experts,
+        )  # fmt: skip
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         names = checkpoint_names(self.section, name)

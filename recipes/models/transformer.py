@@ -9,6 +9,7 @@ Shapes: B batch, S sequence, D dim, H query heads, K key/value heads, E head_dim
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from serried.recipes.models.attention import (
     windowed_mask,
 )
 from serried.recipes.models.cache import Cache, LayerCache
-from serried.recipes.models.family import ModelFamily, Tokens
+from serried.recipes.models.family import BlockBytes, ModelFamily, Tokens, most_bytes
 from serried.recipes.models.head import LanguageModelHead, chunk_tokens
 
 
@@ -307,16 +308,19 @@ def flops_per_token(config: LlamaSection, parameters: int, vocab_size: int, sequ
 def activation_bytes(
     config: LlamaSection, vocab_size: int, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool,
     share: Share = ALL_OF_IT, stream_norms: int = 2, normalizes_heads: bool = False,
+    more: Sequence[float] = (0, 0, 0, 0),
 ) -> int:  # fmt: skip
     """Bytes that a forward and its backward need at most beside parameters and their gradients: what the forward keeps
     for the backward, and the logits of one chunk.
 
     ``dtype`` is that of matrix products; under ``autocast`` copies of the weights in it are kept too. A block has
-    ``stream_norms`` of the stream, and maybe those of queries and keys. Attention keeps no scores. Masks that keep
+    ``stream_norms`` of the stream, and maybe those of queries and keys; ``more``: what it has beside what is common to
+    all families, as ``BlockBytes``. Attention keeps no scores. Masks that keep
     documents apart come on top on a CPU (they cost a GPU next to nothing).
     """
     tokens, width = sequences * sequence_length // share.context, dtype.itemsize
     queries, keys = config.heads * config.attention_head_dim, config.kv_heads * config.attention_head_dim
+    stream = width * config.dim / share.sequence
     norm = 8 * config.dim + 4  # its input and the normalised input in fp32, 1 / root mean square
     into = width * config.dim  # its output, which the matrices read: of all tokens
     # q, the mix, the scores' log-sum, k, v
@@ -325,23 +329,29 @@ def activation_bytes(
         attention += 8 * (queries + keys)  # as those of the stream
     feed_forward = 4 * width * config.hidden_dim  # gate, its SiLU, up, their product
     layer = stream_norms * norm / share.sequence + 2 * into + (attention + feed_forward) / share.tensor
-    layers = share.blocks * config.layers * tokens * layer
+    # Queries, values, gate and what leaves the feed-forward; the mix, the scores' log-sum; what other ranks sent.
+    selected = (width * (2 * queries + keys + config.hidden_dim) + 4 * config.heads) / share.tensor + into
+    selected += (2 * into + 2 * stream) * (share.tensor > 1)
+    selected += 2 * width * keys * share.context / share.tensor * (share.context > share.keys)
+    products = width * config.hidden_dim / share.tensor
+    common = (layer, stream, selected, products)
+    block = BlockBytes(*(tokens * each + extra for each, extra in zip(common, more, strict=True)))
     rope = 8 * sequence_length * config.attention_head_dim
     matrices = config.dim * (2 * queries + 2 * keys + 3 * config.hidden_dim)
     copies = width * config.layers * matrices if autocast else 0
-    if not share.has_end:
-        return int(layers + rope + copies)
-    return int(layers + end_bytes(config.dim, vocab_size, tokens, dtype, share) + rope + copies)
+    end, logits = end_bytes(config.dim, vocab_size, tokens, dtype, share)
+    return rope + most_bytes(share, config.layers, block, end=end, logits=logits, copies=copies)
 
 
-def end_bytes(dim: int, vocab_size: int, tokens: int, dtype: torch.dtype, share: Share) -> float:
-    """Bytes that the last norm and the head need, for so many ``tokens`` of a context rank, with its logits."""
+def end_bytes(dim: int, vocab_size: int, tokens: int, dtype: torch.dtype, share: Share) -> tuple[float, float]:
+    """Bytes that the last norm and the head need, for so many ``tokens`` of a context rank: without logits, and those
+    of a chunk."""
     width, rows = dtype.itemsize, -(-vocab_size // share.tensor)
     # Of the head's forward: both gradients, and the tokens.
     ends = tokens * ((8 * dim + 4) / share.sequence + width * dim + 8) + 4 * rows * dim
     if width < 4:  # the head's input and weight in it
         ends += width * dim * (2 * tokens + rows)
-    return ends + 8 * rows * min(tokens, chunk_tokens(rows))  # two copies of a chunk's logits in fp32
+    return ends, 8 * rows * min(tokens, chunk_tokens(rows))  # two copies of a chunk's logits in fp32
 
 
 def hugging_face_name(name: str) -> str:

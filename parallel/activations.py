@@ -1,0 +1,214 @@
+"""Activation checkpointing: what a block's forward keeps for its backward.
+
+- ``full``: what enters the block. The backward computes the block again (https://arxiv.org/abs/1604.06174).
+- ``selective``: also every second matrix product, attention, what other ranks sent, and the experts that routers chose.
+- ``offload``: everything, in host memory.
+
+The numbers are those of ``none``, bit for bit: the second forward draws the same random numbers under the same
+autocast, starts from the same buffers and changes none, and routers do not count it (``plan.Router.is_counting`` is
+false outside of a forward).
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from serried.configs.errors import UserError
+from serried.parallel.plan import ParallelPlan
+from serried.parallel.units import blocks_of
+
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default}
+"""Every second one is kept. What a linear layer and ``F.grouped_mm`` are made of."""
+_KEPT = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
+    _aten.sort.stable,  # the experts that a router chose
+}
+
+
+def checkpoint_blocks(module: nn.Module, plan: ParallelPlan, mode: str, every: int = 1) -> None:
+    """Let every ``every``-th block of ``module``, the model or a stage of it, keep what ``mode`` says.
+
+    Raises:
+        UserError: the model has no blocks.
+    """
+    if mode == "none":
+        return
+    blocks = plan.blocks or blocks_of(module)
+    if not blocks:
+        raise UserError(
+            f"trainer.activation_checkpoint={mode}: the model has no repeated blocks that could be computed again; "
+            "return ParallelPlan(blocks=...) from parallel_plan(), or use trainer.activation_checkpoint=none"
+        )
+    wrapped = _offloaded if mode == "offload" else partial(_computed_again, mode == "selective")
+    for name in blocks[::every]:
+        block = module.get_submodule(name)
+        if any(True for _ in block.parameters()):  # else another stage of the pipeline has it
+            block.forward = partial(wrapped, block, block.forward)
+
+
+def _computed_again(is_selective: bool, block: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **named)
+    contexts = partial(_contexts, block, is_selective)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **named)
+
+
+def _contexts(block: nn.Module, is_selective: bool) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of the forward and of computing it again."""
+    before = [
+        (module, name, buffer.clone())
+        for module in block.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    if not is_selective:
+        return nullcontext(), _Again(before)
+    results: list[Any] = []
+    return _Keep(results), _Again(before, results)
+
+
+def _keeps(operation: Any, args: tuple[Any, ...], named: dict[str, Any], products: int) -> bool:
+    """Whether to keep the result of ``operation``; ``products`` is the number of matrix products so far, with it."""
+    if operation in _PRODUCTS:
+        return products % 2 == 1
+    if getattr(operation, "namespace", "") == "_c10d_functional":
+        return operation is not torch.ops._c10d_functional.wait_tensor.default
+    return operation in _KEPT and not _draws(operation, args, named)
+
+
+def _draws(operation: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether attention drops weights. What draws random numbers must run again, for what draws after it."""
+    names = [each.name for each in operation._schema.arguments] if hasattr(operation, "_schema") else []
+    return bool((dict(zip(names, args, strict=False)) | named).get("dropout_p"))
+
+
+class _Keep(TorchDispatchMode):
+    """The first forward under ``selective``. torch's own (``create_selective_checkpoint_contexts``) takes neither FSDP2
+    units within a block nor the two backwards of zero-bubble schedules."""
+
+    current: "_Keep | None" = None
+
+    def __init__(self, results: list[Any]) -> None:
+        """``results``: where to keep those of the operations that ``_keeps`` names, and of ``kept``, in order."""
+        super().__init__()
+        self._results, self._products = results, 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let what is compiled, such as FlexAttention, run as it is."""
+        return True
+
+    def __enter__(self) -> Self:
+        _Keep.current = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _Keep.current = None
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        compute = partial(operation, *args, **(kwargs or {}))
+        self._products += operation in _PRODUCTS
+        return self.take(compute) if _keeps(operation, args, kwargs or {}, self._products) else compute()
+
+    def take(self, compute: Callable[[], Any]) -> Any:
+        """Return ``compute()``, and keep it. Detached: autograd gives a result its history, which leads here."""
+        self._results.append(tree_map_only(Tensor, Tensor.detach, compute()))
+        return tree_map_only(Tensor, Tensor.detach, self._results[-1])
+
+
+class _Repeat(_Keep):
+    """The second forward."""
+
+    def __init__(self, results: list[Any]) -> None:
+        super().__init__(results)
+        self._taken = 0
+
+    def take(self, compute: Callable[[], Any]) -> Any:
+        """Return the next of the results."""
+        del compute
+        self._taken += 1
+        return tree_map_only(Tensor, Tensor.detach, self._results[self._taken - 1])
+
+
+class _Again:
+    """The context of computing a block again; entered more than once by zero-bubble schedules."""
+
+    def __init__(self, buffers: list[tuple[nn.Module, str, Tensor]], results: list[Any] | None = None) -> None:
+        """``buffers`` as the first forward found them. ``results`` of ``_Keep``; None: none are kept."""
+        self._before, self._results = buffers, results
+        self._own: list[tuple[nn.Module, str, Tensor]] = []
+        self._mode: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> None:
+        self._own = [(module, name, module.get_buffer(name)) for module, name, _ in self._before]
+        for module, name, before in self._before:
+            setattr(module, name, before.clone())
+        self._mode = nullcontext() if self._results is None else _Repeat(self._results)
+        self._mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+        for module, name, buffer in self._own:
+            setattr(module, name, buffer)
+
+
+def kept(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Return ``compute()``, or under ``selective`` what it returned in the first forward.
+
+    For what exchanges messages or chooses by itself what to keep, and hence is no operation of ``_keeps``. Call it
+    where autograd does not record.
+    """
+    if _Keep.current is None:
+        return compute()
+    found: tuple[Tensor, ...] = _Keep.current.take(compute)
+    return found
+
+
+def _offloaded(block: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    del block
+    if not torch.is_grad_enabled():
+        return forward(*args, **named)
+    offload = _Offload()
+    with saved_tensors_hooks(offload.pack, offload.unpack):
+        output = forward(*args, **named)
+    offload.copies.clear()
+    return output
+
+
+class _Offload:
+    """As ``torch.autograd.graph.save_on_cpu``, but without parameters, and each tensor once."""
+
+    def __init__(self) -> None:
+        self.copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        """Tensors of this forward, which keep their memory until it ends, and their copies."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what to keep in place of ``tensor``."""
+        if isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            return tensor  # it is held anyway, and under FSDP2 freed and gathered again
+        key = tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride()
+        if key not in self.copies:
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            copy.copy_(tensor, non_blocking=tensor.is_cuda)
+            self.copies[key] = tensor, copy
+        return tensor.device, self.copies[key][1]
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor again."""
+        if isinstance(packed, Tensor):
+            return packed
+        device, copy = packed
+        return copy.to(device, non_blocking=True)

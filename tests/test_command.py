@@ -268,8 +268,8 @@ def test_a_plan_that_does_not_fit_a_gpu_says_so(capsys: pytest.CaptureFixture[st
     ):
         assert warnings(f"recipe={recipe}", f"launch.processes={processes}") == [], "a recipe fits the nodes it names"
     for words, expected in (
-        (["recipe=llama8b", "launch.processes=8", "trainer.micro_batch=6"], "trainer.activation_checkpoint=full"),
-        (["recipe=llama8b", "launch.processes=8", "trainer.micro_batch=32"], "trainer.micro_batch=1"),
+        (["recipe=llama8b", "launch.processes=8", "trainer.micro_batch=4"], "trainer.activation_checkpoint=full"),
+        (["recipe=llama8b", "launch.processes=8", "trainer.micro_batch=64"], "trainer.micro_batch=1"),
         (["recipe=llama70b", "launch.processes=8"], "launch.processes=16"),  # and how to divide it over these
     ):
         (warning,) = warnings(*words)

@@ -44,9 +44,8 @@ def _candidates(config: RunConfig) -> Iterator[dict[str, Any]]:
     parallel, trainer = config.parallel, config.trainer
     syncs = [False] if parallel.sync_every_micro_batch else [False, True]
     micro_batches = [0] if trainer.micro_batch == 1 else [0, 1]
-    checkpoints = {"none": ["", "selective", "full"], "selective": ["", "full"]}.get(
-        trainer.activation_checkpoint, [""]
-    )
+    modes = {"none": ["", "selective", "full"], "selective": ["", "full"]}
+    checkpoints = modes.get(trainer.activation_checkpoint, [""])
     degrees = [
         (tensor, context, pipeline, ring)
         for pipeline, context, tensor in product(_DEGREES, _CONTEXT_DEGREES, _DEGREES)
@@ -54,7 +53,7 @@ def _candidates(config: RunConfig) -> Iterator[dict[str, Any]]:
         if tensor == 1 or tensor * context <= _PER_NODE
     ]
     found = []
-    for checkpoint, micro_batch, sync, degree in product(checkpoints, micro_batches, syncs, degrees):
+    for micro_batch, sync, checkpoint, degree in product(micro_batches, syncs, checkpoints, degrees):
         tensor, context, pipeline, ring = degree
         overrides: dict[str, Any] = {"trainer.activation_checkpoint": checkpoint} if checkpoint else {}
         overrides |= {"trainer.micro_batch": micro_batch} if micro_batch else {}

@@ -28,8 +28,9 @@ settings.load_profile("here")
 
 # With two processes of tests, a long file that begins last keeps one of them waiting.
 LONGEST = (
-    "test_parity.py", "test_command.py", "test_shutdown.py", "test_any_layout.py", "test_resume.py", "test_examples.py",
-    "test_launch.py", "test_watchdog.py", "test_sweep.py", "test_kill_storm.py", "test_checkpoint_faults.py",
+    "test_kill_storm.py", "test_parity.py", "test_sweep.py", "test_command.py", "test_signal_storm.py",
+    "test_examples.py", "test_launch.py", "test_trackers.py", "test_families.py", "test_any_layout.py",
+    "test_resume.py", "test_config.py", "test_resume_policy.py", "test_isolation.py", "test_shutdown.py",
 )  # fmt: skip
 
 

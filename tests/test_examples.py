@@ -123,8 +123,8 @@ def assert_opens_in_transformers(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_digits_as_typed_reach_97_percent_on_every_layout(folder: Path) -> None:
-    for processes, layout in ((1, "single"), (2, "ddp"), (2, "fsdp")):
+def test_digits_as_typed_reach_97_percent_alone_and_sharded(folder: Path) -> None:
+    for processes, layout in ((1, "single"), (2, "fsdp")):
         argv = [f"run.dir={layout}", f"parallel={layout}", "trainer.log_every=1"]
         printed = typed(folder, "digits.py", processes, *argv)
         assert losses(folder / layout) == pytest.approx(losses(folder / "single"), rel=1e-5)
@@ -135,7 +135,7 @@ def test_digits_as_typed_reach_97_percent_on_every_layout(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_gpt2_as_typed_has_one_curve_on_every_layout(folder: Path) -> None:
+def test_gpt2_as_typed_has_one_curve_alone_and_sharded(folder: Path) -> None:
     few = ["trainer.steps=30", "trainer.log_every=1"]
     for processes, layout in ((1, "single"), (2, "fsdp")):
         run_dir = folder / f"{layout}{processes}"

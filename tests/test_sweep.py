@@ -98,7 +98,7 @@ def summary(folder: Path) -> dict[str, dict[str, object]]:
 @pytest.mark.slow
 def test_killed_grid_resumes_and_failed_run_does_not_end_it(text: Path, tmp_path: Path, sweeps: list[Sweep]) -> None:
     home = tmp_path / "runs"
-    words = tiny_overrides(text, home, "model.vocab_size=8,300", *_LONG, *_TWO_PROCESSES)
+    words = tiny_overrides(text, home, "model.vocab_size=8,300", *_LONG)
     second = home / "vocab_size-300"
 
     sweeps.append(Sweep(tmp_path, *words))

@@ -287,14 +287,18 @@ DAILY = {"olmo2_7b": ("tensor x2",), "gemma2_9b": ("context x2, ring",), "gemma3
 
 
 @pytest.mark.parametrize(
-    ("preset", "layouts"),
-    [*DAILY.items(), *(pytest.param(preset, LAYOUTS, marks=pytest.mark.slow) for preset in ON_LAYOUTS)],
+    ("preset", "layouts", "checkpointing"),
+    [
+        *((preset, layouts, "selective") for preset, layouts in DAILY.items()),
+        *(pytest.param(preset, LAYOUTS, "none", marks=pytest.mark.slow) for preset in ON_LAYOUTS),
+    ],
 )
 def test_a_family_trains_alike_on_every_layout(
-    preset: str, layouts: tuple[str, ...], cluster: Cluster, text: Path, tmp_path: Path
+    preset: str, layouts: tuple[str, ...], checkpointing: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     changes = [f"{key}={value}" for key, value in {"model": preset, **SMALL, **ON_LAYOUTS[preset]}.items()]
     reference = run(cluster, CUTS[0], 1, "fp32", text, tmp_path / "single", *changes)
+    changes.append(f"trainer.activation_checkpoint={checkpointing}")
     for number, cut in enumerate(cut for cut in CUTS if cut.name in layouts):
         curve = run(cluster, cut, cut.accumulations[-1], "fp32", text, tmp_path / str(number), *changes)
         difference = compare(curve, reference)

@@ -608,8 +608,8 @@ class TrainerSection(Section):
     """Make two runs of one command bitwise equal. Operations that cannot be deterministic are refused."""
     log_every: CountOrZero = 10
     """Steps between log lines; 0: none."""
-    eval_every: CountOrZero = 0
-    """Steps between evaluations on the validation data; 0: none. Otherwise the last step is evaluated too."""
+    eval_every: CountOrZero | None = None
+    """Steps between evaluations on the validation data, with the last step; 0: none. When null a tenth of the run."""
     eval_batches: PositiveCount = 8
     """Number of validation batches of ``global_batch`` sequences per evaluation; fewer if the data has fewer."""
     patience: CountOrZero = 0
@@ -622,6 +622,11 @@ class TrainerSection(Section):
     """Threads per process that prefetch batches; 0: read in the training thread."""
     sample_tokens: CountOrZero = 0
     """Tokens of text to generate from the trained model at the end; 0: none."""
+
+    @property
+    def evaluates_every(self) -> int:
+        """Steps between evaluations; 0: none."""
+        return -(-self.steps // 10) if self.eval_every is None else self.eval_every
 
     @property
     def last_step(self) -> int:
@@ -860,12 +865,12 @@ class RunConfig(Section):
     slurm: SlurmSection = Field(default_factory=SlurmSection)
 
     def _mistakes(self) -> Iterator[str]:
-        if self.checkpoint.keep_best and not self.trainer.eval_every:
+        if self.checkpoint.keep_best and not self.trainer.evaluates_every:
             yield (
                 "checkpoint.keep_best=true but trainer.eval_every=0 evaluates nothing; "
                 f"use trainer.eval_every={self.checkpoint.every or self.trainer.steps}"
             )
-        if self.trainer.patience and not self.trainer.eval_every:
+        if self.trainer.patience and not self.trainer.evaluates_every:
             yield (
                 f"trainer.patience={self.trainer.patience} but trainer.eval_every=0 evaluates nothing; "
                 f"use trainer.eval_every={max(1, (self.trainer.steps or 100) // 10)}"

@@ -113,7 +113,7 @@ def read_search(words: Words, folder: Path) -> Sweep:
     builder = PointBuilder.of(words.fixed, corners[0], folder, name, inside=True)
     points = tuple(builder.point(f"{_TRIAL}N", values) for values in corners)
     trainer = points[0].config.trainer
-    if not trainer.eval_every:
+    if not trainer.evaluates_every:
         raise UserError(
             "a search compares validation results, and trainer.eval_every=0 evaluates nothing; "
             f"use trainer.eval_every={max(1, trainer.steps // 4)}"

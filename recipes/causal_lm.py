@@ -1,6 +1,7 @@
 """Causal language modelling: predict the next token."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -305,6 +306,7 @@ class CausalLM(TextTask):
 
     def next_command(self, start: str) -> str:
         if self._data.name == "stdlib":
+            start = re.sub(r" (recipe|data)=\S+", "", start)
             return f"your own text: {start} recipe={self.run.recipe} data=text data.path=FILE_OR_FOLDER run.name=mine"
         if self.run.adapter.method != "none":
             return f"a model with the adapters in it: serried export run.dir={self.run.run.dir} out=FOLDER merge=true"

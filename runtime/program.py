@@ -1,5 +1,6 @@
 """The script that this process runs, to start it again as ranks, as the runs of a sweep or in a Slurm job."""
 
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from serried.configs.errors import UserError
 
 _training_command: tuple[str, ...] = ("-m", "serried.program")
 _flags: tuple[str, ...] = ()
+_words: tuple[str, ...] = ()
 _is_called = False
 
 
@@ -42,6 +44,22 @@ def remember_flags(flags: Sequence[str]) -> None:
     """Record flags that the processes started from this one need too."""
     global _flags
     _flags = tuple(flags)
+
+
+def remember_words(words: Sequence[str]) -> None:
+    """Record the overrides of the command line."""
+    global _words
+    _words = tuple(words)
+
+
+def typed_words(without: Sequence[str]) -> str:
+    """Return flags and overrides of the command line as a shell takes them, with a space before each.
+
+    Those that belong to one run (``run``, ``dry_run``) are left out, and those ``without``: keys, or sections.
+    """
+    left_out = ("run", "dry_run", *without)
+    kept = [word for word in _words if not {(key := word.partition("=")[0]), key.partition(".")[0]} & {*left_out}]
+    return "".join(f" {shlex.quote(word)}" for word in (*_flags, *kept))
 
 
 def training_command() -> tuple[str, ...]:

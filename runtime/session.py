@@ -17,7 +17,7 @@ from serried.configs.schema import LaunchSection
 from serried.runtime.cause import CONNECTIONS_CLOSE_SECONDS, Cause
 from serried.runtime.ending import exit_code_of, let_another_end_first, report_alone, say_why
 from serried.runtime.exchange import Exchange
-from serried.runtime.program import is_called_from_python, typed_command
+from serried.runtime.program import is_called_from_python, typed_command, typed_words
 from serried.runtime.ranks import choose_device, keep_freed_memory, threads_per_process, torchrun_says
 from serried.runtime.rendezvous import connect, meet
 from serried.runtime.signals import Signals, end_with_torchrun
@@ -75,16 +75,17 @@ class Session:
         )
 
     def command(self) -> str:
-        """Return what starts as many processes here: a command, or a call."""
+        """Return what starts as many processes here with the same overrides: a command, or a call."""
         if is_called_from_python():
             return "serried.fit with"
+        program = f"{typed_command()}{typed_words(('launch', 'slurm'))}"
+        if self.section.name == "local" and self.world_size > 1:
+            return f"python {program} launch=local launch.processes={self.world_size}"
         if self.world_size == 1:
-            return f"python {typed_command()}"
-        if self.section.name == "local":
-            return f"python {typed_command()} launch=local launch.processes={self.world_size}"
+            return f"python {program}"
         nodes = self.world_size // self.local_world_size
         where = "--standalone" if nodes == 1 else f"--nnodes={nodes} ..."
-        return f"torchrun {where} --nproc_per_node={self.local_world_size} {typed_command()}"
+        return f"torchrun {where} --nproc_per_node={self.local_world_size} {program}"
 
     def once(self, function: Callable[[], Any]) -> Any:
         """Run ``function`` on rank 0 while the others wait; all return its result (plain JSON data).

@@ -13,7 +13,7 @@ from serried.configs.compose import compose
 from serried.configs.declaration import BUILT_IN, declaring
 from serried.configs.errors import UserError
 from serried.configs.run_config import config_yaml
-from serried.configs.schema import DEFAULT_VALIDATION
+from serried.configs.schema import DEFAULT_VALIDATION, RunConfig
 from serried.runtime.early import end_in_one_line
 from serried.runtime.program import called_from_python, remember_script
 from serried.task_class import declaration, words
@@ -41,6 +41,10 @@ class Result:
     """The newest checkpoint."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Named metrics by name: of the last evaluation if there was one, else of the last logged step."""
+    best: Path | None = None
+    """The checkpoint that ``checkpoint.keep_best`` keeps; None without one."""
+    best_value: float | None = None
+    """Its ``checkpoint.best_metric``."""
 
 
 def main(task: "Task | type[Task] | None" = None, arguments: list[str] | None = None) -> NoReturn:
@@ -84,9 +88,9 @@ def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] 
     with called_from_python(), _torch_settings_kept(), open_session(config.launch) as session:
         session.same_everywhere("the config", text := config_yaml(config))
         train(config, instance, session, text)
-        ended = session.once(lambda: _read_end(config.run.dir))  # by the rank that wrote it
-    checkpoint = ended.pop("checkpoint")
-    return Result(**ended, run_dir=config.run.dir, checkpoint=Path(checkpoint) if checkpoint else None)
+        ended = session.once(lambda: _read_end(config))  # by the rank that wrote it
+    paths = {name: Path(ended[name]) if ended[name] else None for name in ("checkpoint", "best")}
+    return Result(**ended | paths, run_dir=config.run.dir)
 
 
 @contextmanager
@@ -119,14 +123,15 @@ def load_model(path: str | Path, task: "Task | type[Task] | None" = None) -> "nn
     return open_model(Path(path), declaration(task) if task else None)
 
 
-def _read_end(run_dir: Path) -> dict[str, Any]:
-    """Return how the run in ``run_dir`` ended, from its records: fields of ``Result``."""
+def _read_end(config: RunConfig) -> dict[str, Any]:
+    """Return how the run of ``config`` ended, from its records: fields of ``Result``."""
     from serried.records.metrics import named_metrics, read_events
     from serried.records.run_folder import METRICS
     from serried.records.status import NO_STATUS, read_status
     from serried.trainer.checkpoint.resume import CHECKPOINTS
-    from serried.trainer.checkpoint.retention import committed
+    from serried.trainer.checkpoint.retention import best_checkpoint, committed
 
+    run_dir = config.run.dir
     status = read_status(run_dir) or NO_STATUS
     step: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
@@ -136,11 +141,14 @@ def _read_end(run_dir: Path) -> dict[str, Any]:
         elif event["event"] == "eval" and event["set"] == DEFAULT_VALIDATION:
             evaluation = event
     checkpoints = committed(run_dir / CHECKPOINTS)
+    best, best_value = best_checkpoint(run_dir / CHECKPOINTS, config.checkpoint) or (None, None)
     return {
         "state": status.state,
         "step": status.step,
         "loss": step.get("loss"),
         "validation": evaluation.get("loss"),
         "checkpoint": str(checkpoints[-1]) if checkpoints else None,
+        "best": best and str(best),
+        "best_value": best_value,
         "metrics": named_metrics(evaluation or step),
     }

@@ -18,7 +18,13 @@ from serried.parallel.checks import check_layout
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.records.page import write_report
 from serried.runtime.ending import leave, note_repeated, report_mistake
-from serried.runtime.program import check_surroundings, remember_flags, remember_script, typed_command
+from serried.runtime.program import (
+    check_surroundings,
+    remember_flags,
+    remember_script,
+    remember_words,
+    typed_command,
+)
 from serried.runtime.ranks import planned_processes, say
 from serried.runtime.session import Session, run_in_session
 
@@ -38,6 +44,7 @@ def main(arguments: list[str], declaration: Declaration = BUILT_IN) -> int:
     except UserError as error:
         return report_mistake(error)
     remember_flags([*chosen, *(f"--config-dir={folder}" for folder in folders)])
+    remember_words(overrides)
     with declaring(declaration._replace(config_dirs=folders)):
         return _do(action, overrides)
 

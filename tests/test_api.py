@@ -21,6 +21,7 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import read_yaml
 from serried.configs.registry import optimizers, register_optimizer, tasks
 from serried.configs.schema import Section
+from serried.runtime.program import remember_words, typed_words
 from serried.task_class import declaration
 from serried.trainer.checkpoint.resume import CHECKPOINTS
 from tests.cluster import ROOT, Cluster
@@ -125,6 +126,11 @@ def test_early_stopping_and_keep_best_follow_a_metric(
     assert (result.state, result.step) == ("finished", 8)
     assert result.metrics == pytest.approx({"accuracy": 0.7})
     assert steps_saved(tmp_path) == [4, 8]
+    best = tmp_path / CHECKPOINTS / "step-00000004"
+    assert (result.best, result.best_value) == (best, pytest.approx(0.9))
+    printed = capsys.readouterr().out
+    assert "; the best: checkpoints/step-00000004 (accuracy 0.9)\n" in printed
+    assert "finished   8 steps, 96 samples" in printed
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
     capsys.readouterr()
     assert serried.fit(task, argv).step == 8
@@ -383,6 +389,18 @@ def test_installed_task_is_chosen_by_name_with_its_own_keys(
 def test_next_after_fit_is_a_call(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     serried.fit(task_of(script, "Points"), [f"run.dir={tmp_path}", "trainer.steps=2"])
     assert "next       serried.fit with run.name=OTHER for another run" in capsys.readouterr().out
+
+
+def test_next_command_has_the_overrides_that_were_typed() -> None:
+    remember_words(["optim=sgd", "run.name=a", "launch=local", "launch.processes=2", "optim.groups.x.parameters=0.*"])
+    assert typed_words(without=("launch",)) == " optim=sgd 'optim.groups.x.parameters=0.*'"
+    remember_words([])
+
+
+def test_task_is_evaluated_ten_times_unless_told_otherwise() -> None:
+    with declaring(declaration(Tiny)):
+        trainers = [compose(["trainer.steps=25", f"trainer.eval_every={each}"]).trainer for each in ("null", "7", "0")]
+    assert [trainer.evaluates_every for trainer in trainers] == [3, 7, 0]
 
 
 def test_public_names_are_those_of_the_documentation() -> None:

@@ -57,13 +57,13 @@ class Evaluator:
             self._context.pulse.enter(EVALUATE, step)
             return to_device(batch, session.device)
 
-        losses, weights = {}, {}
+        losses, weights, samples = {}, {}, trainer.eval_batches * trainer.global_batch
         metrics: dict[str, list[float]] = {}
         found = evaluate_by_source(
             self._state.parallel,
             self._context.task,
             dataset,
-            samples=trainer.eval_batches * trainer.global_batch,
+            samples=samples,
             micro_batch=trainer.micro_batch,
             on_device=lambda batches: self._shutdown.unless_stopped(map(on_device, batches)),
         )
@@ -83,5 +83,6 @@ class Evaluator:
         by_source = {source: losses[source] / weights[source] for source in losses if source and weights[source]}
         means = {metric: sums / weight if weight else math.nan for metric, (sums, weight) in metrics.items()}
         means = {"loss": sum(losses.values()) / total, **means}
-        self._report.evaluated(step, name, means, int(total), seconds, by_source)
+        counted = min(len(dataset), samples) if self._context.task.unit == "samples" else int(total)
+        self._report.evaluated(step, name, means, counted, seconds, by_source)
         return True

@@ -83,7 +83,7 @@ class Loop:
                 self._log(loader)
                 if self._is_due(config.health.replica_check_every):
                     self._saver.compare_replicas(step)
-                if self._is_due(config.trainer.eval_every):
+                if self._is_due(config.trainer.evaluates_every):
                     self._evaluator.evaluate(step)
                 self._save(checkpoint_state)
                 yield step

@@ -148,7 +148,7 @@ def eta_seconds(config: RunConfig, step: int, step_seconds: float, pauses: Mappi
     evaluations = sum(seconds for what, seconds in pauses.items() if what not in (SAVING, PROFILING))
     return (
         (last - step) * step_seconds
-        + _times_due(config.trainer.eval_every, step, last) * evaluations
+        + _times_due(config.trainer.evaluates_every, step, last) * evaluations
         + _times_due(config.checkpoint.every or last, step, last) * pauses.get(SAVING, 0.0)
     )
 

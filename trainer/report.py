@@ -13,7 +13,7 @@ from serried.configs.schema import DEFAULT_VALIDATION
 from serried.parallel.mesh import AXES, Layout
 from serried.records.run_folder import PROFILES
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start
-from serried.trainer.checkpoint.retention import folder_name
+from serried.trainer.checkpoint.retention import best_checkpoint, folder_name
 from serried.trainer.checkpoint.save import Saved
 from serried.trainer.checkpoint.saved_state import taking_from
 from serried.trainer.context import Context
@@ -232,7 +232,7 @@ class Report:
         best_of, trainer = f"{metric}, {checkpoint.best_mode}", self._config.trainer
         if best_of != progress.best_of:
             progress.best_of, progress.best, progress.evaluations_since_best = best_of, None, 0
-        if step % trainer.eval_every and step != trainer.steps:
+        if step % trainer.evaluates_every and step != trainer.steps:
             return  # an evaluation that only trainer.stop_at brought about
         if progress.to_minimise is not None and (progress.best is None or progress.to_minimise < progress.best):
             progress.best, progress.evaluations_since_best = progress.to_minimise, 0
@@ -298,9 +298,8 @@ class Report:
         """
         config, progress = self._config, self.progress
         is_finished = step == config.trainer.steps or progress.early_stop is not None
-        is_validated = not config.trainer.eval_every or progress.validated_step == step
         validation = "" if progress.validation_loss is None else f", validation {progress.validation_loss:.4f}"
-        validation += "" if is_validated or not validation else f" (step {progress.validated_step})"
+        validation += "" if progress.validated_step == step or not validation else f" (step {progress.validated_step})"
         since = f" since step {self._first_step}" if self._first_step else ""
         tokens = f"{short(progress.tokens)} {self._task.unit}"
         if progress.early_stop is not None:
@@ -309,7 +308,7 @@ class Report:
             f"{'finished' if is_finished else 'stopped':<10} {step} steps, {tokens}, "
             f"{duration(seconds)}{since}; loss {_loss(progress.first_loss)} -> {_loss(progress.last_loss)}{validation}"
         )
-        if is_finished and not is_validated:  # the run is finished, so no later start evaluates
+        if is_finished and progress.missed:  # the run is finished, so no later start evaluates
             self._console.say(
                 f"WARNING    {request} came before the evaluation after step {step}; for its loss: serried evaluate "
                 f"run.dir={config.run.dir}"
@@ -323,9 +322,12 @@ class Report:
         asked = {"wandb": config.track.wandb != "off", "tensorboard": config.track.tensorboard, PROFILES: False}
         # A tracker's process may not have made its folder yet.
         more = "".join(f", {name}/" for name, is_asked in asked.items() if is_asked or (config.run.dir / name).is_dir())
+        of_best = ""
+        if self._folder is not None and (best := best_checkpoint(config.run.dir / CHECKPOINTS, config.checkpoint)):
+            of_best = f"; the best: {CHECKPOINTS}/{best[0].name} ({config.checkpoint.best_metric} {best[1]:.4g})"
         self._console.say(
             f"files      {config.run.dir}: report.html, metrics.jsonl, config.yaml, status.json{more}; the model"
-            f"{opens_in and f', opens in {opens_in}'}: {checkpoint}"
+            f"{opens_in and f', opens in {opens_in}'}: {checkpoint}{of_best}"
         )
         self._console.say(f"next       {self._next(step, request)}")
         state, code = ("finished", EXIT_FINISHED) if is_finished else ("stopped", EXIT_STOPPED)

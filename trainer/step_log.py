@@ -46,7 +46,10 @@ class StepLog:
         names = self._state.parallel.metric_names or ()
         check_metric_names(names)
         for step, result in self.meter.read(len(names), self._state.parallel.experts):
-            self._report.progress.add(result, self._sources)
+            counted = result
+            if self._context.task.unit == "samples":  # its weight may count something else
+                counted = result._replace(tokens=self._context.config.trainer.global_batch)
+            self._report.progress.add(counted, self._sources)
             is_logged = loader is not None and step == newest
             if is_logged or result.skipped:
                 rates = self._rates(step, loader) if is_logged and loader is not None else dict.fromkeys(RATES)

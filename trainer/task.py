@@ -60,7 +60,7 @@ class Task:
     sections: ClassVar[tuple[str, ...]] = ()
     """Sections of the built-in language models that the task reads: ``model``, ``data``. A user's task needs none."""
     unit: ClassVar[str] = "samples"
-    """What ``LossTerms.weight`` counts, for the console and the records."""
+    """What the console and the records count: ``samples``, or what ``LossTerms.weight`` counts, such as ``tokens``."""
 
     config: Any = None
     """The values of ``Config`` in this run. Set before any method is called."""

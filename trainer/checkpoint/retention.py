@@ -7,9 +7,11 @@ whole checkpoint.
 
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from serried.configs.plain_data import NotPlainData, is_number, read_json
+from serried.configs.schema import CheckpointSection
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, check_size, fsync_folder, read_manifest
 from serried.trainer.checkpoint.saved_state import STATE
 
@@ -119,12 +121,23 @@ def prune(
     stay = set(intact[-keep:])
     if keep_every:
         stay |= {path for path in intact if _step(path) % keep_every == 0}
-    if best is not None:
-        metric, mode = best
-        values = {path: value for path in intact if (value := _evaluated(path, metric)) is not None}
-        if values:
-            stay.add((max if mode == "max" else min)(values, key=lambda path: values[path]))
+    if best is not None and (found := _best(intact, *best)):
+        stay.add(found[0])
     return [path for path in intact if path not in stay and _delete(path, problems)]
+
+
+def best_checkpoint(checkpoints: Path, section: CheckpointSection) -> tuple[Path, float] | None:
+    """Return the checkpoint that ``checkpoint.keep_best`` keeps, with its ``best_metric``; None if there is none."""
+    intact = [path for path in committed(checkpoints) if _has_its_sizes(path)] if section.keep_best else []
+    return _best(intact, section.best_metric, section.best_mode)
+
+
+def _best(paths: Sequence[Path], metric: str, mode: str) -> tuple[Path, float] | None:
+    values = {path: value for path in paths if (value := _evaluated(path, metric)) is not None}
+    if not values:
+        return None
+    path = (max if mode == "max" else min)(values, key=lambda path: values[path])
+    return path, values[path]
 
 
 def _delete(path: Path, problems: list[str]) -> bool:

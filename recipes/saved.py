@@ -7,6 +7,39 @@ from serried.configs.data_section import TextRunConfig
 from serried.configs.errors import UserError
 from serried.configs.plain_data import read_json
 from serried.configs.schema import ParallelSection
+from serried.records.tensors import TensorFolder
+
+_PREFIX, _END = "base_model.model.", ".lora_A.weight"
+_PLAIN: dict[str, Any] = {
+    "peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": [],
+}  # fmt: skip
+
+
+def keys_of_adapters(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the keys, by section, of a model with the adapters in ``folder``, as PEFT saves them.
+
+    Raises:
+        UserError: they cannot be read, or are of another kind than those that are trained here.
+    """
+    file = folder / "adapter_config.json"
+    try:
+        found = read_json(file)
+        for key, value in _PLAIN.items():
+            if (found.get(key) or value) != value:
+                raise UserError(
+                    f"{file} has {key} {found[key]}; only {value or 'none'} can be used; merge them with PEFT"
+                )
+        names = [name for name in TensorFolder(folder, "adapter_model").specs if name.endswith(_END)]
+        adapter = {
+            "method": "dora" if found.get("use_dora") else "lora",
+            "rank": found["r"],
+            "alpha": found["lora_alpha"],
+            "scale": "rslora" if found.get("use_rslora") else "standard",
+            "modules": [name.removeprefix(_PREFIX).removesuffix(_END) for name in names],
+        }
+        return {"model": {"path": found["base_model_name_or_path"]}, "adapter": adapter}
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{file} cannot be used: {error}") from None
 
 
 def as_saved(
@@ -20,8 +53,10 @@ def as_saved(
     Raises:
         UserError: the checkpoint lacks its config.
     """
+    rows = config.model.vocab_size
     try:
-        rows = read_json(checkpoint / "config.json")["vocab_size"]
+        if (checkpoint / "config.json").exists() or not (checkpoint / "adapter_config.json").exists():
+            rows = read_json(checkpoint / "config.json")["vocab_size"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{checkpoint / 'config.json'} cannot be read: {error}; use another checkpoint") from None
     model, data, parallel = config.model.model_copy(update={"vocab_size": rows}), config.data, config.parallel
@@ -31,7 +66,8 @@ def as_saved(
         parallel = ParallelSection.model_validate({"strategy": strategy, **degrees})
     if is_other_data:
         update: dict[str, Any] = {"validation_fraction": 0.0, "validation": {}}
-        if data.tokenizer != "bytes" and not getattr(data, "is_prepared", False):
+        has_tokenizer = (checkpoint / "tokenizer.json").exists() or not (checkpoint / "adapter_config.json").exists()
+        if data.tokenizer != "bytes" and not getattr(data, "is_prepared", False) and has_tokenizer:
             update["tokenizer"] = str(checkpoint.absolute())
         if (checkpoint / "chat_template.jinja").exists():
             update["chat_template"] = str(checkpoint / "chat_template.jinja")

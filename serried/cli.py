@@ -7,7 +7,7 @@ from contextlib import suppress
 from inspect import getdoc
 from pathlib import Path
 from textwrap import indent
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from serried.configs.command_line import config_dirs
 from serried.configs.data_section import DataSection, TextRunConfig
@@ -419,10 +419,14 @@ def _config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
     """
     from serried.configs.compose import compose
     from serried.configs.model_folder import keys_of_model
+    from serried.recipes.saved import keys_of_adapters
     from serried.task_class import words
 
-    longest = keys_of_model(str(folder)).get("max_sequence_length", 2048)
-    config = compose([*words({"model": {"path": folder.absolute()}}), f"data.sequence_length={longest}", *overrides])
+    keys: dict[str, dict[str, Any]] = {"model": {"path": folder.absolute()}}
+    if not (folder / "config.json").is_file():  # adapters alone
+        keys = keys_of_adapters(folder)
+    longest = keys_of_model(str(keys["model"]["path"])).get("max_sequence_length", 2048)
+    config = compose([*words(keys), f"data.sequence_length={longest}", *overrides])
     if (folder / "chat_template.jinja").is_file():
         config = config.model_copy(update={"data": config.data.model_copy(update={"format": "chat"})})
     return config

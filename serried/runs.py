@@ -33,7 +33,8 @@ def find_saved(given: Mapping[str, str], command: str) -> Saved:
     from serried.trainer.checkpoint.manifest import MANIFEST
 
     folder = Path(given.get("run.dir", ""))
-    if "run.dir" in given and (folder / "config.json").is_file() and not (folder / "config.yaml").is_file():
+    is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if "run.dir" in given and is_model and not (folder / "config.yaml").is_file():
         if "checkpoint" in given:
             raise UserError(
                 f"{folder} is a saved model, so checkpoint={given['checkpoint']} has no meaning; leave it out"

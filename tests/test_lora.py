@@ -110,7 +110,13 @@ def train_watched(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[lis
     ids=["lora", "dora, rslora, some layers", "phi3", "gpt2"],
 )  # fmt: skip
 def test_losses_of_ten_steps_and_saved_adapters_equal_those_of_peft(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, more: list[str], options: dict[str, Any]
+    models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    model: str,
+    more: list[str],
+    options: dict[str, Any],
 ) -> None:
     import peft
     import transformers
@@ -153,6 +159,18 @@ def test_losses_of_ten_steps_and_saved_adapters_equal_those_of_peft(
         merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
         assert_close(merged(TOKENS).logits, want)
         assert_close(serried.load_model(tmp_path / "run")(TOKENS), want)
+    evaluated = [evaluate_here(folder, models, capfd) for folder in (tmp_path / "run", tmp_path / "adapters")]
+    assert evaluated[0] == pytest.approx(evaluated[1], abs=1e-6)
+
+
+def evaluate_here(folder: Path, models: Path, capfd: pytest.CaptureFixture[str]) -> float:
+    """The loss of a saved model."""
+    capfd.readouterr()
+    words = [f"data.path={models / 'chats.jsonl'}", "data.packing=best_fit", f"data.cache_dir={models / 'cache'}"]
+    own = [] if folder.name == "run" else ["data.sequence_length=128"]
+    how = ["launch.device=cpu", "json=true", "precision=fp32"]
+    assert cli.evaluate([f"run.dir={folder}", "data=text", *words, *own, *how]) == 0
+    return float(json.loads(capfd.readouterr().out.splitlines()[-1])["loss"])
 
 
 def assert_close(found: Tensor, want: Tensor) -> None:

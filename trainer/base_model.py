@@ -8,9 +8,12 @@ from typing import Any
 from torch import nn
 
 from serried.configs.errors import UserError
+from serried.configs.model_folder import model_folder
+from serried.configs.plain_data import read_json
 from serried.records.tensors import TensorFolder
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import record_of
+from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
 from serried.trainer.checkpoint.saved_state import STATE, read_state
 from serried.trainer.health import digest
 
@@ -52,6 +55,9 @@ def base_of(checkpoint: Path, module: nn.Module) -> Path | None:
     Raises:
         UserError: it was built with others.
     """
+    if not (checkpoint / STATE).exists():  # exported, or PEFT's own
+        name = str(read_json(checkpoint / ADAPTER_CONFIG).get("base_model_name_or_path"))
+        return model_folder(name, "*.safetensors", "*.json")
     path = _recorded(checkpoint)["path"]
     if path is None:
         _compare({"path": None, "digest": _digest(module)}, checkpoint)

@@ -282,7 +282,7 @@ ON_LAYOUTS = {
     "gemma3_1b": CAPPED | {"model.sliding_window": "6", "model.tie_embeddings": "true"},
 }
 """Of 24 tokens, what differs from one block or document to the next is seen."""
-LAYOUTS = ("ddp x2", "fsdp x3", "tensor x2", "pipeline x2, 1f1b", "context x2", "context x2, ring")
+LAYOUTS = ("fsdp x3", "tensor x2", "pipeline x2, 1f1b", "context x2", "context x2, ring")
 DAILY = {"olmo2_7b": ("tensor x2",), "gemma2_9b": ("context x2, ring",), "gemma3_1b": ("pipeline x2, 1f1b",)}
 
 

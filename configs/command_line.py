@@ -69,7 +69,9 @@ def config_dirs(argv: Sequence[str]) -> tuple[list[str], tuple[Path, ...]]:
     words = list(argv)
     while words:
         word = words.pop(0)
-        if word == "--config-dir" and words:
+        if word == "--config-dir":
+            if not words:
+                raise UserError("--config-dir needs a folder of YAML files after it: --config-dir FOLDER")
             word = f"{word}={words.pop(0)}"
         if word.startswith(_CONFIG_DIR):
             folders.append(Path(word.removeprefix(_CONFIG_DIR)).expanduser().absolute())

@@ -136,7 +136,7 @@ def _sentence(
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         return f"{path}={value} ({source}) is out of range: it must be {key.bounds}"
     if kind == "string_pattern_mismatch":
-        barred = "slashes or blanks" if path == "run.name" else "blanks, quotes or backslashes"
+        barred = "slashes, blanks or control characters" if path == "run.name" else "blanks, quotes or backslashes"
         return f"{path}={value} ({source}) may not hold {barred}; e.g. {key.example}"
     if kind == "string_too_short":
         return f"{path} ({source}) is empty; e.g. {key.example}"

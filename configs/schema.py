@@ -92,7 +92,7 @@ class Section(BaseModel):
 class RunSection(Section):
     """Name and folder of the run."""
 
-    name: str = Field(min_length=1, pattern=r"^[^/\s]+$")
+    name: str = Field(min_length=1, pattern=r"^[^/\s\x00-\x1f\x7f]+$")
     """Name of the run; the recipe's name unless given."""
     dir: Path
     """Run folder, relative to the current folder. Never a timestamp: the same command finds it again."""

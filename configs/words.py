@@ -68,7 +68,7 @@ def pairs(
             mistakes.append(f"{word}: keys have no dashes; write {pasteable(name, value or name.upper())}")
         elif key not in keys and name in keys:
             mistakes.append(f"{command} has no key {key!r}; did you mean {pasteable(name, value)}?")
-        elif key not in keys and reads_overrides and not _is_slip(key, keys):
+        elif key not in keys and reads_overrides and not _is_slip(key, keys) and (equals or run or word[0] == "-"):
             overrides.append(word)
         elif not equals or not (value or key == "prompt"):
             mistakes.append(f"{word!r} is not key=value, and there is no such folder; see serried {command} --help")

@@ -47,7 +47,10 @@ def end_in_one_line() -> None:
 
 
 def print_any_text() -> None:
-    """Make printing never fail for an encoding that lacks a character, as under PYTHONIOENCODING=latin-1: escape it."""
+    """Make printing never fail: characters that the encoding lacks, as under PYTHONIOENCODING=latin-1, are escaped, and
+    what a closed stream would get is dropped."""
+    sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 -- None after ``>&-``
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not what a notebook or a test puts there
             stream.reconfigure(errors="backslashreplace")

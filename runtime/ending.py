@@ -111,6 +111,6 @@ def leave(code: int) -> NoReturn:
     """
     code = code_for_agent(code)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody is left to read it
+        with suppress(OSError, ValueError):  # nobody is left to read it
             stream.flush()
     os._exit(code)

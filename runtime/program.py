@@ -1,5 +1,6 @@
 """The script that this process runs, to start it again as ranks, as the runs of a sweep or in a Slurm job."""
 
+import resource
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -8,6 +9,8 @@ from pathlib import Path
 
 from serried.configs.errors import UserError
 
+_LEAST_ADDRESS_SPACE = 900 << 20
+"""With less, importing torch ends in a traceback, an abort or a loop without end."""
 _training_command: tuple[str, ...] = ("-m", "serried.program")
 _flags: tuple[str, ...] = ()
 _words: tuple[str, ...] = ()
@@ -15,12 +18,15 @@ _is_called = False
 
 
 def check_surroundings(words: Sequence[str]) -> None:
-    """Raise ``UserError`` if no path can be resolved, as the current folder was removed, or if one of the ``words`` of
-    the command line is not text."""
+    """Raise ``UserError`` if no path can be resolved, as the current folder was removed, if torch cannot be imported in
+    the address space there is, or if one of the ``words`` of the command line is not text."""
     try:
         Path.cwd()
     except FileNotFoundError:
         raise UserError("the current folder was removed; cd to another one") from None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit not in (resource.RLIM_INFINITY, -1) and limit < _LEAST_ADDRESS_SPACE:
+        raise UserError(f"ulimit -v {limit >> 10} is too little to import torch; use ulimit -v unlimited")
     for word in words:
         try:
             word.encode()

@@ -16,7 +16,7 @@ from serried.configs.run_config import config_yaml
 from serried.configs.schema import DEFAULT_VALIDATION, RunConfig
 from serried.runtime.early import end_in_one_line
 from serried.runtime.program import called_from_python, remember_script
-from serried.task_class import declaration, words
+from serried.task_class import declaration, installed, words
 
 if TYPE_CHECKING:
     from torch import nn
@@ -113,14 +113,14 @@ def _torch_settings_kept() -> Iterator[None]:
 def load_model(path: str | Path, task: "Task | type[Task] | None" = None) -> "nn.Module":
     """Return the model in ``path``, a run folder or a checkpoint, on the CPU in evaluation mode.
 
-    ``task`` is the class that trained it; not needed for the built-in tasks.
+    ``task`` is the class that trained it; not needed for built-in tasks and those of installed packages.
 
     Raises:
         UserError: there is no such checkpoint, or it is of another model.
     """
     from serried.trainer.saved_model import open_model
 
-    return open_model(Path(path), declaration(task) if task else None)
+    return open_model(Path(path), declaration(task) if task else None, installed)
 
 
 def _read_end(config: RunConfig) -> dict[str, Any]:

@@ -7,14 +7,15 @@ from contextlib import suppress
 from inspect import getdoc
 from pathlib import Path
 from textwrap import indent
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serried.configs.command_line import config_dirs
 from serried.configs.data_section import DataSection, TextRunConfig
-from serried.configs.declaration import BUILT_IN, declaring
+from serried.configs.declaration import BUILT_IN, Declaration, declared, declaring
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.configs.formats import columns
-from serried.configs.plain_data import read_json
+from serried.configs.plain_data import read_json, read_yaml
+from serried.configs.registry import tasks
 from serried.configs.schema import RunConfig, parse_count
 from serried.configs.suggest import nearest
 from serried.configs.words import number, pairs, run_key
@@ -23,6 +24,10 @@ from serried.runtime.early import print_any_text
 from serried.runtime.ending import leave, note_repeated, report_mistake
 from serried.runtime.program import check_surroundings
 from serried.runtime.ranks import is_started, say
+from serried.task_class import installed
+
+if TYPE_CHECKING:
+    from serried.trainer.task import TextTask
 
 _GENERATE_READS = ("precision", "launch.device")
 _EVALUATE_READS = (
@@ -208,10 +213,14 @@ def export(words: list[str]) -> int:
 
     from serried.configs.formats import size
     from serried.trainer.checkpoint.export import export as write
+    from serried.trainer.checkpoint.manifest import MANIFEST
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     given, _ = pairs(words, "export", ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size", "merge"))
-    checkpoint = find_saved(given, "export").folder
+    saved = find_saved(given, "export")
+    checkpoint = saved.folder
+    if saved.run is None and not (checkpoint / MANIFEST).is_file():
+        raise UserError(f"{checkpoint} is a plain model folder already; export a run or one of its checkpoints")
     dtype = given.get("dtype")
     if dtype is not None and dtype not in dtypes:
         raise UserError(f"dtype={dtype} is not one of {', '.join(dtypes)}; use dtype=bf16")
@@ -318,7 +327,6 @@ def generate(words: list[str]) -> int:
     device       cpu or cuda; precision=bf16 is read too
     """
     from serried.configs.formats import printable
-    from serried.recipes.causal_lm import CausalLM
     from serried.recipes.saved import as_saved
     from serried.runtime.ranks import choose_device, torchrun_says
     from serried.runtime.session import Session
@@ -337,13 +345,13 @@ def generate(words: list[str]) -> int:
     if torchrun_says()[2] > 1:
         raise UserError("serried generate runs in one process; start it without torchrun")
     device = [f"launch.device={given['device']}"] if "device" in given else []
-    config, checkpoint = _opened(given, [*overrides, *device], _GENERATE_READS, "generate")
+    config, checkpoint, new_task = _opened(given, [*overrides, *device], _GENERATE_READS, "generate")
     config = as_saved(config, checkpoint, world_size=1, is_resharded=True, is_other_data=True)
     session = Session((0, 0, 1, 1), choose_device(config.launch, 0, 1), config.launch)
     shown = printable if sys.stdout.isatty() else str
     with suppress(BrokenPipeError):  # the reader has closed the pipe
         write_text(
-            config, CausalLM(config), session, checkpoint, given.get("prompt", ""), sampling,
+            config, new_task(config), session, checkpoint, given.get("prompt", ""), sampling,
             say=lambda text: print(shown(text), end="", flush=True),
             note=lambda line: print(line, file=sys.stderr, flush=True),
         )  # fmt: skip
@@ -359,7 +367,6 @@ def evaluate(words: list[str]) -> int:
     parallel, precision    as in training; under torchrun on all its processes: torchrun ... -m serried evaluate ...
     json=true              print one line of JSON per set
     """
-    from serried.recipes.causal_lm import CausalLM
     from serried.recipes.saved import as_saved
     from serried.runtime.ranks import torchrun_says
     from serried.runtime.session import Session, run_in_session
@@ -369,7 +376,7 @@ def evaluate(words: list[str]) -> int:
     if given.get("json", "false") not in ("true", "false"):
         raise UserError(f"json={given['json']} is not true or false; use json=true")
     keys = [word.partition("=")[0].lstrip("+") for word in overrides]
-    config, checkpoint = _opened(given, overrides, _EVALUATE_READS, "evaluate")
+    config, checkpoint, new_task = _opened(given, overrides, _EVALUATE_READS, "evaluate")
     is_other_data = any(
         key == "data" or (key.startswith("data.") and key.split(".")[1] not in DataSection.model_fields) for key in keys
     )
@@ -386,7 +393,7 @@ def evaluate(words: list[str]) -> int:
     def work(session: Session) -> int:
         session.same_everywhere("the config", config.model_dump_json())
         return print_evaluation(
-            config, CausalLM(config), session, checkpoint, is_whole=is_other_data, batches=batches,
+            config, new_task(config), session, checkpoint, is_whole=is_other_data, batches=batches,
             as_json=given.get("json") == "true",
         )  # fmt: skip
 
@@ -395,20 +402,53 @@ def evaluate(words: list[str]) -> int:
 
 def _opened(
     given: dict[str, str], overrides: list[str], reads: tuple[str, ...], command: str
-) -> tuple[TextRunConfig, Path]:
-    """Return the config and folder of the saved model that ``given`` names. ``overrides`` of the config may have keys
-    that begin as ``reads`` say.
+) -> tuple[TextRunConfig, Path, "Callable[[TextRunConfig], TextTask]"]:
+    """Return the config and folder of the saved model that ``given`` names, and what makes its task. ``overrides`` of
+    the config may have keys that begin as ``reads`` say.
 
     Raises:
-        UserError: there is no such model, or an override is wrong.
+        UserError: there is no such model, it is of no text task, or an override is wrong.
     """
     from serried.configs.compose import compose_saved, refuse_misread
+    from serried.recipes.causal_lm import CausalLM
 
     saved = find_saved(given, command)
-    if saved.run is not None:
-        return compose_saved(saved.run / "config.yaml", overrides, reads), saved.folder
-    refuse_misread(overrides, reads)
-    return _config_of_model(saved.folder, overrides), saved.folder
+    if saved.run is None:
+        refuse_misread(overrides, reads)
+        return _config_of_model(saved.folder, overrides), saved.folder, CausalLM
+    declaration = _task_of_text(saved.run, command)
+    with declaring(declaration._replace(config_dirs=declared().config_dirs)):
+        config = compose_saved(saved.run / "config.yaml", overrides, reads)
+
+    def new_task(config: TextRunConfig) -> "TextTask":
+        task: TextTask = (declaration.task or CausalLM)()
+        task.configure(config)
+        return task
+
+    return config, saved.folder, new_task
+
+
+def _task_of_text(run: Path, command: str) -> Declaration:
+    """Return the declaration of the task that trained ``run``.
+
+    Raises:
+        UserError: it is a script's, or has no text.
+    """
+    from serried.trainer.task import TextTask
+
+    try:
+        name = read_yaml(run / "config.yaml")["task"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return BUILT_IN  # a mistake in the file, which composing reports
+    known = name in tasks.names()
+    found = installed(name) if known else BUILT_IN
+    if known and (found.task is None or (issubclass(found.task, TextTask) and found.sections == BUILT_IN.sections)):
+        return found
+    why = "which is no serried.TextTask with the sections model and data" if known else "which is not installed"
+    raise UserError(
+        f"{run} was trained by the task {name}, {why}, so serried {command} cannot open it; in Python: "
+        f'serried.load_model("{run}", task=CLASS)'
+    )
 
 
 def _config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:

@@ -4,7 +4,6 @@ import sys
 from typing import TYPE_CHECKING
 
 import serried.runtime.early  # noqa: F401 -- first: from here on a signal ends this program in one line
-from serried import task_class
 from serried.configs.command_line import Action, config_dirs, parse_arguments
 from serried.configs.compose import compose
 from serried.configs.declaration import BUILT_IN, Declaration, declared, declaring
@@ -12,7 +11,7 @@ from serried.configs.errors import UserError
 from serried.configs.help import help_text
 from serried.configs.registry import tasks
 from serried.configs.run_config import config_yaml
-from serried.configs.schema import RunConfig, TaskSection
+from serried.configs.schema import RunConfig
 from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
 from serried.parallel.checks import check_layout
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
@@ -27,6 +26,7 @@ from serried.runtime.program import (
 )
 from serried.runtime.ranks import planned_processes, say
 from serried.runtime.session import Session, run_in_session
+from serried.task_class import installed
 
 if TYPE_CHECKING:
     from serried.trainer.task import Task
@@ -40,23 +40,13 @@ def main(arguments: list[str], declaration: Declaration = BUILT_IN) -> int:
         action, overrides = parse_arguments(words)
         chosen = [] if declaration.task else [word for word in overrides if word.startswith("task=")]
         if chosen:
-            declaration, overrides = _installed(chosen[-1].partition("=")[2]), [w for w in overrides if w not in chosen]
+            declaration, overrides = installed(chosen[-1].partition("=")[2]), [w for w in overrides if w not in chosen]
     except UserError as error:
         return report_mistake(error)
     remember_flags([*chosen, *(f"--config-dir={folder}" for folder in folders)])
     remember_words(overrides)
     with declaring(declaration._replace(config_dirs=folders)):
         return _do(action, overrides)
-
-
-def _installed(name: str) -> Declaration:
-    """Return the declaration of the task ``name``, of an installed package or built in.
-
-    Raises:
-        UserError: there is none.
-    """
-    is_built_in = name == TaskSection.model_fields["name"].default
-    return BUILT_IN if is_built_in else task_class.declaration(tasks.get(name).load())
 
 
 def _do(action: Action, overrides: list[str]) -> int:

@@ -57,6 +57,8 @@ def find_run(given: Mapping[str, str], command: str, is_taken: IsTaken | None = 
     if "run.dir" in given and "run.name" in given:
         raise UserError(f"run.dir={given['run.dir']} and run.name={given['run.name']} are both given; keep one")
     run = Path(given.get("run.dir", Path("runs") / given.get("run.name", "tiny")))
+    if run.name == "checkpoints" and is_run(run.parent):
+        run = run.parent
     if (run / "checkpoints").is_dir() or (is_taken is not None and is_taken(run)):
         return run
     is_taken = is_taken or has_saved

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.override_parser.types import Quote, QuotedString
 from pydantic import create_model
 
-from serried.configs.declaration import Declaration
+from serried.configs.declaration import BUILT_IN, Declaration
 from serried.configs.errors import UserError
 from serried.configs.keys import keys_of_task
-from serried.configs.schema import Section
+from serried.configs.registry import tasks
+from serried.configs.schema import Section, TaskSection
 
 if TYPE_CHECKING:
     from serried.trainer.task import Task
@@ -50,6 +51,16 @@ def _check_fields(task: "type[Task]") -> None:
                 f"{task.__name__}.Config.{name}: {kind} cannot be the type of a key; use int, float, bool, str, Path, "
                 "Literal, a list of numbers or texts, or a serried.Section"
             ) from error
+
+
+def installed(name: str) -> Declaration:
+    """Return the declaration of the task ``name``, of an installed package or built in.
+
+    Raises:
+        UserError: there is none.
+    """
+    is_built_in = name == TaskSection.model_fields["name"].default
+    return BUILT_IN if is_built_in else declaration(tasks.get(name).load())
 
 
 def words(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:

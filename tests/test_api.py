@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import serried
-from serried import program
+from serried import cli, program
 from serried.configs.compose import compose
 from serried.configs.declaration import declaring
 from serried.configs.errors import UserError
@@ -317,13 +317,17 @@ def test_a_mistake_is_one_clear_error(task: Any, overrides: Any, expected: str, 
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_load_model_refuses_what_is_no_run_and_another_model(tmp_path: Path) -> None:
+def test_load_model_refuses_what_is_no_run_and_another_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UserError, match="neither a run folder nor a checkpoint in one"):
         serried.load_model(tmp_path)
     result = serried.fit(Tiny, [f"run.dir={tmp_path}"])
     assert result.checkpoint == tmp_path / CHECKPOINTS / "step-00000002"
     with pytest.raises(UserError, match=r"was trained by the task tiny; give its class"):
         serried.load_model(tmp_path)
+    assert cli.main(["generate", str(tmp_path)]) == 78
+    assert "was trained by the task tiny, which is not installed, so serried generate" in capsys.readouterr().err
 
     class Wide(Tiny):
         """Another shape."""
@@ -381,7 +385,10 @@ def test_installed_task_is_chosen_by_name_with_its_own_keys(
     assert program.main(["task=points", "task.dim=8", "trainer.steps=2", f"run.dir={tmp_path}"]) == 0
     assert read_yaml(tmp_path / "config.yaml")["task"] == {"dim": 8, "share": 0.5, "name": "points"}
     assert metrics(tmp_path, "start")[0]["unit"] == "samples"
+    assert isinstance(serried.load_model(tmp_path), nn.Module)
     capsys.readouterr()
+    assert cli.main(["evaluate", str(tmp_path)]) == 78
+    assert "by the task points, which is no serried.TextTask with" in capsys.readouterr().err
     assert program.main(["task=point"]) == 78
     assert "no task 'point' is registered; did you mean task=points?" in capsys.readouterr().err
 

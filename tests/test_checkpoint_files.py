@@ -695,6 +695,14 @@ def test_a_damaged_state_is_no_candidate_for_the_best(tmp_path: Path) -> None:
     assert [step_of(path) for path in prune(tmp_path, keep=1, keep_every=0, best=LOSS)] == [1]
 
 
+def test_the_best_may_be_evaluated_after_it_was_saved(tmp_path: Path) -> None:
+    """A stop left its evaluation out, which the resumed run made up."""
+    later = {"made_up": {"2": {"loss": 0.1}}}
+    for step, loss, progress in ((1, 0.5, {}), (2, None, {}), (3, 3.0, {}), (4, 4.0, later)):
+        make_checkpoint(tmp_path / folder_name(step), loss=loss, tensors=0, progress=progress)
+    assert [step_of(path) for path in prune(tmp_path, keep=1, keep_every=0, best=LOSS)] == [1, 3]
+
+
 def test_the_best_is_that_of_the_metric_that_counts_now(tmp_path: Path) -> None:
     """Another ``checkpoint.best_metric`` on resume compares earlier checkpoints by it too."""
     for step, loss, accuracy in ((1, 0.5, 0.1), (2, 2.0, 0.9), (3, 3.0, 0.2), (4, 4.0, 0.3)):

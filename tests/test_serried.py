@@ -87,6 +87,11 @@ def test_an_earlier_step_can_be_exported(run_dir: Path, tmp_path: Path, capsys: 
         (["export", "out={run}", "run.dir={run}"], "not empty"),
         (["export", "out=x", "{run}", "checkpoint=3"], "use checkpoint=2 or checkpoint=4"),
         (["export", "out=x", "run", "checkpoint=3"], "use checkpoint=2 or checkpoint=4"),
+        (["export", "out=x", "{run}/checkpoints", "checkpoint=3"], "use checkpoint=2 or checkpoint=4"),
+        (["export", "out=x", "plain"], "plain is a plain model folder already; export a run"),
+        (["generate", "nosuch"], "'nosuch' is not key=value, and there is no such folder"),
+        (["evaluate", "nosuch"], "'nosuch' is not key=value, and there is no such folder"),
+        (["evaluate", "--config-dir"], "--config-dir needs a folder"),
         (["export", "out=x", "{run}/checkpoints/step-00000002", "checkpoint=2"], "is a saved model, so checkpoint=2"),
         (["generate", "{run}", "max_new_tokens=20"], "did you mean tokens=20?"),
         (["generate", "{run}", "--max-new-tokens=20"], "write tokens=20"),
@@ -105,7 +110,8 @@ def test_mistakes_are_one_line(
 ) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "run").symlink_to(run_dir)
-    for file in ("unsaved/status.json", "empty/config.yaml", "empty/checkpoints/none", "here/slurm/script"):
+    unsaved = ("unsaved/status.json", "empty/config.yaml", "empty/checkpoints/none", "here/slurm/script")
+    for file in (*unsaved, "plain/config.json"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     write_summary(tmp_path / "a-sweep", ["optim.lr"], [Outcome(run_dir, {"optim.lr": "0.1"}, "finished")])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema import LaunchSection
 from serried.launch.processes import PASSED_ON
@@ -300,8 +301,18 @@ def test_a_removed_current_folder_and_words_that_are_no_text_are_refused(
         check_surroundings([])
 
 
+def test_too_little_address_space_to_import_torch_is_one_line() -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (600 << 20,) * 2)"
+    asked = f"{limit}; from serried.program import run; run()"
+    done = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (78, "")
+    assert done.stderr == "error: ulimit -v 614400 is too little to import torch; use ulimit -v unlimited\n"
+
+
 def test_a_mistake_is_one_line_that_controls_no_terminal() -> None:
     assert str(UserError("data.path=a\x1b[31mb\nc is no file")) == "data.path=a\ufffd[31mb c is no file"
+    with pytest.raises(UserError, match="may not hold slashes, blanks or control characters"):
+        compose(["run.name=a\x1b[31mb"])
     assert str(UserError("a\r\nb", "c")) == "2 mistakes:\n  a\ufffd b\n  c"
 
 
@@ -311,11 +322,13 @@ def test_output_that_the_terminal_cannot_encode_ends_nothing(tmp_path: Path) -> 
         "import sys; from pathlib import Path\n"
         "from serried.runtime.early import print_any_text\n"
         "from serried.runtime.console import Console\n"
+        "from serried.runtime.ending import leave\n"
         "c = Console(True, 0)\n"
         f"c.open(Path({str(tmp_path)!r}))\n"
         "c.say('lost \u4f60')\n"
+        "sys.stderr = None\n"
         "print_any_text()\n"
-        "c.say('loss 1.0 \u4f60 \\udcff \x1b[2J'); sys.stdout.close(); c.say('closed'); c.close()"
+        "c.say('loss 1.0 \u4f60 \\udcff \x1b[2J'); sys.stdout.close(); c.say('closed'); c.close(); leave(0)"
     )
     environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=False, env=environment)

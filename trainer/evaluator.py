@@ -45,6 +45,9 @@ class Evaluator:
         """Evaluate what the stop after ``step``, from which the run resumes, left out."""
         if names := [name for name in self._report.progress.missed if name in self._validation]:
             self.evaluate(step, names)
+            progress = self._report.progress
+            if progress.validated_step == step:
+                progress.made_up[str(step)] = dict(progress.validation)
 
     def _evaluate_on(self, name: str, dataset: Dataset, step: int) -> bool:
         """Returns whether it was not interrupted."""

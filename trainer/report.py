@@ -46,6 +46,8 @@ class Progress:
     """Why the run is finished before its last step."""
     missed: list[str] = field(default_factory=list)
     """Validation sets that a stop left out of the last evaluation."""
+    made_up: dict[str, dict[str, float]] = field(default_factory=dict)
+    """``validation`` of steps whose checkpoint was saved before their evaluation was made up, by step."""
     source_tokens: dict[str, int] = field(default_factory=dict)
     """Tokens of a mixture's sources, by name."""
 
@@ -74,6 +76,8 @@ def saved_progress(start: Start) -> Progress:
         losses = progress.first_loss, progress.last_loss, progress.validation_loss, progress.best, progress.to_minimise
         if not all(map(is_count, counts)) or not all(loss is None or is_number(loss) for loss in losses):
             raise ValueError("progress")
+        if not isinstance(progress.made_up, dict) or not all(isinstance(name, str) for name in progress.missed):
+            raise TypeError("progress")
         progress.early_stop = None  # decided again by whoever resumes
         return progress
 

@@ -1,12 +1,13 @@
 """A trained model, opened from its run folder or checkpoint."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 from torch import nn
 
-from serried.configs.declaration import BUILT_IN, Declaration, declaring
+from serried.configs.declaration import Declaration, declaring
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, read_yaml
 from serried.configs.registry import tasks
@@ -18,8 +19,10 @@ from serried.trainer.evaluation import check_weights, load_model
 from serried.trainer.task import Task
 
 
-def open_model(path: Path, declaration: Declaration | None) -> nn.Module:
+def open_model(path: Path, declaration: Declaration | None, installed: Callable[[str], Declaration]) -> nn.Module:
     """Return the model of a run folder (its newest checkpoint) or of a checkpoint, on the CPU, in evaluation mode.
+
+    Without a ``declaration`` it is of a task that is built in or ``installed``.
 
     Raises:
         UserError: there is no checkpoint, it is damaged, or it is of another model or task.
@@ -32,17 +35,22 @@ def open_model(path: Path, declaration: Declaration | None) -> nn.Module:
     except (OSError, NotPlainData) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path} is neither a run folder nor a checkpoint in one: {saved}: {reason}") from None
-    name = plain.get("task", {}).get("name")
-    if declaration is None and "model" not in plain:
-        raise UserError(f"{path} was trained by the task {name}; give its class: serried.load_model(path, task=...)")
+    saved_task = plain.get("task")
+    name = saved_task.get("name") if isinstance(saved_task, dict) else None
+    if declaration is None:
+        if name not in tasks.names():
+            raise UserError(
+                f"{path} was trained by the task {name}; give its class: serried.load_model(path, task=...)"
+            )
+        declaration = installed(name)
     try:
-        with declaring(declaration or BUILT_IN):
+        with declaring(declaration):
             config = check(plain)
     except ValidationError as error:
-        first, given = error.errors()[0], declaration.name if declaration else name
+        first, given = error.errors()[0], declaration.name or name
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise UserError(f"{path} was trained by the task {name}, and {given} does not fit: {why}") from None
-    task: Task = (declaration.task if declaration else tasks.get(config.task.name).load())()
+    task: Task = (declaration.task or tasks.get(config.task.name).load())()
     task.configure(config)
     check_weights(checkpoint)
     return load_model(config, task, Layout("single"), torch.device("cpu"), checkpoint).module

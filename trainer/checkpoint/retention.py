@@ -100,10 +100,10 @@ def prune(
     """Delete the checkpoints that need not stay, oldest first. Returns the paths that are gone.
 
     The newest ``keep`` are kept, those whose step is a multiple of ``keep_every`` (0: none), and the one that was best
-    when it was evaluated (of equals the oldest) by ``best``, a metric ("loss" is one) and "min" or "max". One whose
-    manifest cannot be read, or whose files are not of the manifest's sizes, neither counts nor is deleted: damage
-    cannot push out the last good one, and may help to find its cause. Checksums, which take reading all, are not
-    compared.
+    when it was evaluated, also after it was saved (of equals the oldest), by ``best``, a metric ("loss" is one) and
+    "min" or "max". One whose manifest cannot be read, or whose files are not of the manifest's sizes, neither counts
+    nor is deleted: damage cannot push out the last good one, and may help to find its cause. Checksums, which take
+    reading all, are not compared.
 
     Does not raise if the disk fails; failures are appended to ``problems``, a line each.
 
@@ -133,7 +133,9 @@ def best_checkpoint(checkpoints: Path, section: CheckpointSection) -> tuple[Path
 
 
 def _best(paths: Sequence[Path], metric: str, mode: str) -> tuple[Path, float] | None:
-    values = {path: value for path in paths if (value := _evaluated(path, metric)) is not None}
+    later = _evaluated_later(paths[-1], metric) if paths else {}
+    found = {path: later.get(_step(path), _evaluated(path, metric)) for path in paths}
+    values = {path: value for path, value in found.items() if value is not None}
     if not values:
         return None
     path = (max if mode == "max" else min)(values, key=lambda path: values[path])
@@ -193,6 +195,15 @@ def _evaluated(path: Path, metric: str) -> float | None:
     except (OSError, Damaged, NotPlainData, KeyError, TypeError):
         return None
     return float(value) if is_number(value) else None
+
+
+def _evaluated_later(newest: Path, metric: str) -> dict[int, float]:
+    """The values of ``metric`` at steps that were evaluated after their checkpoint was saved."""
+    try:
+        made_up = read_json(newest / STATE)["progress"]["made_up"].items()
+        return {int(step): float(values[metric]) for step, values in made_up if is_number(values.get(metric))}
+    except (OSError, NotPlainData, KeyError, TypeError, AttributeError, ValueError):
+        return {}
 
 
 def _step(path: Path) -> int:

@@ -22,8 +22,17 @@ from serried.parallel.model import Direct, DistributedModel, Runner
 from serried.parallel.phases import Phases
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.stages import SkippedModule, shared_buffers, split
+from serried.parallel.tensor import check_roles
 from serried.parallel.units import units_of
 from serried.parallel.wide_gradients import widen_gradients
+
+
+def check_plan(model: nn.Module, plan: ParallelPlan, layout: Layout) -> None:
+    """Raise ``UserError`` if ``plan`` lacks what ``layout`` needs, before anything is divided."""
+    if layout.tensor > 1:
+        check_roles(model, plan, layout)
+    if layout.stages > len(plan.blocks):
+        split(model, plan, layout, 0)  # refuses, and copies nothing
 
 
 def parallelize(

@@ -72,13 +72,7 @@ class Tensors:
         """See ``ModelAxis``."""
         group = groups.tensor
         assert group is not None
-        roles = {name: role for name, _ in module.named_modules() if (role := plan.role(name))}
-        if not roles:
-            raise UserError(
-                f"parallel.tensor={layout.tensor}: the model declares no roles for it in its parallel plan; use "
-                "parallel.tensor=1, or declare them in parallel_plan()"
-            )
-        _check_ends(plan, layout)
+        roles = check_roles(module, plan, layout)
         rows = _rows_of_vocabularies(module, roles)
         self._slice_parameters(module, plan, layout, place)
         stream = _Stream(group, layout.sequence)
@@ -86,7 +80,6 @@ class Tensors:
             each: Any = module.get_submodule(name)
             if isinstance(each, SkippedModule):
                 continue  # its work is done on another stage of the pipeline
-            _check_forward(name, each, role, layout)
             if role == "vocabulary":
                 each.forward = partial(_embed, each, stream, _rows(rows[name], layout, place)[0])
             elif role == "source":
@@ -196,6 +189,25 @@ class DividedWidth(Width):
     def mean(self, part: Tensor) -> Tensor:
         # Each rank uses the mean for its own part, so the gradients of it are summed as well.
         return collectives.copy(collectives.all_sum(part, self._group), self._group) / self._group.size()
+
+
+def check_roles(module: nn.Module, plan: ParallelPlan, layout: Layout) -> dict[str, str]:
+    """Return the roles of the modules by name.
+
+    Raises:
+        UserError: tensor ranks cannot divide the model by them.
+    """
+    roles = {name: role for name, _ in module.named_modules() if (role := plan.role(name))}
+    if not roles:
+        raise UserError(
+            f"parallel.tensor={layout.tensor}: the model declares no roles for it in its parallel plan; use "
+            "parallel.tensor=1, or declare them in parallel_plan()"
+        )
+    _check_ends(plan, layout)
+    for name, role in roles.items():
+        if not isinstance(each := module.get_submodule(name), SkippedModule):
+            _check_forward(name, each, role, layout)
+    return roles
 
 
 def _check_ends(plan: ParallelPlan, layout: Layout) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema import LlamaSection
-from serried.parallel.apply import parallelize
+from serried.parallel.apply import check_plan, parallelize
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import LossTerms, ParallelPlan
 from serried.parallel.shard_specs import ShardSpec
@@ -170,6 +170,14 @@ def test_a_model_without_roles_or_with_too_few_rows_is_refused() -> None:
     with torch.device("meta"):
         few = nn.Sequential(nn.Embedding(5, 4))
     assert "leaves ranks without any of 5 rows" in refusal(few, ParallelPlan(roles={"0": "vocabulary"}), 4)
+
+
+@pytest.mark.parametrize(
+    ("axis", "why"), [("tensor", "declares no roles"), ("pipeline", "does not declare its blocks")]
+)
+def test_a_plan_that_lacks_an_axis_is_refused_before_anything_is_divided(axis: str, why: str) -> None:
+    with pytest.raises(UserError, match=f"parallel.{axis}=2: .*{why}"):
+        check_plan(nn.Linear(2, 2), ParallelPlan(), Layout("fsdp", **{axis: 2}))
 
 
 def test_a_divided_stream_without_ends_is_refused() -> None:

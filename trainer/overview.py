@@ -5,6 +5,7 @@ from torch import nn
 
 from serried.configs.formats import short, size
 from serried.configs.schema import RunConfig, TrainerSection
+from serried.parallel.apply import check_plan
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.quantized import whole_numel
@@ -45,6 +46,7 @@ def overview(
 ) -> list[str]:
     """The plan. ``model`` may be on meta; ``place`` names the processes and where they compute; ``training`` is the
     data, where it is open."""
+    check_plan(model, plan, layout)
     trainer, parallel = config.trainer, config.parallel
     parameters = sum(whole_numel(parameter) for parameter in model.parameters())
     step_weight = trainer.global_batch * task.weight_per_sample()

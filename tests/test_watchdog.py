@@ -199,7 +199,7 @@ def hanging(how: str, rank: int, step: int) -> Iterator[None]:
     experts, skip a collective, be stopped, or fail while the others sleep."""
     mine = int(os.environ["RANK"]) == rank
     train, read, forward = Loop._train, BatchLoader._read, Transformer.forward
-    scattered_sum, exchanged = collectives._scattered_sum, collectives._exchanged
+    scattered_sum, exchanged = collectives._scattered_sum, collectives.exchange
     step_now = 0
 
     def maybe_sleep(where: str) -> None:
@@ -239,7 +239,7 @@ def hanging(how: str, rank: int, step: int) -> Iterator[None]:
         patch.object(BatchLoader, "_read", faulty_read),
         patch.object(Transformer, "forward", faulty_forward),
         patch.object(collectives, "_scattered_sum", faulty_scattered_sum),
-        patch.object(collectives, "_exchanged", faulty_exchanged),
+        patch.object(collectives, "exchange", faulty_exchanged),
     ):
         yield
 

@@ -21,7 +21,7 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import read_yaml
 from serried.configs.registry import optimizers, register_optimizer, tasks
 from serried.configs.schema import Section
-from serried.runtime.program import remember_words, typed_words
+from serried.runtime.program import remember_flags, remember_words, typed_words
 from serried.task_class import declaration
 from serried.trainer.checkpoint.resume import CHECKPOINTS
 from tests.cluster import ROOT, Cluster
@@ -399,6 +399,7 @@ def test_next_after_fit_is_a_call(script: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_next_command_has_the_overrides_that_were_typed() -> None:
+    remember_flags([])  # of other tests in this process
     remember_words(["optim=sgd", "run.name=a", "launch=local", "launch.processes=2", "optim.groups.x.parameters=0.*"])
     assert typed_words(without=("launch",)) == " optim=sgd 'optim.groups.x.parameters=0.*'"
     remember_words([])

@@ -136,7 +136,10 @@ def _fits(name: str, value: str) -> bool:
 
 def _assignment(name: str, value: str, groups: Groups) -> str:
     if name not in groups:
-        return pasteable(name, _CONVERTED.get(name, str)(value)) if value else all_keys()[name].example
+        key, value = all_keys()[name], _CONVERTED.get(name, str)(value)
+        if key.kind == "texts" and not key.may_take(value):
+            value = f"[{value}]"
+        return pasteable(name, value) if value else key.example
     chosen = [each if each in groups[name] else _choice_named(name, each) for each in value.split(",")]
     # Several are a sweep.
     return f"{name}={','.join(chosen) if {*chosen} <= {*groups[name]} else '|'.join(groups[name])}"

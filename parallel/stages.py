@@ -54,8 +54,8 @@ def split(model: nn.Module, plan: ParallelPlan, layout: Layout, pipeline: int) -
         )
     if len(plan.blocks) < layout.stages:
         raise UserError(
-            f"parallel.pipeline={layout.pipeline} has {layout.stages} stages and {type(model).__name__} "
-            f"{len(plan.blocks)} blocks; use fewer stages"
+            f"parallel.pipeline={layout.pipeline} has {layout.stages} stages, which is more than the blocks of "
+            f"{type(model).__name__} ({len(plan.blocks)}); use fewer stages"
         )
     _refuse_undeclared_ties(model, plan, layout)
     stages = {stage: copy.deepcopy(model) for stage in layout.stages_of(pipeline)}

@@ -127,6 +127,7 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
         ("learningRate=1e-3", "optim.lr=1e-3"),
         ("optimizer.learning-rate=1e-3", "optim.lr=1e-3"),
         ("model_name_or_path=meta-llama/Llama-3.2-1B", "did you mean model.path=meta-llama/Llama-3.2-1B"),
+        ("target_modules=q_proj,v_proj", "did you mean 'adapter.modules=[q_proj,v_proj]'"),
         ("optim=adamw_torch", "optim=adamw"),
         ("precision=fp8", "float8 arithmetic is not in this version yet"),
     ],

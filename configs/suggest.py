@@ -136,10 +136,10 @@ def _fits(name: str, value: str) -> bool:
 
 def _assignment(name: str, value: str, groups: Groups) -> str:
     if name not in groups:
-        key, value = all_keys()[name], _CONVERTED.get(name, str)(value)
-        if key.kind == "texts" and not key.may_take(value):
+        value = _CONVERTED.get(name, str)(value)
+        if name in all_keys() and all_keys()[name].kind == "texts" and not all_keys()[name].may_take(value):
             value = f"[{value}]"
-        return pasteable(name, value) if value else key.example
+        return pasteable(name, value) if value else all_keys()[name].example
     chosen = [each if each in groups[name] else _choice_named(name, each) for each in value.split(",")]
     # Several are a sweep.
     return f"{name}={','.join(chosen) if {*chosen} <= {*groups[name]} else '|'.join(groups[name])}"

@@ -1,16 +1,21 @@
 """Bytes that a step sends along the axes of FSDP2 and of a pipeline; the other axes have theirs in their own tests."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from serried.configs.compose import compose
 from serried.parallel.apply import parallelize
 from serried.parallel.mesh import resolve_layout
+from serried.parallel.plan import LossTerms
+from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models.transformer import Transformer
 from tests.cluster import Cluster
 from tests.runs import overrides, train_small
@@ -47,6 +52,46 @@ def test_fsdp_gathers_what_it_needs_and_reduces_in_fp32_once(
         "allgather_base": gathered * width * 3 // 4,
         "reduce_scatter_base": whole * 4 * 3 // 4,
     }
+
+
+class Reduced(TorchDispatchMode):
+    """Remembers the gradients that units reduced, as long as they are held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket.__name__.strip("_") == "reduce_scatter_base":
+            self.inputs.append(weakref.ref(args[1]))
+        return function(*args, **(kwargs or {}))
+
+
+def test_gradients_reduced_after_each_micro_batch_are_not_held_until_the_next() -> None:
+    """FSDP2 keeps the last one until a backward that it is told is the last of the step."""
+    held: list[int] = []
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        how = ["parallel=fsdp", "parallel.shard=4", "parallel.sync_every_micro_batch=true"]
+        config = compose([*how, *MODEL, "model.vocab_size=256", "model.tie_embeddings=false"])
+        with torch.device("meta"):
+            model = Transformer(config.model, 256)
+        parallel = parallelize(
+            model, model.parallel_plan(), lambda _: 0.02, seed=1, layout=resolve_layout(config.parallel, 4),
+            section=config.parallel, low_dtype=None, device=torch.device("cpu"),
+        )  # fmt: skip
+
+        class Counting(CausalLM):
+            def loss(self, model: Any, batch: Any) -> LossTerms:
+                held.append(sum(each() is not None for each in reduced.inputs))
+                return LossTerms(model(batch, targets=batch), batch.numel())
+
+        with Reduced() as reduced:
+            parallel.forward_backward([torch.zeros(1, 16, dtype=torch.int64)] * 3, Counting(), 1.0, lambda: 0.0)
+    finally:
+        dist.destroy_process_group()
+    assert len(reduced.inputs) == 3 * len(model.parallel_plan().units)
+    assert held == [0, 0, 0]
 
 
 class Messages(Wire):

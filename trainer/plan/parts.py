@@ -1,0 +1,117 @@
+"""What a plan consists of. Each number has its origin."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from serried.parallel.mesh import Layout
+from serried.parallel.traffic import Flow
+
+Origin = Literal["exact", "traced", "formula", "measured", "catalogue", "assumed"]
+"""``exact``: arithmetic on sizes. ``traced``: counted in a step on tensors without data. ``formula``: an estimate,
+not below the trace. ``measured``: here. ``catalogue``: of the maker. ``assumed``: a guess, stated as one."""
+Shape = tuple[int, int, int]
+"""m, n, k of a matrix product."""
+
+
+class Amount(NamedTuple):
+    """A number and where it comes from: of memory in bytes, of time in seconds."""
+
+    value: float
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank computes, to be turned into seconds."""
+
+    products: Mapping[Shape, float] = field(default_factory=dict)
+    """How often each matrix product is done; a batched one counts once per matrix."""
+    attention_flops: float = 0
+    """Of fused attention kernels; what causal masks leave out is not counted."""
+    moved_bytes: float = 0
+    """Read and written by all other operations."""
+    launches: float = 0
+    """Number of operations."""
+
+    @property
+    def flops(self) -> float:
+        """Of products and attention."""
+        return self.attention_flops + sum(2 * m * n * k * times for (m, n, k), times in self.products.items())
+
+    def plus(self, other: "Work", times: float = 1) -> "Work":
+        """Return this work and ``times`` times the other's."""
+        shapes = {*self.products, *other.products}
+        products = {each: self.products.get(each, 0) + times * other.products.get(each, 0) for each in shapes}
+        return Work(
+            {shape: count for shape, count in products.items() if count},
+            self.attention_flops + times * other.attention_flops,
+            self.moved_bytes + times * other.moved_bytes,
+            self.launches + times * other.launches,
+        )
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """The work of one rank of a stage; without a pipeline there is one stage."""
+
+    stage: int
+    blocks: int
+    """Of the model, in this stage."""
+    block: Mapping[str, Work]
+    """Of one block and one micro-batch, by ``forward`` and ``backward``, which includes what is computed again."""
+    rest: Mapping[str, Work]
+    """Of all else in one micro-batch: embedding, head and loss, where the stage has them."""
+    optimizer: Work
+    """Once a step."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of the rank that needs the most."""
+
+    parts: Mapping[str, Amount]
+    """At the moment of the peak, by kind, in bytes."""
+    phase: str
+    """Of the step, at the peak."""
+    by_phase: Mapping[str, int]
+    """The peak within each phase; empty: formula."""
+    rank: int = 0
+    """The rank, or the first of those that need as much."""
+
+    @property
+    def peak(self) -> int:
+        """All parts, in bytes."""
+        return int(sum(part.value for part in self.parts.values()))
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Whether the memory suffices."""
+
+    answer: Literal["yes", "tight", "no"]
+    usable: int
+    """Bytes of the device that a run can have."""
+    needed: int
+
+    @property
+    def margin(self) -> int:
+        """Bytes that are left; negative: that are missing."""
+        return self.usable - self.needed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one step of a run needs."""
+
+    layout: Layout
+    accumulation: int
+    """Micro-batches of a step."""
+    memory: Memory
+    fits: Fits
+    flows: tuple[Flow, ...]
+    """Bytes that the rank that sends the most sends."""
+    work: tuple[StageWork, ...] = ()
+    """By stage; empty: not traced."""
+    note: str = ""
+    """Why a trace was asked for and the plan is by formula; empty: it is not."""

@@ -163,17 +163,21 @@ def run(
     text: Path,
     run_dir: Path,
     *more: str,
+    steps: int = 10,
     fault: dict[str, Any] | None = None,
 ) -> Curve:
-    """Train ``STEPS`` steps; ``fault`` multiplies gradients, as ``tests.runs.ObservedRecipe`` takes it."""
+    """Train ``steps`` steps; ``fault`` multiplies gradients, as ``tests.runs.ObservedRecipe`` takes it.
+
+    The tests train half as long as the table: a wrong gradient shows in the second step.
+    """
     micro_batch = GLOBAL_BATCH // (cut.data_ranks or cut.processes) // accumulation
     argv = overrides(
-        text, run_dir, *cut.overrides, f"precision={precision}", f"trainer.steps={STEPS}",
+        text, run_dir, *cut.overrides, f"precision={precision}", f"trainer.steps={steps}",
         f"trainer.global_batch={GLOBAL_BATCH}", f"trainer.micro_batch={micro_batch}",
         "model.layers=4", "data.sequence_length=24", *more,
     )  # fmt: skip
     answers = cluster.run(cut.processes, "tests.runs:train_small", argv=argv, ragged=True, fault=fault)
-    steps = metrics(run_dir)
+    lines = metrics(run_dir)
     ids = [
         sorted(
             sample
@@ -181,14 +185,14 @@ def run(
             for micro in answer.value["sample_ids"][step * accumulation : (step + 1) * accumulation]
             for sample in micro
         )
-        for step in range(STEPS)
+        for step in range(steps)
     ]
-    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
-    skipped = [line["step"] for line in steps if line["skipped"]]
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    skipped = [line["step"] for line in lines if line["skipped"]]
     assert not skipped or more[-len(BORDER) :] == BORDER
     # The norm of a step that overflowed is no number.
-    norms, expert_tokens = [line["grad_norm"] or 1.0 for line in steps], [line.get("expert_tokens") for line in steps]
-    return Curve([line["loss"] for line in steps], norms, ids, skipped, expert_tokens)
+    norms, expert_tokens = [line["grad_norm"] or 1.0 for line in lines], [line.get("expert_tokens") for line in lines]
+    return Curve([line["loss"] for line in lines], norms, ids, skipped, expert_tokens)
 
 
 def compare(curve: Curve, reference: Curve) -> Difference:
@@ -223,14 +227,15 @@ def table() -> str:
         cluster = Cluster(8)
         try:
             for precision, prefix, model, layouts in _TABLES:
-                reference = run(cluster, CUTS[0], 1, precision, text, Path(folder) / f"run-{len(rows)}", *model)
+                path = Path(folder) / f"run-{len(rows)}"
+                reference = run(cluster, CUTS[0], 1, precision, text, path, *model, steps=STEPS)
                 rows.append((precision, f"{prefix}single", 1, None, reference))
                 for cut in layouts:
                     for accumulation in cut.accumulations:
                         if cut.processes == 1 and accumulation == 1:
                             continue
                         path = Path(folder) / f"run-{len(rows)}"
-                        curve = run(cluster, cut, accumulation, precision, text, path, *model)
+                        curve = run(cluster, cut, accumulation, precision, text, path, *model, steps=STEPS)
                         rows.append((precision, f"{prefix}{cut.name}", accumulation, compare(curve, reference), curve))
                         print(*rows[-1][:4], flush=True)
         finally:
@@ -259,11 +264,12 @@ def border_table() -> str:
         write_text(text)
         cluster = Cluster(4)
         try:
-            reference = run(cluster, CUTS[0], 1, "fp16", text, Path(folder) / "reference", *BORDER)
+            reference = run(cluster, CUTS[0], 1, "fp16", text, Path(folder) / "reference", *BORDER, steps=STEPS)
             lines.append(f"| single | 1 | {', '.join(map(str, reference.skipped))} | reference |")
             for cut in (cut for cut in CUTS if not cut.is_slow):
                 accumulation = cut.accumulations[-1]
-                curve = run(cluster, cut, accumulation, "fp16", text, Path(folder) / f"run-{len(lines)}", *BORDER)
+                path = Path(folder) / f"run-{len(lines)}"
+                curve = run(cluster, cut, accumulation, "fp16", text, path, *BORDER, steps=STEPS)
                 skipped = "the same" if curve.skipped == reference.skipped else ", ".join(map(str, curve.skipped))
                 lines.append(f"| {cut.name} | {accumulation} | {skipped} | {compare(curve, reference).loss:.1e} |")
         finally:

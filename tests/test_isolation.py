@@ -178,5 +178,5 @@ def test_the_loss_of_isolated_documents_does_not_depend_on_the_cut(
     assert difference.same_samples
     assert difference.loss < TOLERANCES["fp32"]
     assert difference.grad_norm < TOLERANCES["fp32"]
-    assert curve.losses[-1] < 0.8 * curve.losses[0]
+    assert curve.losses[-1] < 0.9 * curve.losses[0]
     assert compare(references["not isolated"], references[packing]).loss > 10 * TOLERANCES["fp32"], "it would show"

@@ -48,7 +48,7 @@ def test_fp32_equals_the_single_process(
     assert difference.same_samples
     assert difference.loss < TOLERANCES["fp32"]
     assert difference.grad_norm < TOLERANCES["fp32"]
-    assert curve.losses[-1] < 0.8 * curve.losses[0], "a run that learns nothing would agree with anything"
+    assert curve.losses[-1] < 0.9 * curve.losses[0], "a run that learns nothing would agree with anything"
 
 
 @pytest.fixture(scope="session")
@@ -126,7 +126,7 @@ def test_fp16_overflows_in_the_same_steps(
 ) -> None:
     """Three micro-batches, or two ranks, sum a weight's gradient over fewer tokens at a time than one pass does."""
     curve = run(cluster, cut, 3, "fp16", text, tmp_path / "run", *BORDER)
-    assert len(border_reference.skipped) > 3
+    assert len(border_reference.skipped) >= 3
     assert curve.skipped == border_reference.skipped
     assert compare(curve, border_reference).loss < TOLERANCES["fp16"]
 
@@ -153,9 +153,9 @@ def test_the_same_command_twice_gives_the_same_bits(cut: Cut, cluster: Cluster, 
 def test_a_lost_gradient_would_be_seen(
     cut: Cut, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    """The comparison can fail: in 20 steps, one rank loses the gradient of one micro-batch, and both bounds tell."""
+    """The comparison can fail: in 10 steps, one rank loses the gradient of one micro-batch, and both bounds tell."""
     fault = {"rank": cut.processes - 1, "forwards": [5], "value": 0}  # the second micro-batch of step 2
     difference = compare(run(cluster, cut, 3, "fp32", text, tmp_path / "run", fault=fault), references["fp32"])
     assert difference.same_samples
-    assert difference.loss > 10 * TOLERANCES["fp32"]
+    assert difference.loss > 5 * TOLERANCES["fp32"]
     assert difference.grad_norm > 100 * TOLERANCES["fp32"]

@@ -3,6 +3,7 @@
 Arithmetic alone, without torch, so that thousands of layouts can be compared.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -13,7 +14,7 @@ Kind = Literal["forward", "backward", "inputs", "weights"]
 """``inputs`` and ``weights``: the two halves of a backward, of gradients of inputs and of weights."""
 
 
-_ROUNDS_TO_FILL = 5
+_ROUNDS_TO_FILL = 3
 
 
 class Slot(NamedTuple):
@@ -21,8 +22,7 @@ class Slot(NamedTuple):
 
     kind: Kind
     stage: int
-    index: int
-    """Of the micro-batch."""
+    micro_batch: int
 
 
 class Cost(NamedTuple):
@@ -35,9 +35,11 @@ class Cost(NamedTuple):
 
     def of(self, kind: Kind) -> float:
         """Return the seconds of a slot."""
-        if kind == "inputs":
-            return self.backward - self.weights
-        return {"forward": self.forward, "backward": self.backward, "weights": self.weights}[kind]
+        if kind == "forward":
+            return self.forward
+        if kind == "backward":
+            return self.backward
+        return self.weights if kind == "weights" else self.backward - self.weights
 
 
 class Timeline(NamedTuple):
@@ -67,9 +69,7 @@ def duration(layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer
     shown = _ROUNDS_TO_FILL * layout.pipeline + rest
     if micro_batches <= shown + layout.pipeline or (rest and layout.schedule.startswith("interleaved")):
         return play(layout, micro_batches, costs, transfer).seconds
-    first, second = (
-        play(layout, count, costs, transfer).seconds for count in (shown, shown + layout.pipeline)
-    )
+    first, second = (play(layout, count, costs, transfer).seconds for count in (shown, shown + layout.pipeline))
     return first + (second - first) * (micro_batches - shown) / layout.pipeline
 
 
@@ -111,41 +111,44 @@ class _Player:
     """Places slots in time."""
 
     def __init__(self, layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer: float) -> None:
-        self._layout, self._micro_batches, self._costs, self._transfer = layout, micro_batches, costs, transfer
+        self._layout, self._micro_batches, self._costs = layout, micro_batches, costs
         self._rank_of = [layout.pipeline_of(stage) for stage in range(layout.stages)]
+        ranks = [*self._rank_of, self._rank_of[-1]]
+        self._after = [transfer if ranks[stage] != ranks[stage + 1] else 0.0 for stage in range(layout.stages)]
+        """From each stage to the next."""
         self._free = [0.0] * layout.pipeline
         """When each rank has done what it was given."""
-        self._ends: dict[Slot, float] = {}
+        never = [[math.inf] * micro_batches for _ in range(layout.stages)]
+        self._forward, self._backward = never, [[*row] for row in never]
+        """When each micro-batch has left each stage."""
         self._placed: list[list[tuple[Slot, float]]] = [[] for _ in range(layout.pipeline)]
 
     def follow(self, orders: Sequence[Sequence[Slot]]) -> None:
         """Place the slots of each rank in this order, each as soon as what it needs is there."""
-        waiting: dict[Slot, list[int]] = defaultdict(list)
-        ready, done = list(range(len(orders))), [0] * len(orders)
+        ready, done = set(range(len(orders))), [0] * len(orders)
         while ready:
             rank = ready.pop()
-            while done[rank] < len(orders[rank]):
-                slot = orders[rank][done[rank]]
-                missing = next((need for need in self._needs(slot) if need not in self._ends), None)
-                if missing is not None:
-                    waiting[missing].append(rank)
-                    break
-                self._place(rank, slot)
-                done[rank] += 1
-                ready += waiting.pop(slot, ())
+            order, at = orders[rank], done[rank]
+            while at < len(order) and (arrival := self._arrival(order[at])) < math.inf:
+                self._place(rank, order[at], max(self._free[rank], arrival))
+                at += 1
+            if at > done[rank]:
+                done[rank] = at
+                for stage in self._layout.stages_of(rank):
+                    near = {max(0, stage - 1), min(stage + 1, self._layout.stages - 1)}
+                    ready |= {self._rank_of[each] for each in near} - {rank}
 
     def fill_gaps(self) -> None:
-        """Place slots as zero-bubble schedules aim to: gradients of inputs first, then forwards, of no more micro-batches
-        than without a second half, and gradients of weights where a rank would wait. An approximation: torch's orders
-        are fixed in advance."""
-        ranks = range(self._layout.pipeline)
+        """Place slots as zero-bubble schedules aim to: gradients of inputs first, then forwards, of no more
+        micro-batches than ranks, and gradients of weights where a rank would wait. An approximation: torch's orders are
+        fixed in advance."""
         left = {
             (kind, stage): 0 for kind in ("forward", "inputs", "weights") for stage in range(self._layout.stages)
         }  # the next micro-batch
-        chosen = [self._next(rank, left) for rank in ranks]
+        chosen = [self._next(rank, left) for rank in range(self._layout.pipeline)]
         while any(chosen):
             start, slot, rank = min((*each, rank) for rank, each in enumerate(chosen) if each)
-            self._place(rank, slot)
+            self._place(rank, slot, start)
             left[slot.kind, slot.stage] += 1
             near = range(max(0, slot.stage - 1), min(slot.stage + 2, self._layout.stages))
             for each in {self._rank_of[stage] for stage in near}:
@@ -159,14 +162,14 @@ class _Player:
         kinds: tuple[Kind, ...] = ("inputs", "forward", "weights")
         for priority, kind in enumerate(kinds):
             for stage in reversed(stages):
-                if kind == "forward" and stage == stages[0] and held >= len(stages) * self._layout.pipeline:
+                index = left[kind, stage]
+                is_full = kind == "forward" and stage == stages[0] and held >= len(stages) * self._layout.pipeline
+                before = {"inputs": "forward", "weights": "inputs"}.get(kind)
+                if index == self._micro_batches or is_full or (before and left[before, stage] == index):
                     continue
-                slot = Slot(kind, stage, left[kind, stage])
-                needs = self._needs(slot)
-                if slot.index < self._micro_batches and all(need in self._ends for need in needs):
-                    start = max([self._free[rank], *(self._arrival(need, rank) for need in needs)])
-                    if best is None or (start, priority) < best[:2]:
-                        best = (start, priority, slot)
+                start = max(self._free[rank], self._arrival(slot := Slot(kind, stage, index)))
+                if start < math.inf and (best is None or (start, priority) < best[:2]):
+                    best = (start, priority, slot)
         return best and (best[0], best[2])
 
     def timeline(self) -> Timeline:
@@ -174,19 +177,18 @@ class _Player:
         busy = tuple(sum(self._costs[slot.stage].of(slot.kind) for slot, _ in placed) for placed in self._placed)
         return Timeline(max(self._free), busy, tuple(map(tuple, self._placed)))
 
-    def _place(self, rank: int, slot: Slot) -> None:
-        start = max([self._free[rank], *(self._arrival(need, rank) for need in self._needs(slot))])
-        self._free[rank] = self._ends[slot] = start + self._costs[slot.stage].of(slot.kind)
+    def _place(self, rank: int, slot: Slot, start: float) -> None:
+        kind, stage, index = slot
+        self._free[rank] = end = start + self._costs[stage].of(kind)
+        if kind != "weights":
+            (self._forward if kind == "forward" else self._backward)[stage][index] = end
         self._placed[rank].append((slot, start))
 
-    def _arrival(self, need: Slot, rank: int) -> float:
-        return self._ends[need] + (self._transfer if self._rank_of[need.stage] != rank else 0.0)
-
-    def _needs(self, slot: Slot) -> list[Slot]:
+    def _arrival(self, slot: Slot) -> float:
+        """Return when what a slot needs of another stage is there; infinite: not known yet."""
         kind, stage, index = slot
         if kind == "forward":
-            return [Slot("forward", stage - 1, index)] if stage else []
-        if kind == "weights":
-            return [Slot("inputs", stage, index)]
-        own = [Slot("forward", stage, index)]
-        return [*own, Slot(kind, stage + 1, index)] if stage < self._layout.stages - 1 else own
+            return self._forward[stage - 1][index] + self._after[stage - 1] if stage else 0.0
+        if kind == "weights" or stage == self._layout.stages - 1:
+            return 0.0
+        return self._backward[stage + 1][index] + self._after[stage]

@@ -1,0 +1,152 @@
+"""How long a step takes: the timeline of a pipeline, and step times against published ones."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import pipelining
+
+from benchmarks.published import Row, errors, rows, table
+from serried.configs.errors import UserError
+from serried.parallel.clock import Cost, Slot, duration, play
+from serried.parallel.mesh import Layout
+from serried.trainer.plan.devices import DEVICES, Cluster, device_of
+from serried.trainer.plan.rates import OUTSIDE, RATES, SEEN, WITHIN
+from serried.trainer.plan.seconds import Job, Shape, step_of
+
+H100 = Cluster(DEVICES["h100"])
+LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128, 128256)
+
+
+def pipeline(schedule, ranks, per_rank=1):
+    return Layout("fsdp", pipeline=ranks, schedule=schedule, stages=ranks * per_rank)
+
+
+# timelines -----------------------------------------------------------------------------------------------------------
+
+
+def test_timeline_of_two_stages_and_three_micro_batches_as_by_hand():
+    timeline = play(pipeline("1f1b", 2), 3, [Cost(1, 2), Cost(1, 3)], transfer=0.5)
+    f, b = "forward", "backward"
+    assert [[(Slot(*slot), start) for slot, start in rank] for rank in timeline.slots] == [
+        [((f, 0, 0), 0), ((f, 0, 1), 1), ((b, 0, 0), 6), ((f, 0, 2), 8), ((b, 0, 1), 10), ((b, 0, 2), 14)],
+        [((f, 1, 0), 1.5), ((b, 1, 0), 2.5), ((f, 1, 1), 5.5), ((b, 1, 1), 6.5), ((f, 1, 2), 9.5), ((b, 1, 2), 10.5)],
+    ]
+    assert timeline.seconds == 16
+    assert timeline.busy == (9, 12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "per_rank"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 5), ("looped_bfs", 2)]
+)
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_bubble_of_equal_stages_is_the_closed_form(schedule, per_rank, ranks):
+    layout, micro_batches = pipeline(schedule, ranks, per_rank), 2 * ranks
+    costs = [Cost(1 / per_rank, 2 / per_rank)] * layout.stages
+    assert play(layout, micro_batches, costs).seconds == pytest.approx(3 * (micro_batches + (ranks - 1) / per_rank))
+
+
+def test_zero_bubble_schedule_fills_gaps_with_gradients_of_weights():
+    costs = [Cost(0.5, 1, weights=0.5)] * 8
+    work, bubble_of_interleaved = 16 * 2 * 1.5, 3 * 3 / 2
+    assert work < play(pipeline("zbv", 4, 2), 16, costs).seconds < work + bubble_of_interleaved / 2
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "looped_bfs"])
+@pytest.mark.parametrize(("ranks", "per_rank", "micro_batches"), [(4, 2, 8), (2, 3, 6), (3, 2, 9)])
+def test_order_is_that_of_torch(schedule, ranks, per_rank, micro_batches):
+    name = {"interleaved": "ScheduleInterleaved1F1B", "looped_bfs": "ScheduleLoopedBFS"}[schedule]
+    of_torch = SimpleNamespace(
+        _stages=[None] * per_rank, n_local_stages=per_rank, pp_group_size=ranks, _n_microbatches=micro_batches,
+        microbatches_per_round=micro_batches // max(1, micro_batches // ranks),
+    )  # fmt: skip
+    layout = pipeline(schedule, ranks, per_rank)
+    timeline = play(layout, micro_batches, [Cost(1, 1)] * layout.stages)
+    for rank, placed in enumerate(timeline.slots):
+        order = getattr(pipelining, name)._calculate_single_rank_operations(of_torch, rank)
+        wanted = [(each.computation_type.name, each.stage_index, each.microbatch_index) for each in order if each]
+        kinds = {"forward": "FORWARD", "backward": "FULL_BACKWARD"}
+        assert [(kinds[slot.kind], slot.stage, slot.micro_batch) for slot, _ in placed] == wanted
+
+
+@pytest.mark.parametrize(("schedule", "per_rank"), [("1f1b", 1), ("interleaved", 3), ("gpipe", 1)])
+def test_duration_of_a_long_step_is_that_of_its_timeline(schedule, per_rank):
+    layout = pipeline(schedule, 4, per_rank)
+    costs = [Cost(1 + stage % 3 / 7, 2 + stage % 2) for stage in range(layout.stages)]
+    assert duration(layout, 64, costs, 0.1) == pytest.approx(play(layout, 64, costs, 0.1).seconds)
+
+
+# published runs ------------------------------------------------------------------------------------------------------
+
+
+def of_use(use: str) -> list[Row]:
+    return [row for row in rows() if row.use == use]
+
+
+def test_held_out_runs_are_predicted_within_bounds():
+    calibration, held_out = errors(of_use("calibration")), errors(of_use("held out"))
+    assert calibration.median < 0.02
+    assert held_out.rows == 64
+    assert held_out.median <= 0.08
+    assert held_out.p90 <= 0.20
+
+
+def test_held_out_runs_are_ranked_as_measured():
+    groups = {row.group for row in of_use("held out")} - {"Megatron-Core"}  # which states no micro-batch
+    found = [errors([row for row in of_use("held out") if row.group == group]) for group in groups]
+    assert min(each.spearman or 0.0 for each in found if each.rows >= 5) > 0.85
+
+
+def test_ranges_are_the_quantiles_of_the_errors():
+    def quantiles(of):
+        ratios = sorted(1 + row.error(RATES[row.software]) for row in of)
+        return ratios[int(0.1 * len(of))], ratios[int(0.9 * len(of))]
+
+    longer = [row for row in of_use("blind") if row.software == "llm-foundry" and row.job.sequence > 4096]
+    elsewhere = [row for row in of_use("blind") if row.cluster.device.name == "h200"]
+    assert quantiles(of_use("held out")) == pytest.approx(WITHIN, abs=0.01)
+    low, high = quantiles([*longer, *elsewhere])
+    assert low == pytest.approx(OUTSIDE[0], abs=0.01)
+    assert high >= OUTSIDE[1]
+
+
+def test_what_rates_cover_is_in_the_rows():
+    for software, seen in SEEN.items():
+        known = [row for row in rows() if row.software == software and row.cluster.device.name in seen.devices]
+        assert any(row.job.sequence == seen.sequence for row in known)
+        assert seen.sharding == max(row.job.layout.shard * row.job.layout.context for row in known)
+
+
+def test_documentation_shows_the_table_as_computed():
+    assert table() in Path("docs/plan.md").read_text("utf-8")
+
+
+# a step --------------------------------------------------------------------------------------------------------------
+
+
+def job(**changes):
+    layout = {axis: changes.pop(axis) for axis in ("shard", "tensor", "replicate") if axis in changes}
+    values = {"sequence": 8192, "micro_batch": 1, "accumulation": 2, **changes}
+    return Job(LLAMA_8B, Layout("hsdp" if "replicate" in layout else "fsdp", **layout), **values)
+
+
+def test_parts_add_up_to_the_step():
+    step = step_of(job(shard=8, tensor=2), H100, RATES["torchtitan"])
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    assert step.parts["products"] > step.parts["tensor"] > 0
+
+
+def test_tensor_ranks_on_nodes_of_one_device_exchange_slowly():
+    inside, across = (step_of(job(tensor=8), Cluster(H100.device, size), RATES["torchtitan"]) for size in (8, 1))
+    assert across.parts["tensor"] > 5 * inside.parts["tensor"]
+
+
+def test_sharding_over_more_ranks_than_were_ever_measured_costs_time():
+    seconds = [step_of(job(shard=ranks), H100, RATES["torchtitan"]).parts for ranks in (512, 4096)]
+    assert "stragglers" not in seconds[0]
+    assert seconds[1]["stragglers"] > 0.05 * seconds[1]["products"]
+
+
+def test_unknown_device_suggests_a_known_one():
+    with pytest.raises(UserError, match=r"plan.device=h10 is not in the catalogue.*did you mean plan.device=h100"):
+        device_of("h10")

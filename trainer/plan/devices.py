@@ -1,0 +1,77 @@
+"""Devices that a run can be planned for: what their makers state, each with its source.
+
+Peaks of matrix products are those of ``trainer.peak_flops``.
+"""
+
+from typing import NamedTuple
+
+from serried.configs.errors import UserError
+from serried.configs.suggest import nearest
+from serried.trainer.peak_flops import PEAK_FLOPS
+
+_8_BITS_AT_TWICE = ("h100", "h200", "b200", "mi300x")
+
+
+class Device(NamedTuple):
+    """A device and its place in a node."""
+
+    name: str
+    driver_name: str
+    memory_bytes: float
+    memory_rate: float
+    """Bytes a second."""
+    link_rate: float
+    """Bytes a second that it sends to others of its node."""
+    network_rate: float
+    """Bytes a second that it sends to other nodes: its share of the node's network cards, of the maker's own system."""
+    source: str
+
+    def peak(self, precision: str) -> float | None:
+        """FLOP/s of matrix products at most; ``precision`` is ``8bit`` or one of ``peak_flops``. None: unknown."""
+        peaks = PEAK_FLOPS[self.driver_name]
+        if precision == "8bit":
+            return peaks["bf16"] * (2 if self.name in _8_BITS_AT_TWICE else 1)
+        return peaks.get("tf32" if precision == "fp32" and "tf32" in peaks else precision)
+
+
+class Cluster(NamedTuple):
+    """Equal nodes."""
+
+    device: Device
+    per_node: int = 8
+
+
+_GB, _TB = 1e9, 1e12
+_400_GBIT, _200_GBIT = 50 * _GB, 25 * _GB
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("b200", "NVIDIA B200", 180 * _GB, 8 * _TB, 900 * _GB, _400_GBIT, "nvidia.com/dgx-b200"),
+        Device("h200", "NVIDIA H200", 141 * _GB, 4.8 * _TB, 450 * _GB, _400_GBIT, "nvidia.com/dgx-h200"),
+        Device("h100", "NVIDIA H100 80GB HBM3", 80 * _GB, 3.35 * _TB, 450 * _GB, _400_GBIT, "nvidia.com/dgx-h100"),
+        Device("a100", "NVIDIA A100-SXM4-80GB", 80 * _GB, 2.0 * _TB, 300 * _GB, _200_GBIT, "nvidia.com/dgx-a100"),
+        Device(
+            "a100-40gb", "NVIDIA A100-SXM4-40GB", 40 * _GB, 1.555 * _TB, 300 * _GB, _200_GBIT, "nvidia.com/dgx-a100"
+        ),
+        Device("mi300x", "AMD Instinct MI300X", 192 * _GB, 5.3 * _TB, 448 * _GB, _400_GBIT, "amd.com MI300X platform"),
+    )
+}  # fmt: skip
+
+
+def device_of(name: str) -> Device:
+    """Return the device of this name.
+
+    Raises:
+        UserError: it is not in the catalogue.
+    """
+    if name in DEVICES:
+        return DEVICES[name]
+    close = nearest(name, [*DEVICES])
+    hint = f"did you mean plan.device={close[0]}?" if close else f"known are {', '.join(DEVICES)}"
+    raise UserError(f"plan.device={name} is not in the catalogue of devices; {hint}")
+
+
+def device_of_driver(driver_name: str) -> Device | None:
+    """Return the device that the driver calls so, if it is in the catalogue."""
+    return next((device for device in DEVICES.values() if device.driver_name == driver_name), None)

@@ -1,0 +1,409 @@
+"""How long a step takes: the work of a block, turned into seconds by rates, on the timeline of each rank."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from serried.parallel.clock import Cost, duration
+from serried.parallel.mesh import ZERO_BUBBLE_SCHEDULES, Layout
+from serried.trainer.plan.devices import Cluster
+from serried.trainer.plan.parts import Work
+from serried.trainer.plan.rates import Rates
+
+_BYTES = 2
+"""Of an element of activations, and of a gathered parameter."""
+_FP32_BYTES = 4
+_OPTIMIZER_BYTES = 30
+"""Read and written for each parameter in an update: its gradient, two moments and itself."""
+_BACKWARD_OF_ATTENTION = 2.5
+"""Five products in place of two."""
+_HIDDEN_AT_THE_END = 0.8
+"""Share of the last backward that hides sums of gradients."""
+_EXPOSED_AT_LEAST = 0.1
+_LARGEST_SEEN = 512
+"""Ranks of the largest FSDP group of a published run."""
+_LOST_BEYOND = 0.025
+"""Of the time, for each doubling of that group, whose ranks wait for each other in each block: assumed, as published
+runs lose 1 to 5 % a doubling from 128 to 512."""
+
+
+class Shape(NamedTuple):
+    """Sizes of a transformer."""
+
+    layers: int
+    dim: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    is_gated: bool = True
+    is_tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_hidden: int = 0
+    dense_layers: int = 0
+    """Those without experts, if there are experts; ``hidden`` of the others is that of shared experts."""
+
+    @property
+    def width(self) -> int:
+        """Of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def matrices(self) -> int:
+        """In a feed-forward."""
+        return 3 if self.is_gated else 2
+
+    @property
+    def of_dense(self) -> int:
+        """Parameters of a block without its routed experts."""
+        return 2 * self.dim * (self.width + self.kv_heads * self.head_dim) + self.matrices * self.dim * self.hidden
+
+    @property
+    def of_experts(self) -> int:
+        """Parameters of a block in routed experts, on average."""
+        return self.experts * self._of_expert * (self.layers - self.dense_layers) // self.layers
+
+    @property
+    def of_head(self) -> int:
+        """Parameters of the head."""
+        return self.vocab * self.dim
+
+    @property
+    def parameters(self) -> int:
+        """All but norms and biases."""
+        return self.layers * (self.of_dense + self.of_experts) + self.of_head * (1 if self.is_tied else 2)
+
+    @property
+    def _of_expert(self) -> int:
+        return self.matrices * self.dim * self.expert_hidden
+
+    def flops_per_token(self, sequence: int) -> float:
+        """Return FLOPs of forward and backward of a token, causal or not."""
+        active = self.of_dense + self.experts_per_token * self._of_expert
+        return 6 * (self.layers * active + self.of_head) + 12 * self.layers * self.width * sequence
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step of a run."""
+
+    shape: Shape
+    layout: Layout
+    sequence: int
+    micro_batch: int
+    accumulation: int
+    recompute: str = "none"
+    """``none``, ``full``, ``selective`` (half of the products, and all but products) or ``attention`` alone."""
+    precision: str = "bf16"
+    """Of products: as of ``Device.peak``."""
+    frees_after_forward: bool = True
+    reduces_each: bool = True
+    """Whether gradients are reduced after each micro-batch."""
+    is_fused: bool = False
+    """Whether operations between products are fused, as a compiler does."""
+    is_flash: bool = True
+    """Whether attention is one kernel that leaves out masked scores; else scores are in memory."""
+    hides_exchanges: float = 0.0
+    """Share of the tensor exchanges that products hide."""
+    attended: float = 1.0
+    """Share of the scores that windows of attention leave."""
+    is_adapter: bool = False
+    """Whether all but adapters is frozen: no gradients of weights."""
+
+    @property
+    def tokens(self) -> float:
+        """Of a micro-batch, on a rank."""
+        return self.micro_batch * self.sequence / self.layout.context
+
+    @property
+    def samples(self) -> int:
+        """Of a step."""
+        return self.micro_batch * self.accumulation * self.layout.data_ranks
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step takes."""
+
+    seconds: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a rank on average, by what it does or waits for; they add up to ``seconds``."""
+
+
+class _Group(NamedTuple):
+    """Ranks of a collective."""
+
+    ranks: int
+    inside: int
+    """Of them in a node."""
+
+
+class _Block(NamedTuple):
+    """Of the model, on a rank: seconds of one micro-batch, and elements."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+    dense: float
+    experts: float
+
+
+def step_of(job: Job, cluster: Cluster, rates: Rates) -> Step:
+    """Return how long a step takes."""
+    clock = _Clock(job, cluster, rates)
+    return clock.pipelined() if job.layout.pipeline > 1 else clock.alone()
+
+
+def seconds_of(work: Work, precision: str, cluster: Cluster, rates: Rates) -> dict[str, float]:
+    """Return the seconds of ``work`` by kind: products, attention, and all else, which waits for memory."""
+    device = cluster.device
+    peak, half_peak = device.peak(precision), device.peak("bf16")
+    assert peak and half_peak
+    best = peak * (rates.products_8bit if precision == "8bit" else rates.products)
+    products = 0.0
+    for dims, count in work.products.items():
+        flops = 2.0 * count
+        for dim in dims:
+            flops *= dim + rates.half  # dim, divided by the share of the best rate that such a dim reaches
+        products += flops / best
+    memory = work.moved_bytes / (device.memory_rate * rates.memory) + work.launches * rates.launch
+    return {"products": products, "attention": work.attention_flops / (half_peak * rates.attention), "memory": memory}
+
+
+def block_work(job: Job) -> Work:
+    """Return the forward of a block, of one micro-batch on one rank."""
+    shape, layout, tokens = job.shape, job.layout, job.tokens
+    tensor = layout.tensor
+    parts = tensor if layout.sequence else 1  # of activations between the matrices
+    projections = 2 * shape.dim * (shape.width + shape.kv_heads * shape.head_dim)
+    products: dict[tuple[int, int, int], float] = {}
+
+    def add(flops: float, *dims: float) -> None:
+        m, n, k = (max(1, round(dim)) for dim in dims)
+        products[m, n, k] = products.get((m, n, k), 0.0) + flops / (2 * m * n * k)
+
+    heads = (shape.heads + shape.kv_heads) * shape.head_dim / 2
+    add(2 * tokens * projections / tensor, tokens, shape.dim, heads / tensor)
+    if shape.hidden:
+        flops = 2 * tokens * shape.matrices * shape.dim * shape.hidden / tensor
+        add(flops, tokens, shape.dim, shape.hidden / tensor)
+    inner = shape.hidden / tensor
+    if shape.experts:
+        rows = tokens / parts * shape.experts_per_token
+        of_one = rows * layout.expert / shape.experts
+        share = 1 - shape.dense_layers / shape.layers
+        flops = 2 * rows * shape.matrices * shape.dim * shape.expert_hidden * share
+        add(flops, of_one, shape.dim, shape.expert_hidden)
+        inner += shape.experts_per_token * (shape.expert_hidden + 2 * shape.dim) / parts
+    scores = 4 * tokens * job.sequence * job.attended * shape.width / tensor * (0.5 if job.is_flash else 1.0)
+    # Bytes that norms, rotations, activations and sums read and write, and how often.
+    norms, activations, rotations = (
+        (6, 3 if shape.is_gated else 4, 4) if job.is_fused else (12, 6 if shape.is_gated else 4, 8)
+    )
+    moved = tokens * _BYTES * (norms * shape.dim / parts + activations * inner + rotations * shape.width / tensor)
+    if not job.is_flash:
+        moved += job.micro_batch * shape.heads / tensor * job.sequence**2 * 8
+    if job.precision == "8bit":
+        moved += tokens * _BYTES * (2 * shape.dim + shape.hidden / tensor)
+    return Work(products, scores, moved, 12 if job.is_fused else 40)
+
+
+class _Clock:
+    """Seconds of what the ranks of a job do."""
+
+    def __init__(self, job: Job, cluster: Cluster, rates: Rates) -> None:
+        self.job, self.cluster, self.rates = job, cluster, rates
+        layout, per_node = job.layout, cluster.per_node
+        beside = max(1, per_node // layout.tensor)
+        sharding = layout.shard * layout.context
+        self.tensor = _Group(layout.tensor, min(layout.tensor, per_node))
+        self.context = _Group(layout.context, min(layout.context, beside))
+        self.sharding = _Group(sharding, min(sharding, beside))
+        self.copies = _Group(layout.replicate, min(layout.replicate, max(1, per_node // layout.block)))
+        self.expert = _Group(layout.expert, min(layout.expert, per_node))
+        among = max(1, per_node // layout.expert)
+        self.expert_sharding = _Group(layout.expert_shard, min(layout.expert_shard, among))
+
+    # one block ---------------------------------------------------------------------------------------------------
+
+    def block(self) -> _Block:
+        """Return what a block takes."""
+        job, shape, tensor = self.job, self.job.shape, self.job.layout.tensor
+        once = self._seconds(block_work(job))
+        attention, memory, products = once["attention"], once["memory"], once["products"]
+        again = {
+            "none": 0.0,
+            "offload": 0.0,
+            "selective": 0.5 * products + memory,
+            "attention": attention + (0.0 if job.is_flash else 0.5 * memory),
+            "full": products + attention + memory,
+        }[job.recompute]
+        forward, backward = dict(once), {
+            "products": products * (1 if job.is_adapter else 2),
+            "attention": _BACKWARD_OF_ATTENTION * attention,
+            "memory": 2 * memory,
+            "recomputed": again,
+        }  # fmt: skip
+        for name, (there, back) in self._exchanges().items():
+            forward[name], backward[name] = there, back
+        return _Block(forward, backward, shape.of_dense / tensor, shape.of_experts / job.layout.expert)
+
+    def _exchanges(self) -> dict[str, tuple[float, float]]:
+        """Return the seconds of what ranks of the other axes exchange in a block, in forward and backward."""
+        job, shape, layout = self.job, self.job.shape, self.job.layout
+        is_full = job.recompute == "full"
+        found = {}
+        if layout.tensor > 1:
+            half = self._gather(job.tokens * shape.dim * _BYTES, self.tensor)  # a sum over ranks is two of them
+            if layout.sequence:
+                half *= 1 - job.hides_exchanges
+                found["tensor"] = 4 * half, 5 * half + (3 * half if is_full else 0)
+            else:
+                found["tensor"] = 4 * half, 4 * half + (4 * half if is_full else 0)
+        if layout.context > 1:
+            keys = job.micro_batch * job.sequence * 2 * shape.kv_heads * shape.head_dim / layout.tensor
+            gather = self._gather(keys * _BYTES, self.context)
+            found["context"] = gather, gather * (3 if is_full else 2)
+        if layout.expert > 1:
+            parts = layout.tensor if layout.sequence else 1
+            rows = job.tokens / parts * shape.experts_per_token * (1 - shape.dense_layers / shape.layers)
+            once = 2 * self._all_to_all(rows * shape.dim * _BYTES, self.expert)
+            found["expert"] = once, once * (2 if is_full else 1)
+        return found
+
+    def head(self) -> dict[str, float]:
+        """Return the seconds of head and loss, forward and backward."""
+        job, shape, tensor = self.job, self.job.shape, self.job.layout.tensor
+        dims = tuple(max(1, round(dim)) for dim in (job.tokens, shape.dim, shape.vocab / tensor))
+        m, n, k = dims
+        products = {(m, n, k): 3 * job.tokens * shape.of_head / tensor / (m * n * k)}
+        return self._seconds(Work(products, moved_bytes=12 * job.tokens * shape.vocab / tensor))
+
+    # all of it ---------------------------------------------------------------------------------------------------
+
+    def alone(self) -> Step:
+        """Return a step without a pipeline."""
+        job, block, count = self.job, self.block(), self.job.shape.layers
+        parts = {
+            name: count * job.accumulation * seconds for name, seconds in _sum(block.forward, block.backward).items()
+        }
+        for name, seconds in self.head().items():
+            parts[name] = parts.get(name, 0.0) + job.accumulation * seconds
+        gathers_each = job.frees_after_forward and self.sharding.ranks > 1
+        parts["data"] = self._gathers(block) if gathers_each else 0.0
+        parts["data"] += self._sums(count * _total(block), only_copies=gathers_each)
+        parts["optimizer"] = self._update()
+        if gathers_each and (doublings := math.log2(self.sharding.ranks / _LARGEST_SEEN)) > 0:
+            parts["stragglers"] = doublings * _LOST_BEYOND * sum(parts.values())
+        return _step(parts)
+
+    def pipelined(self) -> Step:
+        """Return a step of a pipeline, whose ranks wait for each other."""
+        job, layout = self.job, self.job.layout
+        block, head = self.block(), self.head()
+        forward, backward = sum(block.forward.values()), sum(block.backward.values())
+        end = sum(head.values())
+        is_split = layout.schedule in ZERO_BUBBLE_SCHEDULES
+        weights = block.backward["products"] / 2 if is_split else 0.0
+        costs = []
+        for stage in range(layout.stages):
+            blocks = len(layout.block_range(stage, job.shape.layers))
+            last = end if stage == layout.stages - 1 else 0.0
+            costs.append(Cost(blocks * forward + last / 3, blocks * backward + last * 2 / 3, blocks * weights))
+        played = duration(layout, job.accumulation, costs, self._transfer())
+        times = job.accumulation / layout.pipeline
+        parts = {
+            name: times * job.shape.layers * seconds for name, seconds in _sum(block.forward, block.backward).items()
+        }
+        for name, seconds in head.items():
+            parts[name] = parts.get(name, 0.0) + times * seconds
+        parts["pipeline"] = played - sum(parts.values())
+        parts["data"] = self._sums(job.shape.layers / layout.pipeline * (forward + backward))
+        parts["optimizer"] = self._update()
+        return _step(parts)
+
+    def _gathers(self, block: _Block) -> float:
+        """Return what is not hidden of gathering parameters for each use, and of summing gradients."""
+        job, group = self.job, self.sharding
+        head = job.shape.of_head / job.layout.tensor
+        forward, backward = sum(block.forward.values()), sum(block.backward.values())
+        gather = self._gather(block.dense * _BYTES, group) + self._gather(block.experts * _BYTES, self.expert_sharding)
+        reduce = self._gather(block.dense * _FP32_BYTES, group)
+        reduce += self._gather(block.experts * _FP32_BYTES, self.expert_sharding)
+        reduce *= not job.is_adapter
+        first = max(0.0, gather - forward)
+
+        def exposed(reduce: float, head_reduce: float) -> float:
+            each = first + max(0.0, gather + reduce - backward)
+            ends = gather + reduce + 2 * self._gather(head * _BYTES, group) + head_reduce
+            return job.shape.layers * each + ends
+
+        last = exposed(reduce, self._gather(head * _FP32_BYTES, group))
+        return last + (job.accumulation - 1) * (last if job.reduces_each else exposed(0.0, 0.0))
+
+    def _sums(self, micro_batch: float, only_copies: bool = False) -> float:
+        """Return what the last backward does not hide of summing all gradients, and of gathering parameters once."""
+        if self.job.is_adapter:
+            return 0.0
+        share = self._parameters()
+        seconds = 2 * self._gather(share / self.sharding.ranks * _FP32_BYTES, self.copies)
+        if not only_copies:
+            seconds += self._gather(share * _FP32_BYTES, self.sharding) + self._gather(share * _BYTES, self.sharding)
+        return max(_EXPOSED_AT_LEAST * seconds, seconds - _HIDDEN_AT_THE_END * micro_batch)
+
+    def _update(self) -> float:
+        own = 0.0 if self.job.is_adapter else self._parameters() / self.sharding.ranks
+        return own * _OPTIMIZER_BYTES / (self.cluster.device.memory_rate * self.rates.memory)
+
+    def _parameters(self) -> float:
+        """Return how many elements a rank would hold if FSDP divided nothing."""
+        shape, layout = self.job.shape, self.job.layout
+        experts = shape.layers * shape.of_experts
+        return ((shape.parameters - experts) / layout.tensor + experts / layout.expert) / layout.pipeline
+
+    # rates -------------------------------------------------------------------------------------------------------
+
+    def _seconds(self, work: Work) -> dict[str, float]:
+        return seconds_of(work, self.job.precision, self.cluster, self.rates)
+
+    def _transfer(self) -> float:
+        """Return the seconds from a stage to the next."""
+        job, device = self.job, self.cluster.device
+        parts = job.layout.tensor if job.layout.sequence else 1
+        is_inside = job.layout.world // job.layout.pipeline < self.cluster.per_node
+        rate = device.link_rate * self.rates.links if is_inside else device.network_rate * self.rates.network
+        return job.tokens * job.shape.dim * _BYTES / parts / rate + self.rates.latency
+
+    def _gather(self, whole_bytes: float, group: _Group) -> float:
+        """Return the seconds of an all-gather to, or a reduce-scatter of, so many bytes: rings, through the network
+        cards of all ranks in a node."""
+        if group.ranks == 1 or not whole_bytes:
+            return 0.0
+        device, rates = self.cluster.device, self.rates
+        passed = whole_bytes * (group.ranks - 1) / group.ranks
+        hops = group.ranks / group.inside - 1
+        slowest = device.link_rate * rates.links
+        if hops:
+            slowest = min(slowest, group.inside * device.network_rate * rates.network)
+        return passed / slowest + rates.latency + hops * rates.hop
+
+    def _all_to_all(self, bytes_of_rank: float, group: _Group) -> float:
+        """Return the seconds of an exchange in which each rank sends so many bytes."""
+        device, rates = self.cluster.device, self.rates
+        inside = bytes_of_rank * (group.inside - 1) / group.ranks / (device.link_rate * rates.links)
+        between = bytes_of_rank * (1 - group.inside / group.ranks) / (device.network_rate * rates.network)
+        return max(inside, between) + rates.latency + (group.ranks / group.inside - 1) * rates.hop
+
+
+def _sum(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in {**first, **second}}
+
+
+def _total(block: _Block) -> float:
+    return sum(block.forward.values()) + sum(block.backward.values())
+
+
+def _step(parts: dict[str, float]) -> Step:
+    return Step(sum(parts.values()), {name: seconds for name, seconds in parts.items() if seconds})

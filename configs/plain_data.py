@@ -60,7 +60,9 @@ def parse_json(text: bytes | str) -> Any:
     """
     try:
         value = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise NotPlainData(f"nested deeper than {MOST_DEPTH} levels") from None
+    except ValueError as error:
         raise NotPlainData(f"not JSON: {_first_line(error)}") from None
     brackets = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
     if brackets > MOST_DEPTH:  # fewer cannot nest deeper

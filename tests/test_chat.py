@@ -1,6 +1,7 @@
 """Conversations: rendered as transformers renders them, and only what the assistant says is learned."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,9 @@ def test_an_empty_reply_teaches_nothing() -> None:
         ("{{ messages[0].content + 1 }}", ": the template fails with TypeError: "),
         ("{{ messages.clear() }}", ": the template refuses it: "),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ": the template refuses it: access to attribute"),
+        ("{% for x in range(9) %}{{ 'x' * 2**23 }}{% endfor %}", "more than 67108864 characters for one conversation"),
+        ("{{ 'x' * 2**40 }}", ": the template fails with OverflowError: * with too large a result"),
+        ("{{ 9 ** 99 }}", ": the template fails with OverflowError: ** with too large a result"),
     ],
 )
 def test_a_template_that_fails_or_breaks_out_is_one_line(template: str, said: str) -> None:
@@ -264,6 +268,9 @@ def test_the_template_is_the_given_one_or_the_tokenizers_or_chatml(
     assert len({json.dumps(spec) for spec in specs}) == 3
     with pytest.raises(UserError, match=r"cannot read data\.chat_template=.*nowhere\.jinja: No such file"):
         chat_template(section("x", format="chat", chat_template=str(tmp_path / "nowhere.jinja")), own[0])
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"cannot read data\.chat_template=.*pipe is not a regular file"):
+        chat_template(section("x", format="chat", chat_template=str(tmp_path / "pipe")), own[0])
     with pytest.raises(UserError, match=r"data\.chat_template is not a Jinja template in line 1: "):
         chat_encoder(section("x", format="chat", chat_template="{% for x %}"), own[0])
 

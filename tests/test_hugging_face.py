@@ -1,6 +1,7 @@
 """Hugging Face tokenizers: the ids that ``transformers`` gives, the marks of a document, what a model takes along."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -128,7 +129,11 @@ def test_which_token_ends_a_document(files: dict[str, str], config: dict[str, An
         ({"tokenizer.json": "{}"}, "it is not a tokenizer"),
         ({"tokenizer.json": b"\xff\xfe"}, "is not a tokenizer.json"),
         ({"tokenizer_config.json": '{"eos_token": "<|no|>"}'}, "calls '<|no|>' its eos_token"),
-        ({"tokenizer_config.json": "[]"}, "tokenizer_config.json is not JSON"),
+        ({"tokenizer.json": "[" * 100_000}, "it is not a tokenizer"),
+        ({"tokenizer_config.json": "[]"}, "tokenizer_config.json holds no mapping"),
+        ({"tokenizer_config.json": "[" * 100_000}, "tokenizer_config.json: nested deeper than 64 levels"),
+        ({"tokenizer_config.json": '{"eos_token": ["a"]}'}, "calls ['a'] its eos_token"),
+        ({"special_tokens_map.json": "3"}, "special_tokens_map.json holds no mapping"),
     ],
 )
 def test_what_is_no_tokenizer(files: dict[str, str], tmp_path: Path, change: dict[str, Any], expected: str) -> None:
@@ -137,6 +142,12 @@ def test_what_is_no_tokenizer(files: dict[str, str], tmp_path: Path, change: dic
         prepare(section(many_files(tmp_path / "text"), tmp_path / "cache", tokenizer=str(tmp_path / "tokenizer")))
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_is_no_tokenizer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a regular file"):
+        find_tokenizer(str(tmp_path))
 
 
 def test_names_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

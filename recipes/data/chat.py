@@ -7,7 +7,7 @@ does.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 
 from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
+from serried.configs.plain_data import NotPlainData, read_bytes
 from serried.recipes.data.encode import Encoded, row_of_unit
 from serried.recipes.data.files import library
 from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer
@@ -41,6 +42,9 @@ _ROLES = {
     "bot": "assistant", "system": "system", "tool": "tool", "function_response": "tool", "observation": "tool",
 }  # fmt: skip
 """Of conversations in the form of ShareGPT, {from, value}."""
+
+_MOST_CHARACTERS = 2**26
+"""That a template may write for one conversation: it may loop as often as it likes."""
 
 _STAND_IN = "serried-reply-5d1f8a"
 """Stands in for a reply, to find where a template puts it."""
@@ -112,9 +116,10 @@ def chat_template(section: DataSection, tokenizer: Tokenizer) -> tuple[str, str]
         return given, "data.chat_template"
     if given is not None:
         try:
-            return Path(given).expanduser().read_text("utf-8"), f"data.chat_template={given}"
+            return read_bytes(Path(given).expanduser()).decode("utf-8"), f"data.chat_template={given}"
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            reason = str(error) if isinstance(error, NotPlainData) else reason
             raise UserError(
                 f"cannot read data.chat_template={given}: {reason}; give a file with a Jinja template, the template "
                 "itself, or data.chat_template=null for the tokenizer's own"
@@ -140,12 +145,11 @@ class Template:
         import jinja2
 
         try:
-            return str(
-                self._compiled.render(
-                    messages=messages, tools=None, documents=None, add_generation_prompt=ask_for_reply,
-                    **self._special_tokens,
-                )
+            pieces = self._compiled.generate(
+                messages=messages, tools=None, documents=None, add_generation_prompt=ask_for_reply,
+                **self._special_tokens,
             )  # fmt: skip
+            return _joined(pieces)
         except jinja2.TemplateError as error:
             raise _Unlearnable(f"{self._name} refuses it: {_one_line(error)}; {_CURE}") from error
         except Exception as error:  # a template can fail in any way
@@ -155,6 +159,16 @@ class Template:
 
 class _Unlearnable(Exception):
     """A conversation cannot be rendered, or its replies cannot be found. The message is for users."""
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    text, length = [], 0
+    for piece in pieces:
+        length += len(piece)
+        if length > _MOST_CHARACTERS:
+            raise OverflowError(f"more than {_MOST_CHARACTERS} characters for one conversation")
+        text.append(piece)
+    return "".join(text)
 
 
 def _one_line(error: Exception) -> str:
@@ -177,15 +191,27 @@ def _compile(text: str, name: str) -> Any:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Refuse to repeat a text until it fills the memory."""
+
+        intercepted_binops = frozenset(["*", "**"])
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            sizes = [len(each) if isinstance(each, str | list | tuple) else each for each in (left, right)]
+            is_large = (
+                right > 64 if operator == "**" else sizes != [left, right] and sizes[0] * sizes[1] > _MOST_CHARACTERS
+            )
+            if is_large:
+                raise OverflowError(f"{operator} with too large a result")
+            return super().call_binop(context, operator, left, right)
+
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # Jinja's own escapes for HTML
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = _NOW.strftime

@@ -12,6 +12,7 @@ import numpy as np
 
 from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
+from serried.configs.plain_data import parse_json, read_bytes
 from serried.recipes.data.files import assignment, library, quiet
 from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, chars_tokenizer_of, token_dtype
 
@@ -22,6 +23,9 @@ _FILES = (
 
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "<|im_end|>")
 """End-of-text tokens to look for if no file names one."""
+
+_MOST_BYTES = 2**28
+"""Of a file of a tokenizer; those of the largest vocabularies have 2**25."""
 
 _END = "<|end|>"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -62,9 +66,10 @@ class HuggingFaceTokenizer:
         """Jinja template of conversations; None if it has none."""
         if "chat_template.jinja" in self._files:
             return self._files["chat_template.jinja"]
-        template = json.loads(self._files.get("tokenizer_config.json", "{}")).get("chat_template")
+        template = _settings(self._files, "tokenizer_config.json").get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template = named.get("default")
         return template if isinstance(template, str) else None
 
     @functools.cached_property
@@ -112,16 +117,14 @@ def _parsed(content: str) -> Any:
 
 def _end_token(files: Mapping[str, str], ids: Mapping[str, int]) -> str:
     """The text of the token that ends a document."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        try:
-            entry = json.loads(files.get(name, "{}")).get("eos_token")
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{name} is not JSON: {error}") from error
+    settings = {name: _settings(files, name) for name in ("tokenizer_config.json", "special_tokens_map.json")}
+    for name, values in settings.items():
+        entry = values.get("eos_token")
         token = entry.get("content") if isinstance(entry, dict) else entry
         if token is not None:
-            if token not in ids:
+            if not isinstance(token, str) or token not in ids:
                 raise ValueError(f"{name} calls {token!r} its eos_token, and tokenizer.json has no such token")
-            return str(token)
+            return token
     usual = next((token for token in _USUAL_ENDS if token in ids), None)
     if usual is None:
         raise ValueError(
@@ -129,6 +132,17 @@ def _end_token(files: Mapping[str, str], ids: Mapping[str, int]) -> str:
             f"of {', '.join(_USUAL_ENDS)} is in it)"
         )
     return usual
+
+
+def _settings(files: Mapping[str, str], name: str) -> dict[str, Any]:
+    """Return the JSON object in one of the files beside ``tokenizer.json``; empty if there is no such file."""
+    try:
+        settings = parse_json(files.get(name, "{}"))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{name} holds no mapping of names to values")
+    return settings
 
 
 # finding --------------------------------------------------------------------------------------------------------------
@@ -168,9 +182,11 @@ def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:
 
 def _files_beside(path: Path) -> dict[str, str]:
     others = {name: path.with_name(name) for name in _FILES[1:]}
-    return {"tokenizer.json": path.read_text("utf-8")} | {
-        name: other.read_text("utf-8") for name, other in others.items() if other.exists()
-    }
+    return {"tokenizer.json": _read(path)} | {name: _read(other) for name, other in others.items() if other.exists()}
+
+
+def _read(path: Path) -> str:
+    return read_bytes(path, _MOST_BYTES).decode("utf-8")
 
 
 def _files_of_hub(name: str) -> dict[str, str]:
@@ -222,7 +238,7 @@ def _files_of_hub(name: str) -> dict[str, str]:
 
 def _downloaded(name: str, file: str, *, local_files_only: bool = False) -> str:
     hub = library("huggingface_hub", f"data.tokenizer={name}")
-    return Path(hub.hf_hub_download(name, file, local_files_only=local_files_only)).read_text("utf-8")
+    return _read(Path(hub.hf_hub_download(name, file, local_files_only=local_files_only)))
 
 
 # training -------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from serried.configs.errors import UserError
+from serried.configs.plain_data import parse_json
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _END = "<|end|>"
@@ -169,7 +170,7 @@ def chars_tokenizer_of(tokenizer_json: str) -> CharsTokenizer | None:
     Read as any byte-pair encoding that file would silently leave out characters that it does not know.
     """
     try:
-        vocabulary = json.loads(tokenizer_json)["model"]["vocab"]
+        vocabulary = parse_json(tokenizer_json)["model"]["vocab"]
         tokenizer = CharsTokenizer("".join(sorted(vocabulary)))
     except (ValueError, KeyError, TypeError):
         return None

@@ -829,6 +829,20 @@ class SlurmSection(Section):
             )
 
 
+class PlanSection(Section):
+    """What ``serried plan`` and ``dry_run=true`` assume; with any of these keys they print how long a step takes. Not
+    kept in the run folder."""
+
+    device: str | None = Field(default=None, min_length=1)
+    """Device to plan for, such as ``h100`` or ``a100``; when null this machine's, or ``h100``."""
+    per_node: PositiveCount | None = None
+    """Devices of a node; when null ``launch.processes`` where ``launch.nodes`` is set, else 8."""
+    tokens: PositiveCount | None = None
+    """Tokens of the whole training, such as ``15T``; when null those of ``trainer.steps``."""
+    price: Annotated[Number, Field(gt=0)] | None = None
+    """Price of a device for an hour, in any currency; when null no costs are printed."""
+
+
 class TaskSection(Section):
     """What is trained. A task of your own adds its keys here."""
 
@@ -843,6 +857,7 @@ class RunConfig(Section):
 
     free = (
         "recipe", "dry_run", "run", "launch", "slurm", "checkpoint", "track", "profile", "health", "parallel",
+        "plan",
     )  # fmt: skip
 
     recipe: str
@@ -863,8 +878,12 @@ class RunConfig(Section):
     profile: ProfileSection = Field(default_factory=ProfileSection)
     launch: LaunchSection
     slurm: SlurmSection = Field(default_factory=SlurmSection)
+    plan: PlanSection = Field(default_factory=PlanSection, exclude=True)
 
     def _mistakes(self) -> Iterator[str]:
+        if self.plan.model_fields_set and not self.dry_run:
+            key = min(self.plan.model_fields_set)
+            yield f"plan.{key}={getattr(self.plan, key)} is read by serried plan and dry_run=true alone; leave it out"
         if self.checkpoint.keep_best and not self.trainer.evaluates_every:
             yield (
                 "checkpoint.keep_best=true but trainer.eval_every=0 evaluates nothing; "

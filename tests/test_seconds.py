@@ -1,5 +1,6 @@
 """How long a step takes: the timeline of a pipeline, and step times against published ones."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,10 +8,11 @@ import pytest
 from torch.distributed import pipelining
 
 from benchmarks.published import Row, errors, rows, table
-from serried.configs.errors import UserError
+from serried.configs.compose import compose, config_yaml
 from serried.parallel.clock import Cost, Slot, duration, play
 from serried.parallel.mesh import Layout
-from serried.trainer.plan.devices import DEVICES, Cluster, device_of
+from serried.program import main
+from serried.trainer.plan.devices import DEVICES, Cluster
 from serried.trainer.plan.rates import OUTSIDE, RATES, SEEN, WITHIN
 from serried.trainer.plan.seconds import Job, Shape, step_of
 
@@ -147,6 +149,43 @@ def test_sharding_over_more_ranks_than_were_ever_measured_costs_time():
     assert seconds[1]["stragglers"] > 0.05 * seconds[1]["products"]
 
 
-def test_unknown_device_suggests_a_known_one():
-    with pytest.raises(UserError, match=r"plan.device=h10 is not in the catalogue.*did you mean plan.device=h100"):
-        device_of("h10")
+def test_plan_prints_time_rate_cost_and_how_far_to_trust_them(capsys):
+    words = ["recipe=llama70b", "launch.processes=512", "parallel.tensor=8", "dry_run=true"]
+    assert main([*words, "plan.device=h100", "plan.tokens=15T", "plan.price=2.5"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    seconds, low, high = map(
+        float, re.match(r"([\d.]+) s \(([\d.]+) to ([\d.]+)\) on 512 h100: ", lines["step"]).groups()
+    )
+    assert 10 < low < seconds < high < 25
+    tokens_a_second = int(re.match(r"([\d,]+) tokens/s a device", lines["rate"])[1].replace(",", ""))
+    assert tokens_a_second == pytest.approx(512 * 8192 / seconds / 512, rel=0.01)
+    days, cost = map(
+        float, re.search(r"15\.0T tokens: (\d+) days, .* ([\d.]+)M at 2.5 an hour", lines["rate"]).groups()
+    )
+    assert days == pytest.approx(15e12 / tokens_a_second / 512 / 86400, rel=0.01)
+    assert cost == pytest.approx(days * 24 * 512 * 2.5 / 1e6, rel=0.01)
+    assert "exchanges of tensor ranks" in lines["step"]
+    assert lines["binds"].startswith("matrix products")
+    assert "torchtitan" in lines["trust"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["dry_run=true", "plan.device=h10"],
+            "plan.device=h10 is not in the catalogue .* did you mean plan.device=h100",
+        ),
+        (
+            ["plan.tokens=15T"],
+            "plan.tokens=15000000000000 is read by serried plan and dry_run=true alone; leave it out",
+        ),
+    ],
+)
+def test_mistake_in_what_a_plan_assumes_is_one_line(words, message, capsys):
+    assert main(["recipe=llama8b", "launch.processes=8", *words]) == 78
+    assert re.fullmatch(f"error: {message}.*\n", capsys.readouterr().err)
+
+
+def test_config_of_a_run_holds_nothing_of_its_plan():
+    assert "plan" not in config_yaml(compose(["dry_run=true", "plan.device=h100"]))

@@ -17,6 +17,7 @@ from serried.trainer.model import build_model, frozen_type
 from serried.trainer.optimizer import learning_rate
 from serried.trainer.optimizer_state import checkpoint_bytes
 from serried.trainer.parameter_groups import freeze
+from serried.trainer.plan.time_lines import planned_device, time_lines
 from serried.trainer.sampler import passes
 from serried.trainer.task import Dataset, Task
 
@@ -98,7 +99,10 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) ->
     freeze(model, config.optim)
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
     lines = overview(config, task, layout, accumulation, model, plan, place)
-    needed, limit = planned_memory(config, task, layout, accumulation, model, plan).total, _gpu_bytes()
+    if config.plan.model_fields_set:
+        times = time_lines(config, task, layout, accumulation, model, plan)
+        lines += [f"{name:<10} {text}" for name, text in times]
+    needed, limit = planned_memory(config, task, layout, accumulation, model, plan).total, _gpu_bytes(config)
     is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
     if is_for_gpus and needed > limit:
         if config.launch.processes is None and layout.world == 1:
@@ -110,7 +114,9 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) ->
     return "\n".join([*lines, "dry run: no model was allocated and no process started"])
 
 
-def _gpu_bytes() -> int:
+def _gpu_bytes(config: RunConfig) -> int:
+    if config.plan.device and (device := planned_device(config)):
+        return int(device.memory_bytes)
     return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else _LARGE_GPU_BYTES
 
 

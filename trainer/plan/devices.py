@@ -27,11 +27,11 @@ class Device(NamedTuple):
     source: str
 
     def peak(self, precision: str) -> float | None:
-        """FLOP/s of matrix products at most; ``precision`` is ``8bit`` or one of ``peak_flops``. None: unknown."""
+        """FLOP/s of matrix products at most; ``precision`` is ``8bit``, bf16, fp16 or fp32. None: unknown."""
         peaks = PEAK_FLOPS[self.driver_name]
         if precision == "8bit":
             return peaks["bf16"] * (2 if self.name in _8_BITS_AT_TWICE else 1)
-        return peaks.get("tf32" if precision == "fp32" and "tf32" in peaks else precision)
+        return peaks.get(precision)
 
 
 class Cluster(NamedTuple):

@@ -95,8 +95,9 @@ class DataSection(SourceSection):
     """Further validation sets, by names you choose; each is evaluated whole, or up to ``trainer.eval_batches``."""
     validation_fraction: Number = Field(default=0.05, gt=0, lt=1)
     """Fraction of the text kept for validation: whole documents, or the tail of each file if there are few files."""
-    format: Literal["text", "chat"] = "text"
-    """``chat``: each row is a conversation; only the assistant's messages are trained on."""
+    format: Literal["text", "chat", "preference"] = "text"
+    """``chat``: each row is a conversation; only the assistant's messages are trained on. ``preference``: a pair of
+    answers."""
     chat_template: str | None = None
     """Jinja template of a conversation, or a file with one; when null the tokenizer's own, else ChatML."""
     tokenizer: str = Field(default="bytes", min_length=1, max_length=4096)
@@ -111,6 +112,11 @@ class DataSection(SourceSection):
     """Mask attention between documents of a sequence, and restart positions with each."""
     cache_dir: Path | None = None
     """Folder of prepared tokens; ``$XDG_CACHE_HOME/serried`` or ``~/.cache/serried`` when null."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the model is trained on what an assistant says."""
+        return self.format != "text"
 
     @property
     def is_streamed(self) -> bool:
@@ -151,11 +157,13 @@ class DataSection(SourceSection):
                 f"data.tokenizer={self.tokenizer}; add data.tokenizer=train, or set the model's size: "
                 f"model.vocab_size={self.vocab_size}"
             )
-        if self.format != "chat" and self.chat_template is not None:
+        if not self.is_chat and self.chat_template is not None:
             yield "data.chat_template is only read with data.format=chat; add data.format=chat"
-        if self.format == "chat" and self.tokenizer in made:
+        if self.format == "preference":
+            yield from self._mistakes_of_pairs()
+        if self.is_chat and self.tokenizer in made:
             yield (
-                f"data.format=chat needs an existing tokenizer, and data.tokenizer={self.tokenizer} is "
+                f"data.format={self.format} needs an existing tokenizer, and data.tokenizer={self.tokenizer} is "
                 "made from text; use data.tokenizer=bytes, or the tokenizer of the model: data.tokenizer=MODEL_FOLDER"
             )
         named = ("bytes", *made)
@@ -165,6 +173,14 @@ class DataSection(SourceSection):
                 f"data.tokenizer={self.tokenizer} is none of {', '.join(named)}, and there is no such file or folder; "
                 f"use data.tokenizer={close}, or a Hugging Face name with its owner, as in openai-community/gpt2"
             )
+
+    def _mistakes_of_pairs(self) -> Iterator[str]:
+        if self.packing != "split":
+            yield f"data.packing={self.packing} with data.format=preference, whose pairs are not packed; leave it out"
+        if self.isolate_documents:
+            yield "data.isolate_documents=true with data.format=preference, whose answers are apart; leave it out"
+        if self.mixed:
+            yield "data=mixture with data.format=preference is not supported; put the rows into one file or folder"
 
 
 sources = Registry(
@@ -211,6 +227,7 @@ class TextRunConfig(RunConfig):
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()
+        yield from self.task.mistakes_with(self)
         if self.data.sequence_length > self.model.max_sequence_length:
             yield (
                 f"data.sequence_length={self.data.sequence_length} exceeds "

@@ -57,7 +57,7 @@ def help_text(program: str = "train.py", folder: Path = _FOLDER, chosen: Sequenc
     """
     groups, known = choices_of(folder), all_keys()
     has_recipes = bool(groups.pop("recipe", None))
-    own = [path for path in known if path.startswith("task.") and path != "task.name"]
+    own = [path for path in known if path.startswith("task.") and path != "task.name" and declared().name]
     keys = [
         (path, _first_sentence(known[path].purpose, _WIDTH - 34)) for path in (*own, *_COMMON_KEYS) if path in known
     ]

@@ -36,7 +36,9 @@ from serried.configs.schema import (
     OptimSection,
     ScheduleSection,
     Section,
+    TaskSection,
 )
+from serried.configs.tasks import PreferenceSection
 
 _Built = TypeVar("_Built", bound=Callable[..., Any])
 
@@ -162,8 +164,10 @@ for _family in ("gemma2", "gemma3_text"):
 models.register("gpt2", GPT2Section, lambda: import_module("serried.recipes.models.gpt2").GPT2)
 for _family in ("glm4_moe", "qwen3_moe", "mixtral"):
     models.register(_family, MoESection, lambda: import_module("serried.recipes.models.moe").MoE)
-tasks = Registry("task", "task", "serried.tasks")
-tasks.register("causal_lm", Section, lambda: import_module("serried.recipes.causal_lm").CausalLM)
+tasks = Registry("task", "task", "serried.tasks", TaskSection)
+tasks.register("causal_lm", TaskSection, lambda: import_module("serried.recipes.causal_lm").CausalLM)
+tasks.register("preference", PreferenceSection, lambda: import_module("serried.recipes.preference").Preference)
+BUILT_IN_TASKS = ("causal_lm", "preference")
 
 
 def register_optimizer(name: str, *, section: type[Section] = OptimSection) -> Callable[[_Built], _Built]:

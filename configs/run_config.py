@@ -9,7 +9,7 @@ from pydantic import create_model
 
 from serried.configs.data_section import TextRunConfig, sources
 from serried.configs.declaration import Declaration, declared
-from serried.configs.registry import Registry, models, optimizers, schedules
+from serried.configs.registry import Registry, models, optimizers, schedules, tasks
 from serried.configs.schema import RunConfig, Section, TaskSection
 
 Config = TypeVar("Config", bound=RunConfig)
@@ -26,9 +26,16 @@ def run_config_class(plain: Mapping[str, Any], schema: type[Config]) -> type[Con
     """
     chosen = {group: registry for group, registry in CHOSEN.items() if group in schema.model_fields}
     names = {group: _name(plain, registry, schema) for group, registry in chosen.items()}
-    return _with_sections(
-        schema, tuple((group, CHOSEN[group].get(name).section) for group, name in names.items() if name)
-    )
+    sections = [(group, CHOSEN[group].get(name).section) for group, name in names.items() if name]
+    name = _name(plain, tasks, schema) if _task_is_chosen(schema) else None
+    if name and tasks.get(name).section is not TaskSection:  # one with keys of its own
+        sections.append((tasks.group, tasks.get(name).section))
+    return _with_sections(schema, tuple(sections))
+
+
+def _task_is_chosen(schema: type[RunConfig]) -> bool:
+    """Whether the configuration names the task; a script declares its own."""
+    return schema.model_fields[tasks.group].annotation is TaskSection
 
 
 def base_schema() -> type[RunConfig]:
@@ -74,7 +81,8 @@ def _set(group: str, values: Any, schema: type[RunConfig]) -> Any:
 
 def registered_sections() -> tuple[tuple[str, type[Section]], ...]:
     """Return the section of each name that is registered, after the section of ``RunConfig`` that it replaces."""
-    return tuple((group, entry.section) for group, registry in CHOSEN.items() for entry in registry.entries())
+    chosen = [*CHOSEN.values(), *([tasks] if _task_is_chosen(base_schema()) else [])]
+    return tuple((registry.group, entry.section) for registry in chosen for entry in registry.entries())
 
 
 def _name(plain: Mapping[str, Any], registry: Registry, schema: type[RunConfig]) -> str | None:

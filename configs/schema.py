@@ -847,9 +847,19 @@ class TaskSection(Section):
     """What is trained. A task of your own adds its keys here."""
 
     free = ("name",)
+    formats: ClassVar[tuple[str, ...]] = ("text", "chat")
+    """Those of ``data.format`` that the task reads."""
 
     name: str = Field(default="causal_lm", min_length=1)
-    """Name of the task, for display."""
+    """Name of the task; a recipe sets it."""
+
+    def mistakes_with(self, config: Any) -> Iterator[str]:
+        """Yield a sentence for each contradiction to the rest of the ``config`` of a language model."""
+        if config.data.format not in self.formats:
+            yield (
+                f"data.format={config.data.format} is not what task.name={self.name} reads; use "
+                f"data.format={self.formats[-1]}"
+            )
 
 
 class RunConfig(Section):

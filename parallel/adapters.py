@@ -6,7 +6,8 @@ names of all weights stay, and what replaces a layer's forward, as the tensor ax
 Shapes: I inputs, O outputs of the layer, R rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ class Adapter:
     dropout: float
     is_conv1d: bool
     """Whether the layer's weight is [I, O], as that of transformers' ``Conv1D``, not [O, I]."""
+    is_on: bool = True
+    """Whether the layer computes with it; see ``without_adapters``."""
     sum: Callable[[Tensor], Tensor] | None = None
     """Adds up what ranks have of the product with A, if they divide the layer's inputs: set by the tensor axis."""
 
@@ -57,14 +60,37 @@ def attach(module: Any, rank: int, adapter: Adapter, *, is_dora: bool, shared: n
     return first
 
 
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The base model of ``model``, in evaluation mode and without gradients; afterwards it is as it was."""
+    adapters = [each for module in model.modules() if isinstance(each := getattr(module, "adapter", None), Adapter)]
+    training = [each for each in model.modules() if each.training]
+    for adapter in adapters:
+        adapter.is_on = False
+    for each in training:
+        each.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for adapter in adapters:
+            adapter.is_on = True
+        for each in training:
+            each.training = True
+
+
 def _add(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """LoRA: add B A x."""
+    if not module.adapter.is_on:
+        return output
     return output + _product(module, _dropped(module, arguments[0]))
 
 
 def _add_scaled(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """DoRA: (W + B A) x, with each row of the matrix scaled to the length that is trained."""
     adapter: Adapter = module.adapter
+    if not adapter.is_on:
+        return output
     x, weight = _dropped(module, arguments[0]), module.weight.T if adapter.is_conv1d else module.weight
     bias = 0 if module.bias is None else module.bias.to(output.dtype)
     plain = output - bias if x is arguments[0] else linear(x, weight)

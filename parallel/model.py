@@ -285,6 +285,14 @@ class DistributedModel:
             totals[0], totals[1], {name: (pair[0], pair[1]) for name, pair in zip(names or (), pairs, strict=True)}
         )
 
+    @torch.no_grad()
+    def predict(self, batches: Iterable[Any], objective: Objective) -> None:
+        """Run ``batches`` forward, for what ``objective`` keeps of them. Every rank must bring the same number."""
+        with _evaluating(self.modules):
+            for batch in batches:
+                self._runner.predict(self._of_this_rank(batch, objective), objective)
+        self.reshard()
+
     def sum_squares(self) -> Tensor:
         """Sum of squares of the whole reduced gradient (``.grad``), fp64 scalar, equal bits on all ranks."""
         return global_sum_of_squares(self.parameters, self.specs, self.layout, self.device)

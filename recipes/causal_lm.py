@@ -302,7 +302,7 @@ class CausalLM(TextTask):
         return self._data.sequence_length, self._model.max_sequence_length
 
     def echoes_prompt(self) -> bool:
-        return self._data.format != "chat"
+        return not self._data.is_chat
 
     def next_command(self, start: str) -> str:
         if self._data.name == "stdlib":
@@ -328,7 +328,7 @@ class CausalLM(TextTask):
         """``prompt`` as the model is to see it, a user's message where it was trained on conversations; and what such a
         reply ends with."""
         tokenizer = self._tokenizer()
-        if self._data.format == "chat":
+        if self._data.is_chat:
             return ask(chat_template(self._data, tokenizer)[0], tokenizer, prompt)
         if not prompt:
             return self._beginning(tokenizer), []
@@ -400,5 +400,5 @@ class CausalLM(TextTask):
         files = {"config.json": json.dumps(config, indent=2) + "\n", **hugging_face_files(tokenizer)}
         for name, content in files.items():
             (folder / name).write_text(content, "utf-8")
-        if self._data.format == "chat":
+        if self._data.is_chat:
             (folder / "chat_template.jinja").write_text(chat_template(self._data, tokenizer)[0], "utf-8")

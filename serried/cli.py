@@ -421,7 +421,7 @@ def _opened(
         config = compose_saved(saved.run / "config.yaml", overrides, reads)
 
     def new_task(config: TextRunConfig) -> "TextTask":
-        task: TextTask = (declaration.task or CausalLM)()
+        task: TextTask = (declaration.task or tasks.get(config.task.name).load())()
         task.configure(config)
         return task
 

@@ -40,7 +40,9 @@ def main(arguments: list[str], declaration: Declaration = BUILT_IN) -> int:
         action, overrides = parse_arguments(words)
         chosen = [] if declaration.task else [word for word in overrides if word.startswith("task=")]
         if chosen:
-            declaration, overrides = installed(chosen[-1].partition("=")[2]), [w for w in overrides if w not in chosen]
+            name = chosen[-1].partition("=")[2]
+            declaration, overrides = installed(name), [word for word in overrides if word not in chosen]
+            overrides += [f"task.name={name}"] * (declaration is BUILT_IN)
     except UserError as error:
         return report_mistake(error)
     remember_flags([*chosen, *(f"--config-dir={folder}" for folder in folders)])

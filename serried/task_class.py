@@ -12,8 +12,8 @@ from pydantic import create_model
 from serried.configs.declaration import BUILT_IN, Declaration
 from serried.configs.errors import UserError
 from serried.configs.keys import keys_of_task
-from serried.configs.registry import tasks
-from serried.configs.schema import Section, TaskSection
+from serried.configs.registry import BUILT_IN_TASKS, tasks
+from serried.configs.schema import Section
 
 if TYPE_CHECKING:
     from serried.trainer.task import Task
@@ -59,8 +59,7 @@ def installed(name: str) -> Declaration:
     Raises:
         UserError: there is none.
     """
-    is_built_in = name == TaskSection.model_fields["name"].default
-    return BUILT_IN if is_built_in else declaration(tasks.get(name).load())
+    return BUILT_IN if name in BUILT_IN_TASKS else declaration(tasks.get(name).load())
 
 
 def words(overrides: Iterable[str] | Mapping[str, Any]) -> list[str]:

@@ -177,6 +177,12 @@ def evaluate(
     Raises:
         UserError: the checkpoint is damaged, or of another model or tokenizer than the data.
     """
+    if task.unit != "tokens":
+        raise UserError(
+            f"serried evaluate measures how well text is predicted, and this run was trained on {task.unit}: its own "
+            "evaluations are in metrics.jsonl; for a text: serried export RUN out=FOLDER, then serried evaluate FOLDER "
+            "data=text data.path=FILES"
+        )
     console.doing("preparing data")
     task.open_data(session.once_per_node(partial(task.prepare, console.progress)))
     if isinstance(task, TextTask):

@@ -76,6 +76,7 @@ def overview(
             + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping"),
         ),
         ("memory", _memory(config, task, layout, accumulation, model, plan)),
+        *([("reference", text)] if (text := task.describe_reference()) else []),
         ("data", _data(task, training) + (_passes(config, training) if training is not None else "")),
         ("save", _saving(config, layout, model)),
         ("run", f"{config.run.dir}, {_beginning(start)}" if start else str(config.run.dir)),

@@ -32,6 +32,26 @@ def fingerprint(dataset: Dataset) -> str:
     return str(getattr(dataset, "fingerprint", None) or f"{type(dataset).__name__}-{len(dataset)}")
 
 
+class Reference(Protocol):
+    """Numbers of each sample that the pretrained model gives, which training compares with.
+
+    They are computed once, before training, by the model of the run on its own layout, and kept in ``folder``.
+    """
+
+    columns: int
+    """How many numbers a sample has."""
+    folder: Path
+    settings: Mapping[str, Any]
+    """What the numbers depend on beside weights and samples, as JSON."""
+
+    def numbers(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the ids of the samples [samples] and their numbers [samples, columns], fp64, from what the model
+        returned."""
+
+    def use(self, split: str, numbers: np.ndarray) -> None:
+        """Take the numbers of all samples of ``split``, [samples, columns]; NaN where they were not asked for."""
+
+
 @dataclass(frozen=True)
 class Event:
     """What a hook of a task receives."""
@@ -196,6 +216,10 @@ class Task:
         """Return one line for the plan, before or after ``open_data``."""
         return ""
 
+    def describe_reference(self) -> str:
+        """Return one line for the plan on what training compares with; empty: with nothing."""
+        return ""
+
     def describe_sample(self) -> Sequence[str]:
         """Return lines that show a sample of the training data."""
         return ()
@@ -233,6 +257,11 @@ class Task:
 
     def check_weights(self, folder: Path) -> None:
         """Raise ``UserError`` if the model in ``folder`` computes something else than this one would."""
+
+    def reference(self) -> Reference | None:
+        """Return what to compute with the weights in ``pretrained()`` before training; None: nothing. Called after
+        ``open_data``."""
+        return None
 
     def export_files(self, folder: Path) -> None:
         """Write files beside the weights of a checkpoint, such as a config that lets other software open it."""

@@ -35,6 +35,7 @@ from serried.trainer.parameter_groups import freeze
 from serried.trainer.peak_flops import device_name, peak_flops
 from serried.trainer.profile import StepProfiler, remember_allocations
 from serried.trainer.pulse import END
+from serried.trainer.reference import ReferencePass
 from serried.trainer.report import Report
 from serried.trainer.rollback import Rollback
 from serried.trainer.saver import Saver
@@ -81,7 +82,11 @@ class Trainer:
         )  # fmt: skip
         self.trackers = Trackers(config.run.dir, config.track, console.say)
         self._shutdown = Shutdown(config, session, console, context.folder, lambda: report.last_save_seconds)
-        self.state = state = TrainingState(context, model, layout, start, self._base)
+        reference = task.reference()
+        before = ReferencePass(context, data, reference, module) if reference is not None else None
+        self.state = state = TrainingState(context, model, layout, start, self._base, before)
+        if before is not None:
+            before.use()
         if config.trainer.deterministic and layout.is_replicated and plan.units:  # else DDP keeps its buckets
             state.rehearse(context, next(iter(data.validation.values()), data.training))
         meter = Meter(session.device, session.world_size, (flops_per_sample or 0.0) * config.trainer.global_batch, peak)

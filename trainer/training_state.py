@@ -23,6 +23,7 @@ from serried.trainer.model import Model, frozen_type
 from serried.trainer.optimizer import build_optimizer
 from serried.trainer.optimizer_state import group_values, load_plain_state, plain_state
 from serried.trainer.precision import LOW_DTYPES, GradScaler
+from serried.trainer.reference import ReferencePass
 from serried.trainer.step import TrainStep
 from serried.trainer.task import Dataset, to_device
 
@@ -30,8 +31,11 @@ from serried.trainer.task import Dataset, to_device
 class TrainingState:
     """The sharded model with its optimizer, initialised or read from where the run starts."""
 
-    def __init__(self, context: Context, model: Model, layout: Layout, start: Start, base: Base | None = None) -> None:
-        """``base``: the base model of adapters."""
+    def __init__(
+        self, context: Context, model: Model, layout: Layout, start: Start, base: Base | None = None,
+        reference: ReferencePass | None = None,
+    ) -> None:  # fmt: skip
+        """``base``: the base model of adapters; ``reference``: what to compute with the pretrained weights first."""
         config, task, device = context.config, context.task, context.session.device
         context.console.doing(f"reading {start.source}" if start.source else "initialising the model")
         self._task, self._session, self._model = task, context.session, model
@@ -62,7 +66,11 @@ class TrainingState:
             health=config.health,
         )
         weights = start.weights if base is None else base.folder
-        model.start(self.parallel, weights, config.trainer.seed)
+        if reference is not None and reference.is_needed:
+            model.start(self.parallel, reference.folder, config.trainer.seed)
+            reference.run(self.parallel)
+        if reference is None or weights is not None:
+            model.start(self.parallel, weights, config.trainer.seed)
         if start.checkpoint is not None:
             self.restore(start)
 

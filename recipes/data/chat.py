@@ -75,9 +75,17 @@ class ChatEncoder:
         return [self._encode(row, row_of_unit(row, unit)) for row in rows]
 
     def _encode(self, row: Row, where: str) -> Encoded:
-        messages = _messages(row.content, where)
+        return self.conversation(row.content, where)
+
+    def conversation(self, content: Any, where: str, first: int = 0) -> Encoded:
+        """Return the tokens of the messages ``content``; only replies from message ``first`` on are trained on.
+
+        Raises:
+            UserError: they are none, or cannot be trained on; says ``where`` they are.
+        """
+        messages = _messages(content, where)
         try:
-            text, replies = _replies(self._template, messages)
+            text, replies = _replies(self._template, messages, first)
             text.encode()  # tokenizers fail in other ways if it is not text
             ids, places = self._tokenizer.encode_marked(text)
         except UnicodeEncodeError as error:
@@ -283,13 +291,13 @@ def _message(message: Message, where: str) -> Message:
     return message
 
 
-def _replies(template: Template, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a conversation, and start and stop of each reply of the assistant in it.
+def _replies(template: Template, messages: Sequence[Message], first: int) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a conversation, and start and stop of each reply of the assistant from message ``first`` on.
 
     A reply includes the mark that ends a turn, and not the header before it.
     """
     text = template.render(messages)
-    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant" and turn >= first]
     replies = [
         _by_prefix(template, messages, turn, text) or _by_stand_in(template, messages, turn, text) for turn in turns
     ]

@@ -23,6 +23,7 @@ from serried.recipes.data.chat import chat_encoder
 from serried.recipes.data.encode import Encoder, TextEncoder
 from serried.recipes.data.flat import FlatFiles
 from serried.recipes.data.hugging_face_tokenizer import named_tokenizer, tokenizer_from_spec, train_tokenizer
+from serried.recipes.data.pairs import pair_encoder
 from serried.recipes.data.progress import Progress, Show, usable_cores
 from serried.recipes.data.shards import Shard, TokenStream, to_disk, unfinished_beside
 from serried.recipes.data.source import SPLITS, Source, Unit, open_source
@@ -186,6 +187,8 @@ def _settings(section: DataSection, tokenizer: Tokenizer | None, source: Source)
     settings["validation"] = "split" if source.validation_split else section.validation_fraction
     if section.format == "chat" and tokenizer is not None:
         settings["chat"] = chat_encoder(section, tokenizer).spec()
+    if section.format == "preference" and tokenizer is not None:
+        settings["pairs"] = pair_encoder(section, tokenizer).spec()
     return json.dumps(settings, sort_keys=True)
 
 
@@ -260,7 +263,9 @@ def _tokenizer_of_text(
 
 
 def _encoder(section: DataSection, tokenizer: Tokenizer) -> Encoder:
-    return chat_encoder(section, tokenizer) if section.format == "chat" else TextEncoder(tokenizer, section.tokenizer)
+    if section.format == "text":
+        return TextEncoder(tokenizer, section.tokenizer)
+    return (chat_encoder if section.format == "chat" else pair_encoder)(section, tokenizer)
 
 
 def _check(section: DataSection, source: Source, counts: Counts) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +42,9 @@ _PAIRS = (("instruction", "output"), ("prompt", "completion"), ("question", "ans
 """Columns of common data sets of questions and answers, such as Alpaca."""
 _BESIDE = ("input", "system")
 """Columns that they may have beside these."""
+_SIDES = ("chosen", "rejected")
+_PROMPTS = ("prompt", "question", "instruction")
+"""Columns of pairs of answers, and one of which may be beside them."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,13 @@ class Column:
     """The column that holds the document of a row."""
 
     name: str
-    format: Literal["text", "chat"]
+    format: Literal["text", "chat", "preference"]
 
     @classmethod
     def of(cls, section: Any) -> "Column":
         """Return the column that the section of a source names."""
+        if section.format == "preference":
+            return cls("chosen", section.format)
         is_chat = section.format == "chat"
         return cls(section.messages_column if is_chat else section.text_column, section.format)
 
@@ -63,7 +69,10 @@ class Column:
 
     def found(self, names: Collection[str]) -> list[str]:
         """Return which of the columns ``names`` hold the document: this one, or for a conversation a question and its
-        answer; [] if none do."""
+        answer, or two; [] if none do."""
+        if self.format == "preference":
+            prompts = [name for name in _PROMPTS if name in names][:1]
+            return [*_SIDES, *prompts, *(["system"] if "system" in names else [])] if {*_SIDES} <= {*names} else []
         if self.name in names or self.format == "text":
             return [self.name] if self.name in names else []
         if self.name == "messages" and "conversations" in names:  # as ShareGPT calls it
@@ -76,6 +85,11 @@ class Column:
         if found := self.found(names):
             return found
         there = f"its columns are {', '.join(names)}" if names else "it has no columns"
+        if self.format == "preference":
+            raise UserError(
+                f"{where} has no columns chosen and rejected; {there}; name them so, as in "
+                '{"prompt": "...", "chosen": "...", "rejected": "..."}'
+            )
         raise UserError(f"{where} has no column {self.name!r}; {there}; use {self.key}={names[0] if names else 'NAME'}")
 
     def content(self, value: Any, where: Callable[[], str]) -> Content:
@@ -86,6 +100,8 @@ class Column:
         """
         if value is None:
             return ""
+        if self.format == "preference":
+            return _pair(value, where)
         if self.format == "chat":
             value = _conversation(value) if isinstance(value, dict) else value
             if isinstance(value, list) and all(isinstance(message, dict) for message in value):
@@ -112,7 +128,45 @@ def _conversation(row: Mapping[str, Any]) -> Any:
     return [message for each in messages for message in each]
 
 
+def _pair(row: Mapping[str, Any], where: Callable[[], str]) -> dict[str, list[dict[str, Any]]]:
+    """Return the messages of ``prompt``, and of each side after it."""
+    prompt = next((row[name] for name in _PROMPTS if row.get(name) is not None), None)
+    for name in _SIDES:
+        if not isinstance(row[name], str) and not _is_conversation(row[name]):
+            raise UserError(
+                f"{where()}: column {name!r} is {_described(row[name])}, not text or a list of messages such as "
+                "{role: assistant, content: ...}; fix or remove the row"
+            )
+    if isinstance(row["chosen"], str) != isinstance(row["rejected"], str):
+        raise UserError(f"{where()}: one of 'chosen' and 'rejected' is text and the other messages; fix the row")
+    sides = {name: _as_messages("assistant", row[name]) for name in _SIDES}
+    asked: list[dict[str, Any]] = []
+    if isinstance(row["chosen"], list) and not isinstance(prompt, list):  # the whole conversation, twice
+        shared = zip(*sides.values(), strict=False)
+        asked = [first for first, _ in takewhile(lambda both: both[0] == both[1], shared)]
+        sides = {name: messages[len(asked) :] for name, messages in sides.items()}
+    if not asked and isinstance(prompt, str | list) and (isinstance(prompt, str) or _is_conversation(prompt)):
+        asked = _as_messages("user", prompt)
+    if not asked:
+        raise UserError(
+            f"{where()}: what these answers reply to is {_described(prompt)}, not text or a list of messages; give it "
+            f"in the column {_PROMPTS[0]!r}"
+        )
+    system = row.get("system")
+    return {"prompt": [*(_as_messages("system", system) if system else []), *asked], **sides}
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
+
+
+def _as_messages(role: str, said: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": said}] if isinstance(said, str) else said
+
+
 def _described(value: Any) -> str:
+    if value is None:
+        return "null"
     shown = repr(value)
     shown = shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[: _SHOWN_CHARACTERS - 1]}…"
     kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}

@@ -11,8 +11,8 @@ from serried.configs.data_section import DataSection, sources
 
 SPLITS = ("train", "validation")
 
-Content = bytes | str | list[dict[str, Any]]
-"""A document: text, or the messages of a conversation."""
+Content = bytes | str | list[dict[str, Any]] | dict[str, list[dict[str, Any]]]
+"""A document: text, the messages of a conversation, or those of ``prompt``, ``chosen`` and ``rejected``."""
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")

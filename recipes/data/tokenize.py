@@ -77,7 +77,7 @@ class Counts:
 
 def place_of(row: Row, unit: str) -> float:
     """Return a number from 0 up to 1 that depends only on the content of a document."""
-    if isinstance(row.content, list):
+    if isinstance(row.content, list | dict):
         content = json.dumps(row.content, sort_keys=True, default=str).encode()
     else:
         content = as_bytes(row, unit)
@@ -190,6 +190,8 @@ def _batches(units: Sequence[Unit], splitter: Splitter, counts: Counts, progress
 
 
 def _size_of(row: Row) -> int:
+    if isinstance(row.content, dict):
+        return sum(_size_of(row._replace(content=messages)) for messages in row.content.values())
     if isinstance(row.content, list):
         return sum(len(str(message.get("content", ""))) for message in row.content)
     return len(row.content) if isinstance(row.content, bytes) or row.content.isascii() else len(row.content.encode())

@@ -26,6 +26,8 @@ class LanguageModelHead(nn.Module):
     def __init__(self, dim: int, vocab_size: int, tied: bool, soft_cap: float | None = None) -> None:
         super().__init__()
         self.soft_cap = soft_cap
+        self.sums_losses = True
+        """Whether the loss is summed over targets; else it is that of each, [B, S], 0 where there is none."""
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, dim))
         self.vocabulary = Vocabulary()
 
@@ -35,6 +37,9 @@ class LanguageModelHead(nn.Module):
         if targets is None:
             logits = self.vocabulary.logits(hidden, weight.to(hidden.dtype))
             return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+        if not self.sums_losses:
+            losses: Tensor = _TokenLosses.apply(hidden.flatten(0, 1), weight, targets, self.vocabulary, self.soft_cap)
+            return losses
         return linear_cross_entropy_sum(hidden.flatten(0, 1), weight, targets, self.vocabulary, self.soft_cap)
 
 
@@ -150,3 +155,45 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         of_weight = (grad_weight * grad_loss).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
         return grad_hidden * grad_loss, of_weight, None, None, None
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Cross entropy of each target, [B, S]. Logits are computed again in the backward: their gradients depend on what
+    the loss makes of all of them."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None
+    ) -> Tensor:
+        chunks = _chunks(hidden, weight.to(hidden.dtype), targets, vocabulary, soft_cap)
+        ranks = len(vocabulary.targets(targets))
+        losses = torch.cat([chunk.losses.view(ranks, -1) for chunk in chunks], dim=1)
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.vocabulary, ctx.soft_cap = vocabulary, soft_cap
+        return losses.view(ranks, len(targets), -1).movedim(0, 1).flatten(1)
+
+    @staticmethod
+    def backward(ctx, grad_losses: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        hidden, weight, targets = ctx.saved_tensors
+        vocabulary, soft_cap = ctx.vocabulary, ctx.soft_cap
+        compute_weight, grads = weight.to(hidden.dtype), vocabulary.targets(grad_losses)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape if ctx.needs_input_grad[1] else (0,), device=weight.device)
+        for chunk in _chunks(hidden, compute_weight, targets, vocabulary, soft_cap):
+            slope = None if soft_cap is None else (chunk.logits / soft_cap).square_().neg_().add_(1)
+            grad_logits = chunk.logits.sub_(chunk.normalizer.unsqueeze(1)).exp_()  # softmax, in place
+            grad_logits.scatter_add_(1, chunk.row.unsqueeze(1), -chunk.is_here.float().unsqueeze(1))
+            grad_logits.mul_((grads[:, chunk.mine].flatten() * chunk.is_target).unsqueeze(1))
+            if slope is not None:
+                grad_logits.mul_(slope)
+                del slope
+            low = grad_logits.to(hidden.dtype)
+            grad_hidden[chunk.mine] = vocabulary.sum_tokens(low @ compute_weight)
+            if not ctx.needs_input_grad[1]:
+                pass
+            elif hidden.dtype == torch.bfloat16:
+                grad_weight += low.T @ chunk.hidden
+            else:  # in fp16 a sum over tokens would leave its range
+                grad_weight.addmm_(grad_logits.T, chunk.hidden.float())
+            del chunk, grad_logits, low  # or they would be there beside those of the next
+        return grad_hidden, grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None

@@ -60,7 +60,7 @@ class HubSection(RowsSection):
             return
         whole = {  # all of the text must be known before the first step
             "packing=best_fit": self.packing == "best_fit",
-            "format=chat": self.format == "chat",
+            f"format={self.format}": self.is_chat,
             f"tokenizer={self.tokenizer}": self.tokenizer in ("chars", "train"),
         }
         for setting in (key for key, is_given in whole.items() if is_given):

@@ -50,9 +50,12 @@ def text(section: Any) -> Source:
         )
     if rows:
         return RowFiles(rows, Column.of(section))
-    if section.format == "chat":
+    if section.format != "text":
+        columns = "columns chosen and rejected"
+        if section.format == "chat":
+            columns = f"a column {section.messages_column}"
         raise UserError(
-            f"data.format=chat needs rows, and {files[0].path} is text; use .jsonl or .parquet files with a column "
-            f"{section.messages_column}, or data=hf"
+            f"data.format={section.format} needs rows, and {files[0].path} is text; use .jsonl or .parquet files with "
+            f"{columns}, or data=hf"
         )
     return TextFiles(files, section.validation_fraction)

@@ -1,0 +1,50 @@
+"""Sections of the built-in tasks beside plain training on text."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from serried.configs.schema import Number, TaskSection
+
+_BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
+
+
+class PreferenceSection(TaskSection):
+    """Training on pairs of answers, of which one is preferred."""
+
+    formats: ClassVar[tuple[str, ...]] = ("preference",)
+
+    loss: Literal["dpo", "orpo", "simpo"] = "dpo"
+    """``dpo`` compares with the model at the start; ``orpo`` and ``simpo`` need no reference."""
+    beta: Annotated[Number, Field(gt=0)] | None = None
+    """Scale of the rewards, for ``orpo`` the weight of the odds ratio; when null 0.1, for ``simpo`` 2."""
+    margin: Annotated[Number, Field(ge=0)] | None = None
+    """``simpo``: the margin between the rewards to aim at; when null 1."""
+
+    @property
+    def scale(self) -> float:
+        """``beta``, or what it is by default."""
+        return _BETAS[self.loss] if self.beta is None else self.beta
+
+    @property
+    def target_margin(self) -> float:
+        """``margin``, or what it is by default."""
+        return 1.0 if self.margin is None else self.margin
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
+        if self.margin is not None and self.loss != "simpo":
+            yield f"task.margin={self.margin:g} is only read with task.loss=simpo; leave it out"
+
+    def mistakes_with(self, config: Any) -> Iterator[str]:
+        yield from super().mistakes_with(config)
+        yield from _whole_sequences(config)
+
+
+def _whole_sequences(config: Any) -> Iterator[str]:
+    if config.parallel.context != 1:
+        yield (
+            f"parallel.context={config.parallel.context} divides answers over ranks, and task.name={config.task.name} "
+            "needs whole ones; use parallel.context=1, and parallel.tensor for long sequences"
+        )

@@ -1,0 +1,218 @@
+"""Preference training: of two answers to a prompt, make the chosen one more likely than the rejected one.
+
+DPO (https://arxiv.org/abs/2305.18290) compares with a reference, the model at the start; ORPO
+(https://arxiv.org/abs/2403.07691) and SimPO (https://arxiv.org/abs/2405.14734) do without. The loss is a sum over pairs
+and never a mean over a batch, so it does not depend on how pairs are grouped.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from serried.configs.errors import UserError
+from serried.configs.schema import WHOLE, RunConfig
+from serried.configs.tasks import PreferenceSection
+from serried.parallel.adapters import without_adapters
+from serried.parallel.plan import ALL_OF_IT, Inputs, LossTerms, Share
+from serried.recipes.causal_lm import CausalLM
+from serried.recipes.data.mixture import mistakes_of
+from serried.recipes.data.pair_dataset import Pair, PairBatch, PairDataset, collate_pairs
+from serried.recipes.data.prepare import cache_folder
+from serried.recipes.data.show import marked_lines
+from serried.recipes.models.head import IGNORE, LanguageModelHead
+from serried.trainer.task import Reference
+
+
+class Preference(CausalLM):
+    """A language model that learns which of two answers is preferred."""
+
+    Config = PreferenceSection
+    unit: ClassVar[str] = "pairs"
+
+    config: PreferenceSection
+
+    def configure(self, run: RunConfig) -> None:
+        super().configure(run)
+        self._pairs: dict[str, PairDataset] = {}
+        if self.config.loss == "dpo" and self._model.path is None:
+            raise UserError(
+                "task.loss=dpo compares with the model that a run begins with, and random weights are none to compare "
+                "with; use model.path=FOLDER_OR_NAME"
+            )
+
+    # data -----------------------------------------------------------------------------------------------------------
+
+    def dataset(self, split: str) -> Any:
+        assert self._prepared is not None, "open_data comes first"
+        if split not in self._pairs:
+            prepared, name = self._held_out.get(split, self._prepared), split
+            if split in self._held_out or split == WHOLE:
+                prepared, name = prepared.whole(), "validation"
+            with mistakes_of(f"data.validation.{split}" if split in self._held_out else "data"):
+                self._pairs[split] = PairDataset(prepared, name, self._data.sequence_length)
+        return self._pairs[split]
+
+    def collate_numbered(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
+        is_pipeline = self.run.parallel.pipeline != 1  # which needs micro-batches of one shape
+        return collate_pairs(samples, ids, self._data.sequence_length, whole=is_pipeline)
+
+    def weight_per_sample(self) -> int:
+        return 1
+
+    def describe_data(self) -> str:
+        return super().describe_data().replace("a sequence", "an answer with its prompt", 1)
+
+    def describe_sample(self) -> list[str]:
+        pair: Pair = self.dataset("train")[0]
+        lines = ["sample     the first pair, chosen and rejected; trained on: lines with >"]
+        for number, (tokens, targets) in enumerate(zip(pair.tokens, pair.targets, strict=True)):
+            is_learned = np.concatenate(([False], targets != IGNORE))
+            whole = np.append(tokens, targets[-1] if is_learned[-1] else self._tokenizer().end_id)
+            lines += [*(["  ---"] if number else []), *marked_lines(self._tokenizer(), whole, is_learned)]
+        return lines
+
+    # model ----------------------------------------------------------------------------------------------------------
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        for module in model.modules():
+            if isinstance(module, LanguageModelHead):
+                module.sums_losses = False
+        return model
+
+    def flops_per_sample(self, parameters: int) -> float:
+        length = 2 * (self.dataset("train").mean_length if self._prepared else self._data.sequence_length)
+        passes = 4 / 3 if self._compares_with_base else 1  # the reference is a forward more
+        return passes * length * self._family().flops_per_token(parameters, self._data.sequence_length)
+
+    def activation_bytes(
+        self, samples: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
+    ) -> int | None:
+        return super().activation_bytes(2 * samples, dtype, autocast=autocast, share=share)
+
+    # loss -----------------------------------------------------------------------------------------------------------
+
+    def inputs(self, batch: Any) -> Inputs:
+        return self._family().inputs(batch)
+
+    def loss(self, model: nn.Module, batch: PairBatch) -> LossTerms:
+        if self._compares_with_base:
+            inputs = self.inputs(batch)
+            with without_adapters(model):
+                batch = batch._replace(reference=log_probs(model(inputs.stream, **inputs.named), batch)[0])
+        return super().loss(model, batch)
+
+    def terms(self, output: Tensor, batch: Any) -> LossTerms:
+        sums, lengths = log_probs(output, batch)
+        is_dpo, beta = self.config.loss == "dpo", self.config.scale
+        if is_dpo:
+            rewards = beta * (sums - batch.reference)
+            losses = dpo_losses(rewards)
+        elif self.config.loss == "simpo":
+            rewards = beta * sums / lengths
+            losses = simpo_losses(rewards, self.config.target_margin)
+        else:
+            rewards = beta * sums / lengths
+            losses = orpo_losses(sums / lengths, beta)
+        is_pair = batch.sample_ids >= 0
+
+        def total(values: Tensor) -> Tensor:
+            return values.where(is_pair, 0).sum()
+
+        pairs, margins = is_pair.sum(), rewards[:, 0] - rewards[:, 1]
+        metrics = {
+            "reward_margin": margins, "reward_accuracy": (margins > 0).double(),
+            "chosen_reward": rewards[:, 0], "rejected_reward": rewards[:, 1],
+            "chosen_log_prob": sums[:, 0], "rejected_log_prob": sums[:, 1],
+        }  # fmt: skip
+        named = {name: (total(values.detach()), pairs) for name, values in metrics.items()}
+        return LossTerms(total(losses).float(), pairs, named)
+
+    # reference ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _compares_with_base(self) -> bool:
+        """Whether the reference is the base model of adapters, computed in each step."""
+        return self.config.loss == "dpo" and self.run.adapter.method != "none" and self.run.parallel.pipeline == 1
+
+    def reference(self) -> Reference | None:
+        return None if self.config.loss != "dpo" or self._compares_with_base else _LogProbs(self)
+
+    def describe_reference(self) -> str:
+        if self.config.loss != "dpo":
+            return f"none: {self.config.loss} needs none"
+        if self._compares_with_base:
+            return "the model without its adapters, one forward more in each step; no second model"
+        return (
+            f"log-probabilities by {self._model.path}, computed once before the first step on this layout and kept in "
+            f"{cache_folder(self._data) / _FOLDER}; no second model"
+        )
+
+    def take_reference(self, split: str, numbers: np.ndarray) -> None:
+        """Compare the pairs of ``split`` with these log-probabilities, [pairs, 2]."""
+        self.dataset(split).reference = numbers
+
+    def reference_settings(self) -> Mapping[str, Any]:
+        """Return what log-probabilities depend on beside the weights and the pairs."""
+        model = self._model.model_dump(mode="json", exclude={"path", "name"})
+        return {"model": model, "precision": self.run.precision.name}
+
+    def reference_folder(self) -> Path:
+        """Return where log-probabilities are kept."""
+        return cache_folder(self._data) / _FOLDER
+
+
+_FOLDER = "reference"
+
+
+class _LogProbs:
+    """The log-probabilities of both answers by the model at the start."""
+
+    columns = 2
+
+    def __init__(self, task: Preference) -> None:
+        self._task, self.folder, self.settings = task, task.reference_folder(), task.reference_settings()
+
+    def numbers(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        return batch.sample_ids, log_probs(output, batch)[0]
+
+    def use(self, split: str, numbers: np.ndarray) -> None:
+        self._task.take_reference(split, numbers)
+
+
+def log_probs(output: Tensor, batch: PairBatch) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each answer and its tokens, [batch, 2], fp64 and int64.
+
+    ``output``: of the model, logits [2 x batch, S, V] or the loss of each token [2 x batch, S].
+    """
+    targets = batch.targets
+    if output.dim() == 3:
+        losses = F.cross_entropy(output.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
+        output = losses.view(targets.shape)
+    # Two long sums are compared: in fp32 they would lose digits that the loss needs.
+    return -output.double().sum(1).view(-1, 2), (targets != IGNORE).sum(1).clamp(min=1).view(-1, 2)
+
+
+def dpo_losses(rewards: Tensor) -> Tensor:
+    """Loss of each pair, from the rewards of both answers: beta x the log-ratio to the reference, [pairs, 2]."""
+    return -F.logsigmoid(rewards[:, 0] - rewards[:, 1])
+
+
+def simpo_losses(rewards: Tensor, margin: float) -> Tensor:
+    """Loss of each pair, from the rewards of both answers: beta x the mean log-probability of a token, [pairs, 2]."""
+    return -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - margin)
+
+
+def orpo_losses(means: Tensor, beta: float) -> Tensor:
+    """Loss of each pair: that of the chosen answer and ``beta`` x the odds ratio's, from the mean log-probability of a
+    token of both answers, [pairs, 2]."""
+    # log(p / (1 - p)); expm1 near p = 1 and log1p near p = 0, where the other loses digits.
+    means = means.clamp(max=-1e-12)
+    rest = torch.where(means > -0.6931471805599453, torch.log(-torch.expm1(means)), torch.log1p(-torch.exp(means)))
+    odds = means - rest
+    return -means[:, 0] - beta * F.logsigmoid(odds[:, 0] - odds[:, 1])

@@ -1,0 +1,305 @@
+"""Preference training: the losses of TRL, on any layout, with a reference that is computed once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from serried.configs.compose import compose
+from serried.configs.declaration import BUILT_IN
+from serried.configs.errors import UserError
+from serried.parallel.plan import Vocabulary
+from serried.program import main
+from serried.recipes.data.pair_dataset import PairBatch
+from serried.recipes.data.pairs import PairEncoder, pair_encoder
+from serried.recipes.data.rows import Column, units_of_file
+from serried.recipes.data.tokenizer import BytesTokenizer
+from serried.recipes.models.head import IGNORE, LanguageModelHead
+from serried.recipes.preference import Preference, dpo_losses, orpo_losses, simpo_losses
+from tests import runs
+from tests.cluster import Cluster
+
+ASK = {"role": "user", "content": "Say three."}
+YES, NO = ({"role": "assistant", "content": text} for text in ("Three.", "Nope, never."))
+
+
+def write_pairs(path: Path, first: str = "Say") -> Path:
+    rows = [
+        {"prompt": f"{first} {n}.", "chosen": f"{n}." * (1 + n % 3), "rejected": f"No{'o' * (n % 5)} {n}."}
+        for n in range(40)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder as transformers writes it, and pairs beside it."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=32, num_hidden_layers=2, intermediate_size=48, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "llama")
+    write_pairs(folder / "pairs.jsonl")
+    return folder
+
+
+def dpo(model: Path, run_dir: Path, *more: str) -> list[str]:
+    given = [
+        "recipe=dpo", f"model.path={model / 'llama'}", f"data.path={model / 'pairs.jsonl'}", "data.tokenizer=bytes",
+        f"data.cache_dir={model / 'cache'}", f"run.dir={run_dir}", "precision=fp32", "data.sequence_length=128",
+        "trainer.steps=4", "trainer.global_batch=4", "trainer.micro_batch=2", "trainer.eval_every=2",
+        "trainer.log_every=1", "trainer.workers=0", "optim.lr=0.003", "schedule=constant", "schedule.warmup_steps=0",
+        *more,
+    ]  # fmt: skip
+    return [f"{key}={value}" for key, value in dict(word.split("=", 1) for word in given).items()]
+
+
+def train(argv: list[str], code: int = 0) -> None:
+    assert main(argv) == code
+
+
+class Watched(Preference):
+    """Keeps the batches it trains on."""
+
+    batches: list[PairBatch]
+
+    def terms(self, output: Tensor, batch: PairBatch) -> Any:
+        if torch.is_grad_enabled():
+            self.batches.append(batch)
+        return super().terms(output, batch)
+
+
+CHOSEN = torch.tensor([-12.5, -30.25, -4.0, -0.5], dtype=torch.float64)
+REJECTED = torch.tensor([-14.0, -28.75, -40.5, -0.75], dtype=torch.float64)
+BY_REFERENCE = torch.tensor([[-13.0, -30.0, -6.5, -0.25], [-13.5, -29.5, -38.0, -1.0]], dtype=torch.float64).T
+LENGTHS = torch.tensor([[5, 11, 8, 1], [7, 9, 20, 2]]).T
+
+
+def test_losses_of_log_probabilities_are_those_of_trl() -> None:
+    """TRL 1.16: ``ORPOTrainer.odds_ratio_loss`` (without the loss of the chosen answer), ``CPOTrainer.cpo_loss``."""
+    sums = torch.stack((CHOSEN, REJECTED), dim=1)
+    means = sums / LENGTHS
+    odds = torch.tensor([-0.1011694595, -0.0486027077, -0.0094080484, -0.0886156410]).double()
+    assert torch.allclose(orpo_losses(means, 0.1), -means[:, 0] - odds, atol=1e-6)
+    margins = torch.tensor([2.1269280910, 0.7502452135, 0.1210974231, 1.5019290447]).double()
+    assert torch.allclose(simpo_losses(2.0 * means, 1.0), margins, atol=1e-6)
+    log_ratios = 0.1 * (sums - BY_REFERENCE)
+    assert torch.allclose(dpo_losses(log_ratios), -F.logsigmoid(log_ratios[:, 0] - log_ratios[:, 1]))
+    assert orpo_losses(torch.tensor([[-1e-9, -50.0]]).double(), 0.1).isfinite().all()
+
+
+def published_losses(model: Any, reference: Any, batch: PairBatch, loss: str) -> Tensor:
+    """Of each pair, by the formulas of the papers, from whole logits."""
+
+    def sums(of: Any) -> Tensor:
+        log_probs = of(batch.tokens).logits.log_softmax(-1).gather(2, batch.targets.clamp(min=0).unsqueeze(2))
+        return (log_probs.squeeze(2) * (batch.targets != IGNORE)).sum(1)
+
+    policy, lengths = sums(model), (batch.targets != IGNORE).sum(1)
+    if loss == "dpo":
+        with torch.no_grad():
+            ratios = policy - sums(reference)
+        ratios = ratios + policy - policy.detach()
+        return -F.logsigmoid(0.1 * (ratios[::2] - ratios[1::2]))
+    means = policy / lengths
+    if loss == "simpo":
+        return -F.logsigmoid(2.0 * means[::2] - 2.0 * means[1::2] - 1.0)
+    odds = means - torch.log1p(-means.exp())
+    return -means[::2] - 0.1 * F.logsigmoid(odds[::2] - odds[1::2])
+
+
+@pytest.mark.parametrize("loss", ["dpo", "orpo", "simpo"])
+def test_training_is_that_of_transformers_model_with_the_published_loss(model: Path, tmp_path: Path, loss: str) -> None:
+    from transformers import LlamaForCausalLM
+
+    Watched.batches = []
+    argv = dpo(model, tmp_path / "run", f"task.loss={loss}", "trainer.max_grad_norm=0")
+    assert main(argv, BUILT_IN._replace(task=Watched)) == 0
+    ours = runs.metrics(tmp_path / "run")
+    theirs, reference = (LlamaForCausalLM.from_pretrained(model / "llama") for _ in range(2))
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0.0)
+    for step, line in enumerate(ours):
+        losses = [published_losses(theirs, reference, each, loss) for each in Watched.batches[2 * step : 2 * step + 2]]
+        mean = torch.cat(losses).mean()
+        assert line["loss"] == pytest.approx(mean.item(), abs=1e-5)
+        mean.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(ours) == 4
+    assert ours[-1]["reward_margin"] > ours[0]["reward_margin"]
+    assert ours[-1]["chosen_log_prob"] < 0
+    if loss == "dpo":
+        assert (ours[0]["reward_margin"], ours[0]["loss"]) == pytest.approx((0.0, 0.693147), abs=1e-5)
+
+
+def test_layouts_agree_and_a_resumed_run_has_the_same_bits(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    folder, deterministic = model / "cache" / "reference", "trainer.deterministic=true"
+    train(dpo(model, tmp_path / "whole", deterministic))
+    known = {path: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
+    assert len(known) == 2, "training and validation"
+    train(dpo(model, tmp_path / "stopped", deterministic, "trainer.stop_at=2"), 75)
+    train(dpo(model, tmp_path / "stopped", deterministic))
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*.npy")} == known, "computed once"
+    whole, stopped = (runs.weights(tmp_path / name) for name in ("whole", "stopped"))
+    assert all(whole[name].equal(stopped[name]) for name in whole)
+    want = runs.metrics(tmp_path / "whole")
+    for name, *layout in (
+        ("ddp", "parallel=ddp", f"data.cache_dir={tmp_path / 'cache'}"),
+        ("fsdp", "parallel=fsdp", "trainer.micro_batch=1"),
+        ("tensor", "parallel=fsdp", "parallel.tensor=2", f"data.cache_dir={tmp_path / 'other'}"),
+    ):
+        cluster.run(2, "tests.test_preference:train", argv=dpo(model, tmp_path / name, *layout))
+        found = runs.metrics(tmp_path / name)
+        for key in ("loss", "reward_margin", "chosen_reward", "rejected_log_prob"):
+            assert [line[key] for line in found] == pytest.approx([line[key] for line in want], rel=1e-5, abs=1e-5)
+    validation = [runs.metrics(tmp_path / name, "eval")[-1]["loss"] for name in ("whole", "fsdp", "tensor")]
+    assert validation == pytest.approx([validation[0]] * 3, abs=1e-5)
+
+
+def test_a_changed_model_or_changed_pairs_have_a_reference_of_their_own(model: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder, argv = tmp_path / "cache" / "reference", dpo(model, tmp_path / "run", "trainer.steps=1")
+    argv += [f"data.cache_dir={tmp_path / 'cache'}", "trainer.eval_every=0"]
+    (tmp_path / "llama").mkdir()
+    for file in (model / "llama").iterdir():
+        (tmp_path / "llama" / file.name).write_bytes(file.read_bytes())
+    pairs = write_pairs(tmp_path / "pairs.jsonl", "Count to")
+    files = 0
+    for number, more in enumerate([[], [f"data.path={pairs}"], [f"model.path={tmp_path / 'llama'}"], ["changed"], []]):
+        if more == ["changed"]:
+            weights = load_file(tmp_path / "llama" / "model.safetensors")
+            weights["model.norm.weight"] += 1
+            save_file(weights, tmp_path / "llama" / "model.safetensors")
+            more = [f"model.path={tmp_path / 'llama'}"]
+        train([*argv, *more, f"run.dir={tmp_path / str(number)}"])
+        files, before = len([*folder.iterdir()]), files
+        # The same weights in another folder are known; so is what was computed at first.
+        assert files - before == (number in (0, 1, 3))
+
+
+def test_adapters_compare_with_their_base_and_keep_nothing(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    more = ["adapter=lora", "adapter.rank=4", f"data.cache_dir={tmp_path / 'cache'}", "trainer.eval_every=0"]
+    train(dpo(model, tmp_path / "single", *more))
+    cluster.run(2, "tests.test_preference:train", argv=dpo(model, tmp_path / "fsdp", *more, "parallel=fsdp"))
+    want, found = (runs.metrics(tmp_path / name) for name in ("single", "fsdp"))
+    assert not (tmp_path / "cache" / "reference").exists()
+    assert want[0]["reward_margin"] == 0
+    assert want[-1]["reward_margin"] > 0
+    for key in ("loss", "reward_margin"):
+        assert [line[key] for line in found] == pytest.approx([line[key] for line in want], abs=1e-5)
+
+
+def test_loss_of_each_token_and_its_gradient_are_those_of_cross_entropy() -> None:
+    random = torch.Generator().manual_seed(1)
+    hidden = torch.randn(2, 5, 8, generator=random, requires_grad=True)
+    weight = torch.randn(11, 8, generator=random, requires_grad=True)
+    targets = torch.randint(11, (2, 5), generator=random)
+    targets[0, :2] = IGNORE
+    slopes = torch.randn(2, 5, generator=random)
+    head = LanguageModelHead(8, 11, tied=True, soft_cap=3.0)
+    head.sums_losses = False
+    assert isinstance(head.vocabulary, Vocabulary)
+    logits = 3 * torch.tanh(F.linear(hidden, weight) / 3)
+    want = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none").view(2, 5)
+    found = head(hidden, targets, weight)
+    torch.testing.assert_close(found, want)
+    gradients = []
+    for losses in (found, want):
+        gradients = torch.autograd.grad((losses * slopes).sum(), (hidden, weight), retain_graph=True)
+        torch.testing.assert_close(
+            gradients, torch.autograd.grad((want * slopes).sum(), (hidden, weight), retain_graph=True)
+        )
+
+
+def encoder(length: int = 128) -> PairEncoder:
+    section = compose(["recipe=dpo", "data.tokenizer=bytes", f"data.sequence_length={length}"]).data
+    return pair_encoder(section, BytesTokenizer())
+
+
+def encoded(folder: Path, row: Any, length: int = 128) -> Any:
+    (folder / "pairs.jsonl").write_text(
+        json.dumps({"chosen": [ASK, YES], "rejected": [ASK, NO]}) + "\n" + json.dumps(row)
+    )
+    path = folder / "pairs.jsonl"
+    (unit,) = units_of_file(path, Column("chosen", "preference"), path.stat().st_size, None)
+    return encoder(length)([*unit.all_rows()], path.name)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Say three.", "chosen": "Three.", "rejected": "Nope, never."},
+        {"question": "Say three.", "chosen": "Three.", "rejected": "Nope, never.", "system": None},
+        {"prompt": [ASK], "chosen": [YES], "rejected": [NO]},
+        {"prompt": "Say three.", "chosen": [ASK, YES], "rejected": [ASK, NO], "score": 3},
+        {"prompt": "Say three.", "chosen": [YES], "rejected": [NO]},
+    ],
+)
+def test_forms_of_a_pair_are_the_same_tokens(tmp_path: Path, row: dict[str, Any]) -> None:
+    want, found = encoded(tmp_path, row)
+    assert (found.tokens == want.tokens).all()
+    assert (found.supervised == want.supervised).all()
+    text = BytesTokenizer().decode
+    assert text(found.tokens[found.supervised == 1].tolist()) == "Three.<|im_end|>"
+    assert text(found.tokens[found.supervised == 3].tolist()) == "Nope, never.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "?", "chosen": "A"}, "pairs.jsonl line 2 has no columns chosen and rejected; its columns are pro"),
+        ({"chosen": "A", "rejected": "B"}, "line 2: what these answers reply to is null, not text or a list of mess"),
+        ({"prompt": "?", "chosen": "A", "rejected": 3}, "line 2: column 'rejected' is a number (3), not text or a li"),
+        ({"prompt": "?", "chosen": "A", "rejected": None}, "line 2: column 'rejected' is null, not text or a list"),
+        ({"prompt": "?", "chosen": "A", "rejected": [YES]}, "line 2: one of 'chosen' and 'rejected' is text and the"),
+        ({"prompt": "?", "chosen": "A", "rejected": "A"}, "row 2 of pairs.jsonl: chosen and rejected are the same an"),
+        ({"prompt": "?", "chosen": "A", "rejected": ""}, "row 2 of pairs.jsonl: rejected is empty; fix or remove the "),
+        ({"chosen": [ASK], "rejected": [ASK, NO]}, "row 2 of pairs.jsonl: chosen is empty"),
+        ({"prompt": "?" * 200, "chosen": "A", "rejected": "B"}, "row 2 of pairs.jsonl: its prompt has 250 tokens, and"),
+        ({"chosen": [ASK, ASK], "rejected": [ASK, NO]}, "row 2 of pairs.jsonl, chosen: it has nothing to train on: no"),
+    ],
+)  # fmt: skip
+def test_a_row_that_is_no_pair_is_named(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        encoded(tmp_path, row)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["task.margin=1"], "task.margin=1 is only read with task.loss=simpo"),
+        (["data.packing=best_fit"], "data.packing=best_fit with data.format=preference"),
+        (["data.format=chat"], "data.format=chat is not what task.name=preference reads; use data.format=preference"),
+        (["parallel=fsdp", "parallel.context=2"], "parallel.context=2 divides answers over ranks"),
+        (["task.bta=1"], "did you mean task.beta=1?"),
+        (["task.beta=0"], "task.beta=0 (command line) is out of range: it must be above 0"),
+    ],
+)
+def test_keys_that_do_not_fit_preference_training_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        compose(["recipe=dpo", *words])
+    assert said in str(refused.value)
+
+
+def test_the_plan_names_the_reference(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(dpo(model, tmp_path / "run", "dry_run=true"))
+    assert (
+        f"reference  log-probabilities by {model / 'llama'}, computed once before the first step"
+        in capsys.readouterr().out
+    )
+    train(dpo(model, tmp_path / "run", "dry_run=true", "adapter=lora"))
+    assert "reference  the model without its adapters" in capsys.readouterr().out
+    train(["recipe=dpo", "dry_run=true"], 78)
+    assert "use model.path=FOLDER_OR_NAME" in capsys.readouterr().err

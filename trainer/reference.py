@@ -1,0 +1,198 @@
+"""The pass over the data before training: numbers of each sample that the pretrained model gives.
+
+They are computed by the model of the run, on its own layout, before its own weights replace the pretrained ones, so
+there is never a second model. Rank 0 keeps them in a file, NaN for samples that no step has asked for yet, under a name
+that is a hash of all that they depend on.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from serried.configs.errors import UserError
+from serried.configs.schema import RunConfig
+from serried.parallel.model import DistributedModel
+from serried.parallel.plan import Inputs, LossTerms
+from serried.records.files import write_atomically
+from serried.trainer.base_model import find_base
+from serried.trainer.context import Context
+from serried.trainer.data import Data
+from serried.trainer.loader import evaluation_batches
+from serried.trainer.pulse import SET_UP
+from serried.trainer.sampler import evaluation_samples, sample_order
+from serried.trainer.task import Dataset, Reference, Task, fingerprint, to_device
+
+_FORMAT = 1
+_BLOCK_BATCHES, _WRITES = 64, 16
+"""What is known is written after so many batches of each rank, about so many times: an interrupted pass continues
+there."""
+
+Read = Callable[[Path], None]
+"""Fill the model with the weights in a folder."""
+
+
+class ReferencePass:
+    """The numbers of a task's reference that this run needs."""
+
+    def __init__(self, context: Context, data: Data, reference: Reference, module: nn.Module) -> None:
+        """Find the pretrained model, and what is known already. A collective.
+
+        Raises:
+            UserError: there is no pretrained model.
+        """
+        self._context, self._reference = context, reference
+        session = context.session
+        folder = session.once(lambda: str(context.task.pretrained() or ""))
+        if not folder:
+            raise UserError("the reference is a pretrained model: add model.path=FOLDER_OR_NAME")
+        self.folder = Path(folder)
+        """Of the pretrained model."""
+        files = find_base(self.folder, module, None, session).record["files"]
+        trained = _numbers_of_run(context.config, data)
+        wanted = {"train": (data.training, trained)} | {
+            name: (dataset, _evaluated(context.config, dataset)) for name, dataset in data.validation.items()
+        }
+        self._splits = [_Split(name, *each, reference, files) for name, each in wanted.items()]
+        for split in self._splits:
+            split.read(context)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything is not known yet."""
+        return any(len(split.missing) for split in self._splits)
+
+    def run(self, parallel: DistributedModel) -> None:
+        """Compute what is not known with ``parallel``, which holds the pretrained weights. A collective."""
+        for split in self._splits:
+            split.compute(self._context, parallel)
+
+    def use(self) -> None:
+        """Give the task the numbers."""
+        for split in self._splits:
+            self._reference.use(split.name, split.numbers)
+
+
+class _Split:
+    """The numbers of one data set."""
+
+    def __init__(
+        self, name: str, dataset: Dataset, wanted: np.ndarray, reference: Reference, files: dict[str, Any]
+    ) -> None:
+        """``wanted``: the samples whose numbers are needed; ``files``: of the pretrained model, with checksums."""
+        self.name, self._dataset, self._wanted, self._reference = name, dataset, wanted, reference
+        settings = {"format": _FORMAT, "weights": files, "data": fingerprint(dataset), **reference.settings}
+        key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
+        self._path = reference.folder / f"{key}.npy"
+        self.numbers = np.full((len(dataset), reference.columns), np.nan)
+
+    @property
+    def missing(self) -> np.ndarray:
+        """Numbers of the samples that are needed and not known."""
+        return self._wanted[np.isnan(self.numbers[self._wanted, 0])]
+
+    def read(self, context: Context) -> None:
+        """Read what is known on rank 0, for all ranks. A collective."""
+        if context.session.is_main:
+            with suppress(OSError, ValueError, EOFError):  # there is none, or it is damaged: it is computed again
+                found = np.load(self._path, allow_pickle=False)
+                if (found.shape, found.dtype) == (self.numbers.shape, self.numbers.dtype):
+                    self.numbers = found
+        if dist.is_initialized():
+            both = torch.from_numpy(self.numbers).to(context.session.device)
+            dist.broadcast(both, 0)
+            self.numbers = both.cpu().numpy()
+
+    def compute(self, context: Context, parallel: DistributedModel) -> None:
+        """Compute what is missing. A collective."""
+        missing, session = self.missing, context.session
+        micro_batch, ranks = context.config.trainer.micro_batch, parallel.layout.data_ranks
+        step = max(_BLOCK_BATCHES * micro_batch * ranks, len(missing) // _WRITES)
+        for start in range(0, len(missing), step):
+            samples = missing[start : start + step]
+            found = _Found(context.task, self._reference, samples, parallel)
+            parallel.predict(self._batches(context, parallel, samples, start, len(missing)), found)
+            self.numbers[samples] = found.total()
+            session.once(self._write)
+
+    def _batches(
+        self, context: Context, parallel: DistributedModel, samples: np.ndarray, done: int, wanted: int
+    ) -> Iterator[Any]:
+        batches = evaluation_batches(
+            self._dataset, context.task.collate_numbered, samples, micro_batch=context.config.trainer.micro_batch,
+            data_ranks=parallel.layout.data_ranks, data_rank=parallel.place.data_rank,
+        )  # fmt: skip
+        of_all_ranks = context.config.trainer.micro_batch * parallel.layout.data_ranks
+        for batch, _ in batches:
+            context.pulse.enter(SET_UP, 0)
+            context.console.doing(
+                f"reference of {self.name}: {done:,} of {wanted:,} samples", "computing the reference"
+            )
+            yield to_device(batch, context.session.device)
+            done = min(wanted, done + of_all_ranks)
+
+    def _write(self) -> None:
+        content = io.BytesIO()
+        np.save(content, self.numbers, allow_pickle=False)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, content.getvalue())
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self._path}: {error.strerror}; choose another folder: data.cache_dir=FOLDER"
+            ) from None
+
+
+class _Found:
+    """An objective that keeps the numbers of samples, and has no loss."""
+
+    def __init__(self, task: Task, reference: Reference, samples: np.ndarray, parallel: DistributedModel) -> None:
+        """``samples``: their ids, ascending."""
+        self.inputs, self.slice_sequence = task.inputs, task.slice_sequence
+        self._reference, self._owns = reference, parallel.place.owns_loss
+        self._samples = torch.from_numpy(samples).to(parallel.device)
+        self._numbers = torch.zeros(len(samples), reference.columns, dtype=torch.float64, device=parallel.device)
+
+    def loss(self, model: nn.Module, batch: Any) -> LossTerms:
+        inputs: Inputs = self.inputs(batch)
+        return self.terms(model(inputs.stream, **inputs.named), batch)
+
+    def terms(self, output: Any, batch: Any) -> LossTerms:
+        ids, numbers = self._reference.numbers(output, batch)
+        if self._owns:
+            self._numbers[torch.searchsorted(self._samples, ids[ids >= 0])] = numbers[ids >= 0]
+        return LossTerms(self._numbers.new_zeros(()), 0)
+
+    def total(self) -> np.ndarray:
+        """Return those of all ranks, [samples, columns]. A collective: each is known to one rank, and 0 on others."""
+        if dist.is_initialized():
+            dist.all_reduce(self._numbers)
+        return self._numbers.cpu().numpy()
+
+
+def _numbers_of_run(config: RunConfig, data: Data) -> np.ndarray:
+    """Return the samples that the steps of the run train on, each once."""
+    size = len(data.training)
+    trainer, health = config.trainer, config.health
+    positions = trainer.steps * trainer.global_batch
+    if positions >= size or "rollback" in (health.spike, health.non_finite):  # which moves on in the data
+        return np.arange(size)
+    order: Callable[[np.ndarray], np.ndarray] = sample_order(data.training, trainer.seed)
+    return np.unique(order(np.arange(positions)))
+
+
+def _evaluated(config: RunConfig, dataset: Dataset) -> np.ndarray:
+    """Return the samples of a validation set that evaluations read."""
+    trainer = config.trainer
+    if not trainer.evaluates_every:
+        return np.arange(0)
+    parts: Sequence[np.ndarray] = [*evaluation_samples(dataset, trainer.eval_batches * trainer.global_batch).values()]
+    return np.concatenate(parts)

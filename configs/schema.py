@@ -600,6 +600,9 @@ class TrainerSection(Section):
     also half of the matrix products and attention; ``offload``: all, in host memory. The numbers are the same."""
     activation_checkpoint_every: PositiveCount = 1
     """``activation_checkpoint`` of every second (2), third (3) ... block; the others keep all."""
+    ema_decay: Number = Field(default=0.0, ge=0, lt=1)
+    """Decay of an exponential moving average of the weights, such as 0.999; 0: none. Evaluations use the average, and
+    it is the model of every checkpoint; training goes on from the weights, which are saved beside it."""
     max_grad_norm: Number = Field(default=1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
     seed: Annotated[Count, Field(ge=0, lt=2**63)] = 1

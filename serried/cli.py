@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from inspect import getdoc
 from pathlib import Path
@@ -19,7 +19,17 @@ from serried.configs.registry import tasks
 from serried.configs.schema import RunConfig, parse_count
 from serried.configs.suggest import nearest
 from serried.configs.words import number, pairs, run_key
-from serried.runs import existing_runs, find_run, find_saved, is_run, run_folder, runs_of_a_sweep, similar_runs
+from serried.runs import (
+    checkpoints_of,
+    choose_checkpoint,
+    existing_runs,
+    find_run,
+    find_saved,
+    is_run,
+    run_folder,
+    runs_of_a_sweep,
+    similar_runs,
+)
 from serried.runtime.early import print_any_text
 from serried.runtime.ending import leave, note_repeated, report_mistake
 from serried.runtime.program import check_surroundings
@@ -209,18 +219,45 @@ def export(words: list[str]) -> int:
     shard_size   largest file: 500MB, 5GB (default); a larger tensor has its own file
     merge        true: add the adapters (LoRA) to their base model, and write that
     """
+    from serried.trainer.checkpoint.manifest import MANIFEST
+
+    given, _ = pairs(words, "export", (*_EXPORT_TAKES, "merge"))
+    saved = find_saved(given, "export")
+    if saved.run is None and not (saved.folder / MANIFEST).is_file():
+        raise UserError(f"{saved.folder} is a plain model folder already; export a run or one of its checkpoints")
+    return _write_model(given, saved.folder, base=_base_to_merge(given, saved.folder))
+
+
+@_command("RUN checkpoint=STEPS out=FOLDER [dtype=fp32|bf16|fp16] [shard_size=5GB]")
+def merge(words: list[str]) -> int:
+    """Write the mean of the weights of several checkpoints of a run as a plain model folder.
+
+    RUN          run folder; run.dir=RUN and run.name=NAME do the same
+    checkpoint   their steps: checkpoint=200,250,300
+    out          folder to write; dtype and shard_size are those of serried export
+    """
+    given, _ = pairs(words, "merge", _EXPORT_TAKES)
+    steps = [word for word in given.get("checkpoint", "").split(",") if word]
+    if len(set(steps)) < 2:
+        raise UserError("serried merge needs two checkpoints or more, as in checkpoint=200,300; one: serried export")
+    saved = checkpoints_of(find_run(given, "merge"))
+    *others, last = [choose_checkpoint(saved, {"checkpoint": step}) for step in dict.fromkeys(steps)]
+    return _write_model(given, last, averaged_with=others)
+
+
+_EXPORT_TAKES = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
+
+
+def _write_model(
+    given: Mapping[str, str], checkpoint: Path, *, base: Path | None = None, averaged_with: Sequence[Path] = ()
+) -> int:
+    """Export ``checkpoint`` as the other words say, and say so."""
     import torch
 
     from serried.configs.formats import size
     from serried.trainer.checkpoint.export import export as write
-    from serried.trainer.checkpoint.manifest import MANIFEST
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    given, _ = pairs(words, "export", ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size", "merge"))
-    saved = find_saved(given, "export")
-    checkpoint = saved.folder
-    if saved.run is None and not (checkpoint / MANIFEST).is_file():
-        raise UserError(f"{checkpoint} is a plain model folder already; export a run or one of its checkpoints")
     dtype = given.get("dtype")
     if dtype is not None and dtype not in dtypes:
         raise UserError(f"dtype={dtype} is not one of {', '.join(dtypes)}; use dtype=bf16")
@@ -231,9 +268,12 @@ def export(words: list[str]) -> int:
     if not isinstance(shard_bytes, int) or shard_bytes < 1:
         raise UserError(f"shard_size={text} is not a size; e.g. shard_size=5GB or shard_size=500MB")
     out = Path(given["out"])
-    base = _base_to_merge(given, checkpoint)
-    files = write(checkpoint, out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes, base=base)
-    return say(f"exported   {checkpoint} to {out}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}")
+    files = write(
+        checkpoint, out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes, base=base,
+        averaged_with=averaged_with,
+    )  # fmt: skip
+    what = ", ".join(map(str, (*averaged_with, checkpoint)))
+    return say(f"exported   {what} to {out}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}")
 
 
 def _base_to_merge(given: Mapping[str, str], checkpoint: Path) -> Path | None:
@@ -488,7 +528,7 @@ def _help(name: str | None) -> str:
             ]
         )
     takes, (first, _, keys) = _COMMANDS[name].takes, does[name]
-    keys = (_A_SAVED_MODEL if "checkpoint=STEP" in takes else "") + indent(keys.strip("\n"), "  ")
+    keys = (_A_SAVED_MODEL if "checkpoint=STEP]" in takes else "") + indent(keys.strip("\n"), "  ")
     overrides = "key=value: overrides of train.py, listed by python train.py --help\n" if "key=value" in takes else ""
     usage = f"usage: serried {name} {takes}".rstrip()
     return f"{usage}\n\n{first}\n{keys}\n\n{overrides}All commands: serried --help"

@@ -70,13 +70,14 @@ class Evaluator:
             micro_batch=trainer.micro_batch,
             on_device=lambda batches: self._shutdown.unless_stopped(map(on_device, batches)),
         )
-        for source, sums in found:
-            if self._shutdown.stops:
-                return False
-            losses[source], weights[source] = sums.loss_sum, sums.weight
-            for metric, (total, weight) in sums.metrics.items():
-                metrics.setdefault(metric, [0.0, 0.0])
-                metrics[metric] = [metrics[metric][0] + total, metrics[metric][1] + weight]
+        with self._state.evaluated():
+            for source, sums in found:
+                if self._shutdown.stops:
+                    return False
+                losses[source], weights[source] = sums.loss_sum, sums.weight
+                for metric, (total, weight) in sums.metrics.items():
+                    metrics.setdefault(metric, [0.0, 0.0])
+                    metrics[metric] = [metrics[metric][0] + total, metrics[metric][1] + weight]
         seconds = time.perf_counter() - started
         self._meter.pause(name, seconds)
         total = sum(weights.values())

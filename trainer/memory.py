@@ -59,7 +59,7 @@ class _Sizes:
         self.specs = shard_specs(model, plan, layout)
         self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.packed = {name for name, parameter in model.named_parameters() if is_packed(parameter)}
-        self.state_bytes = state_bytes(config.optim)
+        self.state_bytes = state_bytes(config.optim) + (_FP32_BYTES if config.trainer.ema_decay else 0)
         first = layout.coordinates(0)  # no rank of a block holds more
         self.held = {name: spec.box(layout, first).numel for name, spec in self.specs.items()}
         self.gathered: dict[str, int] = {}

@@ -73,7 +73,8 @@ def overview(
             "optimizer",
             f"{config.optim.name}, peak lr {config.optim.lr:g}, {schedule.name}{decay}, "
             f"warm-up {schedule.warmup_steps} steps{short_run}, "
-            + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping"),
+            + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping")
+            + (f"; evaluated and saved: average of weights, decay {trainer.ema_decay:g}" if trainer.ema_decay else ""),
         ),
         ("memory", _memory(config, task, layout, accumulation, model, plan)),
         *([("reference", text)] if (text := task.describe_reference()) else []),
@@ -161,7 +162,10 @@ def _trained(config: RunConfig, model: nn.Module) -> str:
 def saved_bytes(config: RunConfig, model: nn.Module) -> int:
     """Return the bytes of a checkpoint, over all ranks."""
     saved = model.parameters() if config.adapter.method == "none" else filter(_is_trained, model.parameters())
-    return checkpoint_bytes(sum(parameter.numel() for parameter in saved), config.optim)
+    averages = filter(_is_trained, model.parameters()) if config.trainer.ema_decay else ()
+    return checkpoint_bytes(sum(parameter.numel() for parameter in saved), config.optim) + sum(
+        parameter.nbytes for parameter in averages
+    )
 
 
 def _is_trained(parameter: nn.Parameter) -> bool:

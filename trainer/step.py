@@ -14,6 +14,7 @@ from serried.parallel.plan import Objective
 from serried.trainer.optimizer import take_step
 from serried.trainer.precision import GradScaler
 from serried.trainer.spikes import SpikeWindow
+from serried.trainer.weight_average import WeightAverage
 
 FAILURES_THAT_STOP = 3
 """After so many failed steps in a row every later step is rejected, until the host has read this and stops."""
@@ -82,6 +83,7 @@ class TrainStep:
         max_grad_norm: float,
         nominal_weight: int,
         health: HealthSection,
+        average: WeightAverage | None = None,
     ) -> None:
         """``nominal_weight``: targets of a global batch without masks. The loss is divided by this constant before
         backward, which keeps fp16 in range on every layout, and by actual / nominal weight afterwards."""
@@ -93,6 +95,7 @@ class TrainStep:
         self._nominal_weight = nominal_weight
         self._window, self._skips_spikes = SpikeWindow(health, parallel.device), health.spike == "skip"
         self._failed_in_row = torch.zeros((), dtype=torch.float64, device=parallel.device)
+        self._average = average
 
     def __call__(
         self, batches: Sequence[Any], lr: float, vote: Callable[[], float], seeds: Sequence[int] = ()
@@ -127,6 +130,8 @@ class TrainStep:
             # A gradient of NaN times zero is NaN: a rejected step must not be computed at all.
             take_step(self._optimizer, divisor * clip, rejected)
             self._parallel.after_step(loads, ~rejected)
+            if self._average is not None:
+                self._average.update(~rejected)
             self.scaler.update(failed)
             result = torch.stack(
                 (mean_loss, weight, norm, rejected.double(), scale.double(), *limits, self._failed_in_row, votes)
@@ -140,6 +145,7 @@ class TrainStep:
             "scaler": self.scaler.state(),
             "failed_in_row": int(self._failed_in_row.item()),
             "window": self._window.state(),
+            **({"average": self._average.state()} if self._average is not None else {}),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -147,6 +153,8 @@ class TrainStep:
         self.scaler.load(state["scaler"])
         self._failed_in_row.fill_(state["failed_in_row"])
         self._window.load(state.get("window"))
+        if self._average is not None:
+            self._average.load(state["average"])
 
     def rehearse(self, batch: Any) -> None:
         """One pass on ``batch`` that changes nothing.

@@ -132,7 +132,7 @@ class Trainer:
         if not trainer.sample_tokens or not is_finished or not isinstance(task, TextTask):
             return None
         parallel = self.state.parallel
-        with parallel.autocast():
+        with self.state.evaluated(), parallel.autocast():
             return task.sample(parallel.model, trainer.sample_tokens, trainer.seed, self.context.session.device)
 
     def checkpoint_state(self) -> dict[str, Any]:

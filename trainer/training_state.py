@@ -1,6 +1,7 @@
 """Model, optimizer and step of a run: everything that training changes and a checkpoint restores."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from serried.trainer.base_model import Base
 from serried.trainer.checkpoint.plan import Part
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.saved_state import taking_from
-from serried.trainer.checkpoint.state import load_state, state_parts
+from serried.trainer.checkpoint.state import Averages, load_state, state_parts
 from serried.trainer.context import Context
 from serried.trainer.loader import PADDING_ID, read_batch
 from serried.trainer.model import Model, frozen_type
@@ -26,6 +27,7 @@ from serried.trainer.precision import LOW_DTYPES, GradScaler
 from serried.trainer.reference import ReferencePass
 from serried.trainer.step import TrainStep
 from serried.trainer.task import Dataset, to_device
+from serried.trainer.weight_average import WeightAverage
 
 
 class TrainingState:
@@ -56,6 +58,14 @@ class TrainingState:
         self.optimizer = build_optimizer([(held.name, held.tensor) for held in self.parallel.parameters], config.optim)
         self._configured = group_values(self.optimizer)
         self._lr_scales = self._scales_of_groups()
+        weights = start.weights if base is None else base.folder
+        if reference is not None and reference.is_needed:
+            model.start(self.parallel, reference.folder, config.trainer.seed)
+            reference.run(self.parallel)
+        if reference is None or weights is not None:
+            model.start(self.parallel, weights, config.trainer.seed)
+        decay = config.trainer.ema_decay
+        self._average = WeightAverage(decay, self.parallel.parameters, device) if decay else None
         self.step = TrainStep(
             self.parallel,
             self.optimizer,
@@ -64,20 +74,17 @@ class TrainingState:
             max_grad_norm=config.trainer.max_grad_norm,
             nominal_weight=config.trainer.global_batch * task.weight_per_sample(),
             health=config.health,
+            average=self._average,
         )
-        weights = start.weights if base is None else base.folder
-        if reference is not None and reference.is_needed:
-            model.start(self.parallel, reference.folder, config.trainer.seed)
-            reference.run(self.parallel)
-        if reference is None or weights is not None:
-            model.start(self.parallel, weights, config.trainer.seed)
         if start.checkpoint is not None:
             self.restore(start)
 
     def restore(self, start: Start) -> None:
         """Set weights, optimizer and step to those of a checkpoint."""
         assert start.checkpoint is not None
-        load_state(start.checkpoint, self.parallel, self.optimizer, self._model.exported, self._model.stem)
+        load_state(
+            start.checkpoint, self.parallel, self.optimizer, self._model.exported, self._model.stem, self._averages
+        )
         with taking_from(start.checkpoint):
             state = start.state["step_state"]
             if "optimizer" in state:
@@ -95,7 +102,22 @@ class TrainingState:
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         """Yield every tensor that a checkpoint holds; see ``state_parts``."""
-        return state_parts(self.parallel, self.optimizer, self._model.exported, self._model.stem)
+        return state_parts(self.parallel, self.optimizer, self._model.exported, self._model.stem, self._averages)
+
+    @property
+    def _averages(self) -> Averages:
+        return self._average.of if self._average is not None else {}
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Have the model compute with the average of its weights, if the run keeps one."""
+        if self._average is None:
+            yield
+            return
+        self.parallel.reshard()
+        with self._average.in_use():
+            yield
+            self.parallel.reshard()
 
     def learning_rates(self, lr: float) -> dict[str, float]:
         """Return the learning rate of each parameter group of the whole model by name."""

@@ -1,4 +1,6 @@
-"""A committed checkpoint as a plain Hugging Face model folder: another dtype, other file sizes, no training state.
+"""A committed checkpoint, or the mean of several, as a plain Hugging Face model folder.
+
+There the weights may have another dtype and other file sizes; training state is left out.
 
 That of a run that trains adapters becomes a folder of PEFT, or a model folder if they are added to their base model.
 
@@ -8,6 +10,7 @@ Streamed in pieces, so that a machine that cannot hold the model can export it.
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from serried.configs.formats import size
 from serried.configs.plain_data import read_json
 from serried.records.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_file, fsync_folder, read_manifest
-from serried.trainer.checkpoint.merge import Merged
+from serried.trainer.checkpoint.merge import Mean, Merged
 from serried.trainer.checkpoint.retention import ADAPTER, ADAPTER_CONFIG, MODEL
 from serried.trainer.checkpoint.saved_state import STATE
 
@@ -30,9 +33,17 @@ _SPARE_BYTES = 2**20  # headers, the index, the configs
 
 
 def export(
-    checkpoint: Path, out: Path, *, dtype: torch.dtype | None, shard_bytes: int, base: Path | None = None
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    base: Path | None = None,
+    averaged_with: Sequence[Path] = (),
 ) -> list[Path]:
     """Write the model of a committed ``checkpoint`` to the folder ``out``. Returns the files there.
+
+    The weights are the mean of those of ``checkpoint`` and of the checkpoints of the same run in ``averaged_with``.
 
     Of a checkpoint of adapters these alone, as PEFT opens them; or, with ``base``, the folder of the base model, that
     model with the adapters added to it.
@@ -59,7 +70,16 @@ def export(
     saved = TensorFolder(checkpoint, ADAPTER if is_adapter else MODEL)
     if unlisted := set(saved.files) - set(records):
         raise UserError(f"{checkpoint / min(unlisted)} is not in {MANIFEST}; {_ANOTHER}")
-    weights: TensorFolder | Merged = saved
+    weights: TensorFolder | Merged | Mean = saved
+    if averaged_with and is_adapter:
+        raise UserError(
+            f"{checkpoint} holds adapters, and their mean is not that of the models; merge each with its base model: "
+            "serried export ... merge=true"
+        )
+    if averaged_with:
+        for other in averaged_with:
+            _verified(other)
+        weights = Mean([*(TensorFolder(other) for other in averaged_with), saved])
     left_out = {ADAPTER_CONFIG} if base is not None else {"config.json"} if is_adapter else set()
     if base is not None:
         weights = Merged(TensorFolder(base), saved, read_json(checkpoint / ADAPTER_CONFIG))
@@ -159,7 +179,7 @@ def _shards(specs: list[TensorSpec], shard_bytes: int) -> dict[str, list[TensorS
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": part for number, part in enumerate(shards, 1)}
 
 
-def _write_weights(path: Path, weights: TensorFolder | Merged, specs: list[TensorSpec]) -> None:
+def _write_weights(path: Path, weights: TensorFolder | Merged | Mean, specs: list[TensorSpec]) -> None:
     with path.open("wb") as file:
         file.write(header(specs))
         for spec in specs:

@@ -1,7 +1,7 @@
-"""The tensors of a base model with adapters added to them, one at a time."""
+"""Tensors made of those of several folders, a piece at a time: a base model with adapters, or the mean of models."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,21 @@ class Merged:
         if (length := f"{module}.lora_magnitude_vector") in self._adapters.specs:
             weight *= (_whole(self._adapters, length) / torch.linalg.vector_norm(weight, dim=1)).unsqueeze(1)
         return (weight.T if self._is_transposed else weight).flatten()
+
+
+class Mean:
+    """The mean of several ``TensorFolder``s of the same names and shapes, computed in fp32."""
+
+    def __init__(self, folders: Sequence[TensorFolder]) -> None:
+        self.specs: Mapping[str, TensorSpec] = folders[-1].specs
+        self._folders = folders
+
+    def read_elements(self, name: str, first: int, count: int) -> Tensor:
+        """As that of a ``TensorFolder``; what is not a float is taken from the last folder."""
+        values = [folder.read_elements(name, first, count) for folder in self._folders]
+        if not values[-1].is_floating_point():
+            return values[-1]
+        return torch.stack([each.float() for each in values]).mean(0).to(values[-1].dtype)
 
 
 def _whole(folder: TensorFolder, name: str) -> Tensor:

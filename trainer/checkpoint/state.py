@@ -28,30 +28,49 @@ _OF_DRAFTS = "eh_proj.weight"
 
 Exported = Callable[[str, Sequence[int]], tuple[Fragment, ...]]
 """(name, shape) of a parameter -> where its elements lie in the tensors of a checkpoint."""
+Averages = Mapping[int, Tensor]
+"""Average of a parameter, by its ``id``."""
+_NO_AVERAGES: Averages = {}
+_TRAINED = "trained"
+"""Name of a parameter among its state, if the model of the checkpoint is the average."""
 
 
 def state_parts(
-    parallel: DistributedModel, optimizer: torch.optim.Optimizer, exported: Exported, stem: str = MODEL
+    parallel: DistributedModel,
+    optimizer: torch.optim.Optimizer,
+    exported: Exported,
+    stem: str = MODEL,
+    averages: Averages = _NO_AVERAGES,
 ) -> Iterator[tuple[str, Part]]:
     """Everything that training changes, each with the stem of its files, ``stem`` for weights; in the same order
-    always."""
-    for part in _weights(parallel, exported):
+    always.
+
+    Where there are ``averages`` of the weights, they are the model of the checkpoint, and the weights lie with the
+    optimizer's state.
+    """
+    for part in _weights(parallel, exported, averages):
         yield stem, part
-    for part in _optimizer_state(parallel, optimizer, exported):
+    for part in _optimizer_state(parallel, optimizer, exported, averages):
         yield OPTIMIZER, part
 
 
-def _weights(parallel: DistributedModel, exported: Exported) -> list[Part]:
-    held = (*parallel.parameters, *parallel.buffers)
+def _weights(parallel: DistributedModel, exported: Exported, averages: Averages = _NO_AVERAGES) -> list[Part]:
+    parameters = (each._replace(tensor=averages.get(id(each.tensor), each.tensor)) for each in parallel.parameters)
+    held = (*parameters, *parallel.buffers)
     parts = [Part(each.name, each, exported(each.name, each.spec.shape)) for each in held]
     return [part for part in parts if part.fragments]  # a base model is not in the checkpoints of its adapters
 
 
-def _optimizer_state(parallel: DistributedModel, optimizer: torch.optim.Optimizer, exported: Exported) -> list[Part]:
+def _optimizer_state(
+    parallel: DistributedModel, optimizer: torch.optim.Optimizer, exported: Exported, averages: Averages
+) -> list[Part]:
     return [
         Part(f"{of.name}.{key}", held, _state_fragments(of, key, held.spec.shape, exported))
         for of in parallel.parameters
-        for key, value in tensor_state(optimizer, of.tensor).items()
+        for key, value in (
+            *tensor_state(optimizer, of.tensor).items(),
+            *([(_TRAINED, of.tensor)] if id(of.tensor) in averages else []),
+        )
         for held in [parallel.held_like(of, value)]
     ]
 
@@ -74,20 +93,28 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     exported: Exported,
     stem: str = MODEL,
+    averages: Averages = _NO_AVERAGES,
 ) -> None:
-    """Fill weights and optimizer state from a checkpoint; each rank reads the boxes it holds alone.
+    """Fill weights, optimizer state and ``averages`` from a checkpoint; each rank reads the boxes it holds alone.
 
     Raises:
         UserError: the checkpoint is of another model.
     """
     folder = TensorFolder(checkpoint, OPTIMIZER) if any(checkpoint.glob(f"{OPTIMIZER}*")) else None
     saved = folder.specs.keys() if folder is not None else set()  # SGD without momentum has no state
-    owners = {name.rpartition(".")[0] for name in saved}
+    owners = {name.rpartition(".")[0] for name in saved if not name.endswith(f".{_TRAINED}")}
     names = {name: {name, *_names(exported(name, spec.shape))} for name, spec in parallel.specs.items()}
     with_state = {id(held.tensor) for held in parallel.parameters if owners & names[held.name]}
     ensure_state(optimizer, lambda parameter: id(parameter) in with_state)
-    load_weights(checkpoint, parallel, exported, stem)
-    states = _optimizer_state(parallel, optimizer, exported)
+    has_average = any(name.endswith(f".{_TRAINED}") for name in saved)
+    if has_average != bool(averages):
+        raise UserError(
+            f"{checkpoint} holds {'an' if has_average else 'no'} average of the weights; use trainer.ema_decay="
+            f"{'0.999, or what it was trained with' if has_average else '0'}, or the model alone: serried export, then "
+            "checkpoint.resume=FOLDER"
+        )
+    load_weights(checkpoint, parallel, exported, stem, averages=averages)
+    states = _optimizer_state(parallel, optimizer, exported, averages)
     of_others = set[str]().union(*names.values()) - set[str]().union(
         *(names[each.name] for each in parallel.parameters)
     )
@@ -104,16 +131,21 @@ def load_state(
 
 @torch.no_grad()
 def load_weights(
-    folder: Path, parallel: DistributedModel, exported: Exported, stem: str = MODEL, left_out: Collection[str] = ()
+    folder: Path,
+    parallel: DistributedModel,
+    exported: Exported,
+    stem: str = MODEL,
+    left_out: Collection[str] = (),
+    averages: Averages = _NO_AVERAGES,
 ) -> None:
     """Fill weights from the files ``stem`` of a folder, in any float dtype; each rank reads the boxes it holds alone.
 
-    Parameters named in ``left_out`` are compared, and not filled.
+    Parameters named in ``left_out`` are compared, and not filled. Where there are ``averages``, they are filled.
 
     Raises:
         UserError: the folder holds another model.
     """
-    tensors, weights = TensorFolder(folder, stem), _weights(parallel, exported)
+    tensors, weights = TensorFolder(folder, stem), _weights(parallel, exported, averages)
     shapes = {name: spec.shape for name, spec in parallel.specs.items()}  # of all stages
     shapes |= {part.name: part.shards.shape for part in weights}
     aliases = _aliases(parallel.module, exported)

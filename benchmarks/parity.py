@@ -18,6 +18,7 @@ from tests.runs import metrics, overrides, write_text
 STEPS, GLOBAL_BATCH = 20, 36
 ACCUMULATIONS = (1, 3)
 RING, TENSOR = "parallel.context_method=ring", "parallel.tensor=2"
+COMPILED, SELECTIVE = "trainer.compile=true", "trainer.activation_checkpoint=selective"
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,13 @@ CUTS = (
     pipeline("x2 x context x2", 2, "parallel.context=2", others=2, data_ranks=1),
     pipeline("x2, zbv x context x2", 2, "parallel.schedule=zbv", "parallel.context=2", RING, others=2, data_ranks=1),
     pipeline("x2 x context x2 x fsdp x2", 2, "parallel.context=2", others=4, data_ranks=2, accumulation=6),
+    Cut("single, compiled", 1, ("parallel=single", COMPILED), 1, (3,), is_slow=True),
+    Cut("ddp x2, compiled", 2, ("parallel=ddp", COMPILED), 2, (3,), is_slow=True),
+    Cut("fsdp x2, compiled", 2, ("parallel=fsdp", COMPILED), 2, (3,), is_slow=True),
+    Cut("fsdp x2, compiled, selective", 2, ("parallel=fsdp", COMPILED, SELECTIVE), 2, (3,), is_slow=True),
+    Cut("tensor x2, compiled", 2, ("parallel=fsdp", TENSOR, COMPILED), 1, (3,), is_slow=True),
+    Cut("context x2, compiled", 2, ("parallel=fsdp", "parallel.context=2", COMPILED), 1, (3,), is_slow=True),
+    pipeline("x2, 1f1b, compiled", 2, COMPILED),
 )
 BORDER = ("precision.growth_interval=2", "precision.initial_scale=4194304")
 """fp16 whose loss scale always returns to where gradients overflow."""
@@ -107,6 +115,7 @@ EXPERT_CUTS = (
     Cut("fsdp x2 (ZeRO-3)", 2, ("parallel=fsdp",), 2, (3,), True),
     Cut("tensor x2", 2, ("parallel=fsdp", TENSOR), 1, (3,), True),
     experts("", 2, is_slow=False),
+    experts(", compiled", 2, COMPILED),
     experts("", 4, expert=4),
     experts(", sharded x2", 4),
     experts(", sharded x3 along dim 1", 6),
@@ -176,7 +185,8 @@ def run(
         f"trainer.global_batch={GLOBAL_BATCH}", f"trainer.micro_batch={micro_batch}",
         "model.layers=4", "data.sequence_length=24", *more,
     )  # fmt: skip
-    answers = cluster.run(cut.processes, "tests.runs:train_small", argv=argv, ragged=True, fault=fault)
+    patience = 900 if COMPILED in argv else 120
+    answers = cluster.run(cut.processes, "tests.runs:train_small", patience, argv=argv, ragged=True, fault=fault)
     lines = metrics(run_dir)
     ids = [
         sorted(

@@ -3,6 +3,7 @@
     python -m benchmarks.step_overhead                     # all layouts; a real model and one of almost no compute
     python -m benchmarks.step_overhead --layouts ddp --turns 40
     python -m benchmarks.step_overhead --against no-numbers  # what its own numbers cost
+    python -m benchmarks.step_overhead --against compiled --precision bf16  # what trainer.compile brings
     python -m benchmarks.step_overhead --profile             # what a step spends on them, call by call
 
 Both stay alive in the same processes and take turns of a few steps, so that a machine that slows down slows both. The
@@ -111,6 +112,29 @@ def race_against_no_numbers(argv: list[str], turns: int) -> dict[str, list[float
         return {name: values[2:] for name, values in seconds.items()}
 
 
+def race_against_compiled(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[float]]:
+    """Seconds a step of each turn, as it is and with compiled blocks. Runs on every rank."""
+    plain = compose(argv)
+    compiled = compose([*argv, "trainer.compile=true", f"run.dir={plain.run.dir}-compiled"])
+    configs = {"trainer": plain, "compiled": compiled}
+    seconds: dict[str, list[float]] = {name: [] for name in configs}
+    with open_session(plain.launch) as session:
+        trainers = {name: _built(config, CausalLM(config), session) for name, config in configs.items()}
+        racers = {name: trainer.steps() for name, trainer in trainers.items()}
+        for turn in range(turns + 2):  # the first two warm up, and compile
+            for name in racers if turn % 2 else reversed(racers):
+                if session.world_size > 1:
+                    dist.barrier()
+                started = time.perf_counter()
+                for _ in range(steps_in_a_turn):
+                    next(racers[name])
+                seconds[name].append((time.perf_counter() - started) / steps_in_a_turn)
+        for name, racer in racers.items():
+            racer.close()
+            trainers[name].saver.checkpointer.close()
+    return {name: values[2:] for name, values in seconds.items()}
+
+
 @contextmanager
 def _no_numbers() -> Iterator[None]:
     """Have the trainer mark no step and measure no rates: it logs losses, norms and learning rates."""
@@ -147,11 +171,15 @@ def share_of_numbers(argv: list[str], steps_profiled: int) -> tuple[float, float
 def _trainer(config: TextRunConfig, recipe: CausalLM) -> Iterator[tuple[Trainer, Session]]:
     """A trainer that is built, and the session it is built in."""
     with open_session(config.launch) as session:
-        folder = RunFolder(config.run.dir) if session.is_main else None
-        console = Console(False, session.rank)
-        trainer = Trainer(Context(config, recipe, session, console, folder, Pulse()), config_yaml(config), Start())
+        trainer = _built(config, recipe, session)
         yield trainer, session
         trainer.saver.checkpointer.close()
+
+
+def _built(config: TextRunConfig, recipe: CausalLM, session: Session) -> Trainer:
+    folder = RunFolder(config.run.dir) if session.is_main else None
+    console = Console(False, session.rank)
+    return Trainer(Context(config, recipe, session, console, folder, Pulse()), config_yaml(config), Start())
 
 
 def by_hand(config: Any, recipe: CausalLM, device: torch.device) -> Iterator[None]:
@@ -221,8 +249,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--against", choices=["by-hand", "no-numbers"], default="by-hand")
+    parser.add_argument("--against", choices=["by-hand", "no-numbers", "compiled"], default="by-hand")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--turns", type=int, default=20)
     options = parser.parse_args()
     other = options.against.replace("-", " ")
@@ -241,13 +270,15 @@ def main() -> None:
                     "data=text", f"data.path={text}", f"data.cache_dir={temporary}/cache", *MODELS[model],
                     f"run.dir={temporary}/{model.split()[0]}-{layout}", f"parallel={layout}", "trainer.steps=1M",
                     "trainer.eval_every=0", "trainer.log_every=10", "checkpoint.every=0",
+                    f"precision={options.precision}",
                 ]  # fmt: skip
                 function: str = "race_against_no_numbers"
                 how: dict[str, Any] = {"turns": options.turns}
                 if options.profile:
                     function, how = "share_of_numbers", {"steps_profiled": PROFILED_STEPS[model]}
-                elif options.against == "by-hand":
-                    function, how = "race", how | {"steps_in_a_turn": STEPS_IN_A_TURN[model]}
+                elif options.against != "no-numbers":
+                    function = "race" if options.against == "by-hand" else "race_against_compiled"
+                    how["steps_in_a_turn"] = STEPS_IN_A_TURN[model]
                 found = cluster.run(
                     LAYOUTS[layout], f"benchmarks.step_overhead:{function}", timeout_seconds=3600, argv=argv, **how
                 )[0].value

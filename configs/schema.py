@@ -584,7 +584,7 @@ class TrainerSection(Section):
 
     free = (
         "epochs", "micro_batch", "deterministic", "log_every", "eval_every", "eval_batches", "patience", "stop_at",
-        "max_minutes", "workers", "sample_tokens", "activation_checkpoint", "activation_checkpoint_every",
+        "max_minutes", "workers", "sample_tokens", "activation_checkpoint", "activation_checkpoint_every", "compile",
     )  # fmt: skip
 
     steps: PositiveCount
@@ -603,6 +603,8 @@ class TrainerSection(Section):
     ema_decay: Number = Field(default=0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights, such as 0.999; 0: none. Evaluations use the average, and
     it is the model of every checkpoint; training goes on from the weights, which are saved beside it."""
+    compile: bool = False
+    """Compile each block with ``torch.compile`` when training first runs it. Needs a C++ compiler; on a GPU Triton."""
     max_grad_norm: Number = Field(default=1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
     seed: Annotated[Count, Field(ge=0, lt=2**63)] = 1
@@ -625,6 +627,13 @@ class TrainerSection(Section):
     """Threads per process that prefetch batches; 0: read in the training thread."""
     sample_tokens: CountOrZero = 0
     """Tokens of text to generate from the trained model at the end; 0: none."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.compile and self.activation_checkpoint == "offload":
+            yield (
+                "trainer.compile=true with trainer.activation_checkpoint=offload, whose copies to the host cannot be "
+                "compiled; use trainer.activation_checkpoint=selective, or trainer.compile=false"
+            )
 
     @property
     def evaluates_every(self) -> int:

@@ -9,9 +9,11 @@ autocast, starts from the same buffers and changes none, and routers do not coun
 false outside of a forward).
 """
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -19,7 +21,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from serried.configs.errors import UserError
 from serried.parallel.plan import ParallelPlan
@@ -52,16 +59,29 @@ def checkpoint_blocks(module: nn.Module, plan: ParallelPlan, mode: str, every: i
             f"trainer.activation_checkpoint={mode}: the model has no repeated blocks that could be computed again; "
             "return ParallelPlan(blocks=...) from parallel_plan(), or use trainer.activation_checkpoint=none"
         )
-    wrapped = _offloaded if mode == "offload" else partial(_computed_again, mode == "selective")
+    wrapped = {"full": _computed_again, "selective": _partly_computed_again, "offload": _offloaded}[mode]
     for name in blocks[::every]:
-        block = module.get_submodule(name)
+        block: Any = module.get_submodule(name)
         if any(True for _ in block.parameters()):  # else another stage of the pipeline has it
-            block.forward = partial(wrapped, block, block.forward)
+            block.plain_forward = block.forward
+            block.forward = MethodType(wrapped, block)  # of one function: torch.compile makes one graph for all blocks
 
 
-def _computed_again(is_selective: bool, block: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _computed_again(block: nn.Module, *args: Any, **named: Any) -> Any:
+    return _checkpointed(False, block, args, named)
+
+
+def _partly_computed_again(block: nn.Module, *args: Any, **named: Any) -> Any:
+    return _checkpointed(True, block, args, named)
+
+
+def _checkpointed(is_selective: bool, block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    forward: Any = block.plain_forward
     if not torch.is_grad_enabled():
         return forward(*args, **named)
+    if torch.compiler.is_compiling():  # where torch chooses what to compute again, of what it has traced once
+        options: dict[str, Any] = {"context_fn": _compiled_contexts} if is_selective else {}
+        return checkpoint(forward, *args, use_reentrant=False, **options, **named)
     contexts = partial(_contexts, block, is_selective)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **named)
 
@@ -77,6 +97,17 @@ def _contexts(block: nn.Module, is_selective: bool) -> tuple[AbstractContextMana
         return nullcontext(), _Again(before)
     results: list[Any] = []
     return _Keep(results), _Again(before, results)
+
+
+def _compiled_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    counts: Counter[bool] = Counter()
+
+    def policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **named: Any) -> CheckpointPolicy:
+        counts[context.is_recompute] += operation in _PRODUCTS
+        keeps = _keeps(operation, args, named, counts[context.is_recompute])
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def _keeps(operation: Any, args: tuple[Any, ...], named: dict[str, Any], products: int) -> bool:
@@ -177,8 +208,8 @@ def kept(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return found
 
 
-def _offloaded(block: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    del block
+def _offloaded(block: nn.Module, *args: Any, **named: Any) -> Any:
+    forward: Any = block.plain_forward
     if not torch.is_grad_enabled():
         return forward(*args, **named)
     offload = _Offload()

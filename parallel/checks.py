@@ -41,6 +41,8 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
             f"adapter.method=dora with parallel.tensor={layout.tensor}, whose ranks divide the rows that it measures; "
             "use parallel.tensor=1, or adapter=lora"
         )
+    if config.trainer.compile:
+        _check_compile(config, layout)
     if layout.world == 1 and section.expert > 1:
         raise UserError(f"parallel.expert={section.expert} with one process; use more, with parallel=fsdp")
     model, data = getattr(config, "model", None), getattr(config, "data", None)
@@ -54,6 +56,21 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     if layout.pipeline > 1:
         _check_stages(layout, getattr(model, "layers", None))
         _check_micro_batches(config, layout, accumulation)
+
+
+def _check_compile(config: RunConfig, layout: Layout) -> None:
+    if layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES:
+        raise UserError(  # torch frees what a compiled backward has read
+            f"trainer.compile=true with parallel.schedule={layout.schedule}, which runs the backward of a block twice; "
+            "use parallel.schedule=1f1b or interleaved, or trainer.compile=false"
+        )
+    checkpoint = config.trainer.activation_checkpoint
+    if layout.context > 1 and layout.context_method == "ring" and checkpoint != "none":
+        raise UserError(
+            f"trainer.compile=true with trainer.activation_checkpoint={checkpoint} and parallel.context_method=ring, "
+            "whose messages cannot be compiled: use parallel.context_method=gather, "
+            "trainer.activation_checkpoint=none, or trainer.compile=false"
+        )
 
 
 def _check_tensor(layout: Layout, divisible: Mapping[str, Mapping[str, int]]) -> None:

@@ -7,6 +7,7 @@ one parameter, whose bytes are called bf16: FSDP2 shards and gathers it by rows 
 
 import functools
 import math
+from types import MethodType
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def quantize(module: nn.Linear) -> None:
     packed = torch.empty(len(weight), columns, dtype=torch.bfloat16, device="meta") if weight.is_meta else pack(weight)
     module.weight = nn.Parameter(packed, requires_grad=False)
     module.weight.whole_shape = weight.shape  # type: ignore[attr-defined]
-    module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
+    module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 
 
 def is_packed(parameter: Tensor) -> bool:

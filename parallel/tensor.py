@@ -16,8 +16,9 @@ along the sequence too (https://arxiv.org/abs/2205.05198). A model declares the 
   they are tied.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -76,6 +77,8 @@ class Tensors:
         rows = _rows_of_vocabularies(module, roles)
         self._slice_parameters(module, plan, layout, place)
         stream = _Stream(group, layout.sequence)
+        # One function for all modules: torch.compile then makes one graph for all blocks.
+        multiply = {role: _multiply_and_sum(stream, is_conv1d=role == "conv1d_row") for role in ("row", "conv1d_row")}
         for name, role in roles.items():
             each: Any = module.get_submodule(name)
             if isinstance(each, SkippedModule):
@@ -87,7 +90,7 @@ class Tensors:
             elif role == "region":
                 each.register_forward_pre_hook(partial(_enter, stream), with_kwargs=True)
             elif role in ("row", "conv1d_row"):
-                each.forward = partial(_multiply_and_sum, each, stream, is_conv1d=role == "conv1d_row")
+                each.forward = MethodType(multiply[role], each)
                 if adapter := getattr(each, "adapter", None):
                     adapter.sum = stream.sum
             elif role == "norm":
@@ -292,7 +295,11 @@ def _whole_logits(module: nn.Linear, vocabulary: Vocabulary, hidden: Tensor) -> 
     return vocabulary.logits(hidden, module.weight)
 
 
-def _multiply_and_sum(module: nn.Linear, stream: _Stream, x: Tensor, *, is_conv1d: bool) -> Tensor:
-    """As the module's own forward, with the bias added once."""
-    product = stream.sum(linear(x, module.weight.T if is_conv1d else module.weight))
-    return product if module.bias is None else product + module.bias.to(product.dtype)
+def _multiply_and_sum(stream: _Stream, *, is_conv1d: bool) -> Callable[[nn.Linear, Tensor], Tensor]:
+    """Return a forward as the module's own, with the bias added once."""
+
+    def forward(module: nn.Linear, x: Tensor) -> Tensor:
+        product = stream.sum(linear(x, module.weight.T if is_conv1d else module.weight))
+        return product if module.bias is None else product + module.bias.to(product.dtype)
+
+    return forward

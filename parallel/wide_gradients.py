@@ -4,7 +4,7 @@ The gradient of a linear layer's weight sums over all tokens of a micro-batch. I
 a rank takes more tokens at a time. Gradients of activations belong to one token each, on any layout.
 """
 
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,11 +23,15 @@ def widen_gradients(model: nn.Module, plan: ParallelPlan) -> None:
         if is_conv1d or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward):
             if "forward" in vars(module):
                 continue  # a quantized weight, which has no gradient
-            module.forward = partial(_forward, module, is_conv1d)
+            module.forward = MethodType(_conv1d if is_conv1d else _linear, module)
 
 
-def _forward(module: Any, is_conv1d: bool, x: Tensor) -> Tensor:
-    return linear(x, module.weight.T if is_conv1d else module.weight, module.bias)
+def _linear(module: Any, x: Tensor) -> Tensor:
+    return linear(x, module.weight, module.bias)
+
+
+def _conv1d(module: Any, x: Tensor) -> Tensor:
+    return linear(x, module.weight.T, module.bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,6 +1,5 @@
 """Activation checkpointing: the bits of a step without it, on every layout, and the memory that the plan says."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.parallel.activations import checkpoint_blocks
 from serried.parallel.apply import parallelize
+from serried.parallel.compile import compile_blocks
 from serried.parallel.held import local
 from serried.parallel.mesh import resolve_layout
 from serried.parallel.plan import ParallelPlan
@@ -34,7 +34,7 @@ def drop(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
     return F.dropout(output, 0.1, module.training)
 
 
-def step(argv: list[str], mode: str, every: int = 1) -> dict[str, Tensor]:
+def step(argv: list[str], mode: str, every: int = 1, *, compiled: bool = False) -> dict[str, Tensor]:
     """Totals of a step of ``MICRO_BATCHES`` with dropout, and this rank's gradients."""
     config = compose(argv)
     with open_session(config.launch) as session:
@@ -43,10 +43,16 @@ def step(argv: list[str], mode: str, every: int = 1) -> dict[str, Tensor]:
         plan = task.parallel_plan(model)
         for name in plan.blocks:
             model.get_submodule(name).mlp.register_forward_hook(drop)  # type: ignore[union-attr]
+
+        def prepare(stage: nn.Module) -> None:
+            checkpoint_blocks(stage, plan, mode, every)
+            if compiled:
+                compile_blocks(stage, plan)
+
         parallel = parallelize(
             model, plan, lambda _: 0.2, seed=1, layout=layout, section=config.parallel,
             low_dtype=LOW_DTYPES[config.precision.name], device=session.device,
-            prepare=partial(checkpoint_blocks, plan=plan, mode=mode, every=every),
+            prepare=prepare,
         )  # fmt: skip
         generator = torch.Generator().manual_seed(parallel.place.data_rank)
         tokens = torch.randint(257, (MICRO_BATCHES, SAMPLES, LENGTH), generator=generator)

@@ -6,6 +6,7 @@ from torch import nn
 from serried.configs.formats import short, size
 from serried.configs.schema import RunConfig, TrainerSection
 from serried.parallel.apply import check_plan
+from serried.parallel.compile import check_blocks
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.quantized import whole_numel
@@ -48,6 +49,8 @@ def overview(
     """The plan. ``model`` may be on meta; ``place`` names the processes and where they compute; ``training`` is the
     data, where it is open."""
     check_plan(model, plan, layout)
+    if config.trainer.compile:
+        check_blocks(model, plan, config.trainer.activation_checkpoint)
     trainer, parallel = config.trainer, config.parallel
     parameters = sum(whole_numel(parameter) for parameter in model.parameters())
     step_weight = trainer.global_batch * task.weight_per_sample()
@@ -68,7 +71,7 @@ def overview(
             f"{accumulation} accumulated; "
             f"{step_weight:,} {task.unit} a step, {short(step_weight * trainer.steps)} in {trainer.steps:,} steps",
         ),
-        ("precision", _precision(config, plan)),
+        ("precision", _precision(config, plan) + "; blocks compiled" * trainer.compile),
         (
             "optimizer",
             f"{config.optim.name}, peak lr {config.optim.lr:g}, {schedule.name}{decay}, "

@@ -13,6 +13,7 @@ from serried.records.status import record_end
 from serried.runtime.console import Console
 from serried.runtime.ending import Failure
 from serried.runtime.session import Session
+from serried.trainer import compilation
 from serried.trainer.activity import Activity
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
 from serried.trainer.context import Context
@@ -77,6 +78,7 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
     except BaseException as error:
         session.shield()
         told = explained(error, config, task, session, watchdog.pulse, trainer.state.optimizer if trainer else None)
+        told = compilation.explained(told)
         watchdog.pulse.enter(END, trainer.loop.step if trainer else start.step)
         failure = session.cause.first(told)
         console.log(traceback.format_exc())

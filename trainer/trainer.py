@@ -23,6 +23,7 @@ from serried.trainer.base_model import Base, find_base
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, make_room, plain
 from serried.trainer.checkpoint.retention import sweep
 from serried.trainer.checkpoint.save import lack_of_space
+from serried.trainer.compilation import check_compiler
 from serried.trainer.context import Context
 from serried.trainer.data import Data
 from serried.trainer.evaluator import Evaluator
@@ -55,6 +56,8 @@ class Trainer:
         layout = resolve_layout(config.parallel, session.world_size)
         accumulation = gradient_accumulation(config.trainer, layout)
         check_layout(config, layout, accumulation)
+        if config.trainer.compile:
+            check_compiler(session.device)
         set_determinism(config.trainer.deterministic)
         self._data = data = data or Data(task, session, console)
         check_data(start, data.fingerprint, config)
@@ -123,7 +126,10 @@ class Trainer:
 
     def steps(self) -> Generator[int, None, None]:
         """Train to the last step or a request to stop; yields the number of each step as it is done."""
-        yield from self.loop.steps(self._rollback, self.checkpoint_state)
+        for step in self.loop.steps(self._rollback, self.checkpoint_state):
+            if self.state.compilation is not None:
+                self.state.compilation.report(step)
+            yield step
 
     def _sample(self) -> str | None:
         """Return text of the trained model if the run asks for some and is finished. A collective."""

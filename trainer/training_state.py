@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from serried.configs.schema import TrainerSection
 from serried.parallel.activations import checkpoint_blocks
 from serried.parallel.apply import parallelize
+from serried.parallel.compile import compile_blocks
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.trainer.base_model import Base
@@ -18,6 +19,7 @@ from serried.trainer.checkpoint.plan import Part
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.saved_state import taking_from
 from serried.trainer.checkpoint.state import Averages, load_state, state_parts
+from serried.trainer.compilation import Compilation
 from serried.trainer.context import Context
 from serried.trainer.loader import PADDING_ID, read_batch
 from serried.trainer.model import Model, frozen_type
@@ -41,6 +43,7 @@ class TrainingState:
         config, task, device = context.config, context.task, context.session.device
         context.console.doing(f"reading {start.source}" if start.source else "initialising the model")
         self._task, self._session, self._model = task, context.session, model
+        self.compilation = Compilation(context.console) if config.trainer.compile else None
         self.parallel = parallelize(
             model.module,
             model.plan,
@@ -52,8 +55,10 @@ class TrainingState:
             device=device,
             phases=context.pulse.phases,
             frozen_dtype=frozen_type(config, model.plan),
-            prepare=partial(_prepare, config.trainer, model.plan),
+            prepare=partial(_prepare, config.trainer, model.plan, self.compilation),
         )
+        if self.compilation is not None:
+            self.compilation.announce()
         self.module = self.parallel.module
         self.optimizer = build_optimizer([(held.name, held.tensor) for held in self.parallel.parameters], config.optim)
         self._configured = group_values(self.optimizer)
@@ -149,6 +154,10 @@ class TrainingState:
         return named
 
 
-def _prepare(section: TrainerSection, plan: ParallelPlan, module: nn.Module) -> None:
+def _prepare(
+    section: TrainerSection, plan: ParallelPlan, compilation: Compilation | None, module: nn.Module
+) -> None:  # fmt: skip
     """Let the blocks of ``module``, the model or a stage of it, run as ``section`` says."""
     checkpoint_blocks(module, plan, section.activation_checkpoint, section.activation_checkpoint_every)
+    if compilation is not None:
+        compilation.blocks += compile_blocks(module, plan)

@@ -1,0 +1,71 @@
+"""torch.compile, block by block and in place: names of parameters, and hence checkpoints, stay as they are.
+
+What autograd records is compiled, and nothing else: evaluations and generated text, whose shapes vary, run as without
+it. Blocks of one form share their graphs, if what replaces a forward in them is one function for all.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from serried.configs.errors import UserError
+from serried.parallel.context import Ring, context_points
+from serried.parallel.expert import mixtures
+from serried.parallel.plan import ParallelPlan
+from serried.parallel.units import blocks_of
+
+
+def check_blocks(module: nn.Module, plan: ParallelPlan, checkpoint: str = "none") -> Sequence[str]:
+    """Return the names of the blocks of ``module``, which keep what ``checkpoint`` says.
+
+    Raises:
+        UserError: there are none, or they cannot be compiled.
+    """
+    if checkpoint != "none" and plan.mixtures:  # its graphs end at a mixture, and what is computed again is one graph
+        raise UserError(
+            f"trainer.compile=true with trainer.activation_checkpoint={checkpoint} and a mixture of experts, which "
+            "cannot be compiled; use trainer.activation_checkpoint=none, or trainer.compile=false"
+        )
+    names = plan.blocks or blocks_of(module)
+    if not names:
+        raise UserError(
+            "trainer.compile=true: the model has no repeated blocks to compile; return ParallelPlan(blocks=...) from "
+            "parallel_plan(), or use trainer.compile=false"
+        )
+    buffers = [f"{name}.{buffer}" for name in names for buffer, _ in module.get_submodule(name).named_buffers()]
+    if checkpoint != "none" and buffers:  # the second forward would change them again
+        raise UserError(
+            f"trainer.compile=true with trainer.activation_checkpoint={checkpoint} and blocks with buffers "
+            f"({buffers[0]}), which a forward may change; use trainer.activation_checkpoint=none, or "
+            "trainer.compile=false"
+        )
+    return names
+
+
+def compile_blocks(module: nn.Module, plan: ParallelPlan) -> int:
+    """Let the blocks of ``module``, the model or a stage of it, be compiled when they first run. Returns their number.
+
+    Call it after ``checkpoint_blocks``.
+    """
+    import torch._dynamo.config
+    import torch._inductor.config  # both take long to import
+
+    torch._inductor.config.fallback_random = True  # torch's own random numbers: dropout is as without compiling
+    torch._dynamo.config.optimize_ddp = False  # it would divide the graph of a block at DDP's buckets
+    for mixture in mixtures(module, plan).values():  # how many tokens an expert gets is known when the router ran
+        mixture.forward = torch.compiler.disable(mixture.forward)
+    for each in context_points(module, plan):
+        if isinstance(each.context, Ring):  # its messages travel while something else is computed
+            each.context.attend = torch.compiler.disable(each.context.attend)  # type: ignore[method-assign]
+    blocks: list[Any] = [module.get_submodule(name) for name in check_blocks(module, plan)]
+    here = [block for block in blocks if any(True for _ in block.parameters())]  # others are in another stage
+    for block in here:
+        block.forward = partial(_run, torch.compile(block.forward, dynamic=False), block.forward)
+    return len(here)
+
+
+def _run(compiled: Callable[..., Any], plain: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    return (compiled if torch.is_grad_enabled() else plain)(*args, **named)

@@ -1,0 +1,156 @@
+"""trainer.compile: a step has the bits of one that is not compiled, with the compiler's graphs run as they are."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+
+from serried.configs.errors import UserError
+from serried.parallel.compile import check_blocks, compile_blocks
+from serried.parallel.plan import ParallelPlan
+from serried.runtime.console import Console
+from serried.trainer.compilation import Compilation, check_compiler, explained
+from tests.cluster import Cluster
+from tests.runs import metrics, run_here, tiny_overrides
+from tests.test_activations import EXPERTS, MODEL, step
+
+LAYOUTS: dict[str, tuple[int, list[str], list[str]]] = {
+    "single": (1, ["parallel=single"], ["full"]),
+    "ddp": (2, ["parallel=ddp"], ["none"]),
+    "fsdp": (2, ["parallel=fsdp"], ["none", "selective"]),
+    "tensor": (2, ["parallel=fsdp", "parallel.tensor=2"], ["none"]),
+    "context": (2, ["parallel=fsdp", "parallel.context=2"], ["none"]),
+    "1f1b": (2, ["parallel=fsdp", "parallel.pipeline=2"], ["none"]),
+    "expert": (2, ["parallel=fsdp", "parallel.expert=2"], ["none"]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _without_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Graphs are made and run, but no program is generated, which takes half a minute."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    torch._dynamo.reset()
+    with torch.compiler.set_stance("default", force_backend="aot_eager"):
+        yield
+    torch._dynamo.reset()
+
+
+def differing(argv: list[str], modes: list[str]) -> dict[str, Any]:
+    """What of a compiled step has other bits, and the number of graphs, by what blocks keep."""
+    expected, found = step(argv, "none"), {}
+    for mode in modes:
+        torch._dynamo.reset()
+        clear_compilation_metrics()
+        with torch.compiler.set_stance("default", force_backend="aot_eager"):
+            ours = step(argv, mode, compiled=True)
+        graphs = [each for each in get_compilation_metrics() if each.co_name]
+        other = [name for name, tensor in expected.items() if not tensor.equal(ours[name])]
+        found[mode] = [other, len(graphs)]
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_compiled_step_has_the_same_bits_and_one_graph_for_all_blocks(name: str, cluster: Cluster) -> None:
+    ranks, how, modes = LAYOUTS[name]
+    model, graphs = (
+        (EXPERTS, 4) if name == "expert" else (MODEL, 1)
+    )  # a dense block; parts around experts and their dropout
+    answers = cluster.run(ranks, "tests.test_compile:differing", argv=[*how, *model], modes=modes)
+    assert [answer.value for answer in answers] == [{mode: [[], graphs] for mode in modes}] * ranks
+
+
+def test_a_run_may_switch_to_compiled_blocks_and_compiles_its_steps_alone(text: Path, tmp_path: Path) -> None:
+    more = ["model.layers=2", "trainer.eval_every=2", "trainer.sample_tokens=6"]
+    plain = run_here(tiny_overrides(text, tmp_path / "plain", *more))
+    run_here(tiny_overrides(text, tmp_path / "run", *more, "trainer.stop_at=2"))
+    resumed = run_here(tiny_overrides(text, tmp_path / "run", *more, "trainer.compile=true"))
+    assert plain.code == resumed.code == 0, resumed.printed
+    assert [line["loss"] for line in metrics(tmp_path / "run")] == [
+        line["loss"] for line in metrics(tmp_path / "plain")
+    ]
+    assert "changed since the checkpoint: trainer.compile false -> true" in resumed.printed
+    assert "compiling  2 blocks in the first step" in resumed.printed
+    assert re.search(r"^compiled   2 blocks in [\d.]+ s: 1 graph$", resumed.printed, re.MULTILINE), resumed.printed
+    assert "WARNING" not in resumed.printed
+    assert "precision  fp32; blocks compiled" in resumed.printed
+
+
+def test_another_shape_is_compiled_again_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    compilation = Compilation(Console(True, 0))
+    compilation.blocks = compile_blocks(model, ParallelPlan(blocks=("0", "1")))
+    for number, rows in enumerate((8, 8, 6), start=1):
+        model(torch.randn(rows, 4, requires_grad=True)).sum().backward()
+        with torch.no_grad():
+            model(torch.randn(rows + 7, 4))
+        compilation.report(number)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("compiled   2 blocks in")
+    assert lines[1].startswith("WARNING    step 3 compiled a block again, number 1 (")
+    assert "size mismatch at index 0. expected 8, actual 6" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (
+            "trainer.activation_checkpoint=offload",
+            "use trainer.activation_checkpoint=selective, or",
+        ),
+        (
+            "launch.processes=2 parallel=fsdp parallel.pipeline=2 parallel.schedule=zbv trainer.micro_batch=1",
+            "trainer.compile=true with parallel.schedule=zbv, which runs the backward of a block twice; use",
+        ),
+        (
+            "launch.processes=2 parallel=fsdp parallel.context=2 parallel.context_method=ring "
+            "trainer.activation_checkpoint=full",
+            "use parallel.context_method=gather, trainer.activation_checkpoint=none, or trainer.compile=false",
+        ),
+        (
+            "model=moe_tiny trainer.activation_checkpoint=selective",
+            "and a mixture of experts, which cannot",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_in_one_line(more: str, told: str, text: Path, tmp_path: Path) -> None:
+    argv = tiny_overrides(text, tmp_path / "run", "trainer.compile=true", "model.layers=4", "dry_run=true")
+    ended = run_here([*argv, *more.split()])
+    assert ended.code == 78, ended.printed
+    assert told in ended.printed
+    assert len([line for line in ended.printed.splitlines() if line.startswith("error: ")]) == 1
+
+
+def test_a_model_without_blocks_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"trainer\.compile=true: the model has no repeated blocks to compile"):
+        check_blocks(nn.Linear(2, 2), ParallelPlan())
+
+
+def test_blocks_with_buffers_are_not_compiled_and_computed_again() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    with pytest.raises(UserError, match=r"blocks with buffers \(0\.running_mean\), which a forward"):
+        check_blocks(model, ParallelPlan(blocks=("0",)), "full")
+
+
+def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is no no-such-compiler; install one"):
+        check_compiler(torch.device("cpu"))
+
+
+def test_a_compiler_that_fails_is_one_line() -> None:
+    def backend(*_: Any) -> Any:
+        raise RuntimeError("ld: cannot find -lgomp")
+
+    compiled = torch._dynamo.optimize(backend)(torch.sin)
+    with torch.compiler.set_stance("default"), pytest.raises(Exception, match="lgomp") as caught:
+        compiled(torch.ones(2))
+    told = str(explained(caught.value))
+    assert told.startswith("torch could not compile a block (BackendCompilerFailed: ")
+    assert "use trainer.compile=false" in told
+    assert explained(ValueError("x")).args == ("x",)

@@ -1,0 +1,102 @@
+"""What torch.compile does in a run: announced, reported, kept for the next start."""
+
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from serried.configs.errors import TrainingFailed, UserError
+from serried.runtime.console import Console
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_MOST_WARNINGS = 8
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise ``UserError`` if torch.compile has no compiler here for ``device``."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise UserError(
+            f"trainer.compile=true needs a C++ compiler, and there is no {compiler}; install one, name it in the "
+            "environment (CXX=clang++), or use trainer.compile=false"
+        )
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise UserError("trainer.compile=true needs Triton on a GPU; pip install triton, or use trainer.compile=false")
+
+
+class Compilation:
+    """Reports the compilations of a run on this rank."""
+
+    def __init__(self, console: Console) -> None:
+        # Never in the run folder, which may come from a stranger: torch keeps pickles and programs there. Before the
+        # compiler is imported, which chooses a temporary folder.
+        os.environ.setdefault(_CACHE, str(_cache_folder()))
+        torch.compiler.reset()  # torch keeps few graphs of a function, and an earlier run of this process had others
+        self._console, self._seen, self._recompiled = console, _newest(), 0
+        self._is_first = True
+        self.blocks = 0
+        """Blocks on this rank."""
+
+    def announce(self) -> None:
+        """Print that blocks are about to be compiled."""
+        self._console.say(
+            f"compiling  {self.blocks} blocks in the first step, which takes longer; kept in {os.environ[_CACHE]}"
+        )
+
+    def report(self, step: int) -> None:
+        """Print what was compiled in ``step``: in the first one as expected, later as a warning."""
+        found = [each for each in _compilations() if each.start_time_us > self._seen]
+        if not found:
+            return
+        self._seen = _newest()
+        graphs = [each for each in found if each.co_name is not None]  # others are their backwards
+        seconds = sum(each.duration_us or 0 for each in found) / 1e6
+        if self._is_first:
+            many = f"{len(graphs)} graph{'' if len(graphs) == 1 else 's'}"
+            self._console.say(f"compiled   {self.blocks} blocks in {seconds:.1f} s: {many}")
+            self._is_first = False
+            return
+        for each in graphs:
+            self._recompiled += 1
+            if self._recompiled <= _MOST_WARNINGS:
+                reason = (each.recompile_reason or "a part that had not run before").splitlines()[0]
+                self._console.say(
+                    f"WARNING    step {step} compiled a block again, number {self._recompiled} ({seconds:.1f} s): "
+                    f"{reason}; batches of one shape need no other graph"
+                )
+
+
+def explained(error: BaseException) -> BaseException:
+    """Return ``error``, or if torch could not compile a block a failure of one line."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if type(cause).__module__.startswith(("torch._dynamo.exc", "torch._inductor.exc")):
+            first = next(filter(None, str(cause).splitlines()), type(cause).__name__)
+            return TrainingFailed(
+                f"torch could not compile a block ({type(cause).__name__}: {first}); use trainer.compile=false. The "
+                "log of the rank has the rest"
+            )
+        cause = cause.__cause__
+    return error
+
+
+def _cache_folder() -> Path:
+    """The user's cache folder, by what a compiled program depends on."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    base = base if base.is_absolute() else Path.home() / ".cache"
+    return base / "serried" / "compiled" / f"{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
+
+
+def _compilations() -> list[Any]:
+    """The last compilations of this process. Private to torch, which has no public name for them; a test guards it."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return list(get_compilation_metrics())
+
+
+def _newest() -> int:
+    """When the last of them began."""
+    return max((each.start_time_us for each in _compilations()), default=0)

@@ -11,12 +11,10 @@ TEST_PROCESSES ?= 2
 IN_PARALLEL := --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder
 BIN := .venv/bin
 
-# OMP_NUM_THREADS only quiets torchrun, which would set it to 1 with a warning; train.py divides the cores itself.
-
 .PHONY: train test test-slow test-slurm test-page lint clean
 
 train: .venv/.ready
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node=$(PROCESSES) train.py $(ARGS)
+	$(BIN)/python train.py launch=local launch.processes=$(PROCESSES) $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)

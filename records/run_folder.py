@@ -65,7 +65,8 @@ class RunFolder:
 
     def holds_a_run(self) -> bool:
         """Return whether an earlier run left more here than the log of a start that went no further."""
-        return any((self.path / name).exists() for name in (METRICS, STATUS, "checkpoints"))
+        has_records = any((self.path / name).exists() for name in (METRICS, STATUS))
+        return has_records or any((self.path / "checkpoints").glob("*"))
 
     def earlier_end(self) -> str:
         """Return how the earlier run here ended, in words."""

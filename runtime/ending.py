@@ -54,7 +54,7 @@ def exit_code_of(error: BaseException) -> int:
 def note_repeated(words: Sequence[str]) -> None:
     """Print a note for each key that ``words`` give two values, from rank 0 alone."""
     for note in repeated(words) if speaks() else []:
-        print(f"note: {note}", file=sys.stderr, flush=True)
+        say_why(f"note: {note}")
 
 
 def report_mistake(error: UserError) -> int:

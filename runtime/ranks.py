@@ -19,8 +19,9 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 def speaks() -> bool:
-    """Return whether this process prints for the user: rank 0, or the only one, even if ``RANK`` is set."""
-    return os.environ.get("RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
+    """Return whether this process prints for the user: rank 0, or one that nothing started with others."""
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1" or not all(map(os.environ.get, _TORCHRUN))
+    return os.environ.get("RANK", "0") == "0" or is_alone
 
 
 def say(text: str) -> int:

@@ -243,6 +243,8 @@ def test_a_run_that_was_half_set_aside_when_the_start_was_killed_is_set_aside_wh
     assert not folder.holds_a_run()
     assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == sorted(records)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "earlier-1"]
+    (tmp_path / "checkpoints").mkdir()  # of a start that was killed before it saved
+    assert not folder.holds_a_run()
     folder.close()
 
 

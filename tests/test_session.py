@@ -16,6 +16,7 @@ from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema import LaunchSection
 from serried.launch.processes import PASSED_ON
+from serried.runtime.ending import note_repeated
 from serried.runtime.program import check_surroundings
 from serried.runtime.ranks import planned_processes, speaks, threads_per_process, torchrun_says, usable_cores
 from serried.runtime.session import open_session
@@ -259,7 +260,16 @@ def test_a_single_process_speaks_whatever_rank_is_left_over(monkeypatch: pytest.
     monkeypatch.setenv("RANK", "1")
     assert speaks()
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert speaks(), "nothing that starts ranks leaves out the port"
+    for name, value in _ONE_OF_TWO.items():
+        monkeypatch.setenv(name, value if name != "RANK" else "1")
     assert not speaks()
+
+
+def test_a_note_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    note_repeated(["data.path=a", "data.path=b\x1b[31m"])
+    assert capsys.readouterr().err == "note: data.path is given 2 times; the last one counts: data.path=b\ufffd[31m\n"
 
 
 @pytest.mark.parametrize(

@@ -136,4 +136,5 @@ def describe_sources(section: DataSection) -> str:
 
 
 def _described(source: SourceSection) -> str:
-    return " ".join(filter(None, (source.name, getattr(source, "path", None), getattr(source, "subset", None))))
+    words = (source.name, getattr(source, "path", None), getattr(source, "subset", None))
+    return " ".join(" ".join(filter(None, words)).splitlines())

@@ -38,7 +38,7 @@ from serried.configs.schema import (
     Section,
     TaskSection,
 )
-from serried.configs.tasks import PreferenceSection
+from serried.configs.tasks import DistillationSection, PreferenceSection
 
 _Built = TypeVar("_Built", bound=Callable[..., Any])
 
@@ -166,8 +166,15 @@ for _family in ("glm4_moe", "qwen3_moe", "mixtral"):
     models.register(_family, MoESection, lambda: import_module("serried.recipes.models.moe").MoE)
 tasks = Registry("task", "task", "serried.tasks", TaskSection)
 tasks.register("causal_lm", TaskSection, lambda: import_module("serried.recipes.causal_lm").CausalLM)
+tasks.register("distillation", DistillationSection, lambda: import_module("serried.recipes.distillation").Distillation)
 tasks.register("preference", PreferenceSection, lambda: import_module("serried.recipes.preference").Preference)
-BUILT_IN_TASKS = ("causal_lm", "preference")
+_SERVED_AS = {"distillation": "causal_lm"}
+BUILT_IN_TASKS = ("causal_lm", "preference", "distillation")
+
+
+def task_of_model(name: str) -> Any:
+    """Return the class of the task that opens a model which the task ``name`` has trained: one without a teacher."""
+    return tasks.get(_SERVED_AS.get(name, name)).load()
 
 
 def register_optimizer(name: str, *, section: type[Section] = OptimSection) -> Callable[[_Built], _Built]:

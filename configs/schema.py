@@ -861,6 +861,8 @@ class TaskSection(Section):
     free = ("name",)
     formats: ClassVar[tuple[str, ...]] = ("text", "chat")
     """Those of ``data.format`` that the task reads."""
+    has_teacher: ClassVar[bool] = False
+    """Whether its model holds a frozen one, which is not saved."""
 
     name: str = Field(default="causal_lm", min_length=1)
     """Name of the task; a recipe sets it."""

@@ -42,6 +42,33 @@ class PreferenceSection(TaskSection):
         yield from _whole_sequences(config)
 
 
+class DistillationSection(TaskSection):
+    """Training to predict tokens as a larger model does."""
+
+    has_teacher: ClassVar[bool] = True
+
+    teacher: str | None = Field(default=None, min_length=1, max_length=4096)
+    """Folder of the teacher, or its name on the Hub."""
+    weight: Annotated[Number, Field(gt=0, le=1)] = 0.5
+    """Share of the divergence from the teacher in the loss; the rest is cross entropy."""
+    temperature: Annotated[Number, Field(gt=0, le=100)] = 1.0
+    """Both distributions are softened by it before they are compared."""
+
+    def mistakes_with(self, config: Any) -> Iterator[str]:
+        yield from super().mistakes_with(config)
+        if config.parallel.pipeline != 1:
+            yield (
+                f"parallel.pipeline={config.parallel.pipeline} with task.name=distillation, whose teacher is not split "
+                "into stages; use parallel.pipeline=1, with parallel=fsdp or parallel.tensor for large models"
+            )
+        for name, group in config.optim.groups.items():
+            if group.frozen:
+                yield (
+                    f"optim.groups.{name}.frozen=true with task.name=distillation: what is frozen is taken for the "
+                    "teacher's and held in the type of products; leave it out, or use adapter=lora"
+                )
+
+
 def _whole_sequences(config: Any) -> Iterator[str]:
     if config.parallel.context != 1:
         yield (

@@ -24,7 +24,7 @@ from serried.recipes.data.mixture import mistakes_of
 from serried.recipes.data.pair_dataset import Pair, PairBatch, PairDataset, collate_pairs
 from serried.recipes.data.prepare import cache_folder
 from serried.recipes.data.show import marked_lines
-from serried.recipes.models.head import IGNORE, LanguageModelHead
+from serried.recipes.models.head import IGNORE, LanguageModelHead, token_losses
 from serried.trainer.task import Reference
 
 
@@ -82,7 +82,7 @@ class Preference(CausalLM):
         model = super().build_model()
         for module in model.modules():
             if isinstance(module, LanguageModelHead):
-                module.sums_losses = False
+                module.loss = token_losses
         return model
 
     def flops_per_sample(self, parameters: int) -> float:

@@ -15,7 +15,7 @@ from serried.configs.declaration import BUILT_IN, Declaration, declared, declari
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.configs.formats import columns
 from serried.configs.plain_data import read_json, read_yaml
-from serried.configs.registry import tasks
+from serried.configs.registry import task_of_model, tasks
 from serried.configs.schema import RunConfig, parse_count
 from serried.configs.suggest import nearest
 from serried.configs.words import number, pairs, run_key
@@ -461,7 +461,7 @@ def _opened(
         config = compose_saved(saved.run / "config.yaml", overrides, reads)
 
     def new_task(config: TextRunConfig) -> "TextTask":
-        task: TextTask = (declaration.task or tasks.get(config.task.name).load())()
+        task: TextTask = (declaration.task or task_of_model(config.task.name))()
         task.configure(config)
         return task
 

@@ -18,7 +18,7 @@ from serried.recipes.data.pair_dataset import PairBatch
 from serried.recipes.data.pairs import PairEncoder, pair_encoder
 from serried.recipes.data.rows import Column, units_of_file
 from serried.recipes.data.tokenizer import BytesTokenizer
-from serried.recipes.models.head import IGNORE, LanguageModelHead
+from serried.recipes.models.head import IGNORE, LanguageModelHead, token_losses
 from serried.recipes.preference import Preference, dpo_losses, orpo_losses, simpo_losses
 from tests import runs
 from tests.cluster import Cluster
@@ -207,7 +207,7 @@ def test_loss_of_each_token_and_its_gradient_are_those_of_cross_entropy() -> Non
     targets[0, :2] = IGNORE
     slopes = torch.randn(2, 5, generator=random)
     head = LanguageModelHead(8, 11, tied=True, soft_cap=3.0)
-    head.sums_losses = False
+    head.loss = token_losses
     assert isinstance(head.vocabulary, Vocabulary)
     logits = 3 * torch.tanh(F.linear(hidden, weight) / 3)
     want = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none").view(2, 5)

@@ -103,7 +103,7 @@ def _of_stages(
         config.trainer.micro_batch,
         low_dtype or torch.float32,
         # fp16's products keep no copies of weights
-        autocast=low_dtype == torch.bfloat16 and not layout.is_sharded and frozen is None,
+        autocast=low_dtype == torch.bfloat16 and not layout.is_sharded and (frozen is None or config.task.has_teacher),
         share=_share(layout, accumulation, sizes.plan, pipeline, config.trainer),
     )
     return Memory(

@@ -57,6 +57,8 @@ class Model:
         packed = self.adapters.packed if self.adapters is not None else {}
         if weights is not None:
             load_weights(weights, parallel, of_weights, left_out=packed)
+        if (teacher := self.task.teacher()) is not None:
+            load_weights(teacher, parallel, self.task.exported_teacher)
         if weights is not None and self.adapters is not None:
             self.adapters.load_packed(weights, parallel.parameters)
         if self.adapters is not None:
@@ -85,8 +87,8 @@ def build_model(config: RunConfig, task: Task) -> Model:
 
 
 def frozen_type(config: RunConfig, plan: ParallelPlan) -> torch.dtype | None:
-    """Return the type in which a frozen base model is held: that of matrix products, if the model computes in it only;
-    None: fp32."""
-    if config.adapter.method == "none":
+    """Return the type in which a frozen base model or teacher is held: that of matrix products, if the model computes
+    in it only; None: fp32."""
+    if config.adapter.method == "none" and not config.task.has_teacher:
         return None
     return gathered_type(plan, LOW_DTYPES[config.precision.name])

@@ -164,15 +164,13 @@ def _trained(config: RunConfig, model: nn.Module) -> str:
 
 def saved_bytes(config: RunConfig, model: nn.Module) -> int:
     """Return the bytes of a checkpoint, over all ranks."""
-    saved = model.parameters() if config.adapter.method == "none" else filter(_is_trained, model.parameters())
-    averages = filter(_is_trained, model.parameters()) if config.trainer.ema_decay else ()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    is_whole = config.adapter.method == "none" and not config.task.has_teacher
+    saved = model.parameters() if is_whole else trained
+    averages = trained if config.trainer.ema_decay else ()
     return checkpoint_bytes(sum(parameter.numel() for parameter in saved), config.optim) + sum(
         parameter.nbytes for parameter in averages
     )
-
-
-def _is_trained(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad
 
 
 def _saving(config: RunConfig, layout: Layout, model: nn.Module) -> str:

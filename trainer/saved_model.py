@@ -10,7 +10,7 @@ from torch import nn
 from serried.configs.declaration import Declaration, declaring
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, read_yaml
-from serried.configs.registry import tasks
+from serried.configs.registry import task_of_model, tasks
 from serried.configs.run_config import check
 from serried.parallel.mesh import Layout
 from serried.trainer.checkpoint.resume import CHECKPOINTS
@@ -50,7 +50,7 @@ def open_model(path: Path, declaration: Declaration | None, installed: Callable[
         first, given = error.errors()[0], declaration.name or name
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise UserError(f"{path} was trained by the task {name}, and {given} does not fit: {why}") from None
-    task: Task = (declaration.task or tasks.get(config.task.name).load())()
+    task: Task = (declaration.task or task_of_model(config.task.name))()
     task.configure(config)
     check_weights(checkpoint)
     return load_model(config, task, Layout("single"), torch.device("cpu"), checkpoint).module

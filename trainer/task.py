@@ -255,6 +255,16 @@ class Task:
         """Return the folder of the weights that a new run begins with; None: initial values. Called on one rank."""
         return None
 
+    def teacher(self) -> Path | None:
+        """Return the folder of the weights of a frozen model within the model; None: there is none."""
+        return None
+
+    def exported_teacher(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
+        """Return where parameter ``name`` lies in the tensors of ``teacher()``; () for those of no teacher, and
+        ``exported`` returns () for the teacher's."""
+        del name, shape
+        return ()
+
     def check_weights(self, folder: Path) -> None:
         """Raise ``UserError`` if the model in ``folder`` computes something else than this one would."""
 

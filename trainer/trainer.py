@@ -200,8 +200,9 @@ def _name_of_base(config: RunConfig, base: Base | None) -> str | None:
 def _flops(task: Task, module: nn.Module) -> float | None:
     """Return those of a sample. A third is the gradients of weights, which a frozen weight has none of."""
     counts = {True: 0, False: 0}
-    for parameter in module.parameters():
-        counts[parameter.requires_grad] += whole_numel(parameter)
+    for name, parameter in module.named_parameters():
+        if not task.exported_teacher(name, parameter.shape):
+            counts[parameter.requires_grad] += whole_numel(parameter)
     whole = task.flops_per_sample(counts[True] + counts[False])
     return whole and whole * (1 - counts[False] / (counts[True] + counts[False]) / 3)
 

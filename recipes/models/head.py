@@ -1,6 +1,6 @@
 """The output projection and its loss, without ever holding the logits of a whole batch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,10 @@ _CHUNK_LOGITS = 2**24
 _MINIMUM_CHUNK_TOKENS = 1024
 
 
+HeadLoss = Callable[[Tensor, Tensor, Tensor, Vocabulary, float | None], Tensor]
+"""(hidden [T, D], weight [V, D], targets [B, S], vocabulary, soft cap) -> what the model returns."""
+
+
 class LanguageModelHead(nn.Module):
     """hidden [B, S, D] -> logits [B, S, V], or the loss summed over targets.
 
@@ -26,8 +30,8 @@ class LanguageModelHead(nn.Module):
     def __init__(self, dim: int, vocab_size: int, tied: bool, soft_cap: float | None = None) -> None:
         super().__init__()
         self.soft_cap = soft_cap
-        self.sums_losses = True
-        """Whether the loss is summed over targets; else it is that of each, [B, S], 0 where there is none."""
+        self.loss: HeadLoss = linear_cross_entropy_sum
+        """What it returns if targets are given. A task may put another in its place."""
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, dim))
         self.vocabulary = Vocabulary()
 
@@ -37,10 +41,7 @@ class LanguageModelHead(nn.Module):
         if targets is None:
             logits = self.vocabulary.logits(hidden, weight.to(hidden.dtype))
             return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
-        if not self.sums_losses:
-            losses: Tensor = _TokenLosses.apply(hidden.flatten(0, 1), weight, targets, self.vocabulary, self.soft_cap)
-            return losses
-        return linear_cross_entropy_sum(hidden.flatten(0, 1), weight, targets, self.vocabulary, self.soft_cap)
+        return self.loss(hidden.flatten(0, 1), weight, targets, self.vocabulary, self.soft_cap)
 
 
 def linear_cross_entropy_sum(
@@ -61,8 +62,8 @@ def linear_cross_entropy_sum(
         loss: Tensor = _LinearCrossEntropySum.apply(hidden, weight, targets, vocabulary, soft_cap)
         return loss
     weight = weight.to(hidden.dtype)
-    chunks = _chunks(hidden, weight, targets, vocabulary, soft_cap)
-    return torch.stack([chunk.losses.sum() for chunk in chunks]).sum()
+    parts = chunks(hidden, weight, targets, vocabulary, soft_cap)
+    return torch.stack([chunk.losses.sum() for chunk in parts]).sum()
 
 
 def chunk_tokens(vocab_size: int) -> int:
@@ -70,7 +71,7 @@ def chunk_tokens(vocab_size: int) -> int:
     return max(_MINIMUM_CHUNK_TOKENS, _CHUNK_LOGITS // vocab_size)
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     """Tokens whose logits exist at a time. T: with those of the other ranks of a sharded vocabulary."""
 
     mine: slice
@@ -91,9 +92,9 @@ class _Chunk(NamedTuple):
     """Whether the target's row is here, [T]"""
 
 
-def _chunks(
+def chunks(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None
-) -> Iterator[_Chunk]:
+) -> Iterator[Chunk]:
     """Go through the tokens; ``weight`` in hidden's dtype."""
     rows, targets = weight.shape[0], vocabulary.targets(targets)
     step = -(-chunk_tokens(vocabulary.most_rows(rows)) // len(targets))  # the same on all ranks
@@ -110,7 +111,7 @@ def _chunks(
         picked = logits.gather(1, row.unsqueeze(1)).squeeze(1).where(is_here, 0)
         normalizer, picked = vocabulary.combine(logits.logsumexp(dim=1), picked)
         losses = (normalizer - picked).where(is_target, 0)
-        yield _Chunk(mine, chunk, logits, normalizer, losses, is_target, row, is_here)
+        yield Chunk(mine, chunk, logits, normalizer, losses, is_target, row, is_here)
         del logits  # or they would be there beside those of the next chunk
 
 
@@ -124,7 +125,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         wanted = weight.shape if ctx.needs_input_grad[1] else (0,)  # a frozen head has none
         grad_weight = torch.zeros(wanted, dtype=torch.float32, device=weight.device)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for chunk in _chunks(hidden, compute_weight, targets, vocabulary, soft_cap):
+        for chunk in chunks(hidden, compute_weight, targets, vocabulary, soft_cap):
             loss += chunk.losses.sum()
             slope = None if soft_cap is None else (chunk.logits / soft_cap).square_().neg_().add_(1)
             grad_logits = chunk.logits.sub_(chunk.normalizer.unsqueeze(1)).exp_()  # softmax, in place
@@ -157,17 +158,24 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         return grad_hidden * grad_loss, of_weight, None, None, None
 
 
+def token_losses(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None
+) -> Tensor:
+    """Cross entropy of each target, [B, S] fp32, 0 where there is none; chunk by chunk."""
+    losses: Tensor = _TokenLosses.apply(hidden, weight, targets, vocabulary, soft_cap)
+    return losses
+
+
 class _TokenLosses(torch.autograd.Function):
-    """Cross entropy of each target, [B, S]. Logits are computed again in the backward: their gradients depend on what
-    the loss makes of all of them."""
+    """Logits are computed again in the backward: their gradients depend on what is made of the losses of all tokens."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
         ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None
     ) -> Tensor:
-        chunks = _chunks(hidden, weight.to(hidden.dtype), targets, vocabulary, soft_cap)
+        parts = chunks(hidden, weight.to(hidden.dtype), targets, vocabulary, soft_cap)
         ranks = len(vocabulary.targets(targets))
-        losses = torch.cat([chunk.losses.view(ranks, -1) for chunk in chunks], dim=1)
+        losses = torch.cat([chunk.losses.view(ranks, -1) for chunk in parts], dim=1)
         ctx.save_for_backward(hidden, weight, targets)
         ctx.vocabulary, ctx.soft_cap = vocabulary, soft_cap
         return losses.view(ranks, len(targets), -1).movedim(0, 1).flatten(1)
@@ -179,7 +187,7 @@ class _TokenLosses(torch.autograd.Function):
         compute_weight, grads = weight.to(hidden.dtype), vocabulary.targets(grad_losses)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape if ctx.needs_input_grad[1] else (0,), device=weight.device)
-        for chunk in _chunks(hidden, compute_weight, targets, vocabulary, soft_cap):
+        for chunk in chunks(hidden, compute_weight, targets, vocabulary, soft_cap):
             slope = None if soft_cap is None else (chunk.logits / soft_cap).square_().neg_().add_(1)
             grad_logits = chunk.logits.sub_(chunk.normalizer.unsqueeze(1)).exp_()  # softmax, in place
             grad_logits.scatter_add_(1, chunk.row.unsqueeze(1), -chunk.is_here.float().unsqueeze(1))

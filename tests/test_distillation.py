@@ -1,0 +1,143 @@
+"""Distillation: the loss of a hand-written reference, on any layout, with the teacher in no checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import serried
+from serried.configs.declaration import BUILT_IN
+from serried.program import main
+from serried.recipes.data.dataset import Batch
+from serried.recipes.distillation import Distillation
+from serried.recipes.models.head import IGNORE
+from tests import runs
+from tests.cluster import Cluster
+from tests.test_sft import write_chats
+
+SIZES = {"vocab_size": 257, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A student, a teacher of another family and width, and conversations."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(3)
+    small, large = {"hidden_size": 32, "num_hidden_layers": 2}, {"hidden_size": 48, "num_hidden_layers": 3}
+    longest = {"max_position_embeddings": 256}
+    student = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **small, **longest))
+    teacher = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, **large, **longest))
+    other = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"vocab_size": 300}, **small, **longest))
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(3)  # far from uniform
+    for name, model in (("student", student), ("teacher", teacher), ("other", other)):
+        model.save_pretrained(folder / name)
+    write_chats(folder / "chats.jsonl", 60)
+    return folder
+
+
+def distill(models: Path, run_dir: Path, *more: str) -> list[str]:
+    given = [
+        "recipe=distill", f"model.path={models / 'student'}", f"task.teacher={models / 'teacher'}", "precision=fp32",
+        f"data.path={models / 'chats.jsonl'}", "data.tokenizer=bytes", f"data.cache_dir={models / 'cache'}",
+        f"run.dir={run_dir}", "data.sequence_length=128", "task.temperature=2", "task.weight=0.7",
+        "data.isolate_documents=false", "trainer.steps=4", "trainer.global_batch=4", "trainer.micro_batch=2",
+        "trainer.eval_every=0", "trainer.log_every=1", "trainer.workers=0", "optim.lr=0.003", "schedule=constant",
+        "schedule.warmup_steps=0", "trainer.max_grad_norm=0", *more,
+    ]  # fmt: skip
+    return [f"{key}={value}" for key, value in dict(word.split("=", 1) for word in given).items()]
+
+
+def train(argv: list[str], code: int = 0) -> None:
+    assert main(argv) == code
+
+
+class Watched(Distillation):
+    """Keeps the batches it trains on."""
+
+    batches: list[Batch]
+
+    def terms(self, output: Tensor, batch: Batch) -> Any:
+        if torch.is_grad_enabled():
+            self.batches.append(batch)
+        return super().terms(output, batch)
+
+
+def test_training_is_that_of_a_hand_written_loss_and_layouts_agree(
+    cluster: Cluster, models: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    Watched.batches = []
+    assert main(distill(models, tmp_path / "run"), BUILT_IN._replace(task=Watched)) == 0
+    ours = runs.metrics(tmp_path / "run")
+    student, teacher = (AutoModelForCausalLM.from_pretrained(models / name) for name in ("student", "teacher"))
+    optimizer = torch.optim.AdamW(student.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0.0)
+    for step, line in enumerate(ours):
+        batches = Watched.batches[2 * step : 2 * step + 2]
+        tokens, targets = (torch.cat([each[place] for each in batches]) for place in (0, 1))
+        is_target = targets != IGNORE
+        logits = student(tokens).logits[is_target]
+        with torch.no_grad():
+            wanted = (teacher(tokens).logits[is_target] / 2).log_softmax(-1)
+        entropy = F.cross_entropy(logits, targets[is_target])
+        divergence = F.kl_div((logits / 2).log_softmax(-1), wanted, reduction="batchmean", log_target=True)
+        loss = 0.3 * entropy + 0.7 * 4 * divergence
+        found = (line["loss"], line["cross_entropy"], line["divergence"])
+        assert found == pytest.approx((loss.item(), entropy.item(), divergence.item()), abs=1e-5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(ours) == 4
+    assert ours[-1]["divergence"] < ours[0]["divergence"]
+    assert runs.weights(tmp_path / "run").keys() == {*student.state_dict()}
+    tokens = torch.arange(30).unsqueeze(0)
+    exported = AutoModelForCausalLM.from_pretrained(runs.checkpoint(tmp_path / "run"))
+    torch.testing.assert_close(exported(tokens).logits, student(tokens).logits, atol=1e-4, rtol=1e-4)
+    assert not hasattr(serried.load_model(tmp_path / "run"), "teacher"), "what was learned needs no teacher"
+    for name, *layout in (
+        ("ddp", "parallel=ddp"),
+        ("fsdp", "parallel=fsdp", "trainer.stop_at=2"),
+        ("tensor", "parallel=fsdp", "parallel.tensor=2"),
+        ("context", "parallel=fsdp", "parallel.context=2"),
+    ):
+        code = 75 if name == "fsdp" else 0
+        cluster.run(2, "tests.test_distillation:train", argv=distill(models, tmp_path / name, *layout), code=code)
+    train(distill(models, tmp_path / "fsdp"))  # resumed on one process
+    for name in ("ddp", "fsdp", "tensor", "context"):
+        found = [line["loss"] for line in runs.metrics(tmp_path / name)]
+        assert found == pytest.approx([line["loss"] for line in ours], abs=1e-5)
+
+
+def test_a_student_of_adapters_learns_in_bf16(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = distill(models, tmp_path / "run", "adapter=lora", "precision=bf16", "trainer.steps=2")
+    train([*argv, "dry_run=true"])
+    assert "reference  the teacher" in capsys.readouterr().out
+    train(argv)
+    assert all("lora" in name for name in runs.weights(tmp_path / "run", "adapter_model"))
+    assert len(runs.metrics(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["task.teacher=null"], "task.name=distillation needs a teacher: task.teacher=FOLDER_OR_NAME"),
+        (["task.teacher=nowhere"], "error: task.teacher=nowhere: cannot read nowhere/config.json"),
+        (["task.teacher={}/other"], "predicts 300 tokens and the model 257; they must have one vocabulary"),
+        (["data.sequence_length=512"], "data.sequence_length=512 exceeds"),
+        (["parallel=fsdp", "parallel.pipeline=2"], "parallel.pipeline=2 with task.name=distillation"),
+        (["optim.groups.a.parameters=*", "optim.groups.a.frozen=true"], "what is frozen is taken for the teacher's"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    words = [word.format(models) for word in words]
+    train([*distill(models, tmp_path / "run", *words), "dry_run=true"], 78)
+    assert said in capsys.readouterr().err

@@ -320,26 +320,27 @@ class CausalLM(TextTask):
             "model: model.path=FOLDER_OR_NAME run.name=OTHER"
         ]
 
-    def prompt_ids(self, prompt: str) -> list[int]:
-        """Raises ``UserError`` if the tokenizer or the chat template cannot take ``prompt``."""
-        return self._asked(prompt)[0]
+    def prompt_ids(self, said: Sequence[str]) -> list[int]:
+        """Raises ``UserError`` if the tokenizer or the chat template cannot take ``said``."""
+        return self._asked(said)[0]
 
-    def _asked(self, prompt: str) -> tuple[list[int], list[int]]:
-        """``prompt`` as the model is to see it, a user's message where it was trained on conversations; and what such a
-        reply ends with."""
+    def _asked(self, said: Sequence[str]) -> tuple[list[int], list[int]]:
+        """``said`` as the model is to see it, messages where it was trained on conversations; and what a reply ends
+        with."""
         tokenizer = self._tokenizer()
         if self._data.is_chat:
-            return ask(chat_template(self._data, tokenizer)[0], tokenizer, prompt)
+            return ask(chat_template(self._data, tokenizer)[0], tokenizer, said)
+        (prompt,) = said
         if not prompt:
             return self._beginning(tokenizer), []
         return [*tokenizer.start_ids, *tokenizer.encode(prompt).tolist()], []
 
     def write(
-        self, model: nn.Module, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int,
+        self, model: nn.Module, said: Sequence[str], *, tokens: int, temperature: float, top_p: float, seed: int,
         device: torch.device,
     ) -> Iterator[Piece]:  # fmt: skip
         tokenizer = self._tokenizer()
-        ids, end_of_turn = self._asked(prompt)
+        ids, end_of_turn = self._asked(said)
         choose = chooser(temperature=temperature, top_p=top_p, seed=seed)
         following = continued(
             model, ids, layers=self._cached_layers(), tokens=tokens, device=device,

@@ -37,6 +37,7 @@ from serried.runtime.ranks import is_started, say
 from serried.task_class import installed
 
 if TYPE_CHECKING:
+    from serried.trainer.generation import Writer
     from serried.trainer.task import TextTask
 
 _GENERATE_READS = ("precision", "launch.device")
@@ -366,16 +367,47 @@ def generate(words: list[str]) -> int:
     top_p        sample from the most likely tokens whose probabilities add up to this
     device       cpu or cuda; precision=bf16 is read too
     """
+    given, overrides = pairs(words, "generate", (*_GENERATE_TAKES, "prompt"), reads_overrides=True)
+    with suppress(BrokenPipeError):  # the reader has closed the pipe
+        _writer(given, overrides, "generate", tokens=200)[0].write([given.get("prompt", "")])
+    return EXIT_FINISHED
+
+
+@_command("RUN [tokens=1000] [temperature=0.8] [top_p=1] [seed=1] [checkpoint=STEP]")
+def chat(words: list[str]) -> int:
+    """Talk to a chat model: type a message a line; Ctrl-D ends.
+
+    tokens       of a reply, at most; the other keys are those of serried generate
+    """
+    given, overrides = pairs(words, "chat", _GENERATE_TAKES, reads_overrides=True)
+    writer, is_chat = _writer(given, overrides, "chat", tokens=1000)
+    if not is_chat:
+        raise UserError("the model was trained on text and not on conversations; use serried generate")
+    with suppress(ImportError):
+        import readline  # noqa: F401 -- edits the line that input() reads
+    said: list[str] = []
+    with suppress(BrokenPipeError, EOFError):
+        while True:
+            message = input("> " if sys.stdin.isatty() else "")
+            if message.strip():
+                said.append(message)
+                said.append(writer.write(said, is_timed=False))
+    return EXIT_FINISHED
+
+
+_GENERATE_TAKES = ("run.dir", "run.name", "checkpoint", "tokens", "temperature", "top_p", "seed", "device")
+
+
+def _writer(given: dict[str, str], overrides: list[str], command: str, *, tokens: int) -> tuple["Writer", bool]:
+    """Return what writes text as ``given`` says, ``tokens`` at most by default, and whether it is a chat."""
     from serried.configs.formats import printable
     from serried.recipes.saved import as_saved
     from serried.runtime.ranks import choose_device, torchrun_says
     from serried.runtime.session import Session
-    from serried.trainer.generation import Sampling, write_text
+    from serried.trainer.generation import Sampling, Writer
 
-    keys = ("run.dir", "run.name", "checkpoint", "prompt", "tokens", "temperature", "top_p", "seed", "device")
-    given, overrides = pairs(words, "generate", keys, reads_overrides=True)
     sampling = Sampling(
-        tokens=number(given, "tokens", 200, 1, 10**9),
+        tokens=number(given, "tokens", tokens, 1, 10**9),
         temperature=number(given, "temperature", 0.8, 0, 1000),
         top_p=number(given, "top_p", 1.0, 0, 1),
         seed=number(given, "seed", 1, 0, 2**63 - 1),
@@ -383,19 +415,19 @@ def generate(words: list[str]) -> int:
     if sampling.top_p == 0:
         raise UserError("top_p=0 leaves no token to choose from; use temperature=0 for the most likely one")
     if torchrun_says()[2] > 1:
-        raise UserError("serried generate runs in one process; start it without torchrun")
+        raise UserError(f"serried {command} runs in one process; start it without torchrun")
     device = [f"launch.device={given['device']}"] if "device" in given else []
-    config, checkpoint, new_task = _opened(given, [*overrides, *device], _GENERATE_READS, "generate")
+    config, checkpoint, new_task = _opened(given, [*overrides, *device], _GENERATE_READS, command)
     config = as_saved(config, checkpoint, world_size=1, is_resharded=True, is_other_data=True)
     session = Session((0, 0, 1, 1), choose_device(config.launch, 0, 1), config.launch)
     shown = printable if sys.stdout.isatty() else str
-    with suppress(BrokenPipeError):  # the reader has closed the pipe
-        write_text(
-            config, new_task(config), session, checkpoint, given.get("prompt", ""), sampling,
-            say=lambda text: print(shown(text), end="", flush=True),
-            note=lambda line: print(line, file=sys.stderr, flush=True),
-        )  # fmt: skip
-    return EXIT_FINISHED
+    task = new_task(config)
+    writer = Writer(
+        config, task, session, checkpoint, sampling,
+        say=lambda text: print(shown(text), end="", flush=True),
+        note=lambda line: print(line, file=sys.stderr, flush=True),
+    )  # fmt: skip
+    return writer, not task.echoes_prompt()
 
 
 @_command("RUN [checkpoint=STEP] [json=true] [data=text data.path=FILES] [key=value ...]")

@@ -1,5 +1,6 @@
 """serried generate: what a checkpoint writes is what transformers makes it write, token by token, and no slower."""
 
+import io
 import string
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ def test_what_is_no_text_is_shown_as_such() -> None:
 
 def test_a_question_is_asked_in_the_template_and_its_end_is_known() -> None:
     tokenizer = BytesTokenizer()
-    ids, end_of_turn = ask(CHATML, tokenizer, "how?")
+    ids, end_of_turn = ask(CHATML, tokenizer, ["how?"])
     assert tokenizer.decode(ids) == "<|im_start|>user\nhow?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(end_of_turn) == "<|im_end|>"
 
@@ -236,7 +237,14 @@ def test_a_run_on_conversations_is_asked_in_its_template(
     capsys.readouterr()
     assert main(["generate", f"run.dir={tmp_path / 'run'}", "prompt=hi"]) == 0
     assert capsys.readouterr().out == "aye<|im_\n"
-    assert asked == ["<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"]
+    first = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert asked == [first]
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nand?\n"))
+    assert main(["chat", f"run.dir={tmp_path / 'run'}"]) == 0
+    assert capsys.readouterr().out == "aye<|im_\naye<|im_\n"
+    then = "aye<|im_<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    assert asked[1:] == [first, first + then]
 
 
 @pytest.mark.parametrize("tokenizer", ["chars", "train"])
@@ -307,6 +315,11 @@ def test_a_damaged_checkpoint_writes_nothing(run_dir: Path, tmp_path: Path, caps
     weights.write_bytes(content)
     assert main(["generate", f"run.dir={tmp_path / 'run'}"]) == 78
     assert "has checksum" in capsys.readouterr().err
+
+
+def test_a_model_of_plain_text_does_not_chat(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", f"run.dir={run_dir}"]) == 78
+    assert "trained on text and not on conversations; use serried generate" in capsys.readouterr().err
 
 
 def test_the_sample_at_the_end_of_a_run_is_the_same_under_sharding(

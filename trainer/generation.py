@@ -1,13 +1,14 @@
 """Text from a checkpoint, as it is made."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.parallel.mesh import resolve_layout
+from serried.parallel.model import DistributedModel
 from serried.runtime.session import Session
 from serried.trainer.evaluation import check_weights, load_model
 from serried.trainer.task import TextTask
@@ -26,49 +27,67 @@ class Sampling:
     seed: int
 
 
-def write_text(
-    config: RunConfig,
-    task: TextTask,
-    session: Session,
-    checkpoint: Path,
-    prompt: str,
-    sampling: Sampling,
-    *,
-    say: Callable[[str], None],
-    note: Callable[[str], None],
-) -> None:
-    """Pass ``prompt`` and the text that the model in ``checkpoint`` generates after it to ``say``, piece by piece; of a
-    chat only the reply. ``note`` takes the lines about it.
+class Writer:
+    """Writes text with the model in a checkpoint, which it loads for the first one."""
 
-    Raises:
-        UserError: the prompt is too long for the model, or the checkpoint is damaged.
-    """
-    prompt_tokens = len(task.prompt_ids(prompt))
-    trained, longest = task.lengths()
-    if prompt_tokens >= longest:
-        raise UserError(
-            f"the prompt has {prompt_tokens:,} tokens, and model.max_sequence_length={longest} is as far as the model "
-            "goes; use a shorter one"
-        )
-    check_weights(checkpoint)
-    note(f"model      {checkpoint}, {config.precision.name} on {session.device}")
-    model = load_model(config, task, resolve_layout(config.parallel, 1), session.device, checkpoint)
-    tokens = min(sampling.tokens, longest - prompt_tokens)
-    if prompt_tokens + tokens > trained:
-        note(f"note       it was trained on {trained:,} tokens at a time; what comes after these may be worse")
-    started, made = time.perf_counter(), 0
-    if task.echoes_prompt():
-        say(prompt)
-    with model.autocast():
-        for piece in task.write(
-            model.model, prompt, tokens=tokens, temperature=sampling.temperature, top_p=sampling.top_p,
-            seed=sampling.seed, device=session.device,
-        ):  # fmt: skip
-            made += piece.tokens
-            say(piece.text)
-    say("\n")
-    ending = "the end of the text" if made < tokens else f"tokens={sampling.tokens}"
-    if made == tokens < sampling.tokens:
-        ending = f"model.max_sequence_length={longest}"
-    seconds = time.perf_counter() - started
-    note(f"ended      after {made:,} tokens, {made / seconds:.1f} a second: {ending}")
+    def __init__(
+        self,
+        config: RunConfig,
+        task: TextTask,
+        session: Session,
+        checkpoint: Path,
+        sampling: Sampling,
+        *,
+        say: Callable[[str], None],
+        note: Callable[[str], None],
+    ) -> None:
+        """``say`` takes the text, piece by piece; ``note`` the lines about it."""
+        self._config, self._task, self._session, self._checkpoint = config, task, session, checkpoint
+        self._sampling, self._say, self._note = sampling, say, note
+        self._model: DistributedModel | None = None
+
+    def write(self, said: Sequence[str], *, is_timed: bool = True) -> str:
+        """Write what follows ``said``: the text to continue; or of a chat the messages so far, the user's and the
+        model's in turn, of which the reply is returned. ``is_timed``: note how long it took, and not only what cut it off.
+
+        Raises:
+            UserError: it is too long for the model, or the checkpoint is damaged.
+        """
+        task, sampling = self._task, self._sampling
+        prompt_tokens = len(task.prompt_ids(said))
+        trained, longest = task.lengths()
+        if prompt_tokens >= longest:
+            raise UserError(
+                f"the {'prompt' if len(said) == 1 else 'conversation'} has {prompt_tokens:,} tokens, and "
+                f"model.max_sequence_length={longest} is as far as the model goes; use a shorter one"
+            )
+        model = self._model = self._model or self._load()
+        tokens = min(sampling.tokens, longest - prompt_tokens)
+        if prompt_tokens + tokens > trained and len(said) == 1:
+            self._note(
+                f"note       it was trained on {trained:,} tokens at a time; what comes after these may be worse"
+            )
+        started, made, text = time.perf_counter(), 0, ""
+        if task.echoes_prompt():
+            self._say(said[-1])
+        with model.autocast():
+            for piece in task.write(
+                model.model, said, tokens=tokens, temperature=sampling.temperature, top_p=sampling.top_p,
+                seed=sampling.seed, device=self._session.device,
+            ):  # fmt: skip
+                made, text = made + piece.tokens, text + piece.text
+                self._say(piece.text)
+        self._say("\n")
+        ending = "the end of the text" if made < tokens else f"tokens={sampling.tokens}"
+        if made == tokens < sampling.tokens:
+            ending = f"model.max_sequence_length={longest}"
+        seconds = time.perf_counter() - started
+        if is_timed or made == tokens:
+            self._note(f"ended      after {made:,} tokens, {made / seconds:.1f} a second: {ending}")
+        return text
+
+    def _load(self) -> DistributedModel:
+        config, device = self._config, self._session.device
+        check_weights(self._checkpoint)
+        self._note(f"model      {self._checkpoint}, {config.precision.name} on {device}")
+        return load_model(config, self._task, resolve_layout(config.parallel, 1), device, self._checkpoint)

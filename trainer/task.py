@@ -330,15 +330,17 @@ class TextTask(Task):
         """Return whether generated text continues the prompt, which is then printed first; a chat's reply does not."""
         return True
 
-    def prompt_ids(self, prompt: str) -> Sequence[int]:
-        """Return the token ids of ``prompt`` as the model is to see it."""
+    def prompt_ids(self, said: Sequence[str]) -> Sequence[int]:
+        """Return the token ids of a text to continue, or of the messages of a chat so far, as the model is to see
+        them. A chat begins and ends with a message of the user."""
         raise NotImplementedError(f"{type(self).__name__} must define prompt_ids()")
 
     def write(
-        self, model: nn.Module, prompt: str, *, tokens: int, temperature: float, top_p: float, seed: int,
+        self, model: nn.Module, said: Sequence[str], *, tokens: int, temperature: float, top_p: float, seed: int,
         device: torch.device,
     ) -> Iterator[Text]:  # fmt: skip
-        """Yield what ``model`` writes after ``prompt`` until it ends, or ``tokens`` tokens are generated."""
+        """Yield what ``model`` writes after ``said``, which is that of ``prompt_ids``, until it ends, or ``tokens`` tokens
+        are generated."""
         raise NotImplementedError(f"{type(self).__name__} must define write()")
 
 

@@ -233,14 +233,15 @@ def _compile(text: str, name: str) -> Any:
         ) from error
 
 
-def ask(template_text: str, tokenizer: Tokenizer, message: str) -> tuple[list[int], list[int]]:
-    """The ids that ask for a reply to a user's ``message``, and those with which a reply ends.
+def ask(template_text: str, tokenizer: Tokenizer, said: Sequence[str]) -> tuple[list[int], list[int]]:
+    """The ids that ask for a reply to the messages ``said``, of the user and the assistant in turn, and those with
+    which a reply ends.
 
     Raises:
-        UserError: the template refuses the message.
+        UserError: the template refuses the messages.
     """
     template = Template(template_text, "the chat template", _special_tokens(tokenizer.spec().get("files", {})))
-    messages = [{"role": "user", "content": message}]
+    messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(said)]
     try:
         asked = template.render(messages, ask_for_reply=True)
         replied = template.render([*messages, {"role": "assistant", "content": _STAND_IN}])

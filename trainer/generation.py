@@ -48,7 +48,9 @@ class Writer:
 
     def write(self, said: Sequence[str], *, is_timed: bool = True) -> str:
         """Write what follows ``said``: the text to continue; or of a chat the messages so far, the user's and the
-        model's in turn, of which the reply is returned. ``is_timed``: note how long it took, and not only what cut it off.
+        model's in turn, of which the reply is returned.
+
+        ``is_timed``: note how long it took, and not only what cut it off.
 
         Raises:
             UserError: it is too long for the model, or the checkpoint is damaged.

@@ -339,8 +339,8 @@ class TextTask(Task):
         self, model: nn.Module, said: Sequence[str], *, tokens: int, temperature: float, top_p: float, seed: int,
         device: torch.device,
     ) -> Iterator[Text]:  # fmt: skip
-        """Yield what ``model`` writes after ``said``, which is that of ``prompt_ids``, until it ends, or ``tokens`` tokens
-        are generated."""
+        """Yield what ``model`` writes after ``said``, as in ``prompt_ids``, until it ends or ``tokens`` tokens are
+        generated."""
         raise NotImplementedError(f"{type(self).__name__} must define write()")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from serried.configs.compose import compose
 from serried.configs.help import choices_of
 from serried.configs.keys import Key, all_keys, key_notes, readers
+from serried.configs.model_folder import ANY_FAMILY
 from serried.configs.plain_data import flatten
 from serried.configs.registry import models
 from serried.configs.run_config import CHOSEN
@@ -53,10 +54,12 @@ def key_tables() -> str:
 
 def _purpose(key: Key) -> str:
     group, names = key.path.partition(".")[0], readers(key.path)
-    if not names or len(names) == len(CHOSEN[group].names()):
+    if not names:
         return key.purpose.replace("``", "`")
     chosen = group if CHOSEN[group].key == "name" else f"{group}.{CHOSEN[group].key}"
-    others = [name for name in CHOSEN[group].names() if name not in names]
+    others = [name for name in CHOSEN[group].names() if name not in (*names, ANY_FAMILY if group == "model" else "")]
+    if not others:
+        return key.purpose.replace("``", "`")
     which = f"`{chosen}={'|'.join(names)}`" if len(names) <= len(others) else f"not `{chosen}={'|'.join(others)}`"
     return f"{which}: {key.purpose.replace('``', '`')}"
 
@@ -100,10 +103,12 @@ def families() -> str:
     presets = {
         name: compose([f"model={name}", "data.tokenizer=bytes"]).model
         for name in choices_of()["model"]
-        if name != "auto"
+        if name not in ("auto", ANY_FAMILY)
     }
     rows = []
     for entry in models.entries():
+        if entry.name == ANY_FAMILY:
+            continue  # not one architecture
         own = {name: section for name, section in presets.items() if section.family == entry.name}
         # A family of experts without a preset has the form of the others.
         section = next(iter(own.values()), presets["moe_tiny"].model_copy(update={"family": entry.name}))

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
 
-from serried.configs.schema import LlamaSection, Number, Size, refuse_unless
+from serried.configs.schema import LlamaSection, ModelSection, Number, Size, refuse_unless
 
 
 class MistralSection(LlamaSection):
@@ -117,6 +118,28 @@ class GemmaSection(MistralSection):
             "score_soft_cap": None if is_third else found.get("attn_logit_softcapping", 50.0),
             "logit_soft_cap": found.get("final_logit_softcapping", None if is_third else 30.0),
         }
+
+
+class HuggingFaceSection(ModelSection):
+    """Any decoder-only language model of transformers."""
+
+    architecture: SkipJsonSchema[dict[str, Any]] = Field(default_factory=dict)
+    """Content of ``config.json``, from the model in ``path``: no key of its own."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if not self.architecture:
+            yield "model=hf needs a Hugging Face model: model.path=FOLDER_OR_NAME"
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        if found.get("is_encoder_decoder"):
+            raise ValueError("is of an encoder-decoder model; only decoder-only language models are trained")
+        if found.get("quantization_config"):
+            raise ValueError("has a quantization_config; only plain float weights can be taken over")
+        named = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+        longest = next((found[key] for key in named if found.get(key)), None)
+        own = {"architecture": dict(found), "vocab_size": found["vocab_size"]}
+        return own | ({"max_sequence_length": longest} if longest else {})
 
 
 def _global_every(found: Mapping[str, Any], layers: int, default: int) -> int:

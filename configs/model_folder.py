@@ -11,9 +11,12 @@ from serried.configs.registry import models
 from serried.configs.schema import parse_count
 
 CONFIG = "config.json"
+ANY_FAMILY = "hf"
+"""The family that reads the models of all others, by transformers' own code."""
 _NOT_A_MODEL = ("MANIFEST.json", "state.json", "checkpoints")
 """Contents of a checkpoint or run folder, which is resumed with all of its state."""
 _SHOWN = 4
+_ANY_OTHER = f"; model={ANY_FAMILY} trains it with transformers' own code"
 _FREE = ("name", "path", "max_sequence_length")
 """Keys of ``model`` that may differ from those of the weights."""
 
@@ -30,12 +33,13 @@ def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[
     if not isinstance(model, dict) or not isinstance(data, dict):
         return dict(plain)
     path = model.get("path") or _resumed_folder(plain)
+    kept_family = ANY_FAMILY if model.get("family") == ANY_FAMILY else None
     if path is None:
-        if model.get("name") == "auto":
-            raise UserError("model=auto needs a Hugging Face model: model.path=FOLDER_OR_NAME")
+        if model.get("name") in ("auto", ANY_FAMILY):
+            raise UserError(f"model={model['name']} needs a Hugging Face model: model.path=FOLDER_OR_NAME")
         return dict(plain)
     path, own = str(path), {key.split(".")[1] for key in given if key.startswith("model.")}
-    found = _described(path, plain)
+    found = _described(path, plain, kept_family)
     # A preset that was chosen is compared too, with all of its keys.
     named = {*model} if "model" in given and model["name"] != "auto" else own
     wrong = [key for key in found if key in named and key not in _FREE and not _is_same(model.get(key), found[key])]
@@ -51,8 +55,9 @@ def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[
     return {**plain, "model": named_after | found | kept, "data": data | tokenizer}
 
 
-def keys_of_model(name: str) -> dict[str, Any]:
-    """Return the keys of the section ``model`` that describe the model ``name``, a folder or a name on the Hub.
+def keys_of_model(name: str, family: str | None = None) -> dict[str, Any]:
+    """Return the keys of the section ``model`` that describe the model ``name``, a folder or a name on the Hub, for
+    ``family``; None: the one that its ``config.json`` names.
 
     Raises:
         UserError: it cannot be read, or no family can compute it.
@@ -60,10 +65,15 @@ def keys_of_model(name: str) -> dict[str, Any]:
     file = model_folder(name, CONFIG) / CONFIG
     try:
         found = read_json(file)
-        family = found.get("model_type")
+        family = family or found.get("model_type")
         if family not in models.names():
             raise ValueError(f"is of model_type {family}, which no model family reads; {_nearest_family(str(family))}")
-        return {"family": family, **models.get(family).section.keys_from(found)}  # type: ignore[attr-defined]
+        section: Any = models.get(family).section
+        try:
+            return {"family": family, **section.keys_from(found)}
+        except ValueError as error:
+            instead = "" if family == ANY_FAMILY or found.get("quantization_config") else _ANY_OTHER
+            raise ValueError(f"{error}{instead}") from None
     except OSError as error:
         raise UserError(
             f"model.path={name}: cannot read {file}: {error.strerror}; use the folder of a Hugging Face model, with "
@@ -74,10 +84,20 @@ def keys_of_model(name: str) -> dict[str, Any]:
         raise UserError(f"{file} {reason}") from None
 
 
+def family_of_any(name: str) -> str | None:
+    """Return the family that reads the model ``name`` if the one that its ``config.json`` names is none of those here;
+    else None."""
+    try:
+        kind = read_json(model_folder(name, CONFIG) / CONFIG).get("model_type")
+    except (OSError, ValueError):
+        return None  # keys_of_model reports it
+    return None if kind in models.names() else ANY_FAMILY
+
+
 def _nearest_family(model_type: str) -> str:
-    names = models.names()
+    names = [name for name in models.names() if name != ANY_FAMILY]
     near = [name for name in names if name.startswith(model_type)] or nearest(model_type, names)
-    return (f"the nearest is {near[0]}; " if near else "") + f"there are {', '.join(names)}"
+    return (f"the nearest is {near[0]}; " if near else "") + f"there are {', '.join(names)}" + _ANY_OTHER
 
 
 def model_folder(name: str, *patterns: str) -> Path:
@@ -109,10 +129,10 @@ def _resumed_folder(plain: Mapping[str, Any]) -> str | None:
     return str(path) if is_model or _recorded(str(path), plain) else None
 
 
-def _described(path: str, plain: Mapping[str, Any]) -> dict[str, Any]:
+def _described(path: str, plain: Mapping[str, Any], family: str | None) -> dict[str, Any]:
     """The keys of the model in ``path``; if it is gone, as the run that began with it recorded them."""
     recorded = {} if Path(path).exists() else _recorded(path, plain)
-    return {key: recorded[key] for key in recorded if key not in ("name", "path")} or keys_of_model(path)
+    return {key: recorded[key] for key in recorded if key not in ("name", "path")} or keys_of_model(path, family)
 
 
 def _recorded(path: str, plain: Mapping[str, Any]) -> dict[str, Any]:

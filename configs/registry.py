@@ -21,6 +21,7 @@ from pydantic import create_model
 from serried.configs.errors import UserError
 from serried.configs.families import (
     GemmaSection,
+    HuggingFaceSection,
     MistralSection,
     Olmo2Section,
     Phi3Section,
@@ -164,6 +165,9 @@ for _family in ("gemma2", "gemma3_text"):
 models.register("gpt2", GPT2Section, lambda: import_module("serried.recipes.models.gpt2").GPT2)
 for _family in ("glm4_moe", "qwen3_moe", "mixtral"):
     models.register(_family, MoESection, lambda: import_module("serried.recipes.models.moe").MoE)
+models.register(
+    "hf", HuggingFaceSection, lambda: import_module("serried.recipes.models.hugging_face_model").HuggingFaceModel
+)
 tasks = Registry("task", "task", "serried.tasks", TaskSection)
 tasks.register("causal_lm", TaskSection, lambda: import_module("serried.recipes.causal_lm").CausalLM)
 tasks.register("distillation", DistillationSection, lambda: import_module("serried.recipes.distillation").Distillation)

@@ -142,6 +142,8 @@ class ModelSection(Section):
     """Name of the model family; a YAML file in ``model/`` sets it."""
     path: str | None = Field(default=None, min_length=1, max_length=4096)
     """Folder or Hub name of a Hugging Face model to start from: its architecture, weights and tokenizer are used."""
+    pretrained: bool = True
+    """Start with the weights in ``path``; false: with random ones."""
     vocab_size: Size | None = None
     """Rows of the embedding table, in tokens; the tokenizer's size when null."""
     vocab_multiple: Size = 1

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 
 from serried.configs.divisors import divisors, nearest_divisors
 from serried.configs.errors import UserError
+from serried.configs.families import HuggingFaceSection
+from serried.configs.registry import models
 from serried.configs.schema import RunConfig
-from serried.parallel.mesh import V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout
+from serried.parallel.mesh import MODEL_AXES, V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout
 
 _NEEDS_A_MICRO_BATCH_PER_STAGE = ("1f1b", *V_SCHEDULES)
 _WORKS_IN_ROUNDS = ("interleaved", "interleaved_zero_bubble")
@@ -46,6 +48,8 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     if layout.world == 1 and section.expert > 1:
         raise UserError(f"parallel.expert={section.expert} with one process; use more, with parallel=fsdp")
     model, data = getattr(config, "model", None), getattr(config, "data", None)
+    if isinstance(model, HuggingFaceSection):
+        _check_only_data_axes(layout, model)
     divisible = model.divisible() if model is not None else {}
     if layout.expert > 1 and divisible and not divisible.get("expert"):
         raise UserError(f"parallel.expert={layout.expert}: the model has no experts; use parallel.expert=1")
@@ -71,6 +75,17 @@ def _check_compile(config: RunConfig, layout: Layout) -> None:
             "whose messages cannot be compiled: use parallel.context_method=gather, "
             "trainer.activation_checkpoint=none, or trainer.compile=false"
         )
+
+
+def _check_only_data_axes(layout: Layout, model: HuggingFaceSection) -> None:
+    kind = model.architecture["model_type"]
+    native = f"model=auto, which reads {kind} natively, or " if kind in models.names() else ""
+    for axis in (*MODEL_AXES, "expert"):
+        if getattr(layout, axis) > 1:
+            raise UserError(
+                f"parallel.{axis}={getattr(layout, axis)} with model=hf, which runs transformers' own code: only data "
+                f"axes divide it; use {native}parallel.{axis}=1 with parallel=fsdp"
+            )
 
 
 def _check_tensor(layout: Layout, divisible: Mapping[str, Mapping[str, int]]) -> None:

@@ -1,6 +1,7 @@
 """How a parameter of a model lies in the tensors of a checkpoint, whose names and shapes other software expects."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 from serried.parallel.shard_specs import Box
@@ -34,6 +35,17 @@ class Fragment(NamedTuple):
         """A tensor of shape ``whole``, whose ``dim`` holds a parameter of ``shape`` from ``start`` on."""
         starts = tuple(start if each == dim else 0 for each in range(len(whole)))
         return cls(name, tuple(whole), _all_of(shape), Box(starts, tuple(shape)))
+
+    @classmethod
+    def view(cls, name: str, part: Sequence[int], offset: int, shape: Sequence[int]) -> "Fragment":
+        """A tensor of a checkpoint of shape ``part`` that is a view, from element ``offset`` on, of a parameter of
+        ``shape``."""
+        starts = []
+        for dim in range(len(shape)):
+            start, offset = divmod(offset, prod(shape[dim + 1 :]))
+            starts.append(start)
+        sizes = (*(1,) * (len(shape) - len(part)), *part)
+        return cls(name, tuple(part), Box(tuple(starts), sizes), _all_of(part))
 
     @property
     def is_whole(self) -> bool:

@@ -313,11 +313,13 @@ class CausalLM(TextTask):
         return f"a plain model folder: serried export run.dir={self.run.run.dir} out=FOLDER dtype=bf16"
 
     def notes(self, starts_from_scratch: bool) -> list[str]:
+        notes = self._family().notes()
         if not starts_from_scratch or self._data.format != "chat":
-            return []
+            return notes
         return [
+            *notes,
             "the model starts with random weights, and conversations alone teach it little; to start from a trained "
-            "model: model.path=FOLDER_OR_NAME run.name=OTHER"
+            "model: model.path=FOLDER_OR_NAME run.name=OTHER",
         ]
 
     def prompt_ids(self, said: Sequence[str]) -> list[int]:
@@ -387,7 +389,11 @@ class CausalLM(TextTask):
         return self._family().exported(name, shape)
 
     def pretrained(self) -> Path | None:
-        return model_folder(self._model.path, "*.safetensors", "*.json") if self._model.path else None
+        return (
+            model_folder(self._model.path, "*.safetensors", "*.json")
+            if self._model.path and self._model.pretrained
+            else None
+        )
 
     def check_weights(self, folder: Path) -> None:
         """Composing the config took its architecture from ``folder``, unless that is no model."""

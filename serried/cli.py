@@ -530,15 +530,18 @@ def _config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
         UserError: it holds a model of another family, or cannot be read.
     """
     from serried.configs.compose import compose
-    from serried.configs.model_folder import keys_of_model
+    from serried.configs.model_folder import family_of_any, keys_of_model
     from serried.recipes.saved import keys_of_adapters
     from serried.task_class import words
 
     keys: dict[str, dict[str, Any]] = {"model": {"path": folder.absolute()}}
     if not (folder / "config.json").is_file():  # adapters alone
         keys = keys_of_adapters(folder)
-    longest = keys_of_model(str(keys["model"]["path"])).get("max_sequence_length", 2048)
-    config = compose([*words(keys), f"data.sequence_length={longest}", *overrides])
+    path = str(keys["model"]["path"])
+    family = family_of_any(path)
+    longest = keys_of_model(path, family).get("max_sequence_length", 2048)
+    choice = [f"model={family}"] if family else []
+    config = compose([*choice, *words(keys), f"data.sequence_length={longest}", *overrides])
     if (folder / "chat_template.jinja").is_file():
         config = config.model_copy(update={"data": config.data.model_copy(update={"format": "chat"})})
     return config

@@ -74,9 +74,9 @@ def saved(name: str, folder: Path) -> Any:
     return model.eval()
 
 
-def opened(folder: Path) -> tuple[ModelFamily, nn.Module]:
+def opened(folder: Path, choice: str = "auto") -> tuple[ModelFamily, nn.Module]:
     """What ``model=auto model.path=folder`` trains."""
-    section = compose(["model=auto", f"model.path={folder}", f"data.sequence_length={LENGTH}"]).model
+    section = compose([f"model={choice}", f"model.path={folder}", f"data.sequence_length={LENGTH}"]).model
     family = family_of(models.get(section.family).load(), section, section.vocab_size)
     model = family.build()
     parallel = parallelize(

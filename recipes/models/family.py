@@ -103,6 +103,10 @@ class ModelFamily:
         """Return the sizes of the model, for the plan."""
         return type(self).__name__
 
+    def notes(self) -> list[str]:
+        """Return warnings for the plan."""
+        return []
+
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
         """Return FLOPs of forward and backward: 6 per parameter, attention not counted."""
         del sequence_length

@@ -855,6 +855,8 @@ class PlanSection(Section):
     """Tokens of the whole training, such as ``15T``; when null those of ``trainer.steps``."""
     price: Annotated[Number, Field(gt=0)] | None = None
     """Price of a device for an hour, in any currency; when null no costs are printed."""
+    search: bool = False
+    """Compare all valid layouts instead, as ``serried plan search`` does."""
 
 
 class TaskSection(Section):

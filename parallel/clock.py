@@ -73,6 +73,15 @@ def duration(layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer
     return first + (second - first) * (micro_batches - shown) / layout.pipeline
 
 
+def about(layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer: float = 0.0) -> float:
+    """Return about the seconds of a step, in closed form: the work of the busiest rank, and the wait of a pipeline
+    of equal stages."""
+    ranks = [[costs[stage] for stage in layout.stages_of(rank)] for rank in range(layout.pipeline)]
+    busiest = max(sum(cost.forward + cost.backward for cost in rank) for rank in ranks)
+    mean = sum(cost.forward + cost.backward - 2 * cost.weights for cost in costs) / layout.stages
+    return micro_batches * busiest + (layout.pipeline - 1) * mean + 2 * (layout.stages - 1) * transfer
+
+
 def _order(layout: Layout, rank: int, micro_batches: int) -> Iterator[Slot]:
     """Yield the slots of a rank, as torch's schedule of this name has them."""
     stages = layout.stages_of(rank)

@@ -119,11 +119,17 @@ def recipes(words: list[str]) -> int:
     return say(f"{recipes_text()}\nTrain one: python train.py recipe=NAME. Show its plan: serried plan recipe=NAME")
 
 
-@_command(_OVERRIDES)
+@_command(f"[search] {_OVERRIDES}")
 def plan(words: list[str]) -> int:
-    """Print the plan of a run, on any machine; same as python train.py dry_run=true."""
+    """Print the plan of a run, on any machine; same as python train.py dry_run=true.
+
+    plan.device  h100, a100, ...: also how long a step takes; plan.tokens=15T and plan.price=2.5: what that adds up to
+    search       as the first word: the fastest of all valid layouts, with the overrides for each, instead
+    """
     from serried.program import main as train
 
+    if words[:1] == ["search"]:
+        words = [*words[1:], "plan.search=true"]
     return train([*words, *([] if "dry_run=true" in words else ["dry_run=true"])])
 
 

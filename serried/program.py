@@ -58,6 +58,8 @@ def _do(action: Action, overrides: list[str]) -> int:
             return say(help_text(typed_command(), chosen=overrides))
         sweep = planned_sweep(overrides) if action == "sweep" else None
         configs = [point.config for point in sweep.points] if sweep else [compose(overrides)]
+        if configs[0].plan.search:
+            return say(_searched(configs[0]))
         config, (plan, *_) = configs[0], [_plan(config) for config in configs]
         if action == "config" or config.dry_run:
             return say(config_yaml(config) if action == "config" else _overview(config, *plan) + describe_runs(sweep))
@@ -78,6 +80,12 @@ def _overview(config: RunConfig, layout: Layout, accumulation: int) -> str:
     from serried.trainer.overview import dry_run
 
     return dry_run(config, _task(config), layout, accumulation)
+
+
+def _searched(config: RunConfig) -> str:
+    from serried.trainer.plan.search import search
+
+    return search(config, _task(config), planned_processes(config.launch, dry_run=True))
 
 
 def _task(config: RunConfig) -> "Task":

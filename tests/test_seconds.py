@@ -8,11 +8,13 @@ import pytest
 from torch.distributed import pipelining
 
 from benchmarks.published import Row, errors, rows, table
+from serried import cli
 from serried.configs.compose import compose, config_yaml
 from serried.parallel.clock import Cost, Slot, duration, play
 from serried.parallel.mesh import Layout
 from serried.program import main
 from serried.trainer.plan.devices import DEVICES, Cluster
+from serried.trainer.plan.job import doubts
 from serried.trainer.plan.rates import OUTSIDE, RATES, SEEN, WITHIN
 from serried.trainer.plan.seconds import Job, Shape, step_of
 
@@ -189,3 +191,37 @@ def test_mistake_in_what_a_plan_assumes_is_one_line(words, message, capsys):
 
 def test_config_of_a_run_holds_nothing_of_its_plan():
     assert "plan" not in config_yaml(compose(["dry_run=true", "plan.device=h100"]))
+
+
+# search --------------------------------------------------------------------------------------------------------------
+
+
+def test_each_layout_that_a_search_lists_is_a_plan_of_the_time_listed(capsys):
+    words = ["recipe=llama8b", "launch.processes=16", "plan.device=h100"]
+    assert cli.plan(["search", *words]) == 0
+    listed = re.findall(r"^\d +([\d.]+) s +[\d,]+ +[\d.]+GiB +(.*)", capsys.readouterr().out, re.MULTILINE)
+    assert len(listed) == 8
+    for seconds, overrides in (listed[0], listed[-1]):
+        assert main([*words, "dry_run=true", *overrides.replace("(as it is)", "").split()]) == 0
+        assert f"step       {seconds} s (" in capsys.readouterr().out
+
+
+def test_search_says_which_groups_are_larger_than_any_measured():
+    def of(ranks):
+        return [*doubts(job(shard=ranks), H100, "torchtitan")]
+
+    assert of(512) == []
+    assert of(4096) == ["groups of more than 512 ranks that gather for each block"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["recipe=llama405b", "launch.processes=8"], "none of [\\d,]+ valid layouts of 8 h100 fits 67.1GiB"),
+        (["recipe=llama8b", "launch.processes=101"], "no layout of 101 processes divides trainer.global_batch=512"),
+        (["precision=fp32", "plan.device=b200"], "there are no rates for the precision=fp32 on b200"),
+    ],
+)
+def test_search_without_a_result_is_one_line(words, message, capsys):
+    assert cli.main(["plan", "search", *words]) == 78
+    assert re.fullmatch(f"error: .*{message}.*\n", capsys.readouterr().err)

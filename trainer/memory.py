@@ -104,7 +104,7 @@ def _of_stages(
         low_dtype or torch.float32,
         # fp16's products keep no copies of weights
         autocast=low_dtype == torch.bfloat16 and not layout.is_sharded and (frozen is None or config.task.has_teacher),
-        share=_share(layout, accumulation, sizes.plan, pipeline, config.trainer),
+        share=share_of(layout, accumulation, sizes.plan, pipeline, config.trainer),
     )
     return Memory(
         parameters=sum(sizes.held[name] * copies[name] * sizes.width(name, frozen) for name in here),
@@ -125,7 +125,7 @@ def _gathered(config: RunConfig, sizes: _Sizes, names: Collection[str]) -> int:
     return whole - sum(units) + max(first + second for first, second in pairwise([0, *units, 0]))
 
 
-def _share(layout: Layout, accumulation: int, plan: ParallelPlan, pipeline: int, trainer: TrainerSection) -> Share:
+def share_of(layout: Layout, accumulation: int, plan: ParallelPlan, pipeline: int, trainer: TrainerSection) -> Share:
     """What a rank at a coordinate of the pipeline does of the work on a micro-batch."""
     stages, blocks = layout.stages_of(pipeline), max(1, len(plan.blocks))
     here = sum(len(layout.block_range(stage, blocks)) for stage in stages) / blocks if layout.pipeline > 1 else 1.0

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -13,9 +14,9 @@ from serried.trainer.plan.rates import FAR, SEEN
 from serried.trainer.plan.seconds import Job, Shape
 
 
-def job_of(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout, accumulation: int) -> Job | None:
-    """Return a step of ``config``; None if the sizes of its model are not those of a known transformer."""
-    section, data, trainer = getattr(config, "model", None), getattr(config, "data", None), config.trainer
+def shape_of(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> Shape | None:
+    """Return the sizes of the model of ``config``; None if they are not those of a known transformer."""
+    section, data = getattr(config, "model", None), getattr(config, "data", None)
     if not isinstance(section, LlamaSection | GPT2Section) or data is None:
         return None
     rows = [
@@ -23,19 +24,23 @@ def job_of(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layo
         for name, parameter in model.named_parameters()
         if parameter.ndim == 2 and parameter.shape[1] == section.dim and not name.startswith(plan.blocks)
     ]
-    length = data.sequence_length
+    return _shape(section, max(rows, default=0))._replace(attended=_attended(section, data.sequence_length))
+
+
+def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int) -> Job:
+    """Return a step of ``config``, whose model has this shape."""
+    trainer = config.trainer
     keeps = trainer.activation_checkpoint_every > 1  # of the others some compute nothing again
     return Job(
-        _shape(section, max(rows, default=0)),
+        shape,
         layout,
-        length,
+        config.data.sequence_length,
         trainer.micro_batch,
         accumulation,
         recompute="none" if keeps else trainer.activation_checkpoint,
         precision=config.precision.name,
         frees_after_forward=config.parallel.frees_after_forward,
         reduces_each=config.parallel.sync_every_micro_batch,
-        attended=_attended(section, length),
         is_adapter=config.adapter.method != "none",
     )
 
@@ -79,9 +84,9 @@ def doubts(job: Job, cluster: Cluster, software: str) -> Iterator[str]:
     if cluster.device.name not in seen.devices:
         yield f"{cluster.device.name} with rates of {seen.devices[0]}"
     if job.frees_after_forward and sharding > FAR * seen.sharding:
-        yield f"groups of {sharding} ranks that gather for each block, of at most {seen.sharding}"
+        yield f"groups of more than {FAR * seen.sharding} ranks that gather for each block"
     if job.sequence > seen.sequence:
-        yield f"sequences of {job.sequence}, of at most {seen.sequence}"
+        yield f"sequences of more than {seen.sequence}"
     if job.shape.experts:
         yield "experts"
     if job.precision not in ("bf16", "8bit"):

@@ -1,11 +1,11 @@
 """How long a step takes: the work of a block, turned into seconds by rates, on the timeline of each rank."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from serried.parallel.clock import Cost, duration
+from serried.parallel.clock import Cost, about, duration
 from serried.parallel.mesh import ZERO_BUBBLE_SCHEDULES, Layout
 from serried.trainer.plan.devices import Cluster
 from serried.trainer.plan.parts import Work
@@ -44,7 +44,9 @@ class Shape(NamedTuple):
     experts_per_token: int = 0
     expert_hidden: int = 0
     dense_layers: int = 0
-    """Those without experts, if there are experts; ``hidden`` of the others is that of shared experts."""
+    """Those without experts, if there are experts; ``hidden`` is the mean of theirs and that of shared experts."""
+    attended: float = 1.0
+    """Share of the scores that windows of attention leave."""
 
     @property
     def width(self) -> int:
@@ -108,8 +110,6 @@ class Job:
     """Whether attention is one kernel that leaves out masked scores; else scores are in memory."""
     hides_exchanges: float = 0.0
     """Share of the tensor exchanges that products hide."""
-    attended: float = 1.0
-    """Share of the scores that windows of attention leave."""
     is_adapter: bool = False
     """Whether all but adapters is frozen: no gradients of weights."""
 
@@ -150,10 +150,17 @@ class _Block(NamedTuple):
     experts: float
 
 
-def step_of(job: Job, cluster: Cluster, rates: Rates) -> Step:
-    """Return how long a step takes."""
+def step_of(job: Job, cluster: Cluster, rates: Rates, *, is_quick: bool = False) -> Step:
+    """Return how long a step takes; if ``is_quick``, about, with no timeline of a pipeline."""
     clock = _Clock(job, cluster, rates)
-    return clock.pipelined() if job.layout.pipeline > 1 else clock.alone()
+    return clock.pipelined(about if is_quick else duration) if job.layout.pipeline > 1 else clock.alone()
+
+
+def held_elements(job: Job) -> float:
+    """Return how many parameters a rank would hold if FSDP divided none."""
+    shape, layout = job.shape, job.layout
+    experts = shape.layers * shape.of_experts
+    return ((shape.parameters - experts) / layout.tensor + experts / layout.expert) / layout.pipeline
 
 
 def seconds_of(work: Work, precision: str, cluster: Cluster, rates: Rates) -> dict[str, float]:
@@ -197,7 +204,7 @@ def block_work(job: Job) -> Work:
         flops = 2 * rows * shape.matrices * shape.dim * shape.expert_hidden * share
         add(flops, of_one, shape.dim, shape.expert_hidden)
         inner += shape.experts_per_token * (shape.expert_hidden + 2 * shape.dim) / parts
-    scores = 4 * tokens * job.sequence * job.attended * shape.width / tensor * (0.5 if job.is_flash else 1.0)
+    scores = 4 * tokens * job.sequence * shape.attended * shape.width / tensor * (0.5 if job.is_flash else 1.0)
     # Bytes that norms, rotations, activations and sums read and write, and how often.
     norms, activations, rotations = (
         (6, 3 if shape.is_gated else 4, 4) if job.is_fused else (12, 6 if shape.is_gated else 4, 8)
@@ -299,8 +306,8 @@ class _Clock:
             parts["stragglers"] = doublings * _LOST_BEYOND * sum(parts.values())
         return _step(parts)
 
-    def pipelined(self) -> Step:
-        """Return a step of a pipeline, whose ranks wait for each other."""
+    def pipelined(self, played: Callable[..., float]) -> Step:
+        """Return a step of a pipeline, whose ranks wait for each other; ``played``: a function of the clock."""
         job, layout = self.job, self.job.layout
         block, head = self.block(), self.head()
         forward, backward = sum(block.forward.values()), sum(block.backward.values())
@@ -312,14 +319,14 @@ class _Clock:
             blocks = len(layout.block_range(stage, job.shape.layers))
             last = end if stage == layout.stages - 1 else 0.0
             costs.append(Cost(blocks * forward + last / 3, blocks * backward + last * 2 / 3, blocks * weights))
-        played = duration(layout, job.accumulation, costs, self._transfer())
+        seconds_played = played(layout, job.accumulation, costs, self._transfer())
         times = job.accumulation / layout.pipeline
         parts = {
             name: times * job.shape.layers * seconds for name, seconds in _sum(block.forward, block.backward).items()
         }
         for name, seconds in head.items():
             parts[name] = parts.get(name, 0.0) + times * seconds
-        parts["pipeline"] = played - sum(parts.values())
+        parts["pipeline"] = seconds_played - sum(parts.values())
         parts["data"] = self._sums(job.shape.layers / layout.pipeline * (forward + backward))
         parts["optimizer"] = self._update()
         return _step(parts)
@@ -347,21 +354,15 @@ class _Clock:
         """Return what the last backward does not hide of summing all gradients, and of gathering parameters once."""
         if self.job.is_adapter:
             return 0.0
-        share = self._parameters()
+        share = held_elements(self.job)
         seconds = 2 * self._gather(share / self.sharding.ranks * _FP32_BYTES, self.copies)
         if not only_copies:
             seconds += self._gather(share * _FP32_BYTES, self.sharding) + self._gather(share * _BYTES, self.sharding)
         return max(_EXPOSED_AT_LEAST * seconds, seconds - _HIDDEN_AT_THE_END * micro_batch)
 
     def _update(self) -> float:
-        own = 0.0 if self.job.is_adapter else self._parameters() / self.sharding.ranks
+        own = 0.0 if self.job.is_adapter else held_elements(self.job) / self.sharding.ranks
         return own * _OPTIMIZER_BYTES / (self.cluster.device.memory_rate * self.rates.memory)
-
-    def _parameters(self) -> float:
-        """Return how many elements a rank would hold if FSDP divided nothing."""
-        shape, layout = self.job.shape, self.job.layout
-        experts = shape.layers * shape.of_experts
-        return ((shape.parameters - experts) / layout.tensor + experts / layout.expert) / layout.pipeline
 
     # rates -------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.trainer.peak_flops import device_name
 from serried.trainer.plan.devices import DEVICES, Cluster, Device, device_of, device_of_driver
-from serried.trainer.plan.job import doubts, job_of
+from serried.trainer.plan.job import doubts, job_of, shape_of
 from serried.trainer.plan.rates import OUTSIDE, RATES, WITHIN, software_for
 from serried.trainer.plan.seconds import Job, Step, step_of
 from serried.trainer.task import Task
@@ -59,14 +59,15 @@ def time_lines(
     config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
 ) -> Iterator[tuple[str, str]]:
     """Yield the lines as (name, text); a single one where the time is unknown."""
-    device, job = planned_device(config), job_of(config, model, plan, layout, accumulation)
+    device, shape = planned_device(config), shape_of(config, model, plan)
     if device is None:
         yield "step", f"unknown: this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}"
         return
-    if job is None or not device.peak(job.precision):
-        why = "the sizes of this model" if job is None else f"precision={job.precision} on {device.name}"
+    if shape is None or not device.peak(config.precision.name):
+        why = "the sizes of this model" if shape is None else f"precision={config.precision.name} on {device.name}"
         yield "step", f"unknown: there are no rates for {why}"
         return
+    job = job_of(config, shape, layout, accumulation)
     cluster, software = planned_cluster(config, device), software_for(device.name)
     step = step_of(job, cluster, RATES[software])
     doubtful = [*doubts(job, cluster, software)]

@@ -1,0 +1,253 @@
+"""All valid layouts of a run, priced by formula: which are fastest, and which need less memory."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from serried.configs.divisors import divisors
+from serried.configs.errors import UserError
+from serried.configs.formats import columns, size
+from serried.configs.schema import RunConfig
+from serried.parallel.checks import check_layout
+from serried.parallel.mesh import gradient_accumulation, resolve_layout
+from serried.trainer.memory import planned_memory, share_of
+from serried.trainer.model import build_model
+from serried.trainer.optimizer_state import state_bytes
+from serried.trainer.parameter_groups import freeze
+from serried.trainer.plan.devices import DEVICES
+from serried.trainer.plan.job import doubts, job_of, shape_of
+from serried.trainer.plan.rates import RATES, software_for
+from serried.trainer.plan.seconds import Job, held_elements, step_of
+from serried.trainer.plan.time_lines import planned_cluster, planned_device
+from serried.trainer.precision import LOW_DTYPES
+from serried.trainer.task import Task
+
+_FP32_BYTES = 4
+_USABLE_SHARE = 0.9
+_EQUAL = 1.05
+"""Times that are nearer to each other cannot be told apart."""
+_SHOWN = 8
+_MESHES, _OF_A_MESH = 20, 3
+"""Meshes, and candidates of each, whose timelines are played."""
+_MOST_CONTEXT = 32
+_MOST_STAGES = 64
+_MICRO_BATCHES = (1, 2, 4, 8)
+_SCHEDULES = (("1f1b", None), ("interleaved", 2), ("interleaved", 4), ("zbv", None))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A valid layout."""
+
+    overrides: Mapping[str, Any]
+    config: RunConfig
+    job: Job
+    seconds: float
+    """By a formula."""
+    bytes: float
+    """On the rank that needs the most, about."""
+
+    def words(self) -> str:
+        """Return the overrides, to paste."""
+        return " ".join(f"{key}={str(value).lower()}" for key, value in self.overrides.items()) or "(as it is)"
+
+
+def search(config: RunConfig, task: Task, processes: int) -> str:
+    """Return a table of the fastest layouts that fit, and of slower ones that need less memory.
+
+    Raises:
+        UserError: the time of this model or on this device is unknown, or no layout fits.
+    """
+    searched = _Search(config, task, processes)
+    found = searched.fitting()
+    device = searched.cluster.device.name
+    fastest = searched.fastest(found)
+    if not searched.valid:
+        batch = config.trainer.global_batch
+        raise UserError(f"no layout of {processes} processes divides trainer.global_batch={batch}")
+    if not fastest:
+        raise UserError(
+            f"none of {searched.valid:,} valid layouts of {processes} {device} fits {size(searched.limit)}; use more "
+            "processes, shorter samples or a smaller model"
+        )
+    of = f"{searched.valid:,} valid layouts of {processes} {device}, {len(found):,} of which fit {size(searched.limit)}"
+    lines = [f"{'searched':<10} {of}; rates of {searched.software}"]
+    lines += searched.table(fastest, is_numbered=True)
+    equal = sum(each.seconds <= _EQUAL * fastest[0].seconds for each in fastest)
+    if equal > 1:
+        lines.append(f"{'equal':<10} 1 to {equal} are within 5%, which such times cannot tell apart: choose by memory")
+    covered = [each for each in found if not searched.doubts(each)] if searched.doubts(fastest[0]) else []
+    if covered:
+        lines += [
+            f"{'covered':<10} the fastest of those that published runs cover",
+            *searched.table(searched.fastest(covered)[:3]),
+        ]
+    if frugal := searched.frugal(found, fastest):
+        lines += [f"{'smaller':<10} each needs the least memory of those that are as fast", *searched.table(frugal)]
+    if noted := {doubt for each in (*fastest, *frugal) for doubt in searched.doubts(each)}:
+        lines.append(f"{'?':<10} a rough guess: no published run has {', nor '.join(sorted(noted))}")
+    return "\n".join(lines)
+
+
+class _Search:
+    """The layouts of a run on a number of processes."""
+
+    def __init__(self, config: RunConfig, task: Task, processes: int) -> None:
+        """Raises UserError: the time of this model or on this device is unknown."""
+        self.config, self.task, self.processes = config, task, processes
+        built = build_model(config, task)
+        self.model, self.plan = built.module, built.plan
+        freeze(self.model, config.optim)
+        device, shape = planned_device(config), shape_of(config, self.model, self.plan)
+        if device is None:
+            raise UserError(f"this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}")
+        if shape is None or not device.peak(config.precision.name):
+            why = "sizes of this model" if shape is None else f"precision={config.precision.name} on {device.name}"
+            raise UserError(f"plan.search=true: there are no rates for the {why}; use a known transformer and bf16")
+        self.shape = shape
+        self.cluster, self.software = planned_cluster(config, device), software_for(device.name)
+        self.limit = _USABLE_SHARE * device.memory_bytes
+        self.state_bytes = state_bytes(config.optim)
+        self.valid = 0
+
+    def fitting(self) -> list[Candidate]:
+        """Return the candidates that fit the device, about, the fastest first."""
+        found = []
+        for overrides in self._overrides():
+            config = _changed(self.config, overrides)
+            try:
+                layout = resolve_layout(config.parallel, self.processes)
+                accumulation = gradient_accumulation(config.trainer, layout)
+                check_layout(config, layout, accumulation)
+            except UserError:
+                continue
+            job = job_of(config, self.shape, layout, accumulation)
+            self.valid += 1
+            if (held := self._held(config, job)) <= self.limit:
+                step = step_of(job, self.cluster, RATES[self.software], is_quick=True)
+                found.append(Candidate(overrides, config, job, step.seconds, held))
+        return sorted(found, key=lambda each: each.seconds)
+
+    def fastest(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Return the fastest, each of another mesh, with the time of its timeline and the plan's memory."""
+        by_mesh: dict[object, list[Candidate]] = {}
+        for each in found:
+            layout = each.job.layout
+            mesh = (layout.replicate, layout.context, layout.tensor, layout.pipeline, layout.expert)
+            if mesh in by_mesh or len(by_mesh) < _MESHES:
+                by_mesh.setdefault(mesh, []).append(each)
+        best = []
+        for of_mesh in by_mesh.values():
+            played = [each for each in map(self._played, of_mesh[:_OF_A_MESH]) if each.bytes <= self.limit]
+            best += sorted(played, key=lambda each: each.seconds)[:1]
+        return sorted(best, key=lambda each: each.seconds)[:_SHOWN]
+
+    def frugal(self, found: Sequence[Candidate], shown: Sequence[Candidate]) -> list[Candidate]:
+        """Return slower ones that need less memory than all that are faster and than those ``shown``, by a tenth."""
+        front: list[Candidate] = []
+        least = min(each.bytes for each in shown)
+        for each in found:
+            if each.bytes < 0.9 * least:
+                front.append(each)
+                least = each.bytes
+        return [self._played(each) for each in front[:_SHOWN]]
+
+    def table(self, candidates: Sequence[Candidate], *, is_numbered: bool = False) -> list[str]:
+        """Return a line for each."""
+        rows: list[tuple[str, ...]] = [("", "time", "tok/s/GPU", "memory", "overrides")]
+        for number, each in enumerate(candidates, 1):
+            rate = each.job.samples * each.job.sequence / each.seconds / each.job.layout.world
+            time = f"{each.seconds:.3g} s{'?' if self.doubts(each) else ''}"
+            rows.append((str(number) if is_numbered else " ", time, f"{rate:,.0f}", size(each.bytes), each.words()))
+        return columns(rows)
+
+    def doubts(self, candidate: Candidate) -> list[str]:
+        """Return what no published run shows about it."""
+        return [*doubts(candidate.job, self.cluster, self.software)]
+
+    def _overrides(self) -> Iterator[dict[str, Any]]:
+        """Yield what differs from the config, of each candidate, valid or not."""
+        plan, parallel = self.plan, self.config.parallel
+        ranks, powers = self.processes, [each for each in divisors(self.processes) if each & (each - 1) == 0]
+        tensors = [each for each in powers if each <= self.cluster.per_node] if plan.roles else [1]
+        contexts = [each for each in powers if each <= _MOST_CONTEXT] if plan.context else [1]
+        pipelines = [each for each in divisors(ranks) if each <= _MOST_STAGES] if plan.blocks else [1]
+        experts = powers if plan.mixtures else [1]
+        for tensor, context, pipeline, expert in product(tensors, contexts, pipelines, experts):
+            left = ranks // (tensor * context * pipeline)
+            if not left or ranks % (tensor * context * pipeline):
+                continue
+            schedules = _SCHEDULES if pipeline > 1 else ((parallel.schedule, parallel.stages_per_rank),)
+            inside = max(1, self.cluster.per_node // (tensor * context))
+            copies = [1] if ranks == 1 else sorted({1, max(1, left // inside), max(1, left // (8 * inside))})
+            for (schedule, per_rank), copy, micro_batch, checkpoint, ways in product(
+                schedules, copies, _MICRO_BATCHES, ("none", "selective", "full"), _ways(pipeline)
+            ):
+                wanted = {
+                    "parallel": "hsdp" if copy > 1 else "fsdp",
+                    "parallel.replicate": copy,
+                    "parallel.shard": -1,
+                    "parallel.tensor": tensor,
+                    "parallel.context": context,
+                    "parallel.pipeline": pipeline,
+                    "parallel.expert": expert,
+                    "parallel.schedule": schedule,
+                    "parallel.stages_per_rank": per_rank,
+                    **ways,
+                    "trainer.micro_batch": micro_batch,
+                    "trainer.activation_checkpoint": checkpoint,
+                }
+                now = {"parallel": parallel.strategy, **{key: _value(self.config, key) for key in wanted if "." in key}}
+                yield {key: value for key, value in wanted.items() if value != now[key]}
+
+    def _held(self, config: RunConfig, job: Job) -> float:
+        """Return about how many bytes the first rank needs."""
+        layout, elements = job.layout, held_elements(job)
+        divided = layout.shard * layout.context
+        low = LOW_DTYPES[config.precision.name]
+        block = job.shape.of_dense / layout.tensor + job.shape.of_experts / layout.expert
+        gathered = (
+            2 * max(block, job.shape.of_head / layout.tensor) if config.parallel.frees_after_forward else elements
+        )
+        whole = elements if divided > 1 and job.accumulation > 1 and not job.reduces_each else 0.0
+        activations = self.task.activation_bytes(
+            config.trainer.micro_batch,
+            low or torch.float32,
+            autocast=False,
+            share=share_of(layout, job.accumulation, self.plan, 0, config.trainer),
+        )
+        states = elements / divided * (_FP32_BYTES + _FP32_BYTES + self.state_bytes)
+        return states + 2 * gathered + _FP32_BYTES * whole + (activations or 0)
+
+    def _played(self, candidate: Candidate) -> Candidate:
+        """Return it with the time of its timeline and the plan's memory."""
+        job = candidate.job
+        step = step_of(job, self.cluster, RATES[self.software])
+        memory = planned_memory(candidate.config, self.task, job.layout, job.accumulation, self.model, self.plan)
+        return replace(candidate, seconds=step.seconds, bytes=memory.total)
+
+
+def _ways(pipeline: int) -> list[dict[str, Any]]:
+    """Return when FSDP gathers and sums."""
+    key, sync = "parallel.reshard_after_forward", "parallel.sync_every_micro_batch"
+    if pipeline > 1:
+        return [{key: None, sync: False}]
+    return [{key: frees, sync: each} for frees in (None, False) for each in (False, True)]
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _changed(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    sections: dict[str, dict[str, Any]] = {"parallel": {}, "trainer": {}}
+    for key, value in overrides.items():
+        section, _, name = key.partition(".")
+        sections[section][name or "strategy"] = value
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    )

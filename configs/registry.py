@@ -39,7 +39,7 @@ from serried.configs.schema import (
     Section,
     TaskSection,
 )
-from serried.configs.tasks import DistillationSection, PreferenceSection
+from serried.configs.tasks import DistillationSection, PreferenceSection, RewardSection
 
 _Built = TypeVar("_Built", bound=Callable[..., Any])
 
@@ -171,9 +171,10 @@ models.register(
 tasks = Registry("task", "task", "serried.tasks", TaskSection)
 tasks.register("causal_lm", TaskSection, lambda: import_module("serried.recipes.causal_lm").CausalLM)
 tasks.register("distillation", DistillationSection, lambda: import_module("serried.recipes.distillation").Distillation)
+tasks.register("reward", RewardSection, lambda: import_module("serried.recipes.reward").Reward)
 tasks.register("preference", PreferenceSection, lambda: import_module("serried.recipes.preference").Preference)
 _SERVED_AS = {"distillation": "causal_lm"}
-BUILT_IN_TASKS = ("causal_lm", "preference", "distillation")
+BUILT_IN_TASKS = ("causal_lm", "preference", "distillation", "reward")
 
 
 def task_of_model(name: str) -> Any:

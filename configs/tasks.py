@@ -69,6 +69,31 @@ class DistillationSection(TaskSection):
                 )
 
 
+class RewardSection(TaskSection):
+    """Training of a model that scores answers, on pairs of them."""
+
+    formats: ClassVar[tuple[str, ...]] = ("preference",)
+
+    def mistakes_with(self, config: Any) -> Iterator[str]:
+        yield from super().mistakes_with(config)
+        yield from _whole_sequences(config)
+        if config.parallel.tensor != 1:
+            yield (
+                f"parallel.tensor={config.parallel.tensor} cannot divide the one row of the head of task.name=reward; "
+                "use parallel.tensor=1, with parallel=fsdp for large models"
+            )
+        if config.adapter.method != "none":
+            yield (
+                f"adapter.method={config.adapter.method} trains adapters alone, and the head of task.name=reward is "
+                "new; use adapter=none"
+            )
+        if config.trainer.sample_tokens:
+            yield (
+                f"trainer.sample_tokens={config.trainer.sample_tokens} with task.name=reward, which writes no text; "
+                "use trainer.sample_tokens=0"
+            )
+
+
 def _whole_sequences(config: Any) -> Iterator[str]:
     if config.parallel.context != 1:
         yield (

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -400,10 +401,14 @@ class CausalLM(TextTask):
         if not (folder / CONFIG).is_file():
             raise UserError(f"cannot read {folder / CONFIG}: there is none; it says what the weights beside it compute")
 
+    def _export_config(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return the content of ``config.json`` beside the weights."""
+        return self._family().export_config(tokenizer.end_id)
+
     def export_files(self, folder: Path) -> None:
         assert self._prepared is not None, "open_data comes first"
         tokenizer = self._prepared.tokenizer
-        config = self._family().export_config(tokenizer.end_id)
+        config = self._export_config(tokenizer)
         files = {"config.json": json.dumps(config, indent=2) + "\n", **hugging_face_files(tokenizer)}
         for name, content in files.items():
             (folder / name).write_text(content, "utf-8")

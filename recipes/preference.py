@@ -5,9 +5,9 @@ DPO (https://arxiv.org/abs/2305.18290) compares with a reference, the model at t
 and never a mean over a batch, so it does not depend on how pairs are grouped.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,68 +15,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
-from serried.configs.schema import WHOLE, RunConfig
+from serried.configs.schema import RunConfig
 from serried.configs.tasks import PreferenceSection
 from serried.parallel.adapters import without_adapters
-from serried.parallel.plan import ALL_OF_IT, Inputs, LossTerms, Share
-from serried.recipes.causal_lm import CausalLM
-from serried.recipes.data.mixture import mistakes_of
-from serried.recipes.data.pair_dataset import Pair, PairBatch, PairDataset, collate_pairs
+from serried.parallel.plan import Inputs, LossTerms
+from serried.recipes.data.pair_dataset import PairBatch
 from serried.recipes.data.prepare import cache_folder
-from serried.recipes.data.show import marked_lines
 from serried.recipes.models.head import IGNORE, LanguageModelHead, token_losses
+from serried.recipes.pair_task import PairTask
 from serried.trainer.task import Reference
 
 
-class Preference(CausalLM):
+class Preference(PairTask):
     """A language model that learns which of two answers is preferred."""
 
     Config = PreferenceSection
-    unit: ClassVar[str] = "pairs"
 
     config: PreferenceSection
 
     def configure(self, run: RunConfig) -> None:
         super().configure(run)
-        self._pairs: dict[str, PairDataset] = {}
         if self.config.loss == "dpo" and self._model.path is None:
             raise UserError(
                 "task.loss=dpo compares with the model that a run begins with, and random weights are none to compare "
                 "with; use model.path=FOLDER_OR_NAME"
             )
-
-    # data -----------------------------------------------------------------------------------------------------------
-
-    def dataset(self, split: str) -> Any:
-        assert self._prepared is not None, "open_data comes first"
-        if split not in self._pairs:
-            prepared, name = self._held_out.get(split, self._prepared), split
-            if split in self._held_out or split == WHOLE:
-                prepared, name = prepared.whole(), "validation"
-            with mistakes_of(f"data.validation.{split}" if split in self._held_out else "data"):
-                self._pairs[split] = PairDataset(prepared, name, self._data.sequence_length)
-        return self._pairs[split]
-
-    def collate_numbered(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
-        is_pipeline = self.run.parallel.pipeline != 1  # which needs micro-batches of one shape
-        return collate_pairs(samples, ids, self._data.sequence_length, whole=is_pipeline)
-
-    def weight_per_sample(self) -> int:
-        return 1
-
-    def describe_data(self) -> str:
-        return super().describe_data().replace("a sequence", "an answer with its prompt", 1)
-
-    def describe_sample(self) -> list[str]:
-        pair: Pair = self.dataset("train")[0]
-        lines = ["sample     the first pair, chosen and rejected; trained on: lines with >"]
-        for number, (tokens, targets) in enumerate(zip(pair.tokens, pair.targets, strict=True)):
-            is_learned = np.concatenate(([False], targets != IGNORE))
-            whole = np.append(tokens, targets[-1] if is_learned[-1] else self._tokenizer().end_id)
-            lines += [*(["  ---"] if number else []), *marked_lines(self._tokenizer(), whole, is_learned)]
-        return lines
-
-    # model ----------------------------------------------------------------------------------------------------------
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
@@ -86,14 +49,8 @@ class Preference(CausalLM):
         return model
 
     def flops_per_sample(self, parameters: int) -> float:
-        length = 2 * (self.dataset("train").mean_length if self._prepared else self._data.sequence_length)
         passes = 4 / 3 if self._compares_with_base else 1  # the reference is a forward more
-        return passes * length * self._family().flops_per_token(parameters, self._data.sequence_length)
-
-    def activation_bytes(
-        self, samples: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
-    ) -> int | None:
-        return super().activation_bytes(2 * samples, dtype, autocast=autocast, share=share)
+        return passes * super().flops_per_sample(parameters)
 
     # loss -----------------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """The model of a run, and what a checkpoint holds of it: all of it, or the adapters that are trained."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from torch import nn
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.parallel.apply import gathered_type
+from serried.parallel.held import HeldTensor
+from serried.parallel.initialize import initialize
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import ParallelPlan
 from serried.trainer.adapters import Adapters
@@ -47,22 +50,33 @@ class Model:
         if checkpoint is not None:
             check_names(checkpoint, self.module, self.exported, self.stem)
         if weights is not None:
-            of_weights = self.task.exported if self.adapters is None else self.adapters.exported_base
-            check_names(weights, self.module, of_weights)
+            check_names(weights, self.module, self._exported_from(weights))
 
     def start(self, parallel: DistributedModel, weights: Path | None, seed: int) -> None:
         """Fill the sharded model from a model folder of ``weights``, if that is given; give adapters their first
         values."""
-        of_weights = self.task.exported if self.adapters is None else self.adapters.exported_base
         packed = self.adapters.packed if self.adapters is not None else {}
         if weights is not None:
-            load_weights(weights, parallel, of_weights, left_out=packed)
+            exported = self._exported_from(weights)
+            load_weights(weights, parallel, exported, left_out=packed)
+            if self.adapters is None:
+                initialize(self._lacking(parallel, exported), self.task.initial_std, seed)
         if (teacher := self.task.teacher()) is not None:
             load_weights(teacher, parallel, self.task.exported_teacher)
         if weights is not None and self.adapters is not None:
             self.adapters.load_packed(weights, parallel.parameters)
         if self.adapters is not None:
             self.adapters.initialize(parallel.parameters, seed)
+
+    def _exported_from(self, weights: Path) -> Exported:
+        return self.task.exported_from(weights) if self.adapters is None else self.adapters.exported_base
+
+    def _lacking(self, parallel: DistributedModel, exported: Exported) -> Iterator[HeldTensor]:
+        """Yield the parameters that a model folder lacks, but a teacher's."""
+        for held in parallel.parameters:
+            shape = held.spec.shape
+            if not exported(held.name, shape) and not self.task.exported_teacher(held.name, shape):
+                yield held
 
     def write_files(self, base: str | None, folder: Path) -> None:
         """Write the files beside the weights of a checkpoint."""

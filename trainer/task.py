@@ -251,6 +251,12 @@ class Task:
         """
         return (Fragment.whole(self.export_name(name), shape),)
 
+    def exported_from(self, folder: Path) -> Callable[[str, Sequence[int]], tuple[Fragment, ...]]:
+        """Return ``exported`` for the model in ``folder``, with () for parameters that it lacks and that may start from
+        initial values. The default: it lacks none."""
+        del folder
+        return self.exported
+
     def pretrained(self) -> Path | None:
         """Return the folder of the weights that a new run begins with; None: initial values. Called on one rank."""
         return None

@@ -1,0 +1,64 @@
+"""What tasks on pairs of answers have in common: data sets, batches, and how much work a pair is."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from serried.configs.schema import WHOLE, RunConfig
+from serried.parallel.plan import ALL_OF_IT, Share
+from serried.recipes.causal_lm import CausalLM
+from serried.recipes.data.mixture import mistakes_of
+from serried.recipes.data.pair_dataset import Pair, PairDataset, collate_pairs
+from serried.recipes.data.show import marked_lines
+from serried.recipes.models.head import IGNORE
+
+
+class PairTask(CausalLM):
+    """A model that is trained on pairs of answers, one of which is preferred."""
+
+    unit: ClassVar[str] = "pairs"
+
+    def configure(self, run: RunConfig) -> None:
+        super().configure(run)
+        self._pairs: dict[str, PairDataset] = {}
+
+    def dataset(self, split: str) -> Any:
+        assert self._prepared is not None, "open_data comes first"
+        if split not in self._pairs:
+            prepared, name = self._held_out.get(split, self._prepared), split
+            if split in self._held_out or split == WHOLE:
+                prepared, name = prepared.whole(), "validation"
+            with mistakes_of(f"data.validation.{split}" if split in self._held_out else "data"):
+                self._pairs[split] = PairDataset(prepared, name, self._data.sequence_length)
+        return self._pairs[split]
+
+    def collate_numbered(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
+        # A pipeline needs micro-batches of one shape, and each new one is compiled again.
+        whole = self.run.parallel.pipeline != 1 or self.run.trainer.compile
+        return collate_pairs(samples, ids, self._data.sequence_length, whole=whole)
+
+    def weight_per_sample(self) -> int:
+        return 1
+
+    def describe_data(self) -> str:
+        return super().describe_data().replace("a sequence", "an answer with its prompt", 1)
+
+    def describe_sample(self) -> list[str]:
+        pair: Pair = self.dataset("train")[0]
+        lines = ["sample     the first pair, chosen and rejected; trained on: lines with >"]
+        for number, (tokens, targets) in enumerate(zip(pair.tokens, pair.targets, strict=True)):
+            is_learned = np.concatenate(([False], targets != IGNORE))
+            whole = np.append(tokens, targets[-1] if is_learned[-1] else self._tokenizer().end_id)
+            lines += [*(["  ---"] if number else []), *marked_lines(self._tokenizer(), whole, is_learned)]
+        return lines
+
+    def flops_per_sample(self, parameters: int) -> float:
+        length = 2 * (self.dataset("train").mean_length if self._prepared else self._data.sequence_length)
+        return length * self._family().flops_per_token(parameters, self._data.sequence_length)
+
+    def activation_bytes(
+        self, samples: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
+    ) -> int | None:
+        return super().activation_bytes(2 * samples, dtype, autocast=autocast, share=share)

@@ -1,0 +1,102 @@
+"""Reward models: transformers' classifier with the loss of Bradley and Terry, on any layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from serried.configs.compose import compose
+from serried.configs.declaration import BUILT_IN
+from serried.configs.errors import UserError
+from serried.program import main
+from serried.recipes.data.pair_dataset import PairBatch
+from serried.recipes.models.head import IGNORE
+from serried.recipes.reward import Reward
+from tests import runs
+from tests.cluster import Cluster
+from tests.test_preference import dpo, model, train
+
+__all__ = ["model"]  # a fixture
+
+
+def reward(model: Path, run_dir: Path, *more: str) -> list[str]:
+    return dpo(model, run_dir, "recipe=reward", "trainer.max_grad_norm=0", *more)
+
+
+class Watched(Reward):
+    """Keeps the batches it trains on."""
+
+    batches: list[PairBatch]
+
+    def terms(self, output: Tensor, batch: PairBatch) -> Any:
+        if torch.is_grad_enabled():
+            self.batches.append(batch)
+        return super().terms(output, batch)
+
+
+def test_training_is_that_of_transformers_classifier_and_layouts_agree(
+    cluster: Cluster, model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    train(reward(model, tmp_path / "first", "trainer.steps=1", "optim.lr=0"))
+    first = runs.checkpoint(tmp_path / "first")
+    Watched.batches = []
+    argv = reward(model, tmp_path / "run", f"model.path={first}", "trainer.deterministic=true")
+    assert main(argv, BUILT_IN._replace(task=Watched)) == 0
+    ours = runs.metrics(tmp_path / "run")
+    theirs = AutoModelForSequenceClassification.from_pretrained(first)
+    assert (type(theirs).__name__, theirs.config.num_labels) == ("LlamaForSequenceClassification", 1)
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def score(tokens: Tensor, targets: Tensor) -> Tensor:
+        end = int((targets != IGNORE).nonzero())
+        return theirs(tokens[: end + 1].unsqueeze(0)).logits[0, 0]
+
+    for step, line in enumerate(ours):
+        batches = Watched.batches[2 * step : 2 * step + 2]
+        tokens, targets = (torch.cat([each[place] for each in batches]) for place in (0, 1))
+        scores = torch.stack([score(*each) for each in zip(tokens, targets, strict=True)]).view(-1, 2)
+        margins = scores[:, 0] - scores[:, 1]
+        loss, accuracy = -F.logsigmoid(margins).mean(), (margins > 0).double().mean()
+        assert (line["loss"], line["reward_accuracy"]) == pytest.approx((loss.item(), accuracy.item()), abs=1e-5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(ours) == 4
+    assert ours[-1]["loss"] < ours[0]["loss"]
+    saved = AutoModelForSequenceClassification.from_pretrained(runs.checkpoint(tmp_path / "run"))
+    some = torch.arange(30).unsqueeze(0)
+    torch.testing.assert_close(saved(some).logits, theirs(some).logits, atol=1e-3, rtol=1e-3)
+    argv = reward(model, tmp_path / "stopped", f"model.path={first}", "trainer.deterministic=true")
+    train([*argv, "trainer.stop_at=2"], 75)
+    train(argv)
+    whole, stopped = (runs.weights(tmp_path / name) for name in ("run", "stopped"))
+    assert all(whole[name].equal(stopped[name]) for name in whole)
+    for name, *layout in (
+        ("ddp", "parallel=ddp"),
+        ("fsdp", "parallel=fsdp"),
+        ("pipe", "parallel=fsdp", "parallel.pipeline=2"),
+    ):
+        argv = reward(model, tmp_path / name, f"model.path={first}", *layout)
+        cluster.run(2, "tests.test_preference:train", argv=argv)
+        found = [line["loss"] for line in runs.metrics(tmp_path / name)]
+        assert found == pytest.approx([line["loss"] for line in ours], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["parallel=fsdp", "parallel.tensor=2"], "parallel.tensor=2 cannot divide the one row of the head"),
+        (["adapter=lora"], "adapter.method=lora trains adapters alone"),
+        (["trainer.sample_tokens=9"], "trainer.sample_tokens=9 with task.name=reward, which writes no text"),
+        (["task.beta=1"], "task.beta"),
+    ],
+)
+def test_keys_that_do_not_fit_a_reward_model_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        compose(["recipe=reward", *words])
+    assert said in str(refused.value)

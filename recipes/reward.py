@@ -71,8 +71,8 @@ class Reward(PairTask):
         head = getattr(model, _HEAD, None)
         if not isinstance(head, LanguageModelHead) or head.weight is None:
             raise UserError(
-                f"model.family={self._model.family} has no LanguageModelHead with a weight as {_HEAD}, in place of which "
-                "answers are scored; use a built-in family"
+                f"model.family={self._model.family} has no LanguageModelHead called {_HEAD}, in place of which answers "
+                "are scored; use a built-in family"
             )
         setattr(model, _HEAD, ScoreHead(head.weight.shape[1], head.weight.device))
         return model

@@ -392,9 +392,14 @@ def chat(words: list[str]) -> int:
     with suppress(ImportError):
         import readline  # noqa: F401 -- edits the line that input() reads
     said: list[str] = []
-    with suppress(BrokenPipeError, EOFError):
+    asks = sys.stdin.isatty()
+    with suppress(BrokenPipeError):
         while True:
-            message = input("> " if sys.stdin.isatty() else "")
+            try:
+                message = input("> " if asks else "")
+            except EOFError:
+                print(end="\n" if asks else "")  # the next line of the shell begins at the left
+                break
             if message.strip():
                 said.append(message)
                 said.append(writer.write(said, is_timed=False))

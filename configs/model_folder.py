@@ -11,6 +11,7 @@ from serried.configs.registry import models
 from serried.configs.schema import parse_count
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 ANY_FAMILY = "hf"
 """The family that reads the models of all others, by transformers' own code."""
 _NOT_A_MODEL = ("MANIFEST.json", "state.json", "checkpoints")

@@ -1,8 +1,10 @@
 """Causal language modelling: predict the next token."""
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from torch import nn
 from serried.configs.data_section import DataSection, TextRunConfig
 from serried.configs.errors import UserError
 from serried.configs.formats import printable
-from serried.configs.model_folder import CONFIG, model_folder
+from serried.configs.model_folder import CONFIG, GENERATION, model_folder
+from serried.configs.plain_data import NotPlainData, read_json
 from serried.configs.registry import models
 from serried.configs.schema import (
     DEFAULT_VALIDATION,
@@ -403,14 +406,35 @@ class CausalLM(TextTask):
 
     def _export_config(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the content of ``config.json`` beside the weights."""
-        return self._family().export_config(tokenizer.end_id)
+        return self._family().export_config(tokenizer.end_id) | self._special_ids(tokenizer)
 
     def export_files(self, folder: Path) -> None:
         assert self._prepared is not None, "open_data comes first"
         tokenizer = self._prepared.tokenizer
-        config = self._export_config(tokenizer)
-        files = {"config.json": json.dumps(config, indent=2) + "\n", **hugging_face_files(tokenizer)}
-        for name, content in files.items():
+        settings = {CONFIG: self._export_config(tokenizer), GENERATION: self._base_settings[GENERATION]}
+        files = {name: json.dumps(each, indent=2) + "\n" for name, each in settings.items() if each}
+        for name, content in (files | hugging_face_files(tokenizer)).items():
             (folder / name).write_text(content, "utf-8")
         if self._data.is_chat:
             (folder / "chat_template.jinja").write_text(chat_template(self._data, tokenizer)[0], "utf-8")
+
+    def _special_ids(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return the ids of ``config.json``: the base model's, else those that the tokenizer has."""
+        end, base = tokenizer.end_id, self._base_settings[CONFIG]
+        if not base:
+            return {"bos_token_id": first for first in tokenizer.start_ids[:1]}
+        ids = {key: base[key] for key in ("bos_token_id", "pad_token_id") if key in base}
+        ends = base.get("eos_token_id")  # one, or several
+        is_known = ends == end or (isinstance(ends, list) and end in ends)
+        return {"bos_token_id": None} | ids | ({"eos_token_id": ends} if is_known else {})
+
+    @functools.cached_property
+    def _base_settings(self) -> dict[str, dict[str, Any]]:
+        """Settings of the base model; empty without one, and if it is gone by the time that a run resumes."""
+        found: dict[str, dict[str, Any]] = {CONFIG: {}, GENERATION: {}}
+        with suppress(UserError):
+            if (folder := self.pretrained()) is not None:
+                for name in found:
+                    with suppress(OSError, NotPlainData):
+                        found[name] = read_json(folder / name)
+        return found

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -243,7 +244,27 @@ def test_the_model_takes_its_files_along_to_the_letter(folder: Path, files: dict
         assert (out / name).read_text("utf-8") == content
     config = json.loads((out / "config.json").read_text())
     assert config["vocab_size"] == 384
-    assert config["eos_token_id"] == find_tokenizer(str(folder)).end_id
+    tokenizer = find_tokenizer(str(folder))
+    assert ((config["bos_token_id"],), config["eos_token_id"]) == (tokenizer.start_ids, tokenizer.end_id)
+    assert not (out / "generation_config.json").exists()
+
+
+def test_special_ids_and_settings_for_generation_are_those_of_the_base_model(folder: Path, tmp_path: Path) -> None:
+    end = find_tokenizer(str(folder)).end_id
+    base = shutil.copytree(folder, tmp_path / "base")
+    made = transformers.LlamaConfig(vocab_size=320).to_dict() | {
+        "bos_token_id": 2,
+        "pad_token_id": 0,
+        "eos_token_id": [7, end],
+    }
+    (base / "config.json").write_text(json.dumps(made))
+    (base / "generation_config.json").write_text(json.dumps({"bos_token_id": 2, "temperature": 0.5}))
+    out = tmp_path / "model"
+    out.mkdir()
+    recipe(folder, tmp_path, "model=auto", f"model.path={base}").export_files(out)
+    config = json.loads((out / "config.json").read_text())
+    assert [config[key] for key in ("bos_token_id", "pad_token_id", "eos_token_id")] == [2, 0, [7, end]]
+    assert json.loads((out / "generation_config.json").read_text()) == {"bos_token_id": 2, "temperature": 0.5}
 
 
 def test_a_dry_run_needs_no_tokenizer_where_the_model_knows_its_size(tmp_path: Path) -> None:

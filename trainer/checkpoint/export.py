@@ -19,6 +19,7 @@ from torch import Tensor
 
 from serried.configs.errors import UserError
 from serried.configs.formats import size
+from serried.configs.model_folder import CONFIG, GENERATION
 from serried.configs.plain_data import read_json
 from serried.records.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_file, fsync_folder, read_manifest
@@ -80,7 +81,7 @@ def export(
         for other in averaged_with:
             _verified(other)
         weights = Mean([*(TensorFolder(other) for other in averaged_with), saved])
-    left_out = {ADAPTER_CONFIG} if base is not None else {"config.json"} if is_adapter else set()
+    left_out = {ADAPTER_CONFIG} if base is not None else {CONFIG, GENERATION} if is_adapter else set()
     if base is not None:
         weights = Merged(TensorFolder(base), saved, read_json(checkpoint / ADAPTER_CONFIG))
     of_weights = (".safetensors", ".safetensors.index.json")
@@ -203,16 +204,16 @@ def _convert(values: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def _write_configs(folder: Path, specs: list[TensorSpec]) -> None:
-    config = read_json(folder / "config.json")
+    config = read_json(folder / CONFIG)
     floating = [spec for spec in specs if spec.dtype.is_floating_point]
     if floating:
         largest = max(floating, key=lambda spec: spec.nbytes)
         # transformers 5 reads the one, transformers 4 the other.
         config["dtype"] = config["torch_dtype"] = _name(largest.dtype)
-    _write_json(folder / "config.json", config)
-    if not (folder / "generation_config.json").exists():
+    _write_json(folder / CONFIG, config)
+    if not (folder / GENERATION).exists():
         tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
-        _write_json(folder / "generation_config.json", {"_from_model_config": True, **tokens})
+        _write_json(folder / GENERATION, {"_from_model_config": True, **tokens})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

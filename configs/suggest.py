@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any, NamedTuple
 
-from serried.configs.keys import all_keys, all_sections, is_name, is_section, key_notes, keys_of
+from serried.configs.keys import all_keys, all_sections, is_name, is_section, key_notes, keys_of, readers
 from serried.configs.near import nearest
 from serried.configs.run_config import CHOSEN
 from serried.configs.schema import parse_count
@@ -239,7 +239,8 @@ def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Conf
         elsewhere = [each for each in suggestions if not named[each].startswith(f"{section}.") or named[each] in own]
         suggestions = list(dict.fromkeys([*near, *elsewhere]))[:3]
     if suggestions:
-        return f"unknown key {given}; did you mean {' or '.join(suggestions)}?"
+        idle = _read_elsewhere([each.partition("=")[0].strip("'") for each in suggestions], config or {})
+        return f"unknown key {given}; did you mean {' or '.join(suggestions)}?{idle}"
     if own is not None:
         return f"unknown key {given}; the keys of {section} are {', '.join(name.partition('.')[2] for name in own)}"
     if section in all_keys():
@@ -247,6 +248,17 @@ def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Conf
     if is_section(section):
         return f"unknown key {given}; {listing(section)}"
     return f"unknown key {given}; --help lists the keys"
+
+
+def _read_elsewhere(keys: Sequence[str], config: _Config) -> str:
+    """Say of the first of ``keys`` that the chosen model family does not read which ones do; empty if there is none."""
+    has_model = any(path.startswith("model.") for path in config)
+    family = config.get("model.family", CHOSEN["model"].base.model_fields["family"].default)
+    for key in keys if has_model else ():
+        families = readers(key) if key.startswith("model.") else []
+        if families and family not in families:
+            return f" {key} is read by model.family={', '.join(families)}, and this is model.family={family}"
+    return ""
 
 
 def _keys_of_choice(section: str, config: _Config) -> list[str] | None:

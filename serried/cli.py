@@ -177,14 +177,19 @@ def preflight(words: list[str]) -> int:
 
 def _preflight_here(config: RunConfig) -> int:
     from serried.launch.preflight import preflight as examine
-    from serried.recipes.causal_lm import CausalLM
-    from serried.trainer.optimizer_state import checkpoint_bytes
     from serried.trainer.peak_flops import PEAK_FLOPS
 
-    parameters = sum(parameter.numel() for parameter in CausalLM(config).build_model().parameters())
-    needed_bytes = (config.checkpoint.keep + 1) * checkpoint_bytes(parameters, config.optim)
     peaks = {name: peaks["bf16"] for name, peaks in PEAK_FLOPS.items() if "bf16" in peaks}  # what it measures
-    return examine(config.launch, config.run.dir, needed_bytes, peaks, config.slurm.exclude)
+    return examine(config.launch, config.run.dir, checkpoints_bytes(config), peaks, config.slurm.exclude)
+
+
+def checkpoints_bytes(config: RunConfig) -> int:
+    """Return the bytes of the checkpoints that a run keeps, and of one being written."""
+    from serried.recipes.causal_lm import CausalLM
+    from serried.trainer.model import build_model
+    from serried.trainer.overview import saved_bytes
+
+    return (config.checkpoint.keep + 1) * saved_bytes(config, build_model(config, CausalLM(config)).module)
 
 
 @_command("[key=value ...] [-m]")

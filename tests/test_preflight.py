@@ -8,6 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
+from serried.cli import checkpoints_bytes
+from serried.configs.compose import compose
 from serried.configs.schema import LaunchSection
 from serried.launch import probes
 from serried.launch.preflight import judge, preflight, report
@@ -183,3 +185,8 @@ def test_command_runs_on_one_process(tmp_path: Path) -> None:
     assert mistaken.returncode == 78
     assert mistaken.stderr.startswith("error: unknown key run.dri=x")
     assert len(mistaken.stderr.splitlines()) == 1
+
+
+def test_checkpoints_of_adapters_take_the_room_of_adapters() -> None:
+    model = ["model=llama1b", "model.vocab_size=1000"]
+    assert checkpoints_bytes(compose([*model, "adapter=lora"])) < checkpoints_bytes(compose(model)) / 50

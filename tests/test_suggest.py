@@ -148,3 +148,13 @@ def test_the_page_for_newcomers_is_what_the_command_prints() -> None:
     assert committed == coming_from(), (
         "put the output of `python -m benchmarks.key_tables coming-from` into docs/coming-from.md"
     )
+
+
+@pytest.mark.parametrize("typed", ["attention_bias=true", "attention_window=100", "num_local_experts=8"])
+def test_a_key_of_other_model_families_is_suggested_with_their_names(typed: str) -> None:
+    with pytest.raises(
+        UserError, match=r"did you mean model\.(\w+)=\w+\? model\.\1 is read by model\.family=.*mi[sx]t"
+    ):
+        compose([typed])
+    with pytest.raises(UserError, match=r"did you mean model\.hidden_dim=48\?$"):
+        compose(["intermediate_size=48"])

@@ -422,7 +422,7 @@ class CausalLM(TextTask):
         """Return the ids of ``config.json``: the base model's, else those that the tokenizer has."""
         end, base = tokenizer.end_id, self._base_settings[CONFIG]
         if not base:
-            return {"bos_token_id": first for first in tokenizer.start_ids[:1]}
+            return {"bos_token_id": tokenizer.start_ids[0]} if tokenizer.start_ids else {}
         ids = {key: base[key] for key in ("bos_token_id", "pad_token_id") if key in base}
         ends = base.get("eos_token_id")  # one, or several
         is_known = ends == end or (isinstance(ends, list) and end in ends)

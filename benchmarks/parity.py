@@ -309,8 +309,9 @@ is a whole training run through `trainer.train`, compared at every step with the
 Bounds: fp32 1e-5, bf16 3e-2, fp16 5e-3. A bf16 or fp16 row shows rounding of the low type and could not reveal a lost
 gradient; fp32 rows do. Rows of "tied" have tied embeddings, and those of "gpt2" are GPT-2 with tied embeddings. Rows of
 "experts" are a mixture of 8 experts, of which each token passes 2; "same" says for them too that every layer sent
-exactly as many tokens to its most and its least loaded expert in every step. Each run compares all copies
-of weights and optimizer state, bit by bit, before it saves.
+exactly as many tokens to its most and its least loaded expert in every step. Rows of "compiled" have
+`trainer.compile=true`, and the reference has not. Each run compares all copies of weights and optimizer state, bit by
+bit, before it saves.
 
 Equality has a limit that no framework moves: at the edge of stability a run amplifies rounding. With `optim.lr=0.01`
 instead of 0.003 this one spikes at step 7 (gradient norm 7.5), and rows came to differ by up to 1.4e-5 in the norm and

@@ -39,7 +39,7 @@ from serried.configs.schema import (
     Section,
     TaskSection,
 )
-from serried.configs.tasks import DistillationSection, PreferenceSection, RewardSection
+from serried.configs.tasks import CausalLMSection, DistillationSection, PreferenceSection, RewardSection
 
 _Built = TypeVar("_Built", bound=Callable[..., Any])
 
@@ -169,7 +169,7 @@ models.register(
     "hf", HuggingFaceSection, lambda: import_module("serried.recipes.models.hugging_face_model").HuggingFaceModel
 )
 tasks = Registry("task", "task", "serried.tasks", TaskSection)
-tasks.register("causal_lm", TaskSection, lambda: import_module("serried.recipes.causal_lm").CausalLM)
+tasks.register("causal_lm", CausalLMSection, lambda: import_module("serried.recipes.causal_lm").CausalLM)
 tasks.register("distillation", DistillationSection, lambda: import_module("serried.recipes.distillation").Distillation)
 tasks.register("reward", RewardSection, lambda: import_module("serried.recipes.reward").Reward)
 tasks.register("preference", PreferenceSection, lambda: import_module("serried.recipes.preference").Preference)

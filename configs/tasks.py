@@ -10,6 +10,15 @@ from serried.configs.schema import Number, TaskSection
 _BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
 
 
+class CausalLMSection(TaskSection):
+    """Training to predict the next token."""
+
+    label_smoothing: Number = Field(default=0.0, ge=0, lt=1)
+    """Share of each target that is spread evenly over the vocabulary, in training only."""
+    z_loss: Number = Field(default=0.0, ge=0)
+    """Factor of the squared log of the sum of exp(logits), which training then keeps near 0, such as 1e-4."""
+
+
 class PreferenceSection(TaskSection):
     """Training on pairs of answers, of which one is preferred."""
 

@@ -183,8 +183,13 @@ class Vocabulary:
         """Return the gradient of this rank's tokens, from what the rows here add to that of all tokens [T, D]."""
         return gradient
 
+    def all_rows(self, rows: int) -> int:
+        """Return the rows of the whole vocabulary, of which ``rows`` are here."""
+        return rows
+
     def combine(self, normalizer: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log of the sum of exponentials and the target's logit [T], from those of the rows here."""
+        """Return the log of the sum of exponentials [T], and what is picked of the logits [T], a sum over rows, from
+        those of the rows here."""
         return normalizer, picked
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:

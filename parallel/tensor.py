@@ -162,6 +162,10 @@ class ShardedVocabulary(Vocabulary):
         del rows
         return max(self._rows)
 
+    def all_rows(self, rows: int) -> int:
+        del rows
+        return sum(self._rows)
+
     def targets(self, targets: Tensor) -> Tensor:
         return targets.unflatten(1, (self._parts, -1)).movedim(1, 0).flatten(1)
 

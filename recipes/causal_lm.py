@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from serried.configs.schema import (
     RunConfig,
     TrainerSection,
 )
+from serried.configs.tasks import CausalLMSection
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ALL_OF_IT, Inputs, LossTerms, ParallelPlan, Share
 from serried.recipes.data.chat import ask, chat_template
@@ -48,7 +50,7 @@ from serried.recipes.data.text_bytes import TextBytes
 from serried.recipes.data.tokenizer import Tokenizer, hugging_face_files
 from serried.recipes.generation import Piece, TextStream, chooser, continued, until_end
 from serried.recipes.models.family import ModelFamily, family_of
-from serried.recipes.models.head import IGNORE
+from serried.recipes.models.head import IGNORE, HeadTerms, LanguageModelHead, linear_cross_entropy_sum
 from serried.trainer.task import TextTask
 
 _TEMPERATURE = 0.8
@@ -239,7 +241,18 @@ class CausalLM(TextTask):
         return self._family().opens_in
 
     def build_model(self) -> nn.Module:
-        return self._family().build()
+        model, section = self._family().build(), self.config
+        if isinstance(section, CausalLMSection) and (section.label_smoothing or section.z_loss):
+            heads = [module for module in model.modules() if isinstance(module, LanguageModelHead)]
+            if not heads:
+                key = "label_smoothing" if section.label_smoothing else "z_loss"
+                raise UserError(
+                    f"task.{key}={getattr(section, key):g}: the model family {self._model.family} has no "
+                    f"LanguageModelHead, which would add it to the loss; use task.{key}=0"
+                )
+            for head in heads:
+                head.loss = partial(linear_cross_entropy_sum, terms=HeadTerms(section.label_smoothing, section.z_loss))
+        return model
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         return self._family().parallel_plan(model)
@@ -248,7 +261,12 @@ class CausalLM(TextTask):
         return self._family().initial_std(name)
 
     def describe_model(self) -> str:
-        return f"{self._model.name}: {self._family().describe()}, vocabulary {self._vocabulary()}"
+        found = f"{self._model.name}: {self._family().describe()}, vocabulary {self._vocabulary()}"
+        section = self.config
+        if isinstance(section, CausalLMSection):
+            found += f", label smoothing {section.label_smoothing:g}" if section.label_smoothing else ""
+            found += f", z-loss {section.z_loss:g}" if section.z_loss else ""
+        return found
 
     def _vocabulary(self) -> str:
         rows, ids = self.vocab_size(), self._tokenizer_size()

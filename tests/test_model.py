@@ -1,6 +1,7 @@
 """The model is Hugging Face's Llama: same weights, same logits, same loss, same file."""
 
 import hashlib
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from serried.parallel.initialize import initialize, normal_rows
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.recipes.models import head
-from serried.recipes.models.head import IGNORE, linear_cross_entropy_sum
+from serried.recipes.models.head import IGNORE, HeadTerms, LanguageModelHead, linear_cross_entropy_sum
 from serried.recipes.models.transformer import (
     Transformer,
     hugging_face_config,
@@ -98,6 +99,33 @@ def test_loss_and_gradients_equal_full_logits_cross_entropy(tied: bool, monkeypa
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-5, msg=name)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens, targets), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_label_smoothing_and_z_loss_are_added_in_training_alone(
+    soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "_CHUNK_LOGITS", 1)
+    monkeypatch.setattr(head, "_MINIMUM_CHUNK_TOKENS", 7)
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(2, 15, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(19, 8, generator=generator, requires_grad=True)
+    targets = torch.randint(19, (2, 15), generator=generator)
+    targets[0, 3:6] = IGNORE
+    projection = LanguageModelHead(8, 19, tied=True, soft_cap=soft_cap)
+    projection.loss = partial(linear_cross_entropy_sum, terms=HeadTerms(label_smoothing=0.1, z_loss=0.02))
+
+    logits = F.linear(hidden, weight)
+    logits = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=0.1)
+    expected = expected + 0.02 * logits.logsumexp(2)[targets != IGNORE].square().sum()
+    found = projection(hidden, targets, weight)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(3 * loss, (hidden, weight)) for loss in (found, expected)]
+    torch.testing.assert_close(*gradients)
+    with torch.no_grad():
+        plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        torch.testing.assert_close(projection(hidden, targets, weight), plain)
 
 
 def test_loss_of_masked_tokens_only_is_zero_with_zero_gradient() -> None:

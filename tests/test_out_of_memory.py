@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from serried.parallel.plan import Share
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models.family import family_of
 from serried.recipes.models.gpt2 import GPT2, GPT2Model
+from serried.recipes.models.head import HeadTerms, LanguageModelHead, linear_cross_entropy_sum
 from serried.trainer.out_of_memory import _advice, _asked_bytes, _Planned, _Usage, is_out_of_memory
 from serried.trainer.pulse import SET_UP
 from tests.cluster import ROOT
@@ -113,6 +115,34 @@ def peak(model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype, tmp_path: P
     changes = sorted((each["ts"], each["args"]) for each in events if each["name"] == "[memory]")
     before = changes[0][1]["Total Allocated"] - changes[0][1]["Bytes"]
     return max(each["Total Allocated"] for _, each in changes) - before
+
+
+class _Loss(nn.Module):
+    """A head on hidden states that are parameters."""
+
+    def __init__(self, tokens: int, *, is_whole: bool) -> None:
+        super().__init__()
+        self.hidden, self.is_whole = nn.Parameter(torch.empty(tokens, 8)), is_whole
+        self.head = LanguageModelHead(8, 128256, tied=False)
+        terms = HeadTerms(label_smoothing=0.1, z_loss=1e-4)
+        self.head.loss = partial(linear_cross_entropy_sum, terms=terms)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        del tokens
+        hidden = self.hidden.unsqueeze(0)
+        if not self.is_whole:
+            return self.head(hidden, targets)
+        return nn.functional.cross_entropy(self.head(hidden)[0], targets[0], reduction="sum", label_smoothing=0.1)
+
+
+@pytest.mark.slow
+def test_loss_of_a_vocabulary_of_128k_takes_at_most_two_fifths_of_that_of_whole_logits(tmp_path: Path) -> None:
+    """Of 2,048 tokens: whole logits take 3 GiB."""
+    targets = torch.randint(128256, (1, 2048), generator=torch.Generator().manual_seed(1))
+    chunked, whole = (
+        peak(_Loss(2048, is_whole=is_whole), targets, torch.float32, tmp_path) for is_whole in (False, True)
+    )
+    assert chunked < 0.4 * whole, f"{chunked / whole:.2f}: {chunked:,} of {whole:,}"
 
 
 # failure ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ TIED_SCHEDULES = ("pipeline x2, interleaved", "pipeline x2, dualpipev", "pipelin
 """Of which each has the two ends of the model elsewhere."""
 TIED_DAILY = ("fsdp x2 (ZeRO-3)", "tensor x2", "pipeline x2, zbv")
 TIED = "model.tie_embeddings=true"
+SMOOTHED = ("task.label_smoothing=0.1", "task.z_loss=1e-3")
 TIED_TWICE = "context x2 x tensor x2 x fsdp x2"  # its parts are rows of their own
 
 
@@ -93,6 +94,29 @@ def test_tied_embeddings_equal_the_single_process(
     assert difference.loss < TOLERANCES["fp32"]
     assert difference.grad_norm < TOLERANCES["fp32"]
     assert not {name for name in runs.weights(tmp_path / "run") if "lm_head" in name}
+
+
+@pytest.fixture(scope="session")
+def smoothed_reference(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    return run(cluster, CUTS[0], 1, "fp32", text, tmp_path_factory.mktemp("smoothed") / "run", *SMOOTHED)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        *cuts("tensor x2"),
+        *cuts("ddp x2", "context x2 x tensor x2", "pipeline x2 x tensor x2 x fsdp x2", is_slow=True),
+    ],
+)
+def test_label_smoothing_and_z_loss_equal_the_single_process(
+    cut: Cut, references: dict[str, Curve], smoothed_reference: Curve, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    curve = run(cluster, cut, cut.accumulations[-1], "fp32", text, tmp_path / "run", *SMOOTHED)
+    difference = compare(curve, smoothed_reference)
+    assert difference.same_samples
+    assert difference.loss < TOLERANCES["fp32"]
+    assert difference.grad_norm < TOLERANCES["fp32"]
+    assert compare(curve, references["fp32"]).loss > 0.01
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -2,6 +2,7 @@
 
 import re
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -39,6 +40,9 @@ def model(tied: bool) -> Transformer:
     built = Transformer(section, VOCABULARY)
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.3)
+    if tied:
+        terms = head.HeadTerms(label_smoothing=0.2, z_loss=0.05)
+        built.lm_head.loss = partial(head.linear_cross_entropy_sum, terms=terms)
     return built.double()
 
 
@@ -79,7 +83,7 @@ def against_one_process(tied: bool, sequence: bool) -> dict[str, Any]:
                 theirs = theirs.narrow(dim, start, size)
             found[name] = difference(gradient, theirs)
         with torch.no_grad():
-            found["evaluation"] = difference(sharded(**inputs), loss)
+            found["evaluation"] = difference(sharded(**inputs), whole(**inputs))
         found |= {f"{name} of logits": number for name, number in differences_of_logits(whole, sharded).items()}
         return {"differences": found, "loss": mine.item(), "sent": sum(wire.bytes.values())}
 

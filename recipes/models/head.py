@@ -19,6 +19,18 @@ HeadLoss = Callable[[Tensor, Tensor, Tensor, Vocabulary, float | None], Tensor]
 """(hidden [T, D], weight [V, D], targets [B, S], vocabulary, soft cap) -> what the model returns."""
 
 
+class HeadTerms(NamedTuple):
+    """What training adds to cross entropy; evaluations do without."""
+
+    label_smoothing: float = 0.0
+    """Share of the target that is spread evenly over the vocabulary, as that of ``F.cross_entropy``."""
+    z_loss: float = 0.0
+    """Factor of the squared log of the sum of exponentials, which stays near 0 (https://arxiv.org/abs/2204.02311)."""
+
+
+PLAIN = HeadTerms()
+
+
 class LanguageModelHead(nn.Module):
     """hidden [B, S, D] -> logits [B, S, V], or the loss summed over targets.
 
@@ -50,16 +62,18 @@ def linear_cross_entropy_sum(
     targets: Tensor,
     vocabulary: Vocabulary | None = None,
     soft_cap: float | None = None,
+    terms: HeadTerms = PLAIN,
 ) -> Tensor:
     """Sum of cross entropy of ``hidden @ weight.T``, or of these capped, over targets that are not -100, fp32 scalar.
 
-    hidden [T, D], weight [V, D], targets [T] or [B, S] int64. Works through chunks of tokens: logits of one chunk exist
-    at a time, and gradients are formed in the forward pass, so nothing is computed twice. Products run in hidden's
-    dtype, softmax and sums in fp32. The idea is that of Liger-Kernel (https://arxiv.org/abs/2410.10989).
+    ``terms`` are added where autograd records. hidden [T, D], weight [V, D], targets [T] or [B, S] int64. Works through
+    chunks of tokens: logits of one chunk exist at a time, and gradients are formed in the forward pass, so nothing is
+    computed twice. Products run in hidden's dtype, softmax and sums in fp32. The idea is that of Liger-Kernel
+    (https://arxiv.org/abs/2410.10989).
     """
     vocabulary = vocabulary or Vocabulary()
     if torch.is_grad_enabled():
-        loss: Tensor = _LinearCrossEntropySum.apply(hidden, weight, targets, vocabulary, soft_cap)
+        loss: Tensor = _LinearCrossEntropySum.apply(hidden, weight, targets, vocabulary, soft_cap, terms)
         return loss
     weight = weight.to(hidden.dtype)
     parts = chunks(hidden, weight, targets, vocabulary, soft_cap)
@@ -93,8 +107,9 @@ class Chunk(NamedTuple):
 
 
 def chunks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None
-) -> Iterator[Chunk]:
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None,
+    terms: HeadTerms = PLAIN,
+) -> Iterator[Chunk]:  # fmt: skip
     """Go through the tokens; ``weight`` in hidden's dtype."""
     rows, targets = weight.shape[0], vocabulary.targets(targets)
     step = -(-chunk_tokens(vocabulary.most_rows(rows)) // len(targets))  # the same on all ranks
@@ -109,8 +124,14 @@ def chunks(
         if soft_cap is not None:
             logits.div_(soft_cap).tanh_().mul_(soft_cap)
         picked = logits.gather(1, row.unsqueeze(1)).squeeze(1).where(is_here, 0)
+        if terms.label_smoothing:
+            mean = logits.sum(dim=1) / vocabulary.all_rows(rows)
+            picked = torch.lerp(picked, mean, terms.label_smoothing)
         normalizer, picked = vocabulary.combine(logits.logsumexp(dim=1), picked)
-        losses = (normalizer - picked).where(is_target, 0)
+        losses = normalizer - picked
+        if terms.z_loss:
+            losses += terms.z_loss * normalizer.square()
+        losses = losses.where(is_target, 0)
         yield Chunk(mine, chunk, logits, normalizer, losses, is_target, row, is_here)
         del logits  # or they would be there beside those of the next chunk
 
@@ -118,18 +139,24 @@ def chunks(
 class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None
-    ) -> Tensor:
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None,
+        terms: HeadTerms,
+    ) -> Tensor:  # fmt: skip
         compute_weight = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden)
         wanted = weight.shape if ctx.needs_input_grad[1] else (0,)  # a frozen head has none
         grad_weight = torch.zeros(wanted, dtype=torch.float32, device=weight.device)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for chunk in chunks(hidden, compute_weight, targets, vocabulary, soft_cap):
+        smoothing, rows = terms.label_smoothing, vocabulary.all_rows(weight.shape[0])
+        for chunk in chunks(hidden, compute_weight, targets, vocabulary, soft_cap, terms):
             loss += chunk.losses.sum()
             slope = None if soft_cap is None else (chunk.logits / soft_cap).square_().neg_().add_(1)
             grad_logits = chunk.logits.sub_(chunk.normalizer.unsqueeze(1)).exp_()  # softmax, in place
-            grad_logits.scatter_add_(1, chunk.row.unsqueeze(1), -chunk.is_here.float().unsqueeze(1))
+            if terms.z_loss:
+                grad_logits.mul_((1 + 2 * terms.z_loss * chunk.normalizer).unsqueeze(1))
+            if smoothing:
+                grad_logits.sub_(smoothing / rows)
+            grad_logits.scatter_add_(1, chunk.row.unsqueeze(1), (smoothing - 1) * chunk.is_here.float().unsqueeze(1))
             grad_logits.mul_(chunk.is_target.unsqueeze(1))
             if slope is not None:
                 grad_logits.mul_(slope)
@@ -155,7 +182,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         grad_hidden, grad_weight = ctx.saved_tensors
         of_weight = (grad_weight * grad_loss).to(ctx.weight_dtype) if ctx.needs_input_grad[1] else None
-        return grad_hidden * grad_loss, of_weight, None, None, None
+        return grad_hidden * grad_loss, of_weight, None, None, None, None
 
 
 def token_losses(

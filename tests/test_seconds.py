@@ -13,8 +13,10 @@ from serried.configs.compose import compose, config_yaml
 from serried.parallel.clock import Cost, Slot, duration, play
 from serried.parallel.mesh import Layout
 from serried.program import main
+from serried.recipes.causal_lm import CausalLM
+from serried.trainer.model import build_model
 from serried.trainer.plan.devices import DEVICES, Cluster
-from serried.trainer.plan.job import doubts
+from serried.trainer.plan.job import doubts, shape_of
 from serried.trainer.plan.rates import OUTSIDE, RATES, SEEN, WITHIN
 from serried.trainer.plan.seconds import Job, Shape, step_of
 
@@ -187,6 +189,21 @@ def test_plan_prints_time_rate_cost_and_how_far_to_trust_them(capsys):
 def test_mistake_in_what_a_plan_assumes_is_one_line(words, message, capsys):
     assert main(["recipe=llama8b", "launch.processes=8", *words]) == 78
     assert re.fullmatch(f"error: {message}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("kind", "is_known"), [("llama", True), ("gpt_neox", True), ("olmoe", False)])
+def test_time_of_a_model_of_transformers_is_known_if_its_sizes_explain_its_parameters(kind, is_known, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 640}
+    transformers.AutoConfig.for_model(kind, vocab_size=512, **sizes).save_pretrained(tmp_path)
+    words = ["model=hf", "model.pretrained=false", f"model.path={tmp_path}", "data.tokenizer=bytes", "dry_run=true"]
+    config = compose(words)
+    task = CausalLM(config)
+    built = build_model(config, task)
+    shape = shape_of(config, built.module, built.plan)
+    parameters = sum(each.numel() for each in built.module.parameters() if each.ndim >= 2)
+    assert (shape is not None) == is_known
+    assert shape is None or shape.parameters == parameters
 
 
 def test_config_of_a_run_holds_nothing_of_its_plan():

@@ -1,30 +1,45 @@
 """What a run computes in a step, from its config and its model on meta."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
-from serried.configs.schema import GPT2Section, LlamaSection, MoESection, RunConfig
+from serried.configs.families import HuggingFaceSection
+from serried.configs.schema import GPT2Section, LlamaSection, MoESection, RunConfig, TaskSection
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.trainer.plan.devices import Cluster
 from serried.trainer.plan.rates import FAR, SEEN
 from serried.trainer.plan.seconds import Job, Shape
 
+_OTHER_FORM = 0.05
+"""A model whose blocks have so many more parameters, or fewer, than its sizes say is of another form."""
+
 
 def shape_of(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> Shape | None:
-    """Return the sizes of the model of ``config``; None if they are not those of a known transformer."""
+    """Return the sizes of the model of ``config``; None if they are not those of a known transformer, or it is trained
+    for more than the next token, in ways that have other work."""
     section, data = getattr(config, "model", None), getattr(config, "data", None)
-    if not isinstance(section, LlamaSection | GPT2Section) or data is None:
+    if type(config.task) is not TaskSection or section is None or data is None:
         return None
-    rows = [
-        parameter.shape[0]
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == 2 and parameter.shape[1] == section.dim and not name.startswith(plan.blocks)
-    ]
-    return _shape(section, max(rows, default=0))._replace(attended=_attended(section, data.sequence_length))
+    width = _width(section)
+    matrices = {name: each.shape for name, each in model.named_parameters() if each.ndim >= 2}
+    rows = [shape[0] for name, shape in matrices.items() if shape[1] == width and not name.startswith(plan.blocks)]
+    shape = _shape(section, section.vocab_size or max(rows, default=0))
+    if shape is None:
+        return None
+    held = sum(math.prod(size) for name, size in matrices.items() if name.startswith(plan.blocks))
+
+    def excess(shape: Shape) -> float:
+        return abs(held / (shape.layers * (shape.of_dense + shape.of_experts)) - 1)
+
+    if isinstance(section, HuggingFaceSection):  # whose config.json does not say
+        shape = min(shape, shape._replace(is_gated=False), key=excess)
+    if config.adapter.method == "none" and excess(shape) > _OTHER_FORM:
+        return None
+    return shape._replace(attended=_attended(section, data.sequence_length))
 
 
 def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int) -> Job:
@@ -41,17 +56,30 @@ def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int) -> Job:
         precision=config.precision.name,
         frees_after_forward=config.parallel.frees_after_forward,
         reduces_each=config.parallel.sync_every_micro_batch,
+        is_fused=trainer.compile,
         is_adapter=config.adapter.method != "none",
+        gathers_fp32=isinstance(config.model, HuggingFaceSection),
     )
 
 
-def _shape(section: LlamaSection | GPT2Section, vocab: int) -> Shape:
+def _width(section: Any) -> int:
+    if isinstance(section, HuggingFaceSection):
+        return _named(section.architecture, "hidden_size", "n_embd")
+    return getattr(section, "dim", 0)
+
+
+def _shape(section: Any, vocab: int) -> Shape | None:
+    """Return the sizes of a family."""
+    if isinstance(section, HuggingFaceSection):
+        return _shape_of_transformers(section.architecture, vocab)
     if isinstance(section, GPT2Section):
         width = section.dim // section.heads
         return Shape(
             section.layers, section.dim, section.hidden_dim, section.heads, section.heads, width, vocab,
             is_gated=False, is_tied=section.tie_embeddings,
         )  # fmt: skip
+    if not isinstance(section, LlamaSection):
+        return None
     shape = Shape(
         section.layers, section.dim, section.hidden_dim, section.heads, section.kv_heads, section.attention_head_dim,
         vocab, is_tied=section.tie_embeddings,
@@ -69,9 +97,30 @@ def _shape(section: LlamaSection | GPT2Section, vocab: int) -> Shape:
     )
 
 
-def _attended(section: LlamaSection | GPT2Section, length: int) -> float:
+def _shape_of_transformers(found: Mapping[str, Any], vocab: int) -> Shape | None:
+    layers, heads = _named(found, "num_hidden_layers", "n_layer"), _named(found, "num_attention_heads", "n_head")
+    dim = _named(found, "hidden_size", "n_embd")
+    if not (layers and heads and dim):
+        return None
+    return Shape(
+        layers,
+        dim,
+        _named(found, "intermediate_size", "n_inner") or 4 * dim,
+        heads,
+        found.get("num_key_value_heads") or heads,
+        found.get("head_dim") or dim // heads,
+        vocab,
+        is_tied=bool(found.get("tie_word_embeddings", True)),
+    )
+
+
+def _named(found: Mapping[str, Any], *names: str) -> int:
+    return next((found[name] for name in names if isinstance(found.get(name), int)), 0)
+
+
+def _attended(section: Any, length: int) -> float:
     """Return which share of the causal scores the windows of the blocks leave."""
-    if isinstance(section, GPT2Section):
+    if not isinstance(section, LlamaSection):
         return 1.0
     windows = [min(section.window(layer) or length, length) for layer in range(section.layers)]
     return math.fsum(1 - (1 - window / length) ** 2 for window in windows) / len(windows)
@@ -93,5 +142,7 @@ def doubts(job: Job, cluster: Cluster, software: str) -> Iterator[str]:
         yield f"precision={job.precision}"
     if job.is_adapter:
         yield "adapters"
+    if job.gathers_fp32:
+        yield "code of transformers"
     if job.recompute == "offload":
         yield "copies to the host"

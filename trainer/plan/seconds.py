@@ -11,8 +11,7 @@ from serried.trainer.plan.devices import Cluster
 from serried.trainer.plan.parts import Work
 from serried.trainer.plan.rates import Rates
 
-_BYTES = 2
-"""Of an element of activations, and of a gathered parameter."""
+_HALF_BYTES = 2
 _FP32_BYTES = 4
 _OPTIMIZER_BYTES = 30
 """Read and written for each parameter in an update: its gradient, two moments and itself."""
@@ -112,6 +111,18 @@ class Job:
     """Share of the tensor exchanges that products hide."""
     is_adapter: bool = False
     """Whether all but adapters is frozen: no gradients of weights."""
+    gathers_fp32: bool = False
+    """Whether FSDP gathers parameters in fp32, whatever the precision."""
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element of activations."""
+        return _FP32_BYTES if self.precision == "fp32" else _HALF_BYTES
+
+    @property
+    def gathered_width(self) -> int:
+        """Bytes of an element of a gathered parameter."""
+        return _FP32_BYTES if self.gathers_fp32 else self.width
 
     @property
     def tokens(self) -> float:
@@ -209,11 +220,11 @@ def block_work(job: Job) -> Work:
     norms, activations, rotations = (
         (6, 3 if shape.is_gated else 4, 4) if job.is_fused else (12, 6 if shape.is_gated else 4, 8)
     )
-    moved = tokens * _BYTES * (norms * shape.dim / parts + activations * inner + rotations * shape.width / tensor)
+    moved = tokens * job.width * (norms * shape.dim / parts + activations * inner + rotations * shape.width / tensor)
     if not job.is_flash:
         moved += job.micro_batch * shape.heads / tensor * job.sequence**2 * 8
     if job.precision == "8bit":
-        moved += tokens * _BYTES * (2 * shape.dim + shape.hidden / tensor)
+        moved += tokens * job.width * (2 * shape.dim + shape.hidden / tensor)
     return Work(products, scores, moved, 12 if job.is_fused else 40)
 
 
@@ -263,7 +274,7 @@ class _Clock:
         is_full = job.recompute == "full"
         found = {}
         if layout.tensor > 1:
-            half = self._gather(job.tokens * shape.dim * _BYTES, self.tensor)  # a sum over ranks is two of them
+            half = self._gather(job.tokens * shape.dim * job.width, self.tensor)  # a sum over ranks is two of them
             if layout.sequence:
                 half *= 1 - job.hides_exchanges
                 found["tensor"] = 4 * half, 5 * half + (3 * half if is_full else 0)
@@ -271,12 +282,12 @@ class _Clock:
                 found["tensor"] = 4 * half, 4 * half + (4 * half if is_full else 0)
         if layout.context > 1:
             keys = job.micro_batch * job.sequence * 2 * shape.kv_heads * shape.head_dim / layout.tensor
-            gather = self._gather(keys * _BYTES, self.context)
+            gather = self._gather(keys * job.width, self.context)
             found["context"] = gather, gather * (3 if is_full else 2)
         if layout.expert > 1:
             parts = layout.tensor if layout.sequence else 1
             rows = job.tokens / parts * shape.experts_per_token * (1 - shape.dense_layers / shape.layers)
-            once = 2 * self._all_to_all(rows * shape.dim * _BYTES, self.expert)
+            once = 2 * self._all_to_all(rows * shape.dim * job.width, self.expert)
             found["expert"] = once, once * (2 if is_full else 1)
         return found
 
@@ -336,7 +347,8 @@ class _Clock:
         job, group = self.job, self.sharding
         head = job.shape.of_head / job.layout.tensor
         forward, backward = sum(block.forward.values()), sum(block.backward.values())
-        gather = self._gather(block.dense * _BYTES, group) + self._gather(block.experts * _BYTES, self.expert_sharding)
+        gather = self._gather(block.dense * job.gathered_width, group)
+        gather += self._gather(block.experts * job.gathered_width, self.expert_sharding)
         reduce = self._gather(block.dense * _FP32_BYTES, group)
         reduce += self._gather(block.experts * _FP32_BYTES, self.expert_sharding)
         reduce *= not job.is_adapter
@@ -344,7 +356,7 @@ class _Clock:
 
         def exposed(reduce: float, head_reduce: float) -> float:
             each = first + max(0.0, gather + reduce - backward)
-            ends = gather + reduce + 2 * self._gather(head * _BYTES, group) + head_reduce
+            ends = gather + reduce + 2 * self._gather(head * job.gathered_width, group) + head_reduce
             return job.shape.layers * each + ends
 
         last = exposed(reduce, self._gather(head * _FP32_BYTES, group))
@@ -357,7 +369,8 @@ class _Clock:
         share = held_elements(self.job)
         seconds = 2 * self._gather(share / self.sharding.ranks * _FP32_BYTES, self.copies)
         if not only_copies:
-            seconds += self._gather(share * _FP32_BYTES, self.sharding) + self._gather(share * _BYTES, self.sharding)
+            width = _FP32_BYTES + self.job.gathered_width
+            seconds += self._gather(share * width, self.sharding)
         return max(_EXPOSED_AT_LEAST * seconds, seconds - _HIDDEN_AT_THE_END * micro_batch)
 
     def _update(self) -> float:
@@ -375,7 +388,7 @@ class _Clock:
         parts = job.layout.tensor if job.layout.sequence else 1
         is_inside = job.layout.world // job.layout.pipeline < self.cluster.per_node
         rate = device.link_rate * self.rates.links if is_inside else device.network_rate * self.rates.network
-        return job.tokens * job.shape.dim * _BYTES / parts / rate + self.rates.latency
+        return job.tokens * job.shape.dim * job.width / parts / rate + self.rates.latency
 
     def _gather(self, whole_bytes: float, group: _Group) -> float:
         """Return the seconds of an all-gather to, or a reduce-scatter of, so many bytes: rings, through the network

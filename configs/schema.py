@@ -874,9 +874,10 @@ class TaskSection(Section):
     def mistakes_with(self, config: Any) -> Iterator[str]:
         """Yield a sentence for each contradiction to the rest of the ``config`` of a language model."""
         if config.data.format not in self.formats:
+            pairs = config.data.format == "preference"
             yield (
                 f"data.format={config.data.format} is not what task.name={self.name} reads; use "
-                f"data.format={self.formats[-1]}"
+                f"{'recipe=dpo or recipe=reward, for pairs of answers' if pairs else f'data.format={self.formats[-1]}'}"
             )
 
 

@@ -109,7 +109,11 @@ def test_training_is_that_of_a_hand_written_loss_and_layouts_agree(
     ):
         code = 75 if name == "fsdp" else 0
         cluster.run(2, "tests.test_distillation:train", argv=distill(models, tmp_path / name, *layout), code=code)
-    train(distill(models, tmp_path / "fsdp"))  # resumed on one process
+    argv = distill(models, tmp_path / "fsdp")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Distillation, "teacher", lambda _: models / "other")
+        train(argv, 78)
+    train(argv)  # resumed on one process
     for name in ("ddp", "fsdp", "tensor", "context"):
         found = [line["loss"] for line in runs.metrics(tmp_path / name)]
         assert found == pytest.approx([line["loss"] for line in ours], abs=1e-5)

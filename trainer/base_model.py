@@ -13,6 +13,7 @@ from serried.configs.plain_data import read_json
 from serried.records.tensors import TensorFolder
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.manifest import record_of
+from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
 from serried.trainer.checkpoint.saved_state import STATE, read_state
 from serried.trainer.health import digest
@@ -40,13 +41,36 @@ def find_base(folder: Path | None, module: nn.Module, checkpoint: Path | None, s
     if folder is None:
         base = Base(None, {"path": None, "digest": _digest(module)})
     else:
-        names = session.once(lambda: _weight_files(folder, checkpoint))
-        found = session.gather(_checksums(folder, names[session.rank :: session.world_size]))
-        files = {name: record for each in found for name, record in each.items()}
-        base = Base(folder, {"path": str(folder.absolute()), "files": dict(sorted(files.items()))})
+        base = Base(folder, {"path": str(folder.absolute()), "files": files_of(folder, checkpoint, session)})
     if checkpoint is not None:
         _compare(base.record, checkpoint)
     return base
+
+
+def files_of(folder: Path, checkpoint: Path | None, session: Session) -> dict[str, list[int]]:
+    """Return size and checksum of each file of weights in ``folder``, by name. A collective: the ranks share the
+    reading."""
+    names = session.once(lambda: _weight_files(folder, checkpoint))
+    found = session.gather(_checksums(folder, names[session.rank :: session.world_size]))
+    return dict(sorted((name, record) for each in found for name, record in each.items()))
+
+
+def find_teacher(folder: Path | None, start: Start, session: Session) -> dict[str, Any] | None:
+    """Return the files of the teacher in ``folder``, for a checkpoint; None if there is no teacher. A collective.
+
+    Raises:
+        UserError: they are not those that the checkpoint learned from.
+    """
+    if folder is None:
+        return None
+    files = files_of(folder, None, session)
+    if files != (before := start.state.get("teacher") or files):
+        changed = sorted(name for name in {*files, *before} if files.get(name) != before.get(name))
+        raise UserError(
+            f"the teacher {folder} is not the one that {start.checkpoint} learned from: {changed[0]} has other "
+            "content; put that one back, or use run.name=OTHER for a run of its own"
+        )
+    return files
 
 
 def base_of(checkpoint: Path, module: nn.Module) -> Path | None:

@@ -181,7 +181,7 @@ def evaluate(
         raise UserError(
             f"serried evaluate measures how well text is predicted, and this run was trained on {task.unit}: its own "
             "evaluations are in metrics.jsonl; for a text: serried export RUN out=FOLDER, then serried evaluate FOLDER "
-            "data=text data.path=FILES"
+            "data=text data.format=text data.path=FILES"
         )
     console.doing("preparing data")
     task.open_data(session.once_per_node(partial(task.prepare, console.progress)))

@@ -23,7 +23,7 @@ from serried.configs.schema import RunConfig
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import Inputs, LossTerms
 from serried.records.files import write_atomically
-from serried.trainer.base_model import find_base
+from serried.trainer.base_model import files_of
 from serried.trainer.context import Context
 from serried.trainer.data import Data
 from serried.trainer.loader import evaluation_batches
@@ -43,7 +43,7 @@ Read = Callable[[Path], None]
 class ReferencePass:
     """The numbers of a task's reference that this run needs."""
 
-    def __init__(self, context: Context, data: Data, reference: Reference, module: nn.Module) -> None:
+    def __init__(self, context: Context, data: Data, reference: Reference) -> None:
         """Find the pretrained model, and what is known already. A collective.
 
         Raises:
@@ -56,7 +56,7 @@ class ReferencePass:
             raise UserError("the reference is a pretrained model: add model.path=FOLDER_OR_NAME")
         self.folder = Path(folder)
         """Of the pretrained model."""
-        files = find_base(self.folder, module, None, session).record["files"]
+        files = files_of(self.folder, None, session)
         trained = _numbers_of_run(context.config, data)
         wanted = {"train": (data.training, trained)} | {
             name: (dataset, _evaluated(context.config, dataset)) for name, dataset in data.validation.items()

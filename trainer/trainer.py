@@ -19,7 +19,7 @@ from serried.parallel.quantized import whole_numel
 from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
 from serried.records.trackers.processes import Trackers, choose_run_id
-from serried.trainer.base_model import Base, find_base
+from serried.trainer.base_model import Base, find_base, find_teacher
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, make_room, plain
 from serried.trainer.checkpoint.retention import sweep
 from serried.trainer.checkpoint.save import lack_of_space
@@ -64,6 +64,7 @@ class Trainer:
         data.start(start, config.trainer.global_batch)
         remember_allocations(config, session.device, console)
         model, self._base = _build_model(context, start)
+        self._teacher = find_teacher(task.teacher(), start, session)
         module, plan = model.module, model.plan
         parameters = sum(whole_numel(parameter) for parameter in module.parameters())
         place = session.place()
@@ -86,7 +87,7 @@ class Trainer:
         self.trackers = Trackers(config.run.dir, config.track, console.say)
         self._shutdown = Shutdown(config, session, console, context.folder, lambda: report.last_save_seconds)
         reference = task.reference()
-        before = ReferencePass(context, data, reference, module) if reference is not None else None
+        before = ReferencePass(context, data, reference) if reference is not None else None
         self.state = state = TrainingState(context, model, layout, start, self._base, before)
         if before is not None:
             before.use()
@@ -153,6 +154,7 @@ class Trainer:
             "step_state": self.state.step_state(),
             **self._data.state(step),
             "base": self._base and self._base.record,
+            "teacher": self._teacher,
             "origin": self._origin,
             "tracker_run_id": self._tracker_run_id,
             "world_size": self.context.session.world_size,

@@ -22,6 +22,7 @@ from serried.parallel.held import HeldTensor, held_parameters, local
 from serried.parallel.mesh import MODEL_AXES, Layout
 from serried.parallel.phases import BACKWARD, FORWARD, Phases
 from serried.parallel.plan import LossTerms, Objective
+from serried.parallel.seeding import seed_random_numbers
 from serried.parallel.shard_specs import Box, ShardSpec
 
 
@@ -87,7 +88,7 @@ class Direct:
             with self._sync.during(index == len(batches) - 1):
                 self.phases.enter(FORWARD)
                 if seeds:
-                    torch.manual_seed(seeds[index])
+                    seed_random_numbers(seeds[index])
                 with self.autocast():
                     terms = self._sync.root(objective.loss, batch)
                 self.phases.enter(BACKWARD)

@@ -21,6 +21,7 @@ from serried.parallel.groups import Groups
 from serried.parallel.mesh import ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.phases import BACKWARD, FORWARD, PIPELINE, Phases
 from serried.parallel.plan import Inputs, LossTerms, Objective
+from serried.parallel.seeding import seed_random_numbers
 
 _SCHEDULES: Mapping[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -101,7 +102,7 @@ class Pipeline:
 
         def begin(index: int, stage: int) -> Inputs:
             if seeds:
-                torch.manual_seed(seeds[index] + stage)
+                seed_random_numbers(seeds[index] + stage)
             return inputs[index]
 
         key = (len(batches), inputs[0].stream.shape)

@@ -306,13 +306,18 @@ def test_the_step_that_a_run_stops_after_is_told(text: Path, tmp_path: Path) -> 
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 3]
 
 
-def test_a_request_in_the_last_step_says_which_evaluation_there_is_not(text: Path, tmp_path: Path) -> None:
+def test_a_request_in_the_last_step_leaves_the_evaluation_to_the_same_command(text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(text, tmp_path / "run", "trainer.steps=6", "trainer.eval_every=4")
     ended = run_here(argv, ask_after(5))
-    assert ended.code == 0
+    assert ended.code == 75
     assert [line["step"] for line in metrics(tmp_path / "run", "eval")] == [4]
-    assert " (step 4)" in next(line for line in ended.printed.splitlines() if line.startswith("finished"))
-    assert "WARNING    SIGTERM came before the evaluation after step 6" in ended.printed
+    assert " (step 4)" in next(line for line in ended.printed.splitlines() if line.startswith("stopped"))
+    assert ended.printed.endswith("next       run the same command for the evaluation after step 6\n")
+    assert run_here(argv).code == 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in metrics(tmp_path / "run", "eval")] == [4, 6]
+    assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["step"]) == ("finished", 6)
+    assert "Nothing to do" in run_here(argv).printed
 
 
 def test_where_the_last_checkpoint_cannot_be_saved_the_run_has_failed(text: Path, tmp_path: Path) -> None:

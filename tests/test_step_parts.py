@@ -13,6 +13,7 @@ from serried.configs.registry import schedules
 from serried.configs.schema import ParallelSection, PrecisionSection, ScheduleSection, TrainerSection
 from serried.parallel.gradient import sum_of_squares
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
+from serried.parallel.seeding import seed_random_numbers
 from serried.trainer.optimizer import learning_rate
 from serried.trainer.precision import GradScaler
 
@@ -183,3 +184,16 @@ def test_a_loss_scale_of_one_is_a_loss_scale() -> None:
     assert again.state() == scaler.state() == {"scale": 1.0, "good_steps": 1}
     again.load(GradScaler(PrecisionSection(name="fp32"), torch.device("cpu")).state())
     assert again.state() == scaler.state()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("seed", [0, 7, 2**63 + 1, 2**64 - 1])
+def test_seeded_random_numbers_are_those_of_torch(seed: int, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("this machine has no GPU")
+    drawn = []
+    torch.zeros(1, device=device)  # CUDA is in use
+    for set_seed in (torch.manual_seed, seed_random_numbers):
+        set_seed(seed)
+        drawn.append(torch.nn.functional.dropout(torch.ones(1000, device=device)))
+    assert drawn[0].equal(drawn[1])

@@ -43,9 +43,10 @@ class Evaluator:
 
     def make_up(self, step: int) -> None:
         """Evaluate what the stop after ``step``, from which the run resumes, left out."""
-        if names := [name for name in self._report.progress.missed if name in self._validation]:
-            self.evaluate(step, names)
-            progress = self._report.progress
+        progress = self._report.progress
+        progress.missed = [name for name in progress.missed if name in self._validation]
+        if progress.missed:
+            self.evaluate(step, progress.missed)
             if progress.validated_step == step:
                 progress.made_up[str(step)] = dict(progress.validation)
 

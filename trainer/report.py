@@ -295,13 +295,18 @@ class Report:
                 "same command to resume from there"
             )
 
+    def is_finished(self, step: int) -> bool:
+        """Return whether the run needs nothing after ``step``, not even an evaluation that a stop left out."""
+        is_last = step == self._config.trainer.steps and not self.progress.missed
+        return is_last or self.progress.early_stop is not None
+
     def ended(self, step: int, seconds: float, sample: str | None, request: str | None) -> int:
         """Report the end at ``step`` after ``seconds``. Returns the exit code.
 
         ``sample``: text of the trained model; ``request``: why the run was asked to stop, None: it was not.
         """
         config, progress = self._config, self.progress
-        is_finished = step == config.trainer.steps or progress.early_stop is not None
+        is_finished = self.is_finished(step)
         validation = "" if progress.validation_loss is None else f", validation {progress.validation_loss:.4f}"
         validation += "" if progress.validated_step == step or not validation else f" (step {progress.validated_step})"
         since = f" since step {self._first_step}" if self._first_step else ""
@@ -312,11 +317,6 @@ class Report:
             f"{'finished' if is_finished else 'stopped':<10} {step} steps, {tokens}, "
             f"{duration(seconds)}{since}; loss {_loss(progress.first_loss)} -> {_loss(progress.last_loss)}{validation}"
         )
-        if is_finished and progress.missed:  # the run is finished, so no later start evaluates
-            self._console.say(
-                f"WARNING    {request} came before the evaluation after step {step}; for its loss: serried evaluate "
-                f"run.dir={config.run.dir}"
-            )
         if sample is not None:
             self._console.say("sample     unconditional text from the trained model:")
             self._console.say("\n".join(f"  | {line}" for line in sample.splitlines()))
@@ -350,6 +350,8 @@ class Report:
         config = self._config
         if self.progress.early_stop is not None:
             return self._task.next_command(self._session.command())
+        if self.progress.missed and step == config.trainer.steps:
+            return f"run the same command for the evaluation after step {step}"
         if step < config.trainer.steps and request is not None:
             return f"run the same command to resume ({step} of {config.trainer.steps} steps done)"
         if step < config.trainer.steps:

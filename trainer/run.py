@@ -9,7 +9,7 @@ from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, Sto
 from serried.configs.schema import RunConfig
 from serried.records.page import write_report
 from serried.records.run_folder import RunFolder
-from serried.records.status import record_end
+from serried.records.status import read_status, record_end
 from serried.runtime.console import Console
 from serried.runtime.ending import Failure
 from serried.runtime.session import Session
@@ -64,7 +64,8 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
         start = find_start(config, session, task.pretrained)
         for note in start.notes:
             console.say(note)
-        is_over = start.step >= config.trainer.last_step or _ended_early(start, config.trainer.patience)
+        is_last = start.step >= config.trainer.last_step and not session.once(partial(_lacks_evaluation, config, start))
+        is_over = is_last or _ended_early(start, config.trainer.patience)
         if start.checkpoint is not None and is_over:
             check_data(start, (data or Data(task, session, console)).fingerprint, config)
             build_model(config, task).check_names(start.checkpoint, None)
@@ -144,6 +145,13 @@ def _settled(console: Console, code: int | None) -> int | None:
     the run failed and the reason is not printed yet."""
     console.quiet()
     return code
+
+
+def _lacks_evaluation(config: RunConfig, start: Start) -> bool:
+    """Return whether a stop came before the evaluation after the last step, and no later start made it up."""
+    progress, status = start.state.get("progress"), read_status(config.run.dir)
+    is_missed = isinstance(progress, dict) and bool(progress.get("missed")) and start.step == config.trainer.steps
+    return is_missed and start.continues(config.run.dir) and (status is None or status.state != "finished")
 
 
 def _ended_early(start: Start, patience: int) -> str | None:

@@ -135,7 +135,7 @@ class Trainer:
     def _sample(self) -> str | None:
         """Return text of the trained model if the run asks for some and is finished. A collective."""
         trainer, task = self.context.config.trainer, self.context.task
-        is_finished = self.loop.step == trainer.steps or self._report.progress.early_stop is not None
+        is_finished = self._report.is_finished(self.loop.step)
         if not trainer.sample_tokens or not is_finished or not isinstance(task, TextTask):
             return None
         parallel = self.state.parallel

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from copy import copy
 from typing import Any, TypeVar
 
 import yaml
@@ -27,7 +28,8 @@ def run_config_class(plain: Mapping[str, Any], schema: type[Config]) -> type[Con
     chosen = {group: registry for group, registry in CHOSEN.items() if group in schema.model_fields}
     names = {group: _name(plain, registry, schema) for group, registry in chosen.items()}
     sections = [(group, CHOSEN[group].get(name).section) for group, name in names.items() if name]
-    name = _name(plain, tasks, schema) if _task_is_chosen(schema) else None
+    chosen_here = {tasks.group: {}, **plain}  # the built-in task by default
+    name = _name(chosen_here, tasks, schema) if _task_is_chosen(schema) else None
     if name and tasks.get(name).section is not TaskSection:  # one with keys of its own
         sections.append((tasks.group, tasks.get(name).section))
     return _with_sections(schema, tuple(sections))
@@ -95,7 +97,12 @@ def _name(plain: Mapping[str, Any], registry: Registry, schema: type[RunConfig])
 
 @functools.cache
 def _with_sections(schema: type[Config], sections: tuple[tuple[str, type[Section]], ...]) -> type[Config]:
-    fields: dict[str, Any] = {group: (section, schema.model_fields[group]) for group, section in sections}
+    fields: dict[str, Any] = {}
+    for group, section in sections:
+        field = copy(schema.model_fields[group])
+        if field.default_factory is not None:
+            field.default_factory = section
+        fields[group] = (section, field)
     return create_model(schema.__name__, __base__=schema, __module__=schema.__module__, **fields)
 
 

@@ -1,4 +1,4 @@
-"""Starting a run under torchrun, watching it, and what must hold after it was disturbed."""
+"""Start a run under torchrun, watch it, and check it after it was disturbed."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ _SAME_LINE = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "skipped")
 def torchrun(
     processes: int, argv: list[str], output: Path, script: tuple[str, ...] = ("train.py",)
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """``script`` with ``argv`` under torchrun, which is killed with all below it where it has not ended by then."""
+    """Run ``script`` with ``argv`` under torchrun; on exit kill it and all of its processes if they still run."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # torchrun would set it too, with a warning
     with output.open("wb") as file:
@@ -46,14 +46,14 @@ def torchrun(
 
 
 def train_undisturbed(processes: int, argv: list[str]) -> None:
-    """Train with ``argv`` where nobody disturbs: without torchrun and the start of interpreters."""
+    """Train with ``argv`` without interruption, in forks instead of under torchrun, which starts interpreters."""
     for done in typed_on(processes, "train.py", *argv):
         if done.returncode != 0:
             raise RuntimeError(f"the undisturbed run failed:\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
 
 
 def family(pid: int) -> list[int]:
-    """A process and all below it."""
+    """Return a process and all of its descendants."""
     parents = {int(path.name): parent(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
     found, new = [pid], [pid]
     while new:
@@ -63,7 +63,7 @@ def family(pid: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third on (state, parent, ...); none: there is no such process."""
+    """Return the fields of /proc/PID/stat from the third on (state, parent, ...); none if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -71,19 +71,19 @@ def _stat(pid: int) -> list[str]:
 
 
 def parent(pid: int) -> int | None:
-    """Process that started ``pid``; None: there is no such process."""
+    """Return the process that started ``pid``; None if there is no such process."""
     fields = _stat(pid)
     return int(fields[1]) if fields else None
 
 
 def is_alive(pid: int) -> bool:
-    """Whether ``pid`` still runs; one that has ended may wait a while for somebody to ask how."""
+    """Return whether ``pid`` still runs; a process that has ended is a zombie until its parent waits for it."""
     fields = _stat(pid)
     return bool(fields) and fields[0] not in "ZX"
 
 
 def send(pid: int, number: int) -> None:
-    """A signal, if the process is still there."""
+    """Send a signal, if the process still exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
@@ -104,7 +104,7 @@ def ended(agent: subprocess.Popen[bytes], processes: list[int]) -> list[int]:
 
 
 def under_way(checkpoints: Path) -> str | None:
-    """What happens in the folder of checkpoints: saving, deleting; None: nothing."""
+    """Return what is happening in the folder of checkpoints: saving, deleting, or None."""
     with suppress(FileNotFoundError):
         for path in checkpoints.iterdir():
             if path.name.startswith(".step-"):
@@ -112,20 +112,21 @@ def under_way(checkpoints: Path) -> str | None:
     return None
 
 
-def begun_at(run_dir: Path, launched: float) -> int | None:
-    """The step that the start of time ``launched`` resumed from (0: anew); None: it is not that far yet."""
-    told = lines(run_dir / "metrics.jsonl")
-    starts = [line for line in told if line["event"] == "start" and line["time"] >= launched - 0.01]
+def started_at(run_dir: Path, launched: float) -> int | None:
+    """Return the step that the start at time ``launched`` resumed from, 0 if from scratch; None if it is not recorded
+    yet."""
+    recorded = lines(run_dir / "metrics.jsonl")
+    starts = [line for line in recorded if line["event"] == "start" and line["time"] >= launched - 0.01]
     return starts[-1]["resumed_from"] or 0 if starts else None
 
 
 def last_step(run_dir: Path) -> int:
-    """The last step told."""
+    """Return the last step recorded."""
     return max((line["step"] for line in lines(run_dir / "metrics.jsonl") if line["event"] == "step"), default=0)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """What a file of JSON lines tells at the moment; a line that is being written may be there in part."""
+    """Return the complete lines of a file of JSON lines; the last one may still be being written."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -144,13 +145,13 @@ def _is_json(line: str) -> bool:
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """Step of the newest checkpoint."""
+    """Return the step of the newest checkpoint."""
     found = committed(run_dir / "checkpoints")
     return step_of(found[-1]) if found else None
 
 
 def torn_or_lost(run_dir: Path, newest: int | None) -> list[str]:
-    """What is wrong with the checkpoints in sight; ``newest`` was committed before."""
+    """Return what is wrong with the visible checkpoints; ``newest`` was committed before."""
     problems = []
     folder = run_dir / "checkpoints"
     visible = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.exists() else []
@@ -166,11 +167,11 @@ def torn_or_lost(run_dir: Path, newest: int | None) -> list[str]:
 
 
 def differences(stormy: Path, calm: Path, steps: int) -> list[str]:
-    """Where the disturbed run, now finished, is not the undisturbed one."""
+    """Return where the disturbed run, now finished, differs from the uninterrupted one."""
     problems = []
     told, expected = metrics(stormy), metrics(calm)
     if [line["step"] for line in told] != list(range(1, steps + 1)):
-        problems.append(f"metrics.jsonl does not tell steps 1 to {steps} once each: {[line['step'] for line in told]}")
+        problems.append(f"metrics.jsonl does not have steps 1 to {steps} once each: {[line['step'] for line in told]}")
     for line, other in zip(told, expected, strict=False):
         if different := [key for key in _SAME_LINE if line[key] != other[key]]:
             values = ", ".join(f"{key} {line[key]} instead of {other[key]}" for key in different)
@@ -190,8 +191,8 @@ def differences(stormy: Path, calm: Path, steps: int) -> list[str]:
 def run_storm(
     documentation: str | None, what: str, default: int, storm: Callable[..., Any], layouts: Iterable[str] = ()
 ) -> None:
-    """Run ``storm`` as the command line says, ``--<what>`` times, and exit: 1 where anything did not hold. ``layouts``
-    may be named beside the usual ones."""
+    """Run ``storm`` as the command line says, ``--<what>`` times, and exit with 1 if it found a violation. ``layouts``:
+    names that ``--layout`` takes besides the usual ones."""
     parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(f"--{what}", type=int, default=default)
     parser.add_argument("--processes", type=int, default=2, choices=(1, 2, 3, 4, 6))

@@ -1,4 +1,4 @@
-"""Training under torchrun, killed again and again, and compared with a run that nobody disturbed.
+"""Training under torchrun, killed again and again, and compared with an uninterrupted run.
 
     python -m benchmarks.kill_storm --kills 50 --processes 2 --layout fsdp
     python -m benchmarks.kill_storm --kills 10 --processes 2 --layout ddp --seed 2
@@ -7,8 +7,8 @@
 Each time one rank, or torchrun with all of its ranks, is killed by SIGKILL: while starting, between two steps, or in a
 save (as soon as its unfinished folder is seen). Then the same command resumes, with checkpoints written beside training
 or not, as the seed says. What must hold: after each kill every visible checkpoint is whole and none is lost; the next
-start resumes from the newest; in the end metrics.jsonl tells each step once, in order, with the bits of the undisturbed
-run, and so do weights and optimizer state. Exit code 1 where anything does not.
+start resumes from the newest; in the end metrics.jsonl has each step once, in order, with the bits of the uninterrupted
+run, and so do weights and optimizer state. Exit code 1 otherwise.
 """
 
 import random
@@ -23,7 +23,6 @@ from typing import Any
 
 from benchmarks.disturb import (
     PATIENCE_SECONDS,
-    begun_at,
     differences,
     ended,
     family,
@@ -33,6 +32,7 @@ from benchmarks.disturb import (
     parent,
     run_storm,
     send,
+    started_at,
     torchrun,
     torn_or_lost,
     train_undisturbed,
@@ -54,11 +54,11 @@ LAYOUTS = {
 
 @dataclass
 class Storm:
-    """What a storm came to."""
+    """Result of a storm."""
 
     kills: int = 0
     moments: Counter[str] = field(default_factory=Counter)
-    """What was going on when a kill struck: starting, training, saving, deleting -> how often."""
+    """What was going on at a kill: starting, training, saving, deleting -> how often."""
     targets: Counter[str] = field(default_factory=Counter)
     """rank or group -> how often it was killed."""
     starts: int = 0
@@ -183,18 +183,18 @@ def _kill(agent: subprocess.Popen[bytes], target: str, chance: random.Random) ->
 def _await(
     moment: str, run_dir: Path, aim: int, launched: float, agent: subprocess.Popen[bytes], chance: random.Random
 ) -> str | None:
-    """Wait for the ``moment`` to kill. Returns what is going on then; None: the run ended by itself, or hangs."""
+    """Wait for the ``moment`` to kill. Returns what is going on then; None if the run ended without it, or hangs."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     if moment == "starting":
         until = time.monotonic() + chance.uniform(0.2, 8)
-        while time.monotonic() < until and agent.poll() is None and begun_at(run_dir, launched) is None:
+        while time.monotonic() < until and agent.poll() is None and started_at(run_dir, launched) is None:
             time.sleep(0.02)
         return None if agent.poll() is not None else "starting"
-    begun: int | None = None
+    start: int | None = None
     while time.monotonic() < deadline and agent.poll() is None:
-        begun = begun_at(run_dir, launched)
+        start = started_at(run_dir, launched)
         # Resuming may begin beyond the aim: then some steps from there.
-        if begun is not None and last_step(run_dir) >= max(aim, begun + 1 + aim % 3):
+        if start is not None and last_step(run_dir) >= max(aim, start + 1 + aim % 3):
             break
         time.sleep(0.005)
     checkpoints = run_dir / "checkpoints"
@@ -211,13 +211,13 @@ def _await(
 
 def _check_start(run_dir: Path, launched: float, newest: int | None, result: Storm) -> list[str]:
     """Whether the latest start, where it got that far, resumed from the ``newest`` checkpoint there was."""
-    begun = begun_at(run_dir, launched)
-    if begun is None:
+    start = started_at(run_dir, launched)
+    if start is None:
         return []
-    if begun:
-        result.resumed.append(begun)
-    if begun != (newest or 0):
-        return [f"start {result.starts} resumed from step {begun}, but step {newest} was committed"]
+    if start:
+        result.resumed.append(start)
+    if start != (newest or 0):
+        return [f"start {result.starts} resumed from step {start}, but step {newest} was committed"]
     return []
 
 

@@ -240,6 +240,7 @@ def table() -> str:
                 path = Path(folder) / f"run-{len(rows)}"
                 reference = run(cluster, CUTS[0], 1, precision, text, path, *model, steps=STEPS)
                 rows.append((precision, f"{prefix}single", 1, None, reference))
+                print(_row(*rows[-1]), flush=True)
                 for cut in layouts:
                     for accumulation in cut.accumulations:
                         if cut.processes == 1 and accumulation == 1:
@@ -247,22 +248,22 @@ def table() -> str:
                         path = Path(folder) / f"run-{len(rows)}"
                         curve = run(cluster, cut, accumulation, precision, text, path, *model, steps=STEPS)
                         rows.append((precision, f"{prefix}{cut.name}", accumulation, compare(curve, reference), curve))
-                        print(*rows[-1][:4], flush=True)
+                        print(_row(*rows[-1]), flush=True)
         finally:
             cluster.stop()
     lines = [
         "| precision | layout | accumulation | loss, first to last | relative difference: loss | grad norm | samples |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for precision, name, accumulation, difference, curve in rows:
-        ends = f"{curve.losses[0]:.6f} to {curve.losses[-1]:.6f}"
-        compared = (
-            f"{difference.loss:.1e} | {difference.grad_norm:.1e} | {'same' if difference.same_samples else 'DIFFERENT'}"
-            if difference
-            else "reference | reference | reference"
-        )
-        lines.append(f"| {precision} | {name} | {accumulation} | {ends} | {compared} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_row(*row) for row in rows)])
+
+
+def _row(precision: str, name: str, accumulation: int, difference: Difference | None, curve: Curve) -> str:
+    ends, compared = f"{curve.losses[0]:.6f} to {curve.losses[-1]:.6f}", "reference | reference | reference"
+    if difference is not None:
+        same = "same" if difference.same_samples else "DIFFERENT"
+        compared = f"{difference.loss:.1e} | {difference.grad_norm:.1e} | {same}"
+    return f"| {precision} | {name} | {accumulation} | {ends} | {compared} |"
 
 
 def border_table() -> str:
@@ -276,12 +277,14 @@ def border_table() -> str:
         try:
             reference = run(cluster, CUTS[0], 1, "fp16", text, Path(folder) / "reference", *BORDER, steps=STEPS)
             lines.append(f"| single | 1 | {', '.join(map(str, reference.skipped))} | reference |")
+            print(lines[-1], flush=True)
             for cut in (cut for cut in CUTS if not cut.is_slow):
                 accumulation = cut.accumulations[-1]
                 path = Path(folder) / f"run-{len(lines)}"
                 curve = run(cluster, cut, accumulation, "fp16", text, path, *BORDER, steps=STEPS)
                 skipped = "the same" if curve.skipped == reference.skipped else ", ".join(map(str, curve.skipped))
                 lines.append(f"| {cut.name} | {accumulation} | {skipped} | {compare(curve, reference).loss:.1e} |")
+                print(lines[-1], flush=True)
         finally:
             cluster.stop()
     return "\n".join(lines)

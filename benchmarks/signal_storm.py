@@ -1,14 +1,14 @@
-"""Training under torchrun, asked to stop again and again, and compared with a run that nobody disturbed.
+"""Training under torchrun, asked to stop again and again, and compared with an uninterrupted run.
 
     python -m benchmarks.signal_storm --signals 100
     python -m benchmarks.signal_storm --signals 20 --layout ddp --seed 2
 
 Each start gets one signal (SIGTERM, SIGUSR1 or SIGINT) to torchrun, to one rank or to all ranks: while starting, at the
 first step, between steps, in an evaluation, in a save, or while a slow disk keeps it waiting for data. Then the same
-command goes on, with other numbers of reading threads and other modes of saving, as the seed says. What must hold: each
-start ends by itself with state ``stopped`` and a checkpoint of the last step it told, or finishes; no process outlives
-it; the next start resumes from there; no step is trained twice; in the end metrics.jsonl, weights and optimizer state
-have the bits of the undisturbed run. Exit code 1 where anything does not.
+command resumes, with other numbers of reading threads and other modes of saving, as the seed says. What must hold: each
+start ends with state ``stopped`` and a checkpoint of the last step it recorded, or finishes; no process outlives it;
+the next start resumes from there; no step is trained twice; in the end metrics.jsonl, weights and optimizer state have
+the bits of the uninterrupted run. Exit code 1 otherwise.
 """
 
 import json
@@ -25,7 +25,6 @@ from typing import Any
 
 from benchmarks.disturb import (
     PATIENCE_SECONDS,
-    begun_at,
     differences,
     ended,
     family,
@@ -35,6 +34,7 @@ from benchmarks.disturb import (
     parent,
     run_storm,
     send,
+    started_at,
     torchrun,
     torn_or_lost,
     train_undisturbed,
@@ -52,7 +52,7 @@ _MOMENTS = ("starting", "first step", "training", "evaluation", "saving", "data 
 
 @dataclass
 class Storm:
-    """What a storm came to."""
+    """Result of a storm."""
 
     signals: int = 0
     what: Counter[str] = field(default_factory=Counter)
@@ -151,20 +151,20 @@ def storm(
 
 
 def _await(moment: str, run_dir: Path, launched: float, agent: subprocess.Popen[bytes], chance: random.Random) -> bool:
-    """Wait for the ``moment`` to strike. False: the run ended by itself, or hangs."""
+    """Wait for the ``moment`` to strike. False if the run ended without it, or hangs."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     if moment == "starting":
         until = time.monotonic() + chance.uniform(0.2, 8)
-        while time.monotonic() < until and agent.poll() is None and begun_at(run_dir, launched) is None:
+        while time.monotonic() < until and agent.poll() is None and started_at(run_dir, launched) is None:
             time.sleep(0.02)
         return agent.poll() is None
     steps = chance.randrange(1, 7)
 
     def is_there() -> bool:
-        begun = begun_at(run_dir, launched)
-        if begun is None or moment == "first step":
-            return begun is not None
-        if last_step(run_dir) < begun + steps:
+        start = started_at(run_dir, launched)
+        if start is None or moment == "first step":
+            return start is not None
+        if last_step(run_dir) < start + steps:
             return False
         if moment == "saving":
             return under_way(run_dir / "checkpoints") == "saving"
@@ -180,14 +180,14 @@ def _await(moment: str, run_dir: Path, launched: float, agent: subprocess.Popen[
 
 def _check_end(run_dir: Path, launched: float, newest: int | None, result: Storm) -> list[str]:
     """What is wrong with how a start ended; ``newest`` is the step of the newest checkpoint before it."""
-    status, begun = _status(run_dir), begun_at(run_dir, launched)
-    if begun is None:
+    status, start = _status(run_dir), started_at(run_dir, launched)
+    if start is None:
         result.before_it_began += 1
         wrong = status and status["state"] not in ("stopped", "running")
         return [f"before it began, status.json says {status}"] if wrong else []
     problems = []
-    if begun != (newest or 0):
-        problems.append(f"began at step {begun}, but step {newest} was committed")
+    if start != (newest or 0):
+        problems.append(f"began at step {start}, but step {newest} was committed")
     if (status["state"], status["exit_code"]) not in (("stopped", 75), ("finished", 0)):
         problems.append(f"status.json says {status}")
     if status["step"] != (newest_step(run_dir) or 0):

@@ -26,12 +26,19 @@ class SkippedModule(nn.Module):
 
 
 class TiedEnd(SkippedModule):
-    """In place of a module whose parameters the last stage reads, and whose forward is the first stage's."""
+    """In place of a module with tied parameters, whose forward is the first stage's: the last stage reads them."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, tied: Iterable[str], *, is_last: bool) -> None:
+        """``tied``: names within ``module``, such as ``table.weight``; None on the stages between."""
         super().__init__()
-        for name, parameter in module.named_parameters():
-            self.register_parameter(name, parameter)
+        for name in tied:
+            path, _, last = name.rpartition(".")
+            owner: nn.Module = self
+            for part in filter(None, path.split(".")):
+                if part not in owner._modules:
+                    owner.add_module(part, SkippedModule())
+                owner = owner.get_submodule(part)
+            owner.register_parameter(last, module.get_parameter(name) if is_last else None)
 
 
 def split(model: nn.Module, plan: ParallelPlan, layout: Layout, pipeline: int) -> dict[int, nn.Module]:
@@ -94,8 +101,9 @@ def _leave_only(model: nn.Module, stage: int, plan: ParallelPlan, layout: Layout
             for name, _ in list(module.named_parameters(recurse=False)):
                 setattr(module, name, None)
         else:
-            is_tied = stage == layout.stages - 1 and any(name.startswith(f"{path}.") for name in plan.tied)
-            model.set_submodule(path, TiedEnd(module) if is_tied else SkippedModule())
+            tied = [name.removeprefix(f"{path}.") for name in plan.tied if name.startswith(f"{path}.")]
+            is_last = stage == layout.stages - 1
+            model.set_submodule(path, TiedEnd(module, tied, is_last=is_last) if tied else SkippedModule())
 
 
 class _Border:

@@ -70,6 +70,55 @@ def test_stages_one_after_the_other_compute_what_the_model_does() -> None:
     assert hidden.equal(whole(tokens[:, :-1], **named))
 
 
+class Front(nn.Module):
+    """An embedding within a module, beside a parameter that is not tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"table": nn.Embedding(7, 4)})
+        self.scale = nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.scale(self.inner["table"](ids))
+
+
+class TiedHead(nn.Module):
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return x @ table.T
+
+
+class NestedTie(nn.Module):
+    """Reads a parameter of a module within a module at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = Front()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = TiedHead()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.front(x)
+        for block in self.blocks:
+            x = block(x)
+        table: Any = self.front.inner
+        return self.head(x, table.table.weight)
+
+
+def test_a_tied_parameter_may_be_in_a_module_within_a_module() -> None:
+    whole, ids = NestedTie(), torch.arange(7)
+    plan = ParallelPlan(blocks=("blocks.0", "blocks.1", "blocks.2"), tied=("front.inner.table.weight",))
+    layout, hidden = Layout("fsdp", pipeline=3, stages=3), torch.arange(7)
+    specs, held = shard_specs(whole, plan, layout), []
+    for pipeline in range(3):
+        stage = split(whole, plan, layout, pipeline)[pipeline]
+        held += [name for name, _ in stage.named_parameters()]
+        assert all(pipeline in specs[name].holders for name, _ in stage.named_parameters())
+        hidden = stage(hidden)
+    assert hidden.equal(whole(ids))
+    assert held.count("front.inner.table.weight") == 2
+    assert len(held) == 1 + len(specs)
+
+
 class OutsideOfModules(nn.Module):
     """Does something to the stream in its own forward, before the blocks, between them or behind."""
 

@@ -1,4 +1,4 @@
-"""Qwen 3, dense (https://arxiv.org/abs/2505.09388): Llama, with queries and keys normalised, each head by itself."""
+"""Qwen 3, dense (https://arxiv.org/abs/2505.09388): Llama with queries and keys normalised per head."""
 
 from typing import Any
 

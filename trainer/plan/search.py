@@ -21,7 +21,7 @@ from serried.trainer.plan.devices import DEVICES
 from serried.trainer.plan.job import doubts, job_of, shape_of
 from serried.trainer.plan.rates import RATES, software_for
 from serried.trainer.plan.seconds import Job, held_elements, step_of
-from serried.trainer.plan.time_lines import planned_cluster, planned_device
+from serried.trainer.plan.time_lines import planned_cluster, planned_device, seconds_text
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task
 
@@ -35,6 +35,12 @@ _MESHES, _OF_A_MESH = 20, 3
 _MOST_CONTEXT = 32
 _MOST_STAGES = 64
 _MICRO_BATCHES = (1, 2, 4, 8)
+_SET_BY_CHOICE: dict[str, dict[str, Any]] = {
+    "ddp": {"parallel.replicate": -1, "parallel.shard": 1},
+    "fsdp": {"parallel.replicate": 1, "parallel.shard": -1},
+    "hsdp": {"parallel.replicate": 2, "parallel.shard": -1},
+}
+"""Keys that ``parallel=NAME`` sets."""
 _SCHEDULES = (("1f1b", None), ("interleaved", 2), ("interleaved", 4), ("zbv", None))
 
 
@@ -147,20 +153,16 @@ class _Search:
 
     def frugal(self, found: Sequence[Candidate], shown: Sequence[Candidate]) -> list[Candidate]:
         """Return slower ones that need less memory than all that are faster and than those ``shown``, by a tenth."""
-        front: list[Candidate] = []
         least = min(each.bytes for each in shown)
-        for each in found:
-            if each.bytes < 0.9 * least:
-                front.append(each)
-                least = each.bytes
-        return [self._played(each) for each in front[:_SHOWN]]
+        front = [self._played(each) for each in _front(found, least)[:_SHOWN]]
+        return _front(sorted(front, key=lambda each: each.seconds), least)
 
     def table(self, candidates: Sequence[Candidate], *, is_numbered: bool = False) -> list[str]:
         """Return a line for each."""
         rows: list[tuple[str, ...]] = [("", "time", "tok/s/GPU", "memory", "overrides")]
         for number, each in enumerate(candidates, 1):
             rate = each.job.samples * each.job.sequence / each.seconds / each.job.layout.world
-            time = f"{each.seconds:.3g} s{'?' if self.doubts(each) else ''}"
+            time = f"{seconds_text(each.seconds)}{'?' if self.doubts(each) else ''}"
             rows.append((str(number) if is_numbered else " ", time, f"{rate:,.0f}", size(each.bytes), each.words()))
         return columns(rows)
 
@@ -170,38 +172,50 @@ class _Search:
 
     def _overrides(self) -> Iterator[dict[str, Any]]:
         """Yield what differs from the config, of each candidate, valid or not."""
-        plan, parallel = self.plan, self.config.parallel
-        ranks, powers = self.processes, [each for each in divisors(self.processes) if each & (each - 1) == 0]
-        tensors = [each for each in powers if each <= self.cluster.per_node] if plan.roles else [1]
+        for mesh in self._meshes():
+            ways = _ways(mesh.get("parallel"), mesh.get("parallel.pipeline", 1))
+            for way, micro_batch, checkpoint in product(ways, _MICRO_BATCHES, ("none", "selective", "full")):
+                trainer = {"trainer.micro_batch": micro_batch, "trainer.activation_checkpoint": checkpoint}
+                yield self._different({**mesh, **way, **trainer})
+
+    def _meshes(self) -> Iterator[dict[str, Any]]:
+        """Yield all meshes, as keys of ``parallel``."""
+        plan, ranks, per_node = self.plan, self.processes, self.cluster.per_node
+        if ranks == 1:
+            yield {}
+            return
+        powers = [each for each in divisors(ranks) if each & (each - 1) == 0]
+        tensors = [each for each in powers if each <= per_node] if plan.roles else [1]
         contexts = [each for each in powers if each <= _MOST_CONTEXT] if plan.context else [1]
         pipelines = [each for each in divisors(ranks) if each <= _MOST_STAGES] if plan.blocks else [1]
-        experts = powers if plan.mixtures else [1]
-        for tensor, context, pipeline, expert in product(tensors, contexts, pipelines, experts):
-            left = ranks // (tensor * context * pipeline)
-            if not left or ranks % (tensor * context * pipeline):
+        yield {"parallel": "ddp", **dict.fromkeys(("parallel.tensor", "parallel.context", "parallel.pipeline"), 1)}
+        for tensor, context, pipeline, expert in product(
+            tensors, contexts, pipelines, powers if plan.mixtures else [1]
+        ):
+            if ranks % (tensor * context * pipeline):
                 continue
-            schedules = _SCHEDULES if pipeline > 1 else ((parallel.schedule, parallel.stages_per_rank),)
-            inside = max(1, self.cluster.per_node // (tensor * context))
-            copies = [1] if ranks == 1 else sorted({1, max(1, left // inside), max(1, left // (8 * inside))})
-            for (schedule, per_rank), copy, micro_batch, checkpoint, ways in product(
-                schedules, copies, _MICRO_BATCHES, ("none", "selective", "full"), _ways(pipeline)
-            ):
-                wanted = {
-                    "parallel": "hsdp" if copy > 1 else "fsdp",
-                    "parallel.replicate": copy,
-                    "parallel.shard": -1,
-                    "parallel.tensor": tensor,
-                    "parallel.context": context,
-                    "parallel.pipeline": pipeline,
-                    "parallel.expert": expert,
-                    "parallel.schedule": schedule,
-                    "parallel.stages_per_rank": per_rank,
-                    **ways,
-                    "trainer.micro_batch": micro_batch,
-                    "trainer.activation_checkpoint": checkpoint,
-                }
-                now = {"parallel": parallel.strategy, **{key: _value(self.config, key) for key in wanted if "." in key}}
-                yield {key: value for key, value in wanted.items() if value != now[key]}
+            left, inside = ranks // (tensor * context * pipeline), max(1, per_node // (tensor * context))
+            degrees = {"tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
+            mesh = {f"parallel.{axis}": degree for axis, degree in degrees.items()}
+            for copies in sorted({1, max(1, left // inside), max(1, left // (8 * inside))}):
+                strategy = {"parallel": "hsdp", "parallel.replicate": copies} if copies > 1 else {"parallel": "fsdp"}
+                for schedule, per_rank in _SCHEDULES if pipeline > 1 else ():
+                    stages = {"parallel.schedule": schedule, "parallel.stages_per_rank": per_rank}
+                    yield {**strategy, **mesh, **stages}
+                if pipeline == 1:
+                    yield {**strategy, **mesh}
+
+    def _different(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what of ``wanted`` has another value in the config."""
+        strategy = wanted.get("parallel")
+        is_other = strategy not in (None, self.config.parallel.strategy)
+        now = _SET_BY_CHOICE[strategy] if is_other and strategy else {}
+        whole = {"parallel": strategy, **_SET_BY_CHOICE[strategy], **wanted} if strategy else wanted
+        return {
+            key: value
+            for key, value in whole.items()
+            if (is_other if key == "parallel" else value != now.get(key, _value(self.config, key)))
+        }
 
     def _held(self, config: RunConfig, job: Job) -> float:
         """Return about how many bytes the first rank needs."""
@@ -230,10 +244,22 @@ class _Search:
         return replace(candidate, seconds=step.seconds, bytes=memory.total)
 
 
-def _ways(pipeline: int) -> list[dict[str, Any]]:
+def _front(found: Sequence[Candidate], least: float) -> list[Candidate]:
+    """Return each of ``found`` that needs a tenth less than ``least`` and than all before it."""
+    front: list[Candidate] = []
+    for each in found:
+        if each.bytes < 0.9 * least:
+            front.append(each)
+            least = each.bytes
+    return front
+
+
+def _ways(strategy: str | None, pipeline: int) -> list[dict[str, Any]]:
     """Return when FSDP gathers and sums."""
+    if strategy is None:
+        return [{}]
     key, sync = "parallel.reshard_after_forward", "parallel.sync_every_micro_batch"
-    if pipeline > 1:
+    if pipeline > 1 or strategy == "ddp":
         return [{key: None, sync: False}]
     return [{key: frees, sync: each} for frees in (None, False) for each in (False, True)]
 
@@ -245,7 +271,8 @@ def _value(config: RunConfig, key: str) -> Any:
 
 def _changed(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
     sections: dict[str, dict[str, Any]] = {"parallel": {}, "trainer": {}}
-    for key, value in overrides.items():
+    chosen = _SET_BY_CHOICE.get(overrides.get("parallel", ""), {})
+    for key, value in {**chosen, **overrides}.items():
         section, _, name = key.partition(".")
         sections[section][name or "strategy"] = value
     return config.model_copy(

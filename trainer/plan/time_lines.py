@@ -72,7 +72,8 @@ def time_lines(
     step = step_of(job, cluster, RATES[software])
     doubtful = [*doubts(job, cluster, software)]
     low, high = OUTSIDE if doubtful else WITHIN
-    yield "step", f"{_span(step.seconds, low, high)} on {layout.world} {device.name}: {_parts(step)}"
+    took = seconds_text(step.seconds, low * step.seconds, high * step.seconds)
+    yield "step", f"{took} on {layout.world} {device.name}: {_parts(step)}"
     flops = task.flops_per_sample(sum(parameter.numel() for parameter in model.parameters()))
     yield "rate", _rate(config, job, step, (low, high), flops, device)
     yield "binds", _binds(step)
@@ -80,9 +81,11 @@ def time_lines(
     yield "trust", assumed + _trust(software, doubtful)
 
 
-def _span(seconds: float, low: float, high: float) -> str:
-    unit, factor = ("s", 1) if seconds >= 1 else ("ms", 1000)
-    return f"{seconds * factor:.3g} {unit} ({seconds * low * factor:.3g} to {seconds * high * factor:.3g})"
+def seconds_text(*seconds: float) -> str:
+    """Format a number, or one and its range: ``1.5 s (1.3 to 1.7)``."""
+    unit, factor = ("s", 1) if seconds[0] >= 1 else ("ms", 1000)
+    first, *span = (f"{each * factor:.3g}" for each in seconds)
+    return f"{first} {unit}" + (f" ({' to '.join(span)})" if span else "")
 
 
 def _parts(step: Step) -> str:

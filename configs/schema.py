@@ -851,6 +851,9 @@ class PlanSection(Section):
     """Device to plan for, such as ``h100`` or ``a100``; when null this machine's, or ``h100``."""
     per_node: PositiveCount | None = None
     """Devices of a node; when null ``launch.processes`` where ``launch.nodes`` is set, else 8."""
+    mode: Literal["formula", "trace"] | None = None
+    """How memory and messages are found: ``formula``, or ``trace``, a step on tensors without data. ``serried plan``
+    traces; when null ``dry_run=true`` prints the formula's memory alone."""
     tokens: PositiveCount | None = None
     """Tokens of the whole training, such as ``15T``; when null those of ``trainer.steps``."""
     price: Annotated[Number, Field(gt=0)] | None = None

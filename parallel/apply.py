@@ -48,6 +48,7 @@ def parallelize(
     phases: Phases | None = None,
     frozen_dtype: torch.dtype | None = None,
     prepare: Callable[[nn.Module], None] = lambda _: None,
+    groups: Groups | None = None,
 ) -> DistributedModel:
     """Shard ``model`` by ``plan``, allocate this rank's part on ``device`` and initialise it.
 
@@ -55,11 +56,11 @@ def parallelize(
     checkpoint. A model that was built with values keeps them: every rank must have built the same. ``low_dtype`` is the
     type of matrix products, None for fp32; ``frozen_dtype`` that of parameters which are not trained, None for fp32 or
     more. ``prepare`` is called with the model, or with each stage of it here, when its axes are in place and before it
-    is sharded: for what changes how blocks run and not their parameters. Build the optimizer after this: sharding
-    replaces parameters.
+    is sharded: for what changes how blocks run and not their parameters. ``groups``: those that exist already. Build
+    the optimizer after this: sharding replaces parameters.
     """
     to_fp32(model, frozen_dtype)
-    specs, groups = shard_specs(model, plan, layout), Groups(layout, device.type)
+    specs, groups = shard_specs(model, plan, layout), groups or Groups(layout, device.type)
     tied, buffers = tied_names(model), persistent_buffers(model)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     place = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)
@@ -144,7 +145,8 @@ def _allocate(
     root: nn.Module, model: nn.Module, tied: Mapping[str, str], device: torch.device, *, is_meta: bool
 ) -> None:
     if not is_meta:
-        root.to(device)
+        if any(each.device != device for each in (*root.parameters(), *root.buffers())):
+            root.to(device)  # which refuses tensors without data, as of a plan
         return
     buffers = {name: each for name, each in model.named_buffers() if not each.is_meta}
     root.to_empty(device=device)

@@ -91,8 +91,7 @@ class Exchange(Dispatch):
         # [ranks x experts here]: rows from each rank for each expert here
         received = collectives.exchange(counts, experts_here, experts_here, self._group)
         table = received.view(self._ranks, -1)
-        # The only time that the host waits for the device here, before anything else is exchanged.
-        sent, taken = torch.stack((counts.view(self._ranks, -1).sum(1), table.sum(1))).tolist()
+        sent, taken = self.sizes(len(rows), counts, table)
         arrived = collectives.all_to_all(rows, sent, taken, self._group)
         # By rank and then by expert, as they arrived; by expert and then by rank, as the experts take them.
         expert = torch.arange(table.shape[1], device=rows.device).repeat(self._ranks)
@@ -101,6 +100,15 @@ class Exchange(Dispatch):
         back[order] = torch.arange(len(order), device=order.device)
         results = experts(_Reordered.apply(arrived, order, back), table.sum(0))
         return collectives.all_to_all(_Reordered.apply(results, back, order), taken, sent, self._group)
+
+    def sizes(self, rows: int, counts: Tensor, table: Tensor) -> tuple[list[int], list[int]]:
+        """Return how many of the ``rows`` to send to each rank, and how many to take from each.
+
+        The only time that the host waits for the device here, before anything else is exchanged.
+        """
+        del rows
+        sent, taken = torch.stack((counts.view(self._ranks, -1).sum(1), table.sum(1))).tolist()
+        return sent, taken
 
 
 class _Reordered(torch.autograd.Function):

@@ -93,6 +93,16 @@ class Groups:
         last = layout.pipeline_of(layout.stages - 1)
         return self._group([[ranks[0], ranks[last]] for ranks in layout.peers(("pipeline",))] if last else [])
 
+    def names(self) -> dict[str, str]:
+        """Return the axis of each group that was made, by the group's name."""
+        made = {
+            axis: getattr(self, axis) for axis in ("tensor", "context", "pipeline", "expert", "stage", "ends")
+            if axis in self.__dict__ and getattr(self, axis) is not None
+        }  # fmt: skip
+        for kind, mesh in (("", self.__dict__.get("fsdp")), ("expert ", self.__dict__.get("expert_fsdp"))):
+            made |= {kind + dim: mesh.get_group(dim) for dim in mesh.mesh_dim_names} if mesh is not None else {}
+        return {group.group_name: axis for axis, group in made.items()}
+
     def _group(self, peers: Collection[list[int]]) -> dist.ProcessGroup | None:
         mine = None
         for ranks in peers:

@@ -137,7 +137,7 @@ class DistributedModel:
         """``specs``: of the whole model; ``buffers`` names those that belong to the model's state, ``shared`` those of
         them of which every stage has a copy."""
         self.modules, self.specs, self.layout, self.device = modules, specs, layout, device
-        self.groups, self._runner = groups, runner
+        self.groups, self.runner = groups, runner
         self.phases, self.autocast, self.gradient_divisor = runner.phases, runner.autocast, runner.divisor
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.place = layout.coordinates(rank)
@@ -185,8 +185,8 @@ class DistributedModel:
             return self.module
         if self.layout.size(MODEL_AXES) > 1:
             return self._last_logits
-        assert isinstance(self._runner, Direct)
-        return self._runner.model
+        assert isinstance(self.runner, Direct)
+        return self.runner.model
 
     def _last_logits(self, ids: Tensor) -> Tensor:
         """Return the logits [B, 1, V] of the last of ``ids`` [B, S], of which each rank computes a part."""
@@ -195,7 +195,7 @@ class DistributedModel:
         ids = nn.functional.pad(ids, (0, padding))
         rank, index = holder_of(length - 1, length + padding, parts)
         mine = head_tail(ids, 1, parts, self.place.context)
-        logits = self._runner.logits(mine, index)
+        logits = self.runner.logits(mine, index)
         if self.groups.context is not None:
             dist.broadcast(logits, group=self.groups.context, group_src=rank)
         return logits
@@ -246,7 +246,7 @@ class DistributedModel:
 
         self._loads.take(self.device)  # what was counted outside of steps, as while text was generated
         mine = [self._of_this_rank(batch, objective) for batch in batches]
-        self._runner.train(mine, objective, seeds, ended)
+        self.runner.train(mine, objective, seeds, ended)
         if not early:
             if self.metric_names is None:
                 self.metric_names, self._sources = same_sums_everywhere(seen)
@@ -269,7 +269,7 @@ class DistributedModel:
         names: tuple[str, ...] | None = None
         with _evaluating(self.modules):
             for batch, counts in batches:
-                terms = self._runner.predict(self._of_this_rank(batch, objective), objective)
+                terms = self.runner.predict(self._of_this_rank(batch, objective), objective)
                 if self._evaluation_names is None:
                     self._evaluation_names, _ = same_sums_everywhere(terms)
                 if names is None:
@@ -291,7 +291,7 @@ class DistributedModel:
         """Run ``batches`` forward, for what ``objective`` keeps of them. Every rank must bring the same number."""
         with _evaluating(self.modules):
             for batch in batches:
-                self._runner.predict(self._of_this_rank(batch, objective), objective)
+                self.runner.predict(self._of_this_rank(batch, objective), objective)
         self.reshard()
 
     def sum_squares(self) -> Tensor:
@@ -309,7 +309,7 @@ class DistributedModel:
 
     def reshard(self) -> None:
         """Free what a forward without backward left gathered."""
-        self._runner.reshard()
+        self.runner.reshard()
 
     def _of_this_rank(self, batch: Any, objective: Objective) -> Any:
         """Return ``batch`` with this rank's part of each sequence."""

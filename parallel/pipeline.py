@@ -68,9 +68,9 @@ class Pipeline:
         self._stages, self._layout, self._groups = dict(sorted(stages.items())), layout, groups
         self._device, self.phases, self.autocast = device, phases, autocast
         self._last = layout.stages - 1
-        self._borders: dict[tuple[int, torch.Size], Tensor] = {}
+        self.borders: dict[tuple[int, torch.Size], Tensor] = {}
         """What enters a stage, on meta; by the stage, and by the shape of what enters the first. After the last stage
-        comes what it returns."""
+        comes what it returns. Those that are known are not asked for."""
         self._schedules: dict[tuple[int, torch.Size], _Schedule] = {}
         """By number and shape of the micro-batches."""
         self._shapes: dict[torch.Size, None] = {}
@@ -149,13 +149,13 @@ class Pipeline:
             if stage < self._last:
                 self._send(stage + 1, inputs.stream.shape, output)
             else:
-                self._borders[stage + 1, inputs.stream.shape] = torch.empty_like(output, device="meta")
+                self.borders[stage + 1, inputs.stream.shape] = torch.empty_like(output, device="meta")
         return output if self._last in self._stages else None
 
     def _send(self, stage: int, stream: torch.Size, hidden: Tensor) -> None:
         """Send ``hidden`` to ``stage``; before the first one for a ``stream`` of this shape, its shape and dtype."""
-        is_new = (stage, stream) not in self._borders
-        self._borders[stage, stream] = torch.empty_like(hidden, device="meta")
+        is_new = (stage, stream) not in self.borders
+        self.borders[stage, stream] = torch.empty_like(hidden, device="meta")
         if stage in self._stages:
             return
         group, to = self._groups.pipeline, self._layout.pipeline_of(stage)
@@ -167,11 +167,11 @@ class Pipeline:
     def _receive(self, stage: int, stream: torch.Size) -> Tensor:
         group, source = self._groups.pipeline, self._layout.pipeline_of(stage - 1)
         with self._waiting_for(source):
-            if (stage, stream) not in self._borders:
+            if (stage, stream) not in self.borders:
                 header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self._device)
                 dist.recv(header, group=group, group_src=source)
-                self._borders[stage, stream] = _described(header, torch.device("meta"))
-            hidden = torch.empty_like(self._borders[stage, stream], device=self._device)
+                self.borders[stage, stream] = _described(header, torch.device("meta"))
+            hidden = torch.empty_like(self.borders[stage, stream], device=self._device)
             dist.recv(hidden, group=group, group_src=source)
         return hidden
 
@@ -209,7 +209,7 @@ class Pipeline:
         """Return what enters ``stage``, on meta."""
         if stage == 0:
             return torch.empty_like(inputs.stream, device="meta")
-        return torch.empty_like(self._borders[stage, inputs.stream.shape], requires_grad=True)
+        return torch.empty_like(self.borders[stage, inputs.stream.shape], requires_grad=True)
 
 
 class _Marks:
@@ -258,11 +258,14 @@ class _Stage(pipelining.PipelineStage):
     marks: _Marks
     autocast: Callable[[], AbstractContextManager[Any]]
     begin: Callable[[int, int], Inputs]
+    current: int
+    """Micro-batch of the last forward."""
     _named: Mapping[str, Any]
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, *rest: Any, **more: Any) -> Any:
         del args, kwargs  # the schedule was given none
         with self.marks.work(FORWARD, self.stage_index, fwd_chunk_id):
+            self.current = fwd_chunk_id
             inputs = self.begin(fwd_chunk_id, self.stage_index)
             self._named = inputs.named
             try:
@@ -326,13 +329,13 @@ class _Schedule:
         self._ended = ended
         for stage in self._stages:
             stage.begin = begin
-        # The target of a micro-batch is its number. Outputs would be concatenated, and a loss has no dim.
-        self._schedule.step(target=torch.arange(self._micro_batches), return_outputs=False)
+        # The target of a micro-batch is not used. Outputs would be concatenated, and a loss has no dim.
+        self._schedule.step(target=torch.empty(self._micro_batches), return_outputs=False)
         self._marks.end()
 
-    def _loss(self, output: Tensor, number: Tensor) -> Tensor:
+    def _loss(self, output: Tensor, _: Tensor) -> Tensor:
         assert self._ended is not None
-        return self._ended(int(number), output)
+        return self._ended(self._stages[-1].current, output)
 
 
 def _header(tensor: Tensor) -> list[int]:

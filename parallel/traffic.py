@@ -1,6 +1,12 @@
 """Bytes that a rank sends in a step, by axis. Pure arithmetic: torch is not imported."""
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from serried.parallel.mesh import Layout
+
+_FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -8,8 +14,8 @@ class Flow:
     """Collectives of one kind that a rank takes part in, in one step of the optimizer."""
 
     axis: str
-    """``fsdp`` (shard x context), ``replicate``, ``context``, ``tensor``, ``expert``, ``expert fsdp``, ``pipeline``, or
-    ``world`` for sums over all ranks."""
+    """``fsdp`` (shard x context), ``replicate``, ``context``, ``tensor``, ``expert``, ``expert fsdp``, ``pipeline``,
+    ``ends`` or ``stage`` of a pipeline, or ``world`` for sums over all ranks."""
     kind: str
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast`` or ``send``."""
     when: str
@@ -19,3 +25,69 @@ class Flow:
     calls: int
     ranks: int
     """In the group."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP2 gathers together, as the other axes leave them."""
+
+    shapes: Sequence[tuple[int, ...]]
+    trained: Sequence[tuple[int, ...]]
+    """Those of them that have gradients."""
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """What decides how often FSDP2 exchanges."""
+
+    accumulation: int
+    frees_after_forward: bool
+    reduces_each: bool
+    """Whether gradients are reduced after each micro-batch."""
+    width: int
+    """Bytes of an element that is gathered."""
+
+
+def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges) -> Iterator[Flow]:
+    """Yield what FSDP2 and DDP exchange; ``rest``: parameters of no unit.
+
+    ZeRO-3 gathers each unit in every forward and again in every backward, but the last, where the backward starts, and
+    ``rest``: once. ZeRO-2 gathers all once a step.
+    """
+    ranks, copies = layout.shard * layout.context, layout.replicate
+    held = [unit for unit in (*units, rest) if unit.shapes]
+    trained = [unit.trained for unit in held if unit.trained]
+    if layout.is_replicated:
+        whole = _FP32_BYTES * sum(math.prod(shape) for shapes in trained for shape in shapes)
+        yield Flow("replicate", "all_reduce", "backward", 2 * whole * (copies - 1) // copies, 1, copies)
+        return
+    if layout.is_sharded and ranks > 1:
+        forward = [_shard(unit.shapes, ranks) for unit in held]
+        backward = [_shard(unit.shapes, ranks) for unit in units[:-1]] if how.frees_after_forward else []
+        times = how.accumulation if how.frees_after_forward else 1
+        for when, shards in (("forward", forward), ("backward", backward)):
+            if shards:
+                sent = times * how.width * (ranks - 1) * sum(shards)
+                yield Flow("fsdp", "all_gather", when, sent, times * len(shards), ranks)
+    times = how.accumulation if how.reduces_each else 1
+    reduced = [_shard(shapes, ranks) for shapes in trained]
+    if layout.is_sharded and ranks > 1:
+        sent = times * _FP32_BYTES * (ranks - 1) * sum(reduced)
+        yield Flow("fsdp", "reduce_scatter", "backward", sent, times * len(reduced), ranks)
+    if layout.is_sharded and copies > 1:
+        sent = times * sum(2 * _FP32_BYTES * each * (copies - 1) // copies for each in reduced)
+        yield Flow("replicate", "all_reduce", "backward", sent, times * len(reduced), copies)
+
+
+def pipeline_flows(layout: Layout, stages: Sequence[int], accumulation: int, border: int) -> Iterator[Flow]:
+    """Yield the messages of a rank that has ``stages``; ``border``: bytes of what passes from one to the next, in a
+    micro-batch."""
+    for when, end in (("forward", layout.stages - 1), ("backward", 0)):
+        calls = accumulation * sum(stage != end for stage in stages)
+        if calls:
+            yield Flow("pipeline", "send", when, calls * border, calls, layout.pipeline)
+
+
+def _shard(shapes: Sequence[tuple[int, ...]], ranks: int) -> int:
+    """Elements of a rank's part, padded so that all have as many."""
+    return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes)

@@ -10,7 +10,7 @@ from serried.configs.schema import WHOLE, RunConfig
 from serried.parallel.plan import ALL_OF_IT, Share
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.data.mixture import mistakes_of
-from serried.recipes.data.pair_dataset import Pair, PairDataset, collate_pairs
+from serried.recipes.data.pair_dataset import Pair, PairBatch, PairDataset, collate_pairs
 from serried.recipes.data.show import marked_lines
 from serried.recipes.models.head import IGNORE
 
@@ -38,6 +38,11 @@ class PairTask(CausalLM):
         # A pipeline needs micro-batches of one shape, and each new one is compiled again.
         whole = self.run.parallel.pipeline != 1 or self.run.trainer.compile
         return collate_pairs(samples, ids, self._data.sequence_length, whole=whole)
+
+    def example(self, samples: int) -> PairBatch:
+        tokens = torch.zeros(2 * samples, self._data.sequence_length, dtype=torch.int64)
+        reference = torch.zeros(samples, 2, dtype=torch.float64)
+        return PairBatch(tokens, tokens, tokens[:samples, 0], reference)
 
     def weight_per_sample(self) -> int:
         return 1

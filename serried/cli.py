@@ -121,15 +121,18 @@ def recipes(words: list[str]) -> int:
 
 @_command(f"[search] {_OVERRIDES}")
 def plan(words: list[str]) -> int:
-    """Print the plan of a run, on any machine; same as python train.py dry_run=true.
+    """Print the plan of a run, on any machine: whether it fits, what ranks send, how long it takes, what would help.
 
-    plan.device  h100, a100, ...: also how long a step takes; plan.tokens=15T and plan.price=2.5: what that adds up to
+    plan.mode    trace (default): a step on tensors without data; formula: from sizes alone, in a second
+    plan.device  h100, a100, ...: the GPU to plan for; plan.tokens=15T and plan.price=2.5: what the time adds up to
     search       as the first word: the fastest of all valid layouts, with the overrides for each, instead
     """
     from serried.program import main as train
 
     if words[:1] == ["search"]:
         words = [*words[1:], "plan.search=true"]
+    elif not any(word.startswith("plan.mode=") for word in words):
+        words = [*words, "plan.mode=trace"]
     return train([*words, *([] if "dry_run=true" in words else ["dry_run=true"])])
 
 

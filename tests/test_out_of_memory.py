@@ -24,7 +24,8 @@ from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models.family import family_of
 from serried.recipes.models.gpt2 import GPT2, GPT2Model
 from serried.recipes.models.head import HeadTerms, LanguageModelHead, linear_cross_entropy_sum
-from serried.trainer.out_of_memory import _advice, _asked_bytes, _Planned, _Usage, is_out_of_memory
+from serried.trainer.out_of_memory import _advice, _asked_bytes, _Usage, is_out_of_memory
+from serried.trainer.plan.advice import Planned
 from serried.trainer.pulse import SET_UP
 from tests.cluster import ROOT
 from tests.greedy import ABSURD, train_out_of_memory
@@ -247,7 +248,7 @@ _ON_GPU = _Usage(allocated=60 * 2**30, reserved_free=8 * 2**30, others=2**30, ca
 
 def advice(argv: list[str], ranks: int, stage: str = BACKWARD, asked: int = 2**30) -> list[str]:
     config = compose([*argv, "model.vocab_size=128256", "data.sequence_length=4096"])
-    return _advice(_Planned(config, CausalLM(config), ranks), stage, _ON_GPU, asked)
+    return _advice(Planned(config, CausalLM(config), ranks), stage, _ON_GPU, asked)
 
 
 def test_advice_is_what_applies_and_what_keeps_the_numbers_comes_first() -> None:
@@ -279,7 +280,7 @@ def test_the_largest_micro_batch_that_fits_is_advised() -> None:
     (chosen,) = (int(line.split()[0].partition("=")[2]) for line in found if line.startswith("trainer.micro_batch"))
     for size, fits in ((chosen, True), (2 * chosen, False)):
         config = compose([*argv, "model.vocab_size=128256", "data.sequence_length=4096", f"trainer.micro_batch={size}"])
-        assert (_Planned(config, CausalLM(config), 8).memory.total < 0.9 * _ON_GPU.capacity) == fits
+        assert (Planned(config, CausalLM(config), 8).memory.total < 0.9 * _ON_GPU.capacity) == fits
 
 
 def test_what_counts_as_out_of_memory() -> None:

@@ -131,7 +131,7 @@ def test_on_512_ranks_a_stage_exchanges_what_its_layout_says(rank: int, stage: i
         tokens, targets = torch.zeros(1, 64, dtype=torch.int64), torch.zeros(1, 64, dtype=torch.int64)
         stream = tokens if stage == 0 else torch.randn(1, 8, 128, requires_grad=True)
         with CommDebugMode() as counted:
-            root = parallel._runner._stages[stage].root  # not through the schedule, which talks to its neighbours
+            root = parallel.runner._stages[stage].root  # not through the schedule, which talks to its neighbours
             root(nn.Module.__call__, stream, targets=targets).sum().backward()
     finally:
         dist.destroy_process_group()

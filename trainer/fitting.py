@@ -11,7 +11,7 @@ from serried.configs.schema import RunConfig
 from serried.parallel.checks import check_layout
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.plan import ParallelPlan
-from serried.trainer.memory import planned_memory
+from serried.trainer.plan.memory import planned_memory
 from serried.trainer.task import Task
 
 _DEGREES = (1, 2, 4, 8)

@@ -4,7 +4,6 @@ import errno
 import os
 import re
 import resource
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -12,20 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from serried.configs.divisors import divisors
 from serried.configs.errors import TrainingFailed, UserError
 from serried.configs.formats import size
 from serried.configs.schema import RunConfig
-from serried.parallel.checks import check_layout
 from serried.parallel.held import local
-from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
-from serried.parallel.phases import BACKWARD, FORWARD
 from serried.records.run_folder import PROFILES
 from serried.runtime.session import Session
-from serried.trainer.memory import Memory, planned_memory
-from serried.trainer.model import build_model
 from serried.trainer.overview import saved_bytes
-from serried.trainer.pulse import EVALUATE, SET_UP, Pulse
+from serried.trainer.plan.advice import Advice, Planned, advice
+from serried.trainer.plan.memory import FormulaMemory
+from serried.trainer.pulse import SET_UP, Pulse
 from serried.trainer.snapshot import write_snapshot
 from serried.trainer.task import Task
 
@@ -41,7 +36,6 @@ _USABLE_SHARE = 0.9
 _LIBRARIES_BYTES = 2**30
 """What torch and its libraries take of a process's memory on a CPU, roughly."""
 _FRAGMENTED_SHARE = 0.05
-_WORTH_A_LINE_SHARE = 0.005
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -81,7 +75,7 @@ def explained(
         f"rank {session.rank} on {session.host()} ran out of memory in {where}: {_asked_for(error)}{usage.free_text}"
     ]
     with suppress(Exception):  # what fails here must not hide the rest
-        planned = _Planned(config, task, session.world_size)
+        planned = Planned(config, task, session.world_size)
         lines += [f"  {line}" for line in _holdings(planned.memory, _held(optimizer), usage)]
         for number, advice in enumerate(_advice(planned, stage, usage, _asked_bytes(error))):
             lines.append(f"  {'' if number else 'try':<9}  {advice}")
@@ -180,7 +174,7 @@ def _held(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
     return {kind: sum(local(tensor).nbytes for tensor in tensors) for kind, tensors in kinds.items()}
 
 
-def _holdings(planned: Memory, held: dict[str, int], usage: _Usage) -> list[str]:
+def _holdings(planned: FormulaMemory, held: dict[str, int], usage: _Usage) -> list[str]:
     """Lines with what the memory is used for: of this run, and of a GPU as a whole."""
     if held:
         parts = [f"{kind} {size(number)}" for kind, number in held.items() if number]
@@ -210,50 +204,14 @@ def _holdings(planned: Memory, held: dict[str, int], usage: _Usage) -> list[str]
 # what would help ------------------------------------------------------------------------------------------------------
 
 
-class _Planned:
-    """Memory that a run of a config needs, and that it would need with other values."""
-
-    def __init__(self, config: RunConfig, task: Task, world_size: int) -> None:
-        self.config, self.world_size = config, world_size
-        self._task = task
-        built = build_model(config, task)
-        self._model, self._plan = built.module, built.plan
-        self.saved_bytes = saved_bytes(config, self._model)
-        self.memory = self.of(config, world_size)
-
-    def of(self, config: RunConfig, world_size: int) -> Memory:
-        """Raises UserError where the config does not go together."""
-        layout = resolve_layout(config.parallel, world_size)
-        accumulation = gradient_accumulation(config.trainer, layout)
-        check_layout(config, layout, accumulation)
-        return planned_memory(config, self._task, layout, accumulation, self._model, self._plan)
-
-    def saved_by(self, section: str, ranks: int = 1, **values: object) -> int:
-        """Bytes that other ``values`` in a section would save, on ``ranks`` times as many ranks; 0: none."""
-        try:
-            return self.memory.total - self.of(self.with_(section, **values), ranks * self.world_size).total
-        except UserError:
-            return 0
-
-    def axes_left(self, layout: Layout) -> list[str]:
-        """Axes along which the model may be divided further, on as many ranks."""
-        plan = self._plan
-        declared = {"tensor": plan.roles, "context": plan.context, "pipeline": plan.blocks}
-        return [axis for axis, names in declared.items() if names and layout.shard % 2 == 0]
-
-    def with_(self, section: str, **values: object) -> RunConfig:
-        changed = getattr(self.config, section).model_copy(update=values)
-        return self.config.model_copy(update={section: changed})
-
-
-def _advice(planned: _Planned, stage: str, usage: _Usage, asked: int) -> list[str]:
+def _advice(planned: Planned, stage: str, usage: _Usage, asked: int) -> list[str]:
     """Lines with an override each, what keeps the numbers first, and of these what saves most."""
-    threshold = _WORTH_A_LINE_SHARE * planned.memory.total
-    same, other = (
-        sorted((each for each in kind if each[1] > threshold), key=lambda each: -each[1])
-        for kind in (_that_keep_the_numbers(planned, stage, usage), _that_change_them(planned, stage))
-    )
-    lines = [f"{what:<42} saves about {size(saved)}{note}" for what, saved, note in [*same, *other]]
+    config, more = planned.config, []
+    if usage.others is None and config.checkpoint.mode == "async" and stage != SET_UP:
+        copy = saved_bytes(config, planned.model) // planned.world_size
+        more.append(Advice("checkpoint.mode=sync", copy, " where a save is under way"))
+    found = advice(planned, stage, _USABLE_SHARE * usage.capacity, more)
+    lines = [f"{each.override:<42} saves about {size(each.saved)}{each.note}" for each in found]
     settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
     is_set = any("expandable_segments:True" in setting for setting in settings)
     if usage.reserved_free > max(asked, _FRAGMENTED_SHARE * usage.capacity) and not is_set:
@@ -261,56 +219,3 @@ def _advice(planned: _Planned, stage: str, usage: _Usage, asked: int) -> list[st
             0, f"{_EXPANDABLE_SEGMENTS:<42} up to {size(usage.reserved_free)}, free in pieces that are too small"
         )
     return lines[:_ADVICE_LINES]
-
-
-def _that_keep_the_numbers(planned: _Planned, stage: str, usage: _Usage) -> Iterator[tuple[str, int, str]]:
-    config, world = planned.config, planned.world_size
-    layout = resolve_layout(config.parallel, world)
-    if stage in (FORWARD, BACKWARD) and config.trainer.activation_checkpoint in ("none", "selective"):
-        saved = {mode: planned.saved_by("trainer", activation_checkpoint=mode) for mode in ("selective", "full")}
-        fits = planned.memory.total - saved["selective"] <= _USABLE_SHARE * usage.capacity
-        chosen = "selective" if fits and saved["selective"] else "full"
-        yield f"trainer.activation_checkpoint={chosen}", saved[chosen], ", and computes blocks again"
-    if stage in (FORWARD, BACKWARD, EVALUATE):
-        smaller = divisors(config.trainer.micro_batch)[:-1]
-        fitting = [
-            each for each in smaller
-            if planned.memory.total - planned.saved_by("trainer", micro_batch=each) <= _USABLE_SHARE * usage.capacity
-        ]  # fmt: skip
-        if smaller:
-            samples = max(fitting, default=1)
-            yield f"trainer.micro_batch={samples}", planned.saved_by("trainer", micro_batch=samples), " of activations"
-    if layout.shard * layout.context > 1:
-        yield (
-            "parallel.reshard_after_forward=true", planned.saved_by("parallel", reshard_after_forward=True),
-            ", and is slower",
-        )  # fmt: skip
-    if layout.shard > 1 and layout.pipeline == 1:
-        yield (
-            "parallel.sync_every_micro_batch=true", planned.saved_by("parallel", sync_every_micro_batch=True),
-            ", and communicates more",
-        )  # fmt: skip
-    if layout.replicate > 1:
-        yield "parallel=fsdp", planned.saved_by("parallel", strategy="fsdp", replicate=1, shard=-1), ""
-    if layout.world > 1 and layout.strategy != "ddp":
-        rest = "" if config.parallel.shard == -1 else " parallel.shard=-1"
-        degrees = {axis: 2 * getattr(layout, axis) for axis in planned.axes_left(layout)}
-        by_axis = {axis: planned.saved_by("parallel", shard=-1, **{axis: each}) for axis, each in degrees.items()}
-        if by_axis:
-            axis = max(by_axis, key=lambda each: by_axis[each])
-            yield f"parallel.{axis}={degrees[axis]}{rest}", by_axis[axis], ""
-    fully = {"strategy": "fsdp", "replicate": 1, "shard": -1}
-    if layout.strategy != "ddp":
-        name = "more ranks" if layout.shard > 1 else "more ranks and parallel=fsdp"
-        yield f"{name}, such as {2 * world}", planned.saved_by("parallel", ranks=2, **fully), " on each"
-    if usage.others is None and config.checkpoint.mode == "async" and stage != SET_UP:
-        copy = planned.saved_bytes // world
-        yield "checkpoint.mode=sync", copy, " where a save is under way"
-
-
-def _that_change_them(planned: _Planned, stage: str) -> Iterator[tuple[str, int, str]]:
-    config = planned.config
-    if stage not in (FORWARD, BACKWARD, EVALUATE):
-        return
-    if config.precision.name == "fp32":
-        yield "precision=bf16", planned.saved_by("precision", name="bf16"), "; other rounding"

@@ -13,11 +13,12 @@ from serried.parallel.quantized import whole_numel
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data import training_data, with_steps
 from serried.trainer.fitting import fitting
-from serried.trainer.memory import holds_what_it_computed_again, planned_memory
 from serried.trainer.model import build_model, frozen_type
 from serried.trainer.optimizer import learning_rate
 from serried.trainer.optimizer_state import checkpoint_bytes
 from serried.trainer.parameter_groups import freeze
+from serried.trainer.plan.memory import holds_what_it_computed_again, planned_memory
+from serried.trainer.plan.show import memory_lines
 from serried.trainer.plan.time_lines import planned_device, time_lines
 from serried.trainer.sampler import passes
 from serried.trainer.task import Dataset, Task
@@ -103,11 +104,15 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) ->
     freeze(model, config.optim)
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
     lines = overview(config, task, layout, accumulation, model, plan, place)
+    is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
+    if config.plan.mode is not None:
+        capacity = _gpu_bytes(config) if is_for_gpus or config.plan.device else None
+        found = memory_lines(config, task, layout, accumulation, model, plan, capacity)
+        lines += [f"{name:<10} {text}" for name, text in found]
     if config.plan.model_fields_set:
         times = time_lines(config, task, layout, accumulation, model, plan)
         lines += [f"{name:<10} {text}" for name, text in times]
     needed, limit = planned_memory(config, task, layout, accumulation, model, plan).total, _gpu_bytes(config)
-    is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
     if is_for_gpus and needed > limit:
         if config.launch.processes is None and layout.world == 1:
             remedy = "to plan for a node of 8: launch.processes=8"
@@ -221,7 +226,8 @@ def _memory(
         plain = config.model_copy(update={"trainer": trainer.model_copy(update={"activation_checkpoint": "none"})})
         less = planned_memory(plain, task, layout, accumulation, model, plan).activations - memory.activations
         activations += f" ({_checkpointing(trainer, layout, less)})"
-    return f"{size(memory.total)} per rank: {', '.join(parts)}, {activations}"
+    apart = "" if memory.is_of_parts else "; not all at once"
+    return f"{size(memory.total)} per rank: {', '.join(parts)}, {activations}{apart}"
 
 
 def _checkpointing(trainer: TrainerSection, layout: Layout, saved: int) -> str:

@@ -172,6 +172,13 @@ class Task:
         kept = [sample for sample, sample_id in zip(samples, ids.tolist(), strict=True) if sample_id >= 0]
         return self.collate(kept or samples[:1])
 
+    def example(self, samples: int) -> Any:
+        """Return a batch of ``samples`` samples for a plan, which reads shapes and types alone."""
+        dataset = self.dataset("train")
+        assert dataset is not None, "there is something to train on"
+        ids = np.arange(samples) % len(dataset)
+        return self.collate_numbered([dataset[index] for index in ids.tolist()], ids)
+
     def weight_per_sample(self) -> int:
         """Return the expected ``LossTerms.weight`` of one sample. It keeps the loss in the range of fp16, no more."""
         return 1

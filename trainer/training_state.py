@@ -1,6 +1,6 @@
 """Model, optimizer and step of a run: everything that training changes and a checkpoint restores."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from serried.configs.schema import TrainerSection
+from serried.configs.schema import RunConfig, TrainerSection
 from serried.parallel.activations import checkpoint_blocks
 from serried.parallel.apply import parallelize
 from serried.parallel.compile import compile_blocks
+from serried.parallel.groups import Groups
 from serried.parallel.mesh import Layout
-from serried.parallel.plan import ParallelPlan
+from serried.parallel.model import DistributedModel
+from serried.parallel.phases import Phases
+from serried.parallel.plan import Objective, ParallelPlan
 from serried.trainer.base_model import Base
 from serried.trainer.checkpoint.plan import Part
 from serried.trainer.checkpoint.resume import Start
@@ -44,18 +47,9 @@ class TrainingState:
         context.console.doing(f"reading {start.source}" if start.source else "initialising the model")
         self._task, self._session, self._model = task, context.session, model
         self.compilation = Compilation(context.console) if config.trainer.compile else None
-        self.parallel = parallelize(
-            model.module,
-            model.plan,
-            None if start.source or base else task.initial_std,
-            seed=config.trainer.seed,
-            layout=layout,
-            section=config.parallel,
-            low_dtype=LOW_DTYPES[config.precision.name],
-            device=device,
-            phases=context.pulse.phases,
-            frozen_dtype=frozen_type(config, model.plan),
-            prepare=partial(_prepare, config.trainer, model.plan, self.compilation),
+        std_of = None if start.source or base else task.initial_std
+        self.parallel = sharded(
+            config, model, layout, device, context.pulse.phases, std_of, compilation=self.compilation
         )
         if self.compilation is not None:
             self.compilation.announce()
@@ -71,16 +65,8 @@ class TrainingState:
             model.start(self.parallel, weights, config.trainer.seed)
         decay = config.trainer.ema_decay
         self._average = WeightAverage(decay, self.parallel.parameters, device) if decay else None
-        self.step = TrainStep(
-            self.parallel,
-            self.optimizer,
-            task,
-            GradScaler(config.precision, device),
-            max_grad_norm=config.trainer.max_grad_norm,
-            nominal_weight=config.trainer.global_batch * task.weight_per_sample(),
-            health=config.health,
-            average=self._average,
-        )
+        weight = task.weight_per_sample()
+        self.step = train_step(config, task, weight, self.parallel, self.optimizer, self._average)
         if start.checkpoint is not None:
             self.restore(start)
 
@@ -152,6 +138,50 @@ class TrainingState:
             for first in self._model.exported(held.name, held.spec.shape)[:1]:
                 named.append((first.name if first.is_whole else held.name, held.tensor))
         return named
+
+
+def sharded(
+    config: RunConfig,
+    model: Model,
+    layout: Layout,
+    device: torch.device,
+    phases: Phases,
+    std_of: Callable[[str], float | None] | None,
+    groups: Groups | None = None,
+    compilation: Compilation | None = None,
+) -> DistributedModel:
+    """Return ``model`` sharded as ``config`` says; see ``parallelize``."""
+    return parallelize(
+        model.module,
+        model.plan,
+        std_of,
+        seed=config.trainer.seed,
+        layout=layout,
+        section=config.parallel,
+        low_dtype=LOW_DTYPES[config.precision.name],
+        device=device,
+        phases=phases,
+        frozen_dtype=frozen_type(config, model.plan),
+        prepare=partial(_prepare, config.trainer, model.plan, compilation),
+        groups=groups,
+    )
+
+
+def train_step(
+    config: RunConfig, objective: Objective, weight: int, parallel: DistributedModel, optimizer: torch.optim.Optimizer,
+    average: WeightAverage | None,
+) -> TrainStep:  # fmt: skip
+    """Return the step of a run of ``config``. ``weight``: of a sample; ``average``: of its weights, if it keeps one."""
+    return TrainStep(
+        parallel,
+        optimizer,
+        objective,
+        GradScaler(config.precision, parallel.device),
+        max_grad_norm=config.trainer.max_grad_norm,
+        nominal_weight=config.trainer.global_batch * weight,
+        health=config.health,
+        average=average,
+    )
 
 
 def _prepare(

@@ -42,21 +42,36 @@ class BlockBytes(NamedTuple):
     """The gradient of its largest product."""
 
 
-def most_bytes(share: Share, layers: int, block: BlockBytes, *, end: float, logits: float, copies: float = 0.0) -> int:
+class EndBytes(NamedTuple):
+    """What the end of a model holds, in bytes of a micro-batch."""
+
+    all: float
+    """In the forward and in its backward."""
+    forward: float
+    """Beside that, while the forward runs: the logits of a chunk."""
+    backward: float
+    """Beside that, while the backward begins."""
+
+
+def most_bytes(share: Share, layers: int, block: BlockBytes, end: EndBytes, *, copies: float = 0.0) -> int:
     """Return what forward and backward of ``layers`` blocks and of the ``end`` of a model hold at most.
 
-    ``logits``: of a chunk, while the end computes. ``copies``: of the weights of all blocks, under autocast.
+    ``copies``: of the weights of all blocks, under autocast.
     """
     kept = {"none": block.all, "full": block.stream, "selective": block.stream + block.selected, "offload": 0.0}
     checkpointed = 0 if share.checkpoint == "none" else -(-layers // share.every)
     of_blocks = share.blocks * (checkpointed * kept[share.checkpoint] + (layers - checkpointed) * block.all)
-    forward = of_blocks + copies + (end + logits if share.has_end else 0)
+    of_blocks += share.borders * block.stream
+    of_end = end.all + max(end.forward + share.forward_extra, end.backward)
+    if not share.has_end:
+        of_end = 4 * block.products  # gradients of what is in the last block
+    begins = of_blocks + copies + of_end
     if not checkpointed:
-        return int(forward)
+        return int(begins)
     # One block is whole at a time, with a gradient, and autocast copies its weights alone.
     again = block.all - kept[share.checkpoint] + block.products + copies / layers
     freed = block.all if (layers - 1) % share.every else 0  # of the last block, where it comes before one of these
-    return int(max(forward, of_blocks - freed + again + (end if share.has_end else 0)))
+    return int(max(begins, of_blocks - freed + again + (end.all if share.has_end else 0)))
 
 
 class ModelFamily:

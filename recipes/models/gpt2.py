@@ -230,10 +230,10 @@ class GPT2(ModelFamily):
         matrices = model.layers * (4 * model.dim + 2 * model.hidden_dim) * model.dim
         # Of weights; autocast keeps those of transposed ones no longer than the block.
         copies = width * matrices / share.tensor if autocast else 0
-        end, logits = end_bytes(model.dim, self.vocab_size, tokens, dtype, share)
+        end = end_bytes(model.dim, self.vocab_size, tokens, dtype, share, autocast=autocast)
         block = BlockBytes(*(tokens * number for number in each))
         block = block._replace(all=block.all + copies / model.layers)
-        return most_bytes(share, model.layers, block, end=end, logits=logits)
+        return most_bytes(share, model.layers, block, end)
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         owner, _, last = name.rpartition(".")

@@ -27,7 +27,7 @@ from serried.recipes.models.attention import (
     windowed_mask,
 )
 from serried.recipes.models.cache import Cache, LayerCache
-from serried.recipes.models.family import BlockBytes, ModelFamily, Tokens, most_bytes
+from serried.recipes.models.family import BlockBytes, EndBytes, ModelFamily, Tokens, most_bytes
 from serried.recipes.models.head import LanguageModelHead, chunk_tokens
 
 
@@ -339,19 +339,23 @@ def activation_bytes(
     rope = 8 * sequence_length * config.attention_head_dim
     matrices = config.dim * (2 * queries + 2 * keys + 3 * config.hidden_dim)
     copies = width * config.layers * matrices if autocast else 0
-    end, logits = end_bytes(config.dim, vocab_size, tokens, dtype, share)
-    return rope + most_bytes(share, config.layers, block, end=end, logits=logits, copies=copies)
+    end = end_bytes(config.dim, vocab_size, tokens, dtype, share, autocast=autocast)
+    return rope + most_bytes(share, config.layers, block, end, copies=copies)
 
 
-def end_bytes(dim: int, vocab_size: int, tokens: int, dtype: torch.dtype, share: Share) -> tuple[float, float]:
-    """Bytes that the last norm and the head need, for so many ``tokens`` of a context rank: without logits, and those
-    of a chunk."""
+def end_bytes(dim: int, vocab_size: int, tokens: int, dtype: torch.dtype, share: Share, *, autocast: bool) -> EndBytes:
+    """Bytes that the last norm and the head need, for so many ``tokens`` of a context rank."""
     width, rows = dtype.itemsize, -(-vocab_size // share.tensor)
     # Of the head's forward: both gradients, and the tokens.
-    ends = tokens * ((8 * dim + 4) / share.sequence + width * dim + 8) + 4 * rows * dim
-    if width < 4:  # the head's input and weight in it
-        ends += width * dim * (2 * tokens + rows)
-    return ends, 8 * rows * min(tokens, chunk_tokens(rows))  # two copies of a chunk's logits in fp32
+    of_weight = 4 * rows * dim if share.trains_end else 0
+    ends = tokens * ((8 * dim + 4) / share.sequence + width * dim + 8) + of_weight
+    if width < 4:  # the head's input in it
+        ends += width * dim * 2 * tokens
+    logits = 8 * rows * min(tokens, chunk_tokens(rows))  # two copies of a chunk's logits in fp32
+    copy = width * rows * dim if width < 4 else 0  # of the weight in the forward, of its gradient in the backward
+    scaled = of_weight + width * dim * tokens  # both gradients, times that of the loss
+    copies = autocast or dtype == torch.float16
+    return EndBytes(ends, logits + copy * copies, scaled + copy * share.trains_end)
 
 
 def hugging_face_name(name: str) -> str:

@@ -4,9 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from serried.parallel.mesh import Layout
-from serried.parallel.traffic import Flow
-
 Origin = Literal["exact", "traced", "formula", "measured", "catalogue", "assumed"]
 """``exact``: arithmetic on sizes. ``traced``: counted in a step on tensors without data. ``formula``: an estimate,
 not below the trace. ``measured``: here. ``catalogue``: of the maker. ``assumed``: a guess, stated as one."""
@@ -52,21 +49,6 @@ class Work:
 
 
 @dataclass(frozen=True)
-class StageWork:
-    """The work of one rank of a stage; without a pipeline there is one stage."""
-
-    stage: int
-    blocks: int
-    """Of the model, in this stage."""
-    block: Mapping[str, Work]
-    """Of one block and one micro-batch, by ``forward`` and ``backward``, which includes what is computed again."""
-    rest: Mapping[str, Work]
-    """Of all else in one micro-batch: embedding, head and loss, where the stage has them."""
-    optimizer: Work
-    """Once a step."""
-
-
-@dataclass(frozen=True)
 class Memory:
     """Memory of the rank that needs the most."""
 
@@ -89,29 +71,16 @@ class Memory:
 class Fits:
     """Whether the memory suffices."""
 
-    answer: Literal["yes", "tight", "no"]
+    needed: int
     usable: int
     """Bytes of the device that a run can have."""
-    needed: int
 
     @property
     def margin(self) -> int:
         """Bytes that are left; negative: that are missing."""
         return self.usable - self.needed
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What one step of a run needs."""
-
-    layout: Layout
-    accumulation: int
-    """Micro-batches of a step."""
-    memory: Memory
-    fits: Fits
-    flows: tuple[Flow, ...]
-    """Bytes that the rank that sends the most sends."""
-    work: tuple[StageWork, ...] = ()
-    """By stage; empty: not traced."""
-    note: str = ""
-    """Why a trace was asked for and the plan is by formula; empty: it is not."""
+    @property
+    def answer(self) -> Literal["yes", "tight", "no"]:
+        """``tight``: by less than a tenth."""
+        return "no" if self.margin < 0 else "tight" if self.margin < self.usable / 10 else "yes"

@@ -13,12 +13,12 @@ from serried.configs.formats import columns, size
 from serried.configs.schema import RunConfig
 from serried.parallel.checks import check_layout
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
-from serried.trainer.memory import planned_memory, share_of
 from serried.trainer.model import build_model
 from serried.trainer.optimizer_state import state_bytes
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.devices import DEVICES
 from serried.trainer.plan.job import doubts, job_of, shape_of
+from serried.trainer.plan.memory import planned_memory, share_of
 from serried.trainer.plan.rates import RATES, software_for
 from serried.trainer.plan.seconds import Job, held_elements, step_of
 from serried.trainer.plan.time_lines import planned_cluster, planned_device, seconds_text

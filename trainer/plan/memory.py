@@ -1,8 +1,9 @@
-"""Memory that a rank needs, computed from sizes: nothing is allocated."""
+"""Memory that a rank needs, and what FSDP2 exchanges, computed from sizes: nothing is allocated."""
 
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -14,16 +15,20 @@ from serried.parallel.axes import shard_specs
 from serried.parallel.mesh import V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.plan import ParallelPlan, Share
 from serried.parallel.quantized import is_packed
+from serried.parallel.traffic import Exchanges, Flow, Unit, fsdp_flows
 from serried.parallel.units import units_of
 from serried.trainer.model import frozen_type
 from serried.trainer.optimizer_state import state_bytes
+from serried.trainer.plan.parts import Amount, Memory
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task
 
 _FP32_BYTES = 4
+_ALLOWANCE = 1.02
+"""For what the estimates of activations leave out, so that they are not below what a trace finds."""
 
 
-class Memory(NamedTuple):
+class FormulaMemory(NamedTuple):
     """Bytes on the rank that holds the most."""
 
     parameters: int
@@ -35,20 +40,61 @@ class Memory(NamedTuple):
     """Whole parameters of a sharded model, while they are used."""
     activations: int
     """What forward and backward of a micro-batch need on top, by estimate; 0: unknown."""
+    gradients_at_peak: int
+    """Those that are there when a backward begins: of earlier micro-batches."""
+    reducing: int
+    """Gradients of a unit on their way to the ranks that hold them."""
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return sum(self)
+        """At the peak: where a backward begins, or where it ends, when activations have given way to gradients."""
+        begins = self.activations + self.gradients_at_peak
+        return self.parameters + self.optimizer_state + self.gathered + max(begins, self.gradients + self.reducing)
+
+    @property
+    def is_of_parts(self) -> bool:
+        """Whether all parts are there at the peak."""
+        return self.gradients + self.gradients_while_accumulating == self.gradients_at_peak
 
 
 def planned_memory(
     config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
-) -> Memory:
+) -> FormulaMemory:
     """Return the memory of a run of ``config``. ``model`` may be on meta."""
     sizes = _Sizes(config, layout, model, plan)
     each = (_of_stages(config, task, layout, accumulation, sizes, pipeline) for pipeline in range(layout.pipeline))
     return max(each, key=lambda memory: memory.total)
+
+
+def formula_memory(found: FormulaMemory) -> Memory:
+    """Return ``found`` as the parts of its peak."""
+    begins = found.activations + found.gradients_at_peak >= found.gradients + found.reducing
+    gradients = found.gradients_at_peak if begins else found.gradients
+    passing = found.activations if begins else found.reducing
+    parts = {
+        "parameters": Amount(found.parameters, "exact"),
+        "optimizer state": Amount(found.optimizer_state, "exact"),
+        "gradients": Amount(gradients, "exact"),
+        "gathered": Amount(found.gathered, "formula"),
+        "activations": Amount(passing, "formula"),
+    }
+    return Memory({kind: part for kind, part in parts.items() if part.value}, "backward", {})
+
+
+def planned_flows(
+    config: RunConfig, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
+) -> tuple[Flow, ...]:
+    """Return what FSDP2 and DDP exchange in a step, on a rank of the stage that exchanges the most."""
+    sizes = _Sizes(config, layout, model, plan)
+    gathered = gathered_type(plan, LOW_DTYPES[config.precision.name]) if layout.is_sharded else None
+    how = Exchanges(
+        accumulation,
+        config.parallel.frees_after_forward,
+        config.parallel.sync_every_micro_batch,
+        gathered.itemsize if gathered else _FP32_BYTES,
+    )
+    stages = [tuple(fsdp_flows(layout, *sizes.units(pipeline), how)) for pipeline in range(layout.pipeline)]
+    return max(stages, key=lambda flows: sum(flow.bytes for flow in flows))
 
 
 class _Sizes:
@@ -62,17 +108,35 @@ class _Sizes:
         self.state_bytes = state_bytes(config.optim) + (_FP32_BYTES if config.trainer.ema_decay else 0)
         first = layout.coordinates(0)  # no rank of a block holds more
         self.held = {name: spec.box(layout, first).numel for name, spec in self.specs.items()}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """What the other axes leave, for FSDP2."""
         self.gathered: dict[str, int] = {}
-        """By FSDP2: what the other axes leave."""
+        """Elements of that."""
         for name, spec in self.specs.items():
             kept = tuple(each for each in spec.slices if not {"shard", "expert_shard"} & {*each.axes})
-            self.gathered[name] = replace(spec, slices=kept).box(layout, first).numel
+            self.shapes[name] = replace(spec, slices=kept).box(layout, first).sizes
+            self.gathered[name] = prod(self.shapes[name])
 
     def width(self, name: str, frozen: torch.dtype | None) -> int:
         """Bytes of an element, if frozen weights are ``frozen``."""
         if name in self.packed:
             return torch.bfloat16.itemsize
         return _FP32_BYTES if name in self.trained or frozen is None else frozen.itemsize
+
+    def units(self, pipeline: int) -> tuple[list[Unit], Unit]:
+        """Return what FSDP2 gathers on the ranks at a coordinate of the pipeline: its units, and what is in none."""
+        here = [name for name, spec in self.specs.items() if pipeline in spec.holders and spec.shape]
+        groups = [tuple(f"{module}." for module in unit) for unit in self.plan.units or units_of(self.model)]
+        found = [self._unit([name for name in here if name.startswith(prefixes)]) for prefixes in groups]
+        in_units = tuple(prefix for prefixes in groups for prefix in prefixes)
+        return [unit for unit in found if unit.shapes], self._unit(
+            [name for name in here if not name.startswith(in_units)]
+        )
+
+    def _unit(self, names: Collection[str]) -> Unit:
+        return Unit(
+            [self.shapes[name] for name in names], [self.shapes[name] for name in names if name in self.trained]
+        )
 
     def of_units(self, names: Collection[str]) -> list[int]:
         """Gathered, of each unit, with the parameters ``names`` alone."""
@@ -85,7 +149,7 @@ class _Sizes:
 
 def _of_stages(
     config: RunConfig, task: Task, layout: Layout, accumulation: int, sizes: _Sizes, pipeline: int
-) -> Memory:
+) -> FormulaMemory:
     """Memory of the ranks at a coordinate of the pipeline."""
     low_dtype = LOW_DTYPES[config.precision.name]
     copies = {name: spec.holders.count(pipeline) for name, spec in sizes.specs.items()}
@@ -97,6 +161,7 @@ def _of_stages(
     whole = sum(sizes.gathered[name] for name in trained) if holds_whole_gradients else 0
     gathered = gathered_type(sizes.plan, low_dtype)
     width = gathered.itemsize if gathered else _FP32_BYTES
+    gathers, more = _gathered(config, sizes, here)
     uses_copies = is_divided or (layout.is_sharded and width < _FP32_BYTES)  # a single shard of fp32 is used as it is
     frozen = frozen_type(config, sizes.plan)
     activations = task.activation_bytes(
@@ -104,25 +169,38 @@ def _of_stages(
         low_dtype or torch.float32,
         # fp16's products keep no copies of weights
         autocast=low_dtype == torch.bfloat16 and not layout.is_sharded and (frozen is None or config.task.has_teacher),
-        share=share_of(layout, accumulation, sizes.plan, pipeline, config.trainer),
+        share=share_of(layout, accumulation, sizes.plan, pipeline, config.trainer)._replace(
+            forward_extra=more * width if uses_copies else 0, trains_end=config.adapter.method == "none"
+        ),
     )
-    return Memory(
+    gradients = share_trained * _FP32_BYTES
+    has_earlier = accumulation > 1 or layout.is_replicated  # DDP keeps its buckets
+    reduced = max(sizes.of_units(trained), default=0) if is_divided else 0
+    return FormulaMemory(
         parameters=sum(sizes.held[name] * copies[name] * sizes.width(name, frozen) for name in here),
-        gradients=share_trained * _FP32_BYTES,
+        gradients=gradients,
         gradients_while_accumulating=whole * _FP32_BYTES,
         optimizer_state=share_trained * sizes.state_bytes,
-        gathered=_gathered(config, sizes, here) * width if uses_copies else 0,
-        activations=activations or 0,
+        gathered=gathers * width if uses_copies else 0,
+        activations=int(_ALLOWANCE * (activations or 0)),
+        gradients_at_peak=(whole * _FP32_BYTES or gradients) if has_earlier else 0,
+        reducing=reduced * (_FP32_BYTES + width),
     )
 
 
-def _gathered(config: RunConfig, sizes: _Sizes, names: Collection[str]) -> int:
-    """Elements of gathered parameters that a rank holds at once: those in no unit, and a unit and the next."""
+def _gathered(config: RunConfig, sizes: _Sizes, names: Collection[str]) -> tuple[int, int]:
+    """Return the elements of gathered parameters that a rank holds at once: those in no unit, and a unit and the next;
+    and how many more at the end of a forward, where the last unit is there twice: the buffer that it arrived in is
+    freed at the next gather."""
     whole = sum(sizes.gathered[name] for name in names)
+    units = [each for each in sizes.of_units(names) if each]
+    last = units[-1] if units else whole
+    if sizes.layout.shard * sizes.layout.context == 1:  # a copy in the low type, made when it is used
+        return whole - sum(units) + max(units, default=0), 0
     if not config.parallel.frees_after_forward:
-        return whole
-    units = sizes.of_units(names)
-    return whole - sum(units) + max(first + second for first, second in pairwise([0, *units, 0]))
+        return whole, last
+    rest, most = whole - sum(units), max(first + second for first, second in pairwise([0, *units, 0]))
+    return rest + most, max(0, 2 * last - most)
 
 
 def share_of(layout: Layout, accumulation: int, plan: ParallelPlan, pipeline: int, trainer: TrainerSection) -> Share:
@@ -136,6 +214,7 @@ def share_of(layout: Layout, accumulation: int, plan: ParallelPlan, pipeline: in
         sequence=layout.tensor if layout.sequence else 1,
         blocks=here * _in_flight(layout, accumulation, pipeline),
         has_end=layout.stages - 1 in stages,
+        borders=accumulation * sum((stage > 0) + (stage < layout.stages - 1) for stage in stages),
         checkpoint="none" if holds_what_it_computed_again(trainer, layout) else trainer.activation_checkpoint,
         every=trainer.activation_checkpoint_every,
     )

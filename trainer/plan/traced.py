@@ -1,0 +1,392 @@
+"""The trace of a run's step: its own model, sharded and trained as in a run, on tensors without data.
+
+torch's fake tensors have shapes and types alone, and the process group exchanges nothing. So the trace follows any
+module, any layout of any size, and the version of torch that is installed.
+"""
+
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # of torch.fx and of torch.distributed's own estimates
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+from serried.configs.errors import UserError
+from serried.configs.schema import RunConfig
+from serried.parallel.expert import mixtures
+from serried.parallel.groups import Groups
+from serried.parallel.mesh import Layout
+from serried.parallel.model import DistributedModel
+from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
+from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
+from serried.parallel.shard_specs import chunk
+from serried.parallel.traffic import Flow
+from serried.parallel.units import blocks_of
+from serried.trainer.model import Model, build_model
+from serried.trainer.optimizer import build_optimizer
+from serried.trainer.parameter_groups import freeze
+from serried.trainer.plan.parts import Amount, Memory, Work
+from serried.trainer.plan.trace import GRADIENTS, Exchange, StepTrace
+from serried.trainer.task import Task, map_tensors
+from serried.trainer.training_state import sharded, train_step
+from serried.trainer.weight_average import WeightAverage
+
+_CPU = torch.device("cpu")
+_LONGEST_REASON = 160
+
+
+_EXCHANGES_IN_PHASE = {FORWARD: "forward", BACKWARD: "backward"}
+
+
+class CannotTrace(Exception):
+    """Why a step cannot be followed on tensors without data, in a clause."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step of one rank, or the difference that a block makes."""
+
+    memory: Mapping[str, float]
+    """At the peak, by kind."""
+    phase: str
+    by_phase: Mapping[str, float]
+    """The peak of each phase."""
+    flows: Mapping[tuple[str, str, str, int], tuple[float, float]]
+    """Axis, kind, phase and ranks of collectives -> bytes that are sent, and calls."""
+    work: Mapping[str, Work]
+    """Of one micro-batch, by phase; of the optimizer, of the step."""
+    border: Tensor | None = None
+    """What passes from stage to stage of a pipeline, on meta."""
+
+    @property
+    def peak(self) -> float:
+        """Bytes held at most."""
+        return sum(self.memory.values())
+
+    def plus(self, other: "Traced", times: float) -> "Traced":
+        """Return this and ``times`` times the other."""
+
+        def sums(mine: Mapping[Any, float], theirs: Mapping[Any, float]) -> dict[Any, float]:
+            return {key: mine.get(key, 0) + times * theirs.get(key, 0) for key in {**mine, **theirs}}
+
+        flows = {}
+        for key in {**self.flows, **other.flows}:
+            (mine, calls), (theirs, more) = self.flows.get(key, (0, 0)), other.flows.get(key, (0, 0))
+            flows[key] = mine + times * theirs, calls + times * more
+        work = {
+            phase: self.work.get(phase, Work()).plus(other.work.get(phase, Work()), times)
+            for phase in {**self.work, **other.work}
+        }
+        memory, by_phase = sums(self.memory, other.memory), sums(self.by_phase, other.by_phase)
+        return replace(self, memory=memory, by_phase=by_phase, flows=flows, work=work)
+
+
+@dataclass(frozen=True)
+class TracedStage:
+    """The ranks at one coordinate of the pipeline, of which the first was traced."""
+
+    rank: int
+    step: Traced
+    block: Traced | None
+    """What one block adds; None: the whole model was traced."""
+    blocks: int
+    """Of the model, here."""
+
+
+def trace_step(config: RunConfig, task: Task, layout: Layout, accumulation: int) -> list[TracedStage]:
+    """Trace a step on the ranks that hold the most: the first of each coordinate of the pipeline that differs.
+
+    Equal blocks add equal amounts of everything, so a few of them are traced; one more proves it, or all are.
+
+    Raises:
+        CannotTrace: the module, or what it exchanges, needs data.
+    """
+    if layout.context > 1 and layout.context_method == "ring" and config.launch.device != "cpu":
+        raise CannotTrace("ring attention has other kernels on GPUs than here")
+    if type(task).example is Task.example:
+        task.open_data(task.prepare(lambda _: None))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _Tracer(config, task, layout, accumulation).stages()
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's module raises on tensors without data
+        reason = str(error).partition("\n")[0]
+        raise CannotTrace(f"{type(error).__name__}: {reason}"[:_LONGEST_REASON]) from error
+
+
+def memory_of(stages: Sequence[TracedStage]) -> Memory:
+    """Return the memory of the rank that needs the most."""
+    worst = max(stages, key=lambda stage: stage.step.peak)
+    parts: dict[str, Amount] = {}
+    for kind, size in sorted(worst.step.memory.items(), key=lambda each: -each[1]):
+        parts[kind] = Amount(size, "exact" if kind in ("parameters", "optimizer state") else "traced")
+    by_phase = {phase: int(size) for phase, size in worst.step.by_phase.items()}
+    return Memory(parts, worst.step.phase, by_phase, worst.rank)
+
+
+def flows_of(stages: Sequence[TracedStage]) -> tuple[Flow, ...]:
+    """Return what the rank that sends the most sends in a step."""
+    most = max(stages, key=lambda stage: sum(sent for sent, _ in stage.step.flows.values()))
+    return tuple(
+        Flow(axis, kind, when, round(sent), round(calls), ranks)
+        for (axis, kind, when, ranks), (sent, calls) in sorted(most.step.flows.items())
+        if sent
+    )
+
+
+class _Tracer:
+    def __init__(self, config: RunConfig, task: Task, layout: Layout, accumulation: int) -> None:
+        self._config, self._task, self._layout = config, task, layout
+        self._accumulation = accumulation
+        model = build_model(config, task)
+        self._names = model.plan.blocks or tuple(blocks_of(model.module))
+        self._leading = _unlike_the_last(model.module, self._names)
+        self._batch = task.example(config.trainer.micro_batch)
+
+    def stages(self) -> list[TracedStage]:
+        layout, border, found = self._layout, None, []
+        for pipeline in sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1}):
+            stage = self._stage(pipeline, border)
+            border = border if stage.step.border is None else stage.step.border
+            found.append(stage)
+        return found
+
+    def _stage(self, pipeline: int, border: Tensor | None) -> TracedStage:
+        layout, total = self._layout, len(self._names)
+        rank = pipeline * layout.world // layout.pipeline
+        mine = layout.stages_of(pipeline)
+        here = sum(len(layout.block_range(stage, total)) for stage in mine) if layout.pipeline > 1 else total
+        every = self._config.trainer.activation_checkpoint_every
+        per_stage = -(-here // len(mine))
+        first = self._leading + 2 * every + (per_stage - self._leading) % every
+        points = [first, first + every, first + 2 * every]
+        if points[-1] >= per_stage or (layout.pipeline > 1 and self._leading):
+            return TracedStage(rank, self._trace(rank, None, border), None, here)
+        low, high, proof = (self._trace(rank, each * layout.stages, border) for each in points)
+        step = high.plus(low, -1)
+        if abs(high.plus(step, 1).peak - proof.peak) > 0:
+            return TracedStage(rank, self._trace(rank, None, border), None, here)
+        block = _scaled(step, 1 / every / len(mine))
+        return TracedStage(rank, low.plus(step, (per_stage - first) / every), block, here)
+
+    def _trace(self, rank: int, blocks: int | None, border: Tensor | None) -> Traced:
+        layout = self._layout
+        if blocks is not None and layout.layers_of_stages:
+            layout = replace(layout, layers_of_stages=())
+        most = 2 if layout.pipeline == 1 else 2 * layout.pipeline
+        micro_batches = min(self._accumulation, most)
+        trace, axes, found = _trace_rank(
+            self._config, self._task, layout, [self._batch] * micro_batches, rank, blocks, border
+        )
+        peak = trace.peak()
+        if found is not None:  # a stage has a buffer for each message of a step
+            stages = layout.stages_of(rank * layout.pipeline // layout.world)
+            borders = sum((each > 0) + (each < layout.stages - 1) for each in stages)
+            peak.parts["other"] = (
+                peak.parts.get("other", 0) + (self._accumulation - micro_batches) * borders * found.nbytes
+            )
+        work = {
+            phase: tally.work() if phase == OPTIMIZER else Work().plus(tally.work(), 1 / micro_batches)
+            for phase, tally in trace.work.items()
+        }
+        flows = self._flows(trace, axes, micro_batches)
+        return Traced(peak.parts, peak.phase, peak.by_phase, flows, work, found)
+
+    def _flows(
+        self, trace: StepTrace, axes: Mapping[str, str], micro_batches: int
+    ) -> dict[tuple[str, str, str, int], tuple[float, float]]:
+        """Return what is sent in a step of all micro-batches: those between the first and the last exchange what both
+        of them do."""
+        left = self._accumulation - micro_batches
+        counts: dict[tuple[str, str, Exchange], Counter[int]] = defaultdict(Counter)
+        for (forward, phase, exchange), count in trace.exchanges.items():
+            counts[axes.get(exchange.group, "world"), phase, exchange][forward] += count
+        flows: dict[tuple[str, str, str, int], tuple[float, float]] = {}
+        for (axis, phase, exchange), by_forward in counts.items():
+            calls: float = sum(by_forward.values())
+            if left and self._layout.pipeline == 1:
+                calls += left * min(by_forward[1], by_forward[micro_batches])
+            elif left and (axis in ("tensor", "context", "expert", "pipeline")) and phase != OPTIMIZER:
+                calls *= self._accumulation / micro_batches
+            key = axis, exchange.kind, _EXCHANGES_IN_PHASE.get(phase, "end"), exchange.ranks
+            before, more = flows.get(key, (0, 0))
+            flows[key] = before + calls * exchange.bytes, more + calls
+        return flows
+
+
+def _scaled(traced: Traced, times: float) -> Traced:
+    return replace(traced, memory={}, by_phase={}, flows={}, work={}).plus(traced, times)
+
+
+def _unlike_the_last(model: nn.Module, names: Sequence[str]) -> int:
+    """Return how many of the blocks come before those that are all as the last is."""
+
+    def form(name: str) -> list[Any]:
+        block = model.get_submodule(name)
+        return [(key, each.shape, each.requires_grad) for key, each in block.named_parameters()]
+
+    forms = [form(name) for name in names]
+    unlike = [number for number, each in enumerate(forms) if each != forms[-1]]
+    return unlike[-1] + 1 if unlike else 0
+
+
+def _trace_rank(
+    config: RunConfig, task: Task, layout: Layout, batches: Sequence[Any], rank: int, blocks: int | None,
+    border: Tensor | None,
+) -> tuple[StepTrace, Mapping[str, str], Tensor | None]:  # fmt: skip
+    """Return a step of ``rank``, with the first ``blocks`` of the model alone if that is given; the axis of each
+    process group; and what passes from stage to stage."""
+    is_replicated = layout.is_replicated
+    if is_replicated:  # DDP's reducer needs data: one process does the same, but for the sums of gradients
+        layout = Layout("single")
+    model = build_model(config, task)
+    freeze(model.module, config.optim)
+    if blocks is not None:
+        model = _shortened(model, blocks)
+    with _world(layout, rank):
+        groups = Groups(layout, "cpu")
+        if layout.is_sharded:  # outside of the fake mode: torch reads the ranks of a mesh
+            groups.fsdp  # noqa: B018
+            if layout.expert > 1:
+                groups.make_for_experts()
+        mode, trace = FakeTensorMode(allow_non_fake_inputs=True), StepTrace(is_pipeline=layout.pipeline > 1)
+        with mode, trace:
+            _empty(model.module)
+            batches = [map_tensors(partial(torch.empty_like, device=_CPU), batch) for batch in batches]
+            phases = Phases()
+            phases.listener = trace.enter
+            parallel = sharded(config, model, layout, _CPU, phases, None, groups)
+            _answer_what_needs_data(parallel, model.plan, layout, border)
+            del model  # of which a pipeline's stages are copies
+            optimizer = build_optimizer([(held.name, held.tensor) for held in parallel.parameters], config.optim)
+            decay = config.trainer.ema_decay
+            average = WeightAverage(decay, parallel.parameters, _CPU) if decay else None
+            weight = task.weight_per_sample()
+            step = train_step(config, _Named(task, parallel), weight, parallel, optimizer, average)
+            step(batches, 1e-3, lambda: 0.0)  # FSDP2 and optimizers allocate in their first
+            trace.label("parameters", [held.tensor for held in parallel.parameters])
+            for held in parallel.parameters:
+                state = optimizer.state.get(held.tensor, {})
+                trace.label("optimizer state", [each for each in state.values() if isinstance(each, Tensor)])
+            if is_replicated:  # DDP keeps its buckets
+                for held in parallel.parameters:
+                    held.tensor.grad = torch.zeros_like(held.tensor) if held.tensor.requires_grad else None
+                    trace.label(GRADIENTS, [] if held.tensor.grad is None else [held.tensor.grad])
+            map_tensors(lambda each: trace.label("batches", [each]), list(batches))
+            trace.label("average of weights", average.of.values() if average is not None else ())
+            trace.begin()
+            step(batches, 1e-3, lambda: 0.0)
+        runner: Any = parallel.runner
+        found = runner.borders if layout.pipeline > 1 else {}
+        return trace, groups.names(), next(iter(found.values()), None)
+
+
+class _Borders(dict[Any, Tensor]):
+    """What enters the stages of a pipeline, if it is the same everywhere: the first that is known."""
+
+    def __missing__(self, key: Any) -> Tensor:
+        return next(iter(self.values()))
+
+    def __contains__(self, key: Any) -> bool:
+        return bool(self)
+
+
+def _answer_what_needs_data(
+    parallel: DistributedModel, plan: ParallelPlan, layout: Layout, border: Tensor | None
+) -> None:
+    """Tell the model what its ranks would ask each other for: shapes in a pipeline, and how many tokens go where."""
+    if layout.pipeline > 1:
+        runner: Any = parallel.runner
+        runner.borders = _Borders({} if border is None else {None: border})
+        if layout.stages - 1 not in layout.stages_of(parallel.place.pipeline):
+            parallel.metric_names = ()
+
+    def evenly(rows: int, *_: Tensor) -> tuple[list[int], list[int]]:
+        counts = [size for _, size in (chunk(rows, layout.expert, rank) for rank in range(layout.expert))]
+        return counts, counts
+
+    for module in parallel.modules:
+        for mixture in mixtures(module, plan).values():
+            mixture.dispatch.sizes = evenly
+
+
+@contextmanager
+def _world(layout: Layout, rank: int) -> Iterator[None]:
+    if layout.world == 1:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _empty(module: nn.Module) -> None:
+    """Put tensors without data in place of the parameters and buffers of ``module``."""
+    made: dict[Tensor, Tensor] = {}
+    for each in module.modules():
+        holders: tuple[Any, ...] = (each._parameters, each._buffers)
+        for kept in holders:  # assigning by name would refuse a plain tensor
+            for name, tensor in kept.items():
+                if tensor is None:
+                    continue
+                if tensor not in made:
+                    data = made[tensor] = torch.empty(tensor.shape, dtype=tensor.dtype, device=_CPU)
+                    if isinstance(tensor, nn.Parameter):
+                        made[tensor] = nn.Parameter(data, tensor.requires_grad)
+                kept[name] = made[tensor]
+
+
+class _Named:
+    """The objective of a task, which names its metrics before ranks would agree on them."""
+
+    def __init__(self, task: Task, parallel: DistributedModel) -> None:
+        self._task, self._parallel = task, parallel
+
+    def loss(self, model: nn.Module, batch: Any) -> LossTerms:
+        return self._noted(self._task.loss(model, batch))
+
+    def inputs(self, batch: Any) -> Inputs:
+        return self._task.inputs(batch)
+
+    def terms(self, output: Any, batch: Any) -> LossTerms:
+        return self._noted(self._task.terms(output, batch))
+
+    def slice_sequence(self, batch: Any, part: Callable[[Tensor, int], Tensor]) -> Any:
+        return self._task.slice_sequence(batch, part)
+
+    def _noted(self, terms: LossTerms) -> LossTerms:
+        self._parallel.metric_names = tuple(terms.metrics)
+        return terms
+
+
+def _shortened(model: Model, blocks: int) -> Model:
+    """Return ``model`` without the blocks after the first ``blocks``."""
+    names = model.plan.blocks or blocks_of(model.module)
+    for name in names[blocks:]:
+        owner, _, last = name.rpartition(".")
+        delattr(model.module.get_submodule(owner), last)
+    return replace(model, plan=_without(model.plan, names[blocks:]))
+
+
+def _without(plan: ParallelPlan, removed: Sequence[str]) -> ParallelPlan:
+    def is_left(name: str) -> bool:
+        return not any(name == each or name.startswith(f"{each}.") for each in removed)
+
+    units = [tuple(filter(is_left, unit)) for unit in plan.units]
+    return replace(
+        plan,
+        units=tuple(filter(None, units)),
+        blocks=tuple(filter(is_left, plan.blocks)),
+        mixtures=tuple(filter(is_left, plan.mixtures)),
+    )

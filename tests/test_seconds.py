@@ -206,6 +206,13 @@ def test_time_of_a_model_of_transformers_is_known_if_its_sizes_explain_its_param
     assert shape is None or shape.parameters == parameters
 
 
+def test_time_of_training_on_pairs_is_unknown(capsys):
+    assert main(["recipe=dpo", "data.tokenizer=bytes", "dry_run=true", "plan.device=h100"]) == 0
+    assert (
+        "step       unknown: there are no rates for the sizes of this model, or its task\n" in capsys.readouterr().out
+    )
+
+
 def test_config_of_a_run_holds_nothing_of_its_plan():
     assert "plan" not in config_yaml(compose(["dry_run=true", "plan.device=h100"]))
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from serried.configs.families import HuggingFaceSection
 from serried.configs.schema import GPT2Section, LlamaSection, MoESection, RunConfig, TaskSection
+from serried.configs.tasks import CausalLMSection
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.trainer.plan.devices import Cluster
@@ -22,7 +23,7 @@ def shape_of(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> Shape |
     """Return the sizes of the model of ``config``; None if they are not those of a known transformer, or it is trained
     for more than the next token, in ways that have other work."""
     section, data = getattr(config, "model", None), getattr(config, "data", None)
-    if type(config.task) is not TaskSection or section is None or data is None:
+    if type(config.task) not in (TaskSection, CausalLMSection) or section is None or data is None:
         return None
     width = _width(section)
     matrices = {name: each.shape for name, each in model.named_parameters() if each.ndim >= 2}

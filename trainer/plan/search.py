@@ -111,7 +111,11 @@ class _Search:
         if device is None:
             raise UserError(f"this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}")
         if shape is None or not device.peak(config.precision.name):
-            why = "sizes of this model" if shape is None else f"precision={config.precision.name} on {device.name}"
+            why = (
+                "sizes of this model, or its task"
+                if shape is None
+                else f"precision={config.precision.name} on {device.name}"
+            )
             raise UserError(f"plan.search=true: there are no rates for the {why}; use a known transformer and bf16")
         self.shape = shape
         self.cluster, self.software = planned_cluster(config, device), software_for(device.name)

@@ -64,7 +64,11 @@ def time_lines(
         yield "step", f"unknown: this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}"
         return
     if shape is None or not device.peak(config.precision.name):
-        why = "the sizes of this model" if shape is None else f"precision={config.precision.name} on {device.name}"
+        why = (
+            "the sizes of this model, or its task"
+            if shape is None
+            else f"precision={config.precision.name} on {device.name}"
+        )
         yield "step", f"unknown: there are no rates for {why}"
         return
     job = job_of(config, shape, layout, accumulation)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -292,5 +293,12 @@ def test_what_counts_as_out_of_memory() -> None:
     for error in (allocator.value, gpu, MemoryError(), wrapped, RuntimeError("CUDA error: out of memory")):
         assert is_out_of_memory(error)
     assert not is_out_of_memory(RuntimeError("Connection closed by peer"))
+    no_thread, limit = RuntimeError("Resource temporarily unavailable"), resource.getrlimit(resource.RLIMIT_AS)
+    assert not is_out_of_memory(no_thread), "there may be too many threads"
+    resource.setrlimit(resource.RLIMIT_AS, (2**46, limit[1]))
+    try:
+        assert is_out_of_memory(no_thread)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
     assert _asked_bytes(gpu) == 2.5 * 2**30
     assert _asked_bytes(allocator.value) == 4 * ABSURD

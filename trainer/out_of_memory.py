@@ -28,6 +28,8 @@ _TEXTS = (  # of errors that have no class of their own
     "can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
 )  # fmt: skip
+_NO_THREAD = ("Resource temporarily unavailable", "can't start new thread")
+"""Under ``ulimit -v`` there is no room for the stack of a thread."""
 _ASKED_FOR = re.compile(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) ?(bytes|[KMGTPE]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
 _EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -40,12 +42,14 @@ _FRAGMENTED_SHARE = 0.05
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether ``error``, or what caused it, is that the device or the host has no more memory."""
+    is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    texts = _TEXTS + (_NO_THREAD if is_limited else ())
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             return True
-        if isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS):
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in texts):
             return True
         error = error.__cause__
     return False

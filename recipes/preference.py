@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
+from serried.configs.model_folder import ANY_FAMILY
 from serried.configs.schema import RunConfig
 from serried.configs.tasks import PreferenceSection
 from serried.parallel.adapters import without_adapters
@@ -55,7 +56,11 @@ class Preference(PairTask):
     # loss -----------------------------------------------------------------------------------------------------------
 
     def inputs(self, batch: Any) -> Inputs:
-        return self._family().inputs(batch)
+        inputs = self._family().inputs(batch)
+        if self._model.family != ANY_FAMILY:
+            return inputs
+        # Its loss is a sum over all answers: that of each is computed from logits.
+        return inputs._replace(named={name: each for name, each in inputs.named.items() if name != "targets"})
 
     def loss(self, model: nn.Module, batch: PairBatch) -> LossTerms:
         if self._compares_with_base:

@@ -11,8 +11,8 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -168,6 +168,18 @@ class TensorFolder:
             self.specs = {name: self.specs[name] for name in weight_map}
         else:
             raise UserError(_nothing_to_read(folder, single, index))
+
+    def named_like(self, wanted: Collection[str]) -> "TensorFolder":
+        """Add the first part of ``wanted`` names to all names, if they lack it: so transformers reads a model that was
+        saved without its head, such as GPT-2 on the Hub. Returns itself."""
+        prefix = next((name.partition(".")[0] for name in wanted if name.partition(".")[2] in self.specs), None)
+        if prefix is None or any(name.startswith(f"{prefix}.") for name in self.specs):
+            return self
+        renamed = (replace(spec, name=f"{prefix}.{name}") for name, spec in self.specs.items())
+        self.specs = {spec.name: spec for spec in renamed}
+        self.file_of = {f"{prefix}.{name}": file for name, file in self.file_of.items()}
+        self._begins = {f"{prefix}.{name}": begin for name, begin in self._begins.items()}
+        return self
 
     def _take(self, file: str, index: str | None) -> None:
         path = self.folder / file

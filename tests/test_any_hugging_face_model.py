@@ -1,13 +1,14 @@
 """``model=hf``: models of transformers without a family here, computed by their own code."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from serried import cli
@@ -91,6 +92,18 @@ def test_a_model_trains_as_transformers_trains_it(name: str, tmp_path: Path) -> 
     assert not any(loaded[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loaded
     with torch.no_grad():
         torch.testing.assert_close(again.eval()(batches[0]).logits, ours.eval()(batches[0]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "choice"), [("bloom", "hf"), ("gpt2", "auto")])
+def test_folder_that_was_saved_without_a_head_is_read(name: str, choice: str, tmp_path: Path) -> None:
+    """As GPT-2 and Bloom are on the Hub: names lack ``transformer.``, and there are masks."""
+    theirs = saved(name, tmp_path, n_embd=64, n_layer=2, n_head=4)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
+    save_file(bare | {"h.0.attn.bias": torch.ones(4, 4)} if name == "gpt2" else bare, tmp_path / "model.safetensors")
+    ours, tokens = opened(tmp_path, choice)[1], torch.arange(LENGTH).expand(2, -1)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs.eval()(tokens).logits, rtol=0, atol=1e-5)
 
 
 def test_documents_that_would_see_each_other_are_refused(tmp_path: Path) -> None:
@@ -250,4 +263,14 @@ def test_keys_that_name_code_are_not_followed(folder: Path) -> None:
     section = section.model_copy(update={"architecture": section.architecture | harmful})
     family = HuggingFaceModel(section, ROWS)
     assert family.build().config._attn_implementation == "sdpa"
-    assert "auto_map" not in family.export_config(None)
+    assert not harmful.keys() & family.export_config(None).keys()
+
+
+def test_preferences_are_computed_from_logits(folder: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"{number}?", "chosen": f"{number}.", "rejected": "No."} for number in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    words = ["recipe=dpo", "precision=fp32", f"data.path={tmp_path / 'pairs.jsonl'}", "trainer.steps=2"]
+    assert main(sft(folder, tmp_path / "run", *words)) == 0
+    first, second = losses(tmp_path / "run")
+    assert first == pytest.approx(math.log(2)), "the model is the reference"
+    assert second < first

@@ -91,7 +91,8 @@ class Adapters:
     @torch.no_grad()
     def load_packed(self, folder: Path, parameters: Iterable[HeldTensor]) -> None:
         """Fill the quantized weights, of which this rank holds some rows, from the base model's folder."""
-        tensors = TensorFolder(folder) if self.packed else None
+        weights = {weight.name for weight in self._weights.values()}
+        tensors = TensorFolder(folder).named_like(weights) if self.packed else None
         for held in parameters:
             if held.name not in self.packed or tensors is None or not held.box.numel:
                 continue

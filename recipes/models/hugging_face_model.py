@@ -31,7 +31,6 @@ _NAMES_CODE = ("auto_map", "attn_implementation", "experts_implementation")
 """Keys of ``config.json`` that may name code to be downloaded, as those do that begin with an underscore."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 """Keys of models that compute masks of their own in some layers."""
-_aten = torch.ops.aten
 
 
 class HuggingFaceModel(ModelFamily):
@@ -49,11 +48,11 @@ class HuggingFaceModel(ModelFamily):
         """Where parameters lie in the tensors of a checkpoint."""
         self._description = ""
         self._config: Any = None
+        self._layers = self._dim = 0
 
     def build(self) -> nn.Module:
-        if find_spec("transformers") is None:
-            raise UserError("model=hf needs the library transformers, which is not installed here; use: pip install "
-                            "'transformers>=5'")  # fmt: skip
+        if find_spec("transformers.core_model_loading" if find_spec("transformers") else "transformers") is None:
+            raise UserError("model=hf needs the library transformers, 5 or newer; use: pip install 'transformers>=5'")
         draws = _Draws()
         with draws, _EmptyOnMeta():
             model = self._of_transformers()
@@ -69,18 +68,15 @@ class HuggingFaceModel(ModelFamily):
 
         path, found = self.section.path, self.section.architecture
         kind = found.get("model_type")
-        kept = {key: value for key, value in found.items() if key not in _NAMES_CODE and not key.startswith("_")}
         try:
-            self._config = transformers.AutoConfig.for_model(**kept)
+            self._config = transformers.AutoConfig.for_model(**_without_code(found))
             self._config.use_cache = False
             model = transformers.AutoModelForCausalLM.from_config(self._config, dtype=torch.float32)
         except Exception as error:  # of any kind: the code of hundreds of models reads a file of anyone's
             reason = " ".join(str(error).split())[:200]
             if kind not in transformers.CONFIG_MAPPING:
-                own = "comes with code of its own, which is never run (trust_remote_code)"
-                reason = f"transformers {transformers.__version__} has no such model" + f"; it {own}" * (
-                    "auto_map" in found
-                )
+                own = "; it comes with code of its own, which is never run (trust_remote_code)"
+                reason = f"transformers {transformers.__version__} has no such model{own * ('auto_map' in found)}"
             elif self._config is not None and type(self._config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
                 reason = "transformers has no causal language model of it"
             raise UserError(f"model.path={path} is of model_type {kind}: {reason}; use another model") from None
@@ -91,9 +87,12 @@ class HuggingFaceModel(ModelFamily):
                 f"{type(model).__name__}, which has other weights or another attention; use a folder of that one"
             )
         tied = ", embeddings tied" if model.get_output_embeddings() is not None and _is_tied(model) else ""
+        self._layers, self._dim = (
+            getattr(self._config, key, None) or 0 for key in ("num_hidden_layers", "hidden_size")
+        )
         self._description = (
-            f"{type(model).__name__} of transformers {transformers.__version__}, {self._config.num_hidden_layers} "
-            f"layers, dim {self._config.hidden_size}{tied}"
+            f"{type(model).__name__} of transformers {transformers.__version__}, {self._layers} layers, dim "
+            f"{self._dim}{tied}"
         )
         return model
 
@@ -137,18 +136,20 @@ class HuggingFaceModel(ModelFamily):
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
         """6 for each weight of a matrix product, and attention."""
-        config = self._config
-        looked_up = 0 if config is None or config.tie_word_embeddings else self.vocab_size * config.hidden_size
-        attention = 0 if config is None else 12 * config.num_hidden_layers * config.hidden_size * sequence_length
-        return 6.0 * (parameters - looked_up) + attention
+        looked_up = 0 if getattr(self._config, "tie_word_embeddings", False) else self.vocab_size * self._dim
+        return 6.0 * (parameters - looked_up) + 12 * self._layers * self._dim * sequence_length
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         return self._fragments.get(name) or super().exported(name, shape)
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         del end_token  # the folder's own stays
-        found = {key: value for key, value in self.section.architecture.items() if key not in _NAMES_CODE}
-        return found | {"vocab_size": self.vocab_size, "dtype": "float32", "torch_dtype": "float32"}
+        own = {"vocab_size": self.vocab_size, "dtype": "float32", "torch_dtype": "float32"}
+        return _without_code(self.section.architecture) | own
+
+
+def _without_code(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in found.items() if key not in _NAMES_CODE and not key.startswith("_")}
 
 
 class _Forward:

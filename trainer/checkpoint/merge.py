@@ -18,8 +18,10 @@ class Merged:
 
     def __init__(self, base: TensorFolder, adapters: TensorFolder, config: Mapping[str, Any]) -> None:
         """``config``: content of ``adapter_config.json``."""
-        self.specs: Mapping[str, TensorSpec] = base.specs
-        self._base, self._adapters = base, adapters
+        end = ".lora_A.weight"
+        adapted = [name.removeprefix(PREFIX).removesuffix(end) for name in adapters.specs if name.endswith(end)]
+        self._base, self._adapters = base.named_like([f"{name}.weight" for name in adapted]), adapters
+        self.specs: Mapping[str, TensorSpec] = self._base.specs
         by = math.sqrt(config["r"]) if config["use_rslora"] else config["r"]
         self._scale, self._is_transposed = config["lora_alpha"] / by, bool(config["fan_in_fan_out"])
         self._merged: tuple[str, Tensor] = ("", torch.empty(0))

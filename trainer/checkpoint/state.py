@@ -1,5 +1,6 @@
 """The tensors that a checkpoint holds, by name: weights as they are exported, the optimizer's as <weight>.<state>."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -20,7 +21,7 @@ from serried.trainer.optimizer_state import ensure_state, tensor_state
 _NAMES_SHOWN = 3
 _PIECE_BYTES = 16 * 2**20
 """Read at a time: what loading holds beyond the model."""
-_UNUSED = ("lm_head.weight", ".rotary_emb.inv_freq")
+_UNUSED = ("lm_head.weight", ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Endings of names that a folder may hold beyond the model's: what follows from the rest."""
 _OF_DRAFTS = "eh_proj.weight"
 """What only a layer for speculative decoding has."""
@@ -152,7 +153,8 @@ def load_weights(
     for name in parallel.buffer_names:  # those of other stages
         aliases |= _names(exported(name, ()))
     floats = _names(each for part in weights if part.local.is_floating_point() for each in part.fragments)
-    _check(tensors, _fragments(shapes, exported), aliases, floats)
+    wanted = _fragments(shapes, exported)
+    _check(tensors.named_like(wanted), wanted, aliases, floats, _unread(parallel.module))
     _fill(tensors, (part for part in weights if part.name not in left_out))
 
 
@@ -166,9 +168,10 @@ def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str =
     named |= {name: module.get_buffer(name) for name in persistent_buffers(module)}
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     floats = {name: shapes[name] for name, tensor in named.items() if tensor.is_floating_point()}
+    wanted = _fragments(shapes, exported)
     _check(
-        TensorFolder(folder, stem), _fragments(shapes, exported), _aliases(module, exported),
-        _fragments(floats, exported).keys(),
+        TensorFolder(folder, stem).named_like(wanted), wanted, _aliases(module, exported),
+        _fragments(floats, exported).keys(), _unread(module),
     )  # fmt: skip
 
 
@@ -179,6 +182,11 @@ def _fragments(shapes: Mapping[str, tuple[int, ...]], exported: Exported) -> dic
 
 def _names(fragments: Iterable[Fragment]) -> set[str]:
     return {each.name for each in fragments}
+
+
+def _unread(module: nn.Module) -> Collection[str]:
+    """Regular expressions of names that a model of transformers does not read."""
+    return getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
 
 
 def _aliases(module: nn.Module, exported: Exported) -> set[str]:
@@ -192,13 +200,14 @@ def _check(
     wanted: Mapping[str, Fragment],
     aliases: Collection[str] = (),
     floats: Collection[str] = (),
+    unread: Collection[str] = (),
 ) -> None:
     missing = [name for name in wanted if name not in folder.specs]
     # Layers that draft tokens for speculative decoding (GLM-4.5, DeepSeek-V3) are no part of the model.
     drafts = tuple(name.removesuffix(_OF_DRAFTS) for name in folder.specs if name.endswith(_OF_DRAFTS))
     known = {*wanted, *aliases}
     extra = [each for each in folder.specs if each not in known and not each.endswith(_UNUSED)]
-    extra = [each for each in extra if not each.startswith(drafts)]
+    extra = [each for each in extra if not each.startswith(drafts) and not any(re.search(key, each) for key in unread)]
     shaped = [
         f"{name} is {list(folder.specs[name].shape)} there and {list(each.shape)} here"
         for name, each in wanted.items()

@@ -4,6 +4,7 @@ What autograd records is compiled, and nothing else: evaluations and generated t
 it. Blocks of one form share their graphs, if what replaces a forward in them is one function for all.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -50,6 +51,8 @@ def compile_blocks(module: nn.Module, plan: ParallelPlan) -> int:
 
     Call it after ``checkpoint_blocks``.
     """
+    # Of selective checkpointing: that operations in place might be wrong. A test has them.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     import torch._dynamo.config
     import torch._inductor.config  # both take long to import
 

@@ -72,8 +72,14 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     return (values * scales.contiguous().view(torch.float32).unsqueeze(2)).flatten(1).to(dtype)
 
 
-@functools.cache
 def _levels(device: torch.device) -> Tensor:
+    if torch.compiler.is_compiling():  # a constant of the graph
+        return torch.tensor(_LEVELS, device=device)
+    return _kept_levels(device)
+
+
+@functools.cache
+def _kept_levels(device: torch.device) -> Tensor:
     return torch.tensor(_LEVELS, device=device)
 
 

@@ -1,17 +1,21 @@
 """trainer.compile: a step has the bits of one that is not compiled, with the compiler's graphs run as they are."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
 from serried.configs.errors import UserError
+from serried.parallel.activations import checkpoint_blocks
+from serried.parallel.adapters import Adapter, attach
 from serried.parallel.compile import check_blocks, compile_blocks
 from serried.parallel.plan import ParallelPlan
+from serried.parallel.quantized import quantize
 from serried.runtime.console import Console
 from serried.trainer.compilation import Compilation, check_compiler, explained
 from tests.cluster import Cluster
@@ -62,6 +66,48 @@ def test_a_compiled_step_has_the_same_bits_and_one_graph_for_all_blocks(name: st
     )  # a dense block; parts around experts and their dropout
     answers = cluster.run(ranks, "tests.test_compile:differing", argv=[*how, *model], modes=modes)
     assert [answer.value for answer in answers] == [{mode: [[], graphs] for mode in modes}] * ranks
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h.relu_()
+        h = self.second(h).mul_(2.0)
+        h.sigmoid_()
+        return h + x
+
+
+def adapted() -> nn.Module:
+    """A block in 4 bits with an adapter that drops inputs."""
+    block = nn.Sequential(nn.Linear(64, 64), nn.Tanh()).requires_grad_(False)
+    attach(block[0], 4, Adapter(scale=2.0, dropout=0.2, is_conv1d=False), is_dora=False, shared=None)
+    quantize(block[0])
+    for parameter in block.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
+    return block
+
+
+@pytest.mark.parametrize("make", [InPlace, adapted])
+def test_own_blocks_have_the_same_bits_with_selective_checkpointing_too(
+    make: Callable[[], nn.Module], capfd: pytest.CaptureFixture[str]
+) -> None:
+    found, plan = [], ParallelPlan(blocks=("0", "1"))
+    for compiles in (False, True):
+        torch.manual_seed(1)
+        model, x = nn.Sequential(make(), make()), torch.randn(4, 64, requires_grad=True)
+        checkpoint_blocks(model, plan, "selective" if compiles else "none")
+        if compiles:
+            compile_blocks(model, plan)
+        torch.manual_seed(2)
+        model(x).square().sum().backward()
+        found.append([x.grad, *(each.grad for each in model.parameters() if each.requires_grad)])
+    assert all(ours.equal(theirs) for ours, theirs in zip(*found, strict=True))
+    assert not capfd.readouterr().err
 
 
 def test_a_run_may_switch_to_compiled_blocks_and_compiles_its_steps_alone(text: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from serried.configs.schema import GPT2Section, LlamaSection, MoESection, RunCon
 from serried.configs.tasks import CausalLMSection
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
-from serried.trainer.plan.devices import Cluster
+from serried.trainer.plan.devices import Cluster, Device
 from serried.trainer.plan.rates import FAR, SEEN
 from serried.trainer.plan.seconds import Job, Shape
 
@@ -41,6 +41,13 @@ def shape_of(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> Shape |
     if config.adapter.method == "none" and excess(shape) > _OTHER_FORM:
         return None
     return shape._replace(attended=_attended(section, data.sequence_length))
+
+
+def unknown_why(config: RunConfig, shape: Shape | None, device: Device) -> str:
+    """Return why there is no time for a model of this shape, in a clause."""
+    if shape is None:
+        return "there are no rates for the sizes of this model, or for its task"
+    return f"there are no rates for precision={config.precision.name} on {device.name}"
 
 
 def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int) -> Job:

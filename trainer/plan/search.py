@@ -17,7 +17,7 @@ from serried.trainer.model import build_model
 from serried.trainer.optimizer_state import state_bytes
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.devices import DEVICES
-from serried.trainer.plan.job import doubts, job_of, shape_of
+from serried.trainer.plan.job import doubts, job_of, shape_of, unknown_why
 from serried.trainer.plan.memory import planned_memory, share_of
 from serried.trainer.plan.rates import RATES, software_for
 from serried.trainer.plan.seconds import Job, held_elements, step_of
@@ -111,12 +111,8 @@ class _Search:
         if device is None:
             raise UserError(f"this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}")
         if shape is None or not device.peak(config.precision.name):
-            why = (
-                "sizes of this model, or its task"
-                if shape is None
-                else f"precision={config.precision.name} on {device.name}"
-            )
-            raise UserError(f"plan.search=true: there are no rates for the {why}; use a known transformer and bf16")
+            why = unknown_why(config, shape, device)
+            raise UserError(f"plan.search=true: {why}; use precision=bf16, and a built-in family")
         self.shape = shape
         self.cluster, self.software = planned_cluster(config, device), software_for(device.name)
         self.limit = _USABLE_SHARE * device.memory_bytes

@@ -11,7 +11,7 @@ from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.trainer.peak_flops import device_name
 from serried.trainer.plan.devices import DEVICES, Cluster, Device, device_of, device_of_driver
-from serried.trainer.plan.job import doubts, job_of, shape_of
+from serried.trainer.plan.job import doubts, job_of, shape_of, unknown_why
 from serried.trainer.plan.rates import OUTSIDE, RATES, WITHIN, software_for
 from serried.trainer.plan.seconds import Job, Step, step_of
 from serried.trainer.task import Task
@@ -64,12 +64,7 @@ def time_lines(
         yield "step", f"unknown: this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}"
         return
     if shape is None or not device.peak(config.precision.name):
-        why = (
-            "the sizes of this model, or its task"
-            if shape is None
-            else f"precision={config.precision.name} on {device.name}"
-        )
-        yield "step", f"unknown: there are no rates for {why}"
+        yield "step", f"unknown: {unknown_why(config, shape, device)}"
         return
     job = job_of(config, shape, layout, accumulation)
     cluster, software = planned_cluster(config, device), software_for(device.name)

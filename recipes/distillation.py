@@ -74,7 +74,8 @@ class Distillation(CausalLM):
 
     def open_data(self, place: str) -> None:
         super().open_data(place)
-        own, theirs = self._tokenizer().spec().get("files", {}).get("tokenizer.json"), self.teacher() / "tokenizer.json"
+        own = self._tokenizer().spec().get("files", {}).get("tokenizer.json")
+        theirs = self.teacher_folder() / "tokenizer.json"
         if own and theirs.is_file() and _ids(json.loads(own)) != _ids(read_json(theirs, _LARGEST_TOKENIZER)):
             raise UserError(
                 f"the tokens of task.teacher={self.config.teacher} are not those of data.tokenizer="
@@ -112,7 +113,7 @@ class Distillation(CausalLM):
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         return () if name.startswith(f"{_TEACHER}.") else super().exported(name, shape)
 
-    def teacher(self) -> Path:
+    def teacher_folder(self) -> Path:
         return model_folder(str(self.config.teacher), "*.safetensors", "*.json")
 
     def exported_teacher(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:

@@ -102,7 +102,7 @@ class Preference(PairTask):
         """Whether the reference is the base model of adapters, computed in each step."""
         return self.config.loss == "dpo" and self.run.adapter.method != "none" and self.run.parallel.pipeline == 1
 
-    def reference(self) -> Reference | None:
+    def reference_numbers(self) -> Reference | None:
         return None if self.config.loss != "dpo" or self._compares_with_base else _LogProbs(self)
 
     def describe_reference(self) -> str:

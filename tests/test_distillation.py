@@ -111,7 +111,7 @@ def test_training_is_that_of_a_hand_written_loss_and_layouts_agree(
         cluster.run(2, "tests.test_distillation:train", argv=distill(models, tmp_path / name, *layout), code=code)
     argv = distill(models, tmp_path / "fsdp")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Distillation, "teacher", lambda _: models / "other")
+        patched.setattr(Distillation, "teacher_folder", lambda _: models / "other")
         train(argv, 78)
     train(argv)  # resumed on one process
     for name in ("ddp", "fsdp", "tensor", "context"):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -185,6 +186,14 @@ def test_a_changed_model_or_changed_pairs_have_a_reference_of_their_own(model: P
         files, before = len([*folder.iterdir()]), files
         # The same weights in another folder are known; so is what was computed at first.
         assert files - before == (number in (0, 1, 3))
+        if number == 0:
+            (path,) = folder.iterdir()
+            first = np.load(path)
+            assert np.isfinite(first[:, 0]).sum() == 4, "those of one step"
+    train([*argv, f"run.dir={tmp_path / 'longer'}", "trainer.steps=2"])
+    longer = np.load(path)
+    assert np.isfinite(longer[:, 0]).sum() == 8
+    assert (longer == first).sum() == 2 * 4, "not computed again"
 
 
 def test_adapters_compare_with_their_base_and_keep_nothing(cluster: Cluster, model: Path, tmp_path: Path) -> None:

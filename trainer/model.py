@@ -61,7 +61,7 @@ class Model:
             load_weights(weights, parallel, exported, left_out=packed)
             if self.adapters is None:
                 initialize(self._lacking(parallel, exported), self.task.initial_std, seed)
-        if (teacher := self.task.teacher()) is not None:
+        if (teacher := self.task.teacher_folder()) is not None:
             load_weights(teacher, parallel, self.task.exported_teacher)
         if weights is not None and self.adapters is not None:
             self.adapters.load_packed(weights, parallel.parameters)

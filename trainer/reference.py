@@ -36,9 +36,6 @@ _BLOCK_BATCHES, _WRITES = 64, 16
 """What is known is written after so many batches of each rank, about so many times: an interrupted pass continues
 there."""
 
-Read = Callable[[Path], None]
-"""Fill the model with the weights in a folder."""
-
 
 class ReferencePass:
     """The numbers of a task's reference that this run needs."""
@@ -182,7 +179,7 @@ def _numbers_of_run(config: RunConfig, data: Data) -> np.ndarray:
     """Return the samples that the steps of the run train on, each once."""
     size = len(data.training)
     trainer, health = config.trainer, config.health
-    positions = trainer.steps * trainer.global_batch
+    positions = data.samples(trainer.steps)
     if positions >= size or "rollback" in (health.spike, health.non_finite):  # which moves on in the data
         return np.arange(size)
     order: Callable[[np.ndarray], np.ndarray] = sample_order(data.training, trainer.seed)

@@ -268,12 +268,12 @@ class Task:
         """Return the folder of the weights that a new run begins with; None: initial values. Called on one rank."""
         return None
 
-    def teacher(self) -> Path | None:
+    def teacher_folder(self) -> Path | None:
         """Return the folder of the weights of a frozen model within the model; None: there is none."""
         return None
 
     def exported_teacher(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
-        """Return where parameter ``name`` lies in the tensors of ``teacher()``; () for those of no teacher, and
+        """Return where parameter ``name`` lies in the tensors of ``teacher_folder()``; () for those of no teacher, and
         ``exported`` returns () for the teacher's."""
         del name, shape
         return ()
@@ -281,7 +281,7 @@ class Task:
     def check_weights(self, folder: Path) -> None:
         """Raise ``UserError`` if the model in ``folder`` computes something else than this one would."""
 
-    def reference(self) -> Reference | None:
+    def reference_numbers(self) -> Reference | None:
         """Return what to compute with the weights in ``pretrained()`` before training; None: nothing. Called after
         ``open_data``."""
         return None

@@ -64,7 +64,7 @@ class Trainer:
         data.start(start, config.trainer.global_batch)
         remember_allocations(config, session.device, console)
         model, self._base = _build_model(context, start)
-        self._teacher = find_teacher(task.teacher(), start, session)
+        self._teacher = find_teacher(task.teacher_folder(), start, session)
         module, plan = model.module, model.plan
         parameters = sum(whole_numel(parameter) for parameter in module.parameters())
         place = session.place()
@@ -86,7 +86,7 @@ class Trainer:
         )  # fmt: skip
         self.trackers = Trackers(config.run.dir, config.track, console.say)
         self._shutdown = Shutdown(config, session, console, context.folder, lambda: report.last_save_seconds)
-        reference = task.reference()
+        reference = task.reference_numbers()
         before = ReferencePass(context, data, reference) if reference is not None else None
         self.state = state = TrainingState(context, model, layout, start, self._base, before)
         if before is not None:

@@ -129,6 +129,13 @@ class HuggingFaceSection(ModelSection):
     def _mistakes(self) -> Iterator[str]:
         if not self.architecture:
             yield "model=hf needs a Hugging Face model: model.path=FOLDER_OR_NAME"
+        longest = _longest(self.architecture)
+        if longest and self.max_sequence_length > longest:
+            yield (
+                f"model.max_sequence_length={self.max_sequence_length} exceeds the {longest} positions that config.json "
+                f"of model.path={self.path} names; leave it out, with data.sequence_length={longest} or less, or "
+                "change that file"
+            )
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,10 +143,15 @@ class HuggingFaceSection(ModelSection):
             raise ValueError("is of an encoder-decoder model; only decoder-only language models are trained")
         if found.get("quantization_config"):
             raise ValueError("has a quantization_config; only plain float weights can be taken over")
-        named = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-        longest = next((found[key] for key in named if found.get(key)), None)
+        longest = _longest(found)
         own = {"architecture": dict(found), "vocab_size": found["vocab_size"]}
         return own | ({"max_sequence_length": longest} if longest else {})
+
+
+def _longest(found: Mapping[str, Any]) -> int | None:
+    """Return the longest sequence that the model of a ``config.json`` takes; None: it has no limit."""
+    named = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+    return next((int(found[key]) for key in named if found.get(key)), None)
 
 
 def _global_every(found: Mapping[str, Any], layers: int, default: int) -> int:

@@ -241,6 +241,8 @@ def test_folder_without_a_model_is_refused(folder: Path, tmp_path: Path) -> None
     assert "'pytorch_model.bin' is a pickle, which is never loaded" in ended.printed.splitlines()[-1]
     with pytest.raises(UserError, match=r"opt, which no model family reads; .*; model=hf trains it"):
         compose([f"model.path={tmp_path}"])
+    with pytest.raises(UserError, match=r"exceeds the 256 positions that config.json .* with data.sequence_length=256"):
+        compose(["model=hf", f"model.path={tmp_path}", "model.max_sequence_length=300"])
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context", "pipeline", "expert"])

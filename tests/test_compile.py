@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+from torch._inductor.runtime import cache_dir_utils
 
 from serried.configs.errors import UserError
 from serried.parallel.activations import checkpoint_blocks
@@ -124,6 +125,16 @@ def test_a_run_may_switch_to_compiled_blocks_and_compiles_its_steps_alone(text: 
     assert re.search(r"^compiled   2 blocks in [\d.]+ s: 1 graph$", resumed.printed, re.MULTILINE), resumed.printed
     assert "WARNING" not in resumed.printed
     assert "precision  fp32; blocks compiled" in resumed.printed
+
+
+@pytest.mark.parametrize("chosen", ["/tmp/mine", None])
+def test_programs_are_kept_where_the_user_says_or_in_the_cache_folder(
+    chosen: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen or cache_dir_utils.default_cache_dir())
+    Compilation(Console(True, 0)).announce()
+    assert f"kept in {chosen or tmp_path / 'serried' / 'compiled' / torch.__version__}" in capsys.readouterr().out
 
 
 def test_another_shape_is_compiled_again_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

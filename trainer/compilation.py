@@ -4,6 +4,7 @@ import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -31,9 +32,11 @@ class Compilation:
     """Reports the compilations of a run on this rank."""
 
     def __init__(self, console: Console) -> None:
-        # Never in the run folder, which may come from a stranger: torch keeps pickles and programs there. Before the
-        # compiler is imported, which chooses a temporary folder.
-        os.environ.setdefault(_CACHE, str(_cache_folder()))
+        # torch names a temporary folder as soon as its compiler is imported. Never in the run folder, which may come
+        # from a stranger: torch keeps pickles and programs there.
+        temporary = f"{gettempdir()}/torchinductor_"
+        if os.environ.get(_CACHE, temporary).startswith(temporary):
+            os.environ[_CACHE] = str(_cache_folder())
         torch.compiler.reset()  # torch keeps few graphs of a function, and an earlier run of this process had others
         self._console, self._seen, self._recompiled = console, _newest(), 0
         self._is_first = True

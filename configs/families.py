@@ -133,8 +133,8 @@ class HuggingFaceSection(ModelSection):
         if longest and self.max_sequence_length > longest:
             yield (
                 f"model.max_sequence_length={self.max_sequence_length} exceeds the {longest} positions that "
-                f"config.json of model.path={self.path} names; leave it out, with data.sequence_length={longest} or less, "
-                "or change that file"
+                f"config.json of model.path={self.path} names; leave it out, with "
+                f"data.sequence_length={longest} or less, or change that file"
             )
 
     @classmethod

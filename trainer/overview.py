@@ -109,7 +109,7 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) ->
         capacity = _gpu_bytes(config) if is_for_gpus or config.plan.device else None
         found = memory_lines(config, task, layout, accumulation, model, plan, capacity)
         lines += [f"{name:<10} {text}" for name, text in found]
-    if config.plan.model_fields_set:
+    if config.plan.model_fields_set - {"mode"} or (config.plan.mode is not None and is_for_gpus):
         times = time_lines(config, task, layout, accumulation, model, plan)
         lines += [f"{name:<10} {text}" for name, text in times]
     needed, limit = planned_memory(config, task, layout, accumulation, model, plan).total, _gpu_bytes(config)

@@ -18,9 +18,10 @@ from serried.trainer.optimizer_state import state_bytes
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.devices import DEVICES
 from serried.trainer.plan.job import doubts, job_of, shape_of, unknown_why
-from serried.trainer.plan.memory import planned_memory, share_of
+from serried.trainer.plan.memory import formula_memory, planned_memory, share_of
 from serried.trainer.plan.rates import RATES, software_for
 from serried.trainer.plan.seconds import Job, held_elements, step_of
+from serried.trainer.plan.show import fits_of
 from serried.trainer.plan.time_lines import planned_cluster, planned_device, seconds_text
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task
@@ -29,6 +30,8 @@ _FP32_BYTES = 4
 _USABLE_SHARE = 0.9
 _EQUAL = 1.05
 """Times that are nearer to each other cannot be told apart."""
+_SLOWEST = 2
+"""Times as long as the fastest that are worth less memory."""
 _SHOWN = 8
 _MESHES, _OF_A_MESH = 20, 3
 """Meshes, and candidates of each, whose timelines are played."""
@@ -115,6 +118,7 @@ class _Search:
             raise UserError(f"plan.search=true: {why}; use precision=bf16, and a built-in family")
         self.shape = shape
         self.cluster, self.software = planned_cluster(config, device), software_for(device.name)
+        self.capacity = int(device.memory_bytes)
         self.limit = _USABLE_SHARE * device.memory_bytes
         self.state_bytes = state_bytes(config.optim)
         self.valid = 0
@@ -153,7 +157,8 @@ class _Search:
 
     def frugal(self, found: Sequence[Candidate], shown: Sequence[Candidate]) -> list[Candidate]:
         """Return slower ones that need less memory than all that are faster and than those ``shown``, by a tenth."""
-        least = min(each.bytes for each in shown)
+        least, longest = min(each.bytes for each in shown), _SLOWEST * shown[0].seconds
+        found = [each for each in found if each.seconds <= longest]
         front = [self._played(each) for each in _front(found, least)[:_SHOWN]]
         return _front(sorted(front, key=lambda each: each.seconds), least)
 
@@ -241,7 +246,8 @@ class _Search:
         job = candidate.job
         step = step_of(job, self.cluster, RATES[self.software])
         memory = planned_memory(candidate.config, self.task, job.layout, job.accumulation, self.model, self.plan)
-        return replace(candidate, seconds=step.seconds, bytes=memory.total)
+        needed = fits_of(formula_memory(memory), self.capacity).needed
+        return replace(candidate, seconds=step.seconds, bytes=needed)
 
 
 def _front(found: Sequence[Candidate], least: float) -> list[Candidate]:

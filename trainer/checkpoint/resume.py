@@ -204,7 +204,7 @@ def make_room(folder: RunFolder, start: Start) -> list[str]:
             notes.append(f"newer checkpoints ({', '.join(newer)}) are kept in {aside}")
     elif folder.holds_a_run():
         end = folder.earlier_end()
-        notes.append(f"an earlier run here ({end}) is kept in {folder.set_run_aside()}; starting anew")
+        notes.append(f"an earlier run here ({end}) is kept in {folder.set_run_aside()}; starting from step 0")
     try:
         checkpoints.mkdir(exist_ok=True)
         fsync_folder(folder.path)

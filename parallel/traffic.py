@@ -52,7 +52,8 @@ def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges
     """Yield what FSDP2 and DDP exchange; ``rest``: parameters of no unit.
 
     ZeRO-3 gathers each unit in every forward and again in every backward, but the last, where the backward starts, and
-    ``rest``: once. ZeRO-2 gathers all once a step.
+    ``rest``: once. ZeRO-2 gathers all once a step. Where gradients are reduced at the end of a step alone, FSDP2 gathers
+    the last unit once more.
     """
     ranks, copies = layout.shard * layout.context, layout.replicate
     held = [unit for unit in (*units, rest) if unit.shapes]
@@ -65,10 +66,12 @@ def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges
         forward = [_shard(unit.shapes, ranks) for unit in held]
         backward = [_shard(unit.shapes, ranks) for unit in units[:-1]] if how.frees_after_forward else []
         times = how.accumulation if how.frees_after_forward else 1
-        for when, shards in (("forward", forward), ("backward", backward)):
+        again = units and how.frees_after_forward and how.accumulation > 1 and not how.reduces_each
+        more = [_shard(units[-1].shapes, ranks)] if again else []
+        for when, shards in (("forward", times * forward), ("backward", times * backward + more)):
             if shards:
-                sent = times * how.width * (ranks - 1) * sum(shards)
-                yield Flow("fsdp", "all_gather", when, sent, times * len(shards), ranks)
+                sent = how.width * (ranks - 1) * sum(shards)
+                yield Flow("fsdp", "all_gather", when, sent, len(shards), ranks)
     times = how.accumulation if how.reduces_each else 1
     reduced = [_shard(shapes, ranks) for shapes in trained]
     if layout.is_sharded and ranks > 1:

@@ -52,7 +52,7 @@ def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges
     """Yield what FSDP2 and DDP exchange; ``rest``: parameters of no unit.
 
     ZeRO-3 gathers each unit in every forward and again in every backward, but the last, where the backward starts, and
-    ``rest``: once. ZeRO-2 gathers all once a step. Where gradients are reduced at the end of a step alone, FSDP2 gathers
+    ``rest``: once. ZeRO-2 gathers all once a step. If gradients are reduced at the end of a step alone, FSDP2 gathers
     the last unit once more.
     """
     ranks, copies = layout.shard * layout.context, layout.replicate
@@ -66,7 +66,7 @@ def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges
         forward = [_shard(unit.shapes, ranks) for unit in held]
         backward = [_shard(unit.shapes, ranks) for unit in units[:-1]] if how.frees_after_forward else []
         times = how.accumulation if how.frees_after_forward else 1
-        again = units and how.frees_after_forward and how.accumulation > 1 and not how.reduces_each
+        again = units and how.accumulation > 1 and not how.reduces_each
         more = [_shard(units[-1].shapes, ranks)] if again else []
         for when, shards in (("forward", times * forward), ("backward", times * backward + more)):
             if shards:

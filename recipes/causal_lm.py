@@ -196,7 +196,7 @@ class CausalLM(TextTask):
     def collate_numbered(self, samples: Sequence[Sample], ids: np.ndarray) -> Batch:
         return collate(samples, ids)
 
-    def example(self, samples: int) -> Any:
+    def example_batch(self, samples: int) -> Any:
         """No data is needed, as for a plan on another machine. Documents are not apart: on a GPU that takes next to no
         memory."""
         tokens = torch.zeros(samples, self._data.sequence_length, dtype=torch.int64)

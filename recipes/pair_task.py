@@ -39,7 +39,7 @@ class PairTask(CausalLM):
         whole = self.run.parallel.pipeline != 1 or self.run.trainer.compile
         return collate_pairs(samples, ids, self._data.sequence_length, whole=whole)
 
-    def example(self, samples: int) -> PairBatch:
+    def example_batch(self, samples: int) -> PairBatch:
         tokens = torch.zeros(2 * samples, self._data.sequence_length, dtype=torch.int64)
         reference = torch.zeros(samples, 2, dtype=torch.float64)
         return PairBatch(tokens, tokens, tokens[:samples, 0], reference)

@@ -119,7 +119,7 @@ def allocated(argv: list[str], path: str) -> int:
             optimizer = build_optimizer([(held.name, held.tensor) for held in parallel.parameters], config.optim)
             step = train_step(config, task, task.weight_per_sample(), parallel, optimizer, None)
             for _ in range(2):
-                step([task.example(config.trainer.micro_batch)], 1e-3, lambda: 0.0)
+                step([task.example_batch(config.trainer.micro_batch)], 1e-3, lambda: 0.0)
         file = Path(path) / f"{session.rank}.json"
     profiled.export_chrome_trace(str(file))
     events = json.loads(file.read_text())["traceEvents"]

@@ -172,7 +172,7 @@ class Task:
         kept = [sample for sample, sample_id in zip(samples, ids.tolist(), strict=True) if sample_id >= 0]
         return self.collate(kept or samples[:1])
 
-    def example(self, samples: int) -> Any:
+    def example_batch(self, samples: int) -> Any:
         """Return a batch of ``samples`` samples for a plan, which reads shapes and types alone."""
         dataset = self.dataset("train")
         assert dataset is not None, "there is something to train on"

@@ -110,7 +110,7 @@ def trace_step(config: RunConfig, task: Task, layout: Layout, accumulation: int)
     """
     if layout.context > 1 and layout.context_method == "ring" and config.launch.device != "cpu":
         raise CannotTrace("ring attention has other kernels on GPUs than here")
-    if type(task).example is Task.example:
+    if type(task).example_batch is Task.example_batch:
         task.open_data(task.prepare(lambda _: None))
     try:
         with warnings.catch_warnings():
@@ -150,7 +150,7 @@ class _Tracer:
         model = build_model(config, task)
         self._names = model.plan.blocks or tuple(blocks_of(model.module))
         self._leading = _unlike_the_last(model.module, self._names)
-        self._batch = task.example(config.trainer.micro_batch)
+        self._batch = task.example_batch(config.trainer.micro_batch)
 
     def stages(self) -> list[TracedStage]:
         layout, border, found = self._layout, None, []

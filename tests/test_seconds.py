@@ -142,6 +142,13 @@ def test_parts_add_up_to_the_step():
     assert step.parts["products"] > step.parts["tensor"] > 0
 
 
+def test_recomputing_every_second_block_takes_half_as_long():
+    every, second = (
+        step_of(job(shard=8, recompute="full", recomputing=share), H100, RATES["torchtitan"]) for share in (1, 0.5)
+    )
+    assert second.parts["recomputed"] == every.parts["recomputed"] / 2
+
+
 def test_tensor_ranks_on_nodes_of_one_device_exchange_slowly():
     inside, across = (step_of(job(tensor=8), Cluster(H100.device, size), RATES["torchtitan"]) for size in (8, 1))
     assert across.parts["tensor"] > 5 * inside.parts["tensor"]

@@ -53,14 +53,14 @@ def unknown_why(config: RunConfig, shape: Shape | None, device: Device) -> str:
 def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int) -> Job:
     """Return a step of ``config``, whose model has this shape."""
     trainer = config.trainer
-    keeps = trainer.activation_checkpoint_every > 1  # of the others some compute nothing again
     return Job(
         shape,
         layout,
         config.data.sequence_length,
         trainer.micro_batch,
         accumulation,
-        recompute="none" if keeps else trainer.activation_checkpoint,
+        recompute=trainer.activation_checkpoint,
+        recomputing=1 / trainer.activation_checkpoint_every,
         precision=config.precision.name,
         frees_after_forward=config.parallel.frees_after_forward,
         reduces_each=config.parallel.sync_every_micro_batch,

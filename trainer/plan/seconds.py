@@ -98,6 +98,8 @@ class Job:
     accumulation: int
     recompute: str = "none"
     """``none``, ``full``, ``selective`` (half of the products, and all but products) or ``attention`` alone."""
+    recomputing: float = 1.0
+    """Share of the blocks that do."""
     precision: str = "bf16"
     """Of products: as of ``Device.peak``."""
     frees_after_forward: bool = True
@@ -262,7 +264,7 @@ class _Clock:
             "products": products * (1 if job.is_adapter else 2),
             "attention": _BACKWARD_OF_ATTENTION * attention,
             "memory": 2 * memory,
-            "recomputed": again,
+            "recomputed": again * job.recomputing,
         }  # fmt: skip
         for name, (there, back) in self._exchanges().items():
             forward[name], backward[name] = there, back

@@ -24,7 +24,7 @@ _COPY_THEIR_INPUT = {"logsumexp"}
 """Operations that hold a copy of their input while they run, which no allocation of theirs shows."""
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "record_stream",
-    "wait_tensor", "_unsafe_view", "lift_fresh",
+    "wait_tensor", "_unsafe_view", "lift_fresh", "device",
 }  # fmt: skip
 """Operations that move no bytes, besides views."""
 _COLLECTIVES = {

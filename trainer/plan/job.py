@@ -18,6 +18,9 @@ from serried.trainer.plan.seconds import Job, Shape
 _OTHER_FORM = 0.05
 """A model whose blocks have so many more parameters, or fewer, than its sizes say is of another form."""
 
+_LARGEST_CONTEXT = 8
+"""Of torchtitan's runs."""
+
 
 def shape_of(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> Shape | None:
     """Return the sizes of the model of ``config``; None if they are not those of a known transformer, or it is trained
@@ -144,6 +147,8 @@ def doubts(job: Job, cluster: Cluster, software: str) -> Iterator[str]:
         yield f"groups of more than {FAR * seen.sharding} ranks that gather for each block"
     if job.sequence > seen.sequence:
         yield f"sequences of more than {seen.sequence}"
+    if job.layout.context > _LARGEST_CONTEXT:
+        yield f"sequences divided over more than {_LARGEST_CONTEXT} ranks"
     if job.shape.experts:
         yield "experts"
     if job.precision not in ("bf16", "8bit"):

@@ -76,8 +76,16 @@ def test_the_formula_is_the_trace_to_a_twentieth_and_never_below(name: str) -> N
         assert sent(flows_of(stages), *axes) == sent(flows, *axes)
 
 
-@pytest.mark.parametrize("more", [[], ["parallel.tensor=2", "trainer.activation_checkpoint_every=2",
-                                       "trainer.activation_checkpoint=full"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        pytest.param(
+            ["parallel.tensor=2", "trainer.activation_checkpoint_every=2", "trainer.activation_checkpoint=full"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_a_few_blocks_tell_of_all_to_the_byte(more: list[str]) -> None:
     argv = ["parallel=fsdp", "model.layers=13", *more]
     config, task, layout, accumulation = config_of(*argv, processes=8)

@@ -253,10 +253,10 @@ def merge(words: list[str]) -> int:
     """
     given, _ = pairs(words, "merge", _EXPORT_TAKES)
     steps = [word for word in given.get("checkpoint", "").split(",") if word]
-    if len(set(steps)) < 2:
-        raise UserError("serried merge needs two checkpoints or more, as in checkpoint=200,300; one: serried export")
     saved = checkpoints_of(find_run(given, "merge"))
-    *others, last = [choose_checkpoint(saved, {"checkpoint": step}) for step in dict.fromkeys(steps)]
+    *others, last = dict.fromkeys(choose_checkpoint(saved, {"checkpoint": step}) for step in steps or [str(max(saved))])
+    if not others:
+        raise UserError("serried merge needs two checkpoints or more, as in checkpoint=200,300; one: serried export")
     return _write_model(given, last, averaged_with=others)
 
 

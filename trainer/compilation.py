@@ -18,11 +18,13 @@ _MOST_WARNINGS = 8
 
 def check_compiler(device: torch.device) -> None:
     """Raise ``UserError`` if torch.compile has no compiler here for ``device``."""
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
+    # Triton compiles a launcher in C.
+    variable, usual, other = ("CC", "gcc", "clang") if device.type == "cuda" else ("CXX", "g++", "clang++")
+    compiler = os.environ.get(variable) or usual
+    if shutil.which(compiler.split()[0]) is None:
         raise UserError(
-            f"trainer.compile=true needs a C++ compiler, and there is no {compiler}; install one, name it in the "
-            "environment (CXX=clang++), or use trainer.compile=false"
+            f"trainer.compile=true needs a compiler, and there is no {compiler}; install one, name it in the "
+            f"environment ({variable}={other}), or use trainer.compile=false"
         )
     if device.type == "cuda" and find_spec("triton") is None:
         raise UserError("trainer.compile=true needs Triton on a GPU; pip install triton, or use trainer.compile=false")

@@ -21,7 +21,7 @@ from serried.trainer.base_model import Base
 from serried.trainer.checkpoint.plan import Part
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.saved_state import taking_from
-from serried.trainer.checkpoint.state import Averages, load_state, state_parts
+from serried.trainer.checkpoint.state import load_state, state_parts
 from serried.trainer.compilation import Compilation
 from serried.trainer.context import Context
 from serried.trainer.loader import PADDING_ID, read_batch
@@ -73,9 +73,8 @@ class TrainingState:
     def restore(self, start: Start) -> None:
         """Set weights, optimizer and step to those of a checkpoint."""
         assert start.checkpoint is not None
-        load_state(
-            start.checkpoint, self.parallel, self.optimizer, self._model.exported, self._model.stem, self._averages
-        )
+        averages = self._average.of if self._average is not None else None
+        load_state(start.checkpoint, self.parallel, self.optimizer, self._model.exported, self._model.stem, averages)
         with taking_from(start.checkpoint):
             state = start.state["step_state"]
             if "optimizer" in state:
@@ -93,11 +92,8 @@ class TrainingState:
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         """Yield every tensor that a checkpoint holds; see ``state_parts``."""
-        return state_parts(self.parallel, self.optimizer, self._model.exported, self._model.stem, self._averages)
-
-    @property
-    def _averages(self) -> Averages:
-        return self._average.of if self._average is not None else {}
+        averages = self._average.of if self._average is not None else {}
+        return state_parts(self.parallel, self.optimizer, self._model.exported, self._model.stem, averages)
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:

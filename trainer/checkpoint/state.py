@@ -94,9 +94,11 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     exported: Exported,
     stem: str = MODEL,
-    averages: Averages = _NO_AVERAGES,
+    averages: Averages | None = None,
 ) -> None:
     """Fill weights, optimizer state and ``averages`` from a checkpoint; each rank reads the boxes it holds alone.
+
+    ``averages``: None if the run keeps none. It may be empty, on a stage without trained parameters.
 
     Raises:
         UserError: the checkpoint is of another model.
@@ -108,12 +110,13 @@ def load_state(
     with_state = {id(held.tensor) for held in parallel.parameters if owners & names[held.name]}
     ensure_state(optimizer, lambda parameter: id(parameter) in with_state)
     has_average = any(name.endswith(f".{_TRAINED}") for name in saved)
-    if has_average != bool(averages):
+    if has_average != (averages is not None):
         raise UserError(
-            f"{checkpoint} holds {'an' if has_average else 'no'} average of the weights; use trainer.ema_decay="
-            f"{'0.999, or what it was trained with' if has_average else '0'}, or the model alone: serried export, then "
-            "checkpoint.resume=FOLDER"
+            f"{checkpoint} holds the average of the weights; add the trainer.ema_decay it was trained with"
+            if has_average
+            else f"{checkpoint} holds no average of the weights; use trainer.ema_decay=0, or run.name=OTHER"
         )
+    averages = averages or _NO_AVERAGES
     load_weights(checkpoint, parallel, exported, stem, averages=averages)
     states = _optimizer_state(parallel, optimizer, exported, averages)
     of_others = set[str]().union(*names.values()) - set[str]().union(

@@ -11,8 +11,10 @@ from serried.configs.divisors import divisors
 from serried.configs.errors import UserError
 from serried.configs.formats import columns, size
 from serried.configs.schema import RunConfig
+from serried.parallel.apply import check_plan
 from serried.parallel.checks import check_layout
-from serried.parallel.mesh import gradient_accumulation, resolve_layout
+from serried.parallel.compile import check_blocks
+from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.trainer.model import build_model
 from serried.trainer.optimizer_state import state_bytes
 from serried.trainer.parameter_groups import freeze
@@ -76,7 +78,10 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
     fastest = searched.fastest(found)
     if not searched.valid:
         batch = config.trainer.global_batch
-        raise UserError(f"no layout of {processes} processes divides trainer.global_batch={batch}")
+        raise UserError(
+            f"no layout of {processes} processes divides trainer.global_batch={batch} and the model; use another "
+            "launch.processes or trainer.global_batch"
+        )
     if not fastest:
         raise UserError(
             f"none of {searched.valid:,} valid layouts of {processes} {device} fits {size(searched.limit)}; use more "
@@ -122,6 +127,7 @@ class _Search:
         self.limit = _USABLE_SHARE * device.memory_bytes
         self.state_bytes = state_bytes(config.optim)
         self.valid = 0
+        self._refused: dict[object, UserError | None] = {}
 
     def fitting(self) -> list[Candidate]:
         """Return the candidates that fit the device, about, the fastest first."""
@@ -132,6 +138,7 @@ class _Search:
                 layout = resolve_layout(config.parallel, self.processes)
                 accumulation = gradient_accumulation(config.trainer, layout)
                 check_layout(config, layout, accumulation)
+                self._check_model(config, layout)
             except UserError:
                 continue
             job = job_of(config, self.shape, layout, accumulation)
@@ -140,6 +147,20 @@ class _Search:
                 step = step_of(job, self.cluster, RATES[self.software], is_quick=True)
                 found.append(Candidate(overrides, config, job, step.seconds, held))
         return sorted(found, key=lambda each: each.seconds)
+
+    def _check_model(self, config: RunConfig, layout: Layout) -> None:
+        """Raise UserError if the model cannot be divided or compiled so. Asks once for what is alike."""
+        kind = (layout.tensor > 1, layout.stages, config.trainer.activation_checkpoint)
+        if kind not in self._refused:
+            self._refused[kind] = None
+            try:
+                check_plan(self.model, self.plan, layout)
+                if config.trainer.compile:
+                    check_blocks(self.model, self.plan, config.trainer.activation_checkpoint)
+            except UserError as error:
+                self._refused[kind] = error
+        if refused := self._refused[kind]:
+            raise refused
 
     def fastest(self, found: Sequence[Candidate]) -> list[Candidate]:
         """Return the fastest, each of another mesh, with the time of its timeline and the plan's memory."""

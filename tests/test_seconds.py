@@ -237,6 +237,15 @@ def test_each_layout_that_a_search_lists_is_a_plan_of_the_time_listed(words, cap
         assert f"step       {seconds} (" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_search_lists_nothing_that_the_compiler_refuses(capsys):
+    words = ["recipe=glm45_air", "trainer.compile=true", "launch.processes=64", "plan.device=h100"]
+    assert cli.plan(["search", *words]) == 0
+    listed = capsys.readouterr().out
+    assert "parallel." in listed
+    assert "activation_checkpoint" not in listed, "recomputation of compiled blocks with experts"
+
+
 def test_search_says_which_groups_are_larger_than_any_measured():
     def of(ranks):
         return [*doubts(job(shard=ranks), H100, "torchtitan")]

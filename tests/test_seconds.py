@@ -237,10 +237,8 @@ def test_each_layout_that_a_search_lists_is_a_plan_of_the_time_listed(words, cap
         assert f"step       {seconds} (" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_search_lists_nothing_that_the_compiler_refuses(capsys):
-    words = ["recipe=glm45_air", "trainer.compile=true", "launch.processes=64", "plan.device=h100"]
-    assert cli.plan(["search", *words]) == 0
+    assert cli.plan(["search", "model=moe_tiny", "trainer.compile=true", "launch.processes=4", "plan.device=h100"]) == 0
     listed = capsys.readouterr().out
     assert "parallel." in listed
     assert "activation_checkpoint" not in listed, "recomputation of compiled blocks with experts"

@@ -1,8 +1,11 @@
 """Settings taken from a Hugging Face model: ``model.path=FOLDER_OR_NAME``, or ``checkpoint.resume=FOLDER``."""
 
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from serried.configs.errors import UserError
 from serried.configs.near import nearest
@@ -17,6 +20,8 @@ ANY_FAMILY = "hf"
 _NOT_A_MODEL = ("MANIFEST.json", "state.json", "checkpoints")
 """Contents of a checkpoint or run folder, which is resumed with all of its state."""
 _SHOWN = 4
+_MODEL, _TEACHER = "model.path", "task.teacher"
+"""Keys that name a model."""
 _ANY_OTHER = f"; model={ANY_FAMILY} trains it with transformers' own code"
 _FREE = ("name", "path", "max_sequence_length")
 """Keys of ``model`` that may differ from those of the weights."""
@@ -56,33 +61,51 @@ def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[
     return {**plain, "model": named_after | found | kept, "data": data | tokenizer}
 
 
-def keys_of_model(name: str, family: str | None = None) -> dict[str, Any]:
+@lru_cache(maxsize=1)  # a search asks again for each layout
+def teacher_section(name: str) -> Any:
+    """Return the section that describes the teacher ``name``, a folder or a name on the Hub.
+
+    Raises:
+        UserError: it cannot be read, or no built-in family can compute it.
+    """
+    keys = keys_of_model(name, key=_TEACHER)
+    try:
+        return models.get(keys["family"]).section.model_validate({"name": name, "path": name, **keys})
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"{part}: " for part in first["loc"])
+        raise UserError(f"{_TEACHER}={name}: {place}{first['msg'].removeprefix('Value error, ')}") from None
+
+
+def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> dict[str, Any]:
     """Return the keys of the section ``model`` that describe the model ``name``, a folder or a name on the Hub, for
-    ``family``; None: the one that its ``config.json`` names.
+    ``family``; None: the one that its ``config.json`` names. ``key`` is the one that names the model.
 
     Raises:
         UserError: it cannot be read, or no family can compute it.
     """
-    file = model_folder(name, CONFIG) / CONFIG
+    file = model_folder(name, CONFIG, key=key) / CONFIG
+    any_other = _ANY_OTHER if key == _MODEL else ""
     try:
         found = read_json(file)
         family = family or found.get("model_type")
         if family not in models.names():
-            raise ValueError(f"is of model_type {family}, which no model family reads; {_nearest_family(str(family))}")
+            near = _nearest_family(str(family)) + any_other
+            raise ValueError(f"is of model_type {family}, which no model family reads; {near}")
         section: Any = models.get(family).section
         try:
             return {"family": family, **section.keys_from(found)}
         except ValueError as error:
-            instead = "" if family == ANY_FAMILY or found.get("quantization_config") else _ANY_OTHER
+            instead = "" if family == ANY_FAMILY or found.get("quantization_config") else any_other
             raise ValueError(f"{error}{instead}") from None
     except OSError as error:
         raise UserError(
-            f"model.path={name}: cannot read {file}: {error.strerror}; use the folder of a Hugging Face model, with "
-            f"{CONFIG} and weights, or a name on the Hub, as model.path=Qwen/Qwen3-0.6B"
+            f"{key}={name}: cannot read {file}: {error.strerror}; use the folder of a Hugging Face model, with "
+            f"{CONFIG} and weights, or a name on the Hub, as {key}=Qwen/Qwen3-0.6B"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error).removeprefix(f"{file} ")
-        raise UserError(f"{file} {reason}") from None
+        raise UserError(("" if key == _MODEL else f"{key}={name}: ") + f"{file} {reason}") from None
 
 
 def family_of_any(name: str) -> str | None:
@@ -98,10 +121,10 @@ def family_of_any(name: str) -> str | None:
 def _nearest_family(model_type: str) -> str:
     names = [name for name in models.names() if name != ANY_FAMILY]
     near = [name for name in names if name.startswith(model_type)] or nearest(model_type, names)
-    return (f"the nearest is {near[0]}; " if near else "") + f"there are {', '.join(names)}" + _ANY_OTHER
+    return (f"the nearest is {near[0]}; " if near else "") + f"there are {', '.join(names)}"
 
 
-def model_folder(name: str, *patterns: str) -> Path:
+def model_folder(name: str, *patterns: str, key: str = _MODEL) -> Path:
     """Return the folder ``name``. If it is a name on the Hub, the files that match ``patterns`` are downloaded first.
 
     Raises:
@@ -118,8 +141,8 @@ def model_folder(name: str, *patterns: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (ImportError, OSError, ValueError) as error:  # those of the Hub are OSError and ValueError
         raise UserError(
-            f"model.path={name} is no folder here, and cannot be downloaded ({type(error).__name__}); on a machine "
-            f"that reaches the Hugging Face Hub: hf download {name} --local-dir FOLDER, then model.path=FOLDER"
+            f"{key}={name} is no folder here, and cannot be downloaded ({type(error).__name__}); on a machine "
+            f"that reaches the Hugging Face Hub: hf download {name} --local-dir FOLDER, then {key}=FOLDER"
         ) from None
 
 

@@ -55,6 +55,7 @@ class DistillationSection(TaskSection):
     """Training to predict tokens as a larger model does."""
 
     has_teacher: ClassVar[bool] = True
+    by_content = ("teacher",)
 
     teacher: str | None = Field(default=None, min_length=1, max_length=4096)
     """Folder of the teacher, or its name on the Hub."""

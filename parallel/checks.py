@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from serried.configs.divisors import divisors, nearest_divisors
 from serried.configs.errors import UserError
 from serried.configs.families import HuggingFaceSection
+from serried.configs.model_folder import teacher_section
 from serried.configs.registry import models
 from serried.configs.schema import RunConfig
 from serried.parallel.mesh import MODEL_AXES, V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout
@@ -54,7 +55,8 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     if layout.expert > 1 and divisible and not divisible.get("expert"):
         raise UserError(f"parallel.expert={layout.expert}: the model has no experts; use parallel.expert=1")
     check_experts(layout, divisible.get("expert", {}), divisible.get("expert_shard", {}))
-    _check_tensor(layout, divisible)
+    if layout.tensor > 1:
+        _check_tensor(layout, _divided_by_tensor(config, divisible))
     if data is not None:
         _check_sequence(layout, data.sequence_length)
     if layout.pipeline > 1:
@@ -88,14 +90,23 @@ def _check_only_data_axes(layout: Layout, model: HuggingFaceSection) -> None:
             )
 
 
-def _check_tensor(layout: Layout, divisible: Mapping[str, Mapping[str, int]]) -> None:
-    for key, size in divisible.get("tensor", {}).items():
+def _divided_by_tensor(config: RunConfig, divisible: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Return the sizes that the degree must divide, the teacher's too, by the words for each."""
+    sizes = {f"{key}={size}": size for key, size in divisible.get("tensor", {}).items()}
+    if config.task.has_teacher and (teacher := getattr(config.task, "teacher", None)) is not None:
+        its = teacher_section(teacher).divisible().get("tensor", {})
+        sizes |= {f"{key.removeprefix('model.')}={its[key]} of task.teacher={teacher}": its[key] for key in its}
+    return sizes
+
+
+def _check_tensor(layout: Layout, sizes: Mapping[str, int]) -> None:
+    for words, size in sizes.items():
         if size % layout.tensor:
-            common = math.gcd(*divisible["tensor"].values())
+            common = math.gcd(*sizes.values())
             fitting, *others = nearest_divisors(common, layout.tensor)
             more = f" (or one of {sorted(others)})" if others else ""
             raise UserError(
-                f"parallel.tensor={layout.tensor} does not divide {key}={size}; use parallel.tensor={fitting}{more}"
+                f"parallel.tensor={layout.tensor} does not divide {words}; use parallel.tensor={fitting}{more}"
             )
 
 

@@ -5,7 +5,7 @@ head keeps the last hidden states, and the student's head compares the logits of
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from serried.configs.errors import UserError
 from serried.configs.formats import size
-from serried.configs.model_folder import keys_of_model, model_folder
+from serried.configs.model_folder import model_folder, teacher_section
 from serried.configs.plain_data import read_json
 from serried.configs.registry import models
 from serried.configs.schema import RunConfig
@@ -26,7 +26,7 @@ from serried.parallel.plan import ALL_OF_IT, LossTerms, ParallelPlan, Share, Voc
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.data.dataset import Batch
 from serried.recipes.models.family import ModelFamily, family_of
-from serried.recipes.models.head import LanguageModelHead, chunks
+from serried.recipes.models.head import Chunk, LanguageModelHead, chunks
 
 _TEACHER = "teacher"
 """Name of the submodule."""
@@ -46,6 +46,8 @@ class Distillation(CausalLM):
         super().configure(run)
         if self.config.teacher is None:
             raise UserError("task.name=distillation needs a teacher: task.teacher=FOLDER_OR_NAME")
+        self._folder: Path | None = None
+        """The teacher's on this node, from ``open_data`` on."""
 
     @cached_property
     def _teacher(self) -> ModelFamily:
@@ -55,32 +57,44 @@ class Distillation(CausalLM):
             UserError: it cannot be read, or predicts other tokens.
         """
         path = str(self.config.teacher)
-        try:
-            keys = keys_of_model(path)
-        except UserError as error:
-            raise UserError(*(str(each).replace("model.path=", "task.teacher=") for each in error.args)) from None
-        section: Any = models.get(keys["family"]).section.model_validate({"name": path, "path": path, **keys})
-        if keys["vocab_size"] != self.vocab_size():
+        section = teacher_section(path)
+        if section.vocab_size != self.vocab_size():
             raise UserError(
-                f"task.teacher={path} predicts {keys['vocab_size']:,} tokens and the model {self.vocab_size():,}; they "
+                f"task.teacher={path} predicts {section.vocab_size:,} tokens and the model {self.vocab_size():,}; they "
                 "must have one vocabulary: use another teacher or model"
             )
-        if self._data.sequence_length > (longest := keys.get("max_sequence_length", self._data.sequence_length)):
+        if self._data.sequence_length > (longest := section.max_sequence_length):
             raise UserError(
                 f"data.sequence_length={self._data.sequence_length} exceeds the {longest} tokens that "
                 f"task.teacher={path} takes; use data.sequence_length={longest}"
             )
-        return family_of(models.get(keys["family"]).load(), section, keys["vocab_size"])
+        return family_of(models.get(section.family).load(), section, section.vocab_size)
+
+    def prepare(self, show: Callable[[str], None] | None = None, threads: int | None = None) -> str:
+        teacher = self.teacher_folder()
+        return json.dumps({"teacher": str(teacher), "data": super().prepare(show, threads)})
 
     def open_data(self, place: str) -> None:
-        super().open_data(place)
+        places = json.loads(place)
+        super().open_data(places["data"])
+        self._folder = Path(places["teacher"])
         own = self._tokenizer().spec().get("files", {}).get("tokenizer.json")
-        theirs = self.teacher_folder() / "tokenizer.json"
-        if own and theirs.is_file() and _ids(json.loads(own)) != _ids(read_json(theirs, _LARGEST_TOKENIZER)):
+        if own and self._teacher_ids() not in (None, _ids(json.loads(own))):
             raise UserError(
                 f"the tokens of task.teacher={self.config.teacher} are not those of data.tokenizer="
                 f"{self._data.tokenizer}; they must have one vocabulary: use another teacher or model"
             )
+
+    def _teacher_ids(self) -> dict[str, int] | None:
+        """Return the ids of the teacher's tokens; None: it has no ``tokenizer.json``."""
+        file = self.teacher_folder() / "tokenizer.json"
+        try:
+            return _ids(read_json(file, _LARGEST_TOKENIZER)) if file.exists() else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"task.teacher={self.config.teacher}: cannot read {file} ({type(error).__name__}: {error}); put the "
+                "whole file there, or remove it if the tokens are the model's"
+            ) from None
 
     # model ----------------------------------------------------------------------------------------------------------
 
@@ -114,7 +128,7 @@ class Distillation(CausalLM):
         return () if name.startswith(f"{_TEACHER}.") else super().exported(name, shape)
 
     def teacher_folder(self) -> Path:
-        return model_folder(str(self.config.teacher), "*.safetensors", "*.json")
+        return self._folder or model_folder(str(self.config.teacher), "*.safetensors", "*.json", key="task.teacher")
 
     def exported_teacher(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         own = name.removeprefix(f"{_TEACHER}.")
@@ -218,9 +232,31 @@ def distillation_sums(mine: _End, its: _End, targets: Tensor, weight: float, tem
 
     The loss is (1 - ``weight``) x cross entropy + ``weight`` x ``temperature``^2 x KL(teacher || student), both
     softened by ``temperature``; only it has a gradient. Logits of one chunk of tokens exist at a time, and gradients
-    are formed in the forward.
+    are formed in the forward, if autograd records.
     """
-    sums: Tensor = _Distilled.apply(mine.hidden, mine.weight, targets, mine, its, weight, temperature)
+    if not torch.is_grad_enabled():
+        sums = torch.zeros(3, dtype=torch.float32, device=mine.hidden.device)
+        its_chunks = _chunks(its, targets)
+        for chunk in _chunks(mine, targets):
+            _add(sums, chunk, _divergence(chunk.logits, next(its_chunks).logits, mine.vocabulary, temperature)[0])
+            del chunk  # or it would be there beside the next
+        return _with_loss(sums, weight, temperature)
+    trained: Tensor = _Distilled.apply(mine.hidden, mine.weight, targets, mine, its, weight, temperature)
+    return trained
+
+
+def _chunks(end: _End, targets: Tensor) -> Iterator[Chunk]:
+    return chunks(end.hidden, end.weight.to(end.hidden.dtype), targets, end.vocabulary, end.soft_cap)
+
+
+def _add(sums: Tensor, chunk: Chunk, divergence: Tensor) -> None:
+    """Add cross entropy and divergence of a chunk."""
+    sums += torch.stack((sums.new_zeros(()), chunk.losses.sum(), divergence.where(chunk.is_target, 0).sum()))
+
+
+def _with_loss(sums: Tensor, weight: float, temperature: float) -> Tensor:
+    """Fill in the loss."""
+    sums[0] = (1 - weight) * sums[1] + weight * temperature**2 * sums[2]
     return sums
 
 
@@ -231,18 +267,15 @@ class _Distilled(torch.autograd.Function):
     ) -> Tensor:
         compute_weight, vocabulary = weight.to(hidden.dtype), mine.vocabulary
         grad_hidden = torch.empty_like(hidden)
-        wanted = weight.shape if ctx.needs_input_grad[1] else (0,)
-        grad_weight = torch.zeros(wanted, dtype=torch.float32, device=weight.device)
+        shape = weight.shape if ctx.needs_input_grad[1] else (0,)
+        grad_weight = torch.zeros(shape, dtype=torch.float32, device=weight.device)
         sums = torch.zeros(3, dtype=torch.float32, device=hidden.device)
-        pairs = zip(
-            chunks(hidden, compute_weight, targets, vocabulary, mine.soft_cap),
-            chunks(its.hidden, its.weight.to(its.hidden.dtype), targets, its.vocabulary, its.soft_cap),
-            strict=True,
-        )
-        for chunk, theirs in pairs:
-            divergence, gradient = _divergence(chunk.logits, theirs.logits, vocabulary, temperature)
-            divergence = divergence.where(chunk.is_target, 0)
-            sums += torch.stack((sums.new_zeros(()), chunk.losses.sum(), divergence.sum()))
+        its_chunks = _chunks(its, targets)  # not zip(), which would keep the chunks before
+        for chunk in _chunks(mine._replace(weight=compute_weight), targets):
+            divergence, logs, wanted = _divergence(chunk.logits, next(its_chunks).logits, vocabulary, temperature)
+            _add(sums, chunk, divergence)
+            gradient = logs.exp_().sub_(wanted)
+            del wanted
             slope = None if mine.soft_cap is None else (chunk.logits / mine.soft_cap).square_().neg_().add_(1)
             grad_logits = chunk.logits.sub_(chunk.normalizer.unsqueeze(1)).exp_()  # softmax, in place
             grad_logits.scatter_add_(1, chunk.row.unsqueeze(1), -chunk.is_here.float().unsqueeze(1))
@@ -257,11 +290,10 @@ class _Distilled(torch.autograd.Function):
             elif ctx.needs_input_grad[1]:
                 with torch.autocast(hidden.device.type, enabled=False):  # in fp16 a sum over tokens leaves its range
                     grad_weight.addmm_(grad_logits.T, chunk.hidden.float())
-            del chunk, theirs, gradient, grad_logits, low, slope  # or they would be there beside the next chunk's
-        sums[0] = (1 - share) * sums[1] + share * temperature**2 * sums[2]
+            del chunk, logs, gradient, grad_logits, low, slope  # or they would be there beside the next chunk's
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
-        return sums
+        return _with_loss(sums, share, temperature)
 
     @staticmethod
     def backward(ctx, grad_sums: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
@@ -270,13 +302,13 @@ class _Distilled(torch.autograd.Function):
         return (grad_hidden * grad_sums[0]).to(grad_hidden.dtype), of_weight, None, None, None, None, None
 
 
-def _divergence(mine: Tensor, its: Tensor, vocabulary: Vocabulary, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return KL(teacher || student) of each token [T], and its gradient by the softened logits [T, rows here]."""
+def _divergence(mine: Tensor, its: Tensor, vocabulary: Vocabulary, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return KL(teacher || student) of each token [T], and the softened distributions [T, rows here]: logarithms of the
+    student's, and the teacher's."""
     mine, its = mine / temperature, its / temperature
     nothing = mine.new_zeros(len(mine))
     my_normalizer, _ = vocabulary.combine(mine.logsumexp(1), nothing)
     its_normalizer, _ = vocabulary.combine(its.logsumexp(1), nothing)
     wanted = (its - its_normalizer.unsqueeze(1)).exp_()
     _, expected = vocabulary.combine(nothing, (wanted * (its - mine)).sum(1))
-    gradient = (mine - my_normalizer.unsqueeze(1)).exp_().sub_(wanted)
-    return expected - its_normalizer + my_normalizer, gradient
+    return expected - its_normalizer + my_normalizer, mine.sub_(my_normalizer.unsqueeze(1)), wanted

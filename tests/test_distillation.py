@@ -1,5 +1,7 @@
 """Distillation: the loss of a hand-written reference, on any layout, with the teacher in no checkpoint."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import serried
+from serried.configs.compose import compose
 from serried.configs.declaration import BUILT_IN
+from serried.configs.errors import UserError
+from serried.parallel.plan import Vocabulary
 from serried.program import main
 from serried.recipes.data.dataset import Batch
-from serried.recipes.distillation import Distillation
+from serried.recipes.distillation import Distillation, _End, distillation_sums
 from serried.recipes.models.head import IGNORE
 from tests import runs
 from tests.cluster import Cluster
@@ -38,6 +44,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             parameter.mul_(3)  # far from uniform
     for name, model in (("student", student), ("teacher", teacher), ("other", other)):
         model.save_pretrained(folder / name)
+    for name, base, changed in (
+        ("unknown", "teacher", {"model_type": "bert"}),
+        ("wide", "student", {"num_key_value_heads": 4}),
+    ):
+        (folder / name).mkdir()
+        config = json.loads((folder / base / "config.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps(config | changed))
     write_chats(folder / "chats.jsonl", 60)
     return folder
 
@@ -70,7 +83,7 @@ class Watched(Distillation):
 
 
 def test_training_is_that_of_a_hand_written_loss_and_layouts_agree(
-    cluster: Cluster, models: Path, tmp_path: Path
+    cluster: Cluster, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -109,11 +122,10 @@ def test_training_is_that_of_a_hand_written_loss_and_layouts_agree(
     ):
         code = 75 if name == "fsdp" else 0
         cluster.run(2, "tests.test_distillation:train", argv=distill(models, tmp_path / name, *layout), code=code)
-    argv = distill(models, tmp_path / "fsdp")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Distillation, "teacher_folder", lambda _: models / "other")
-        train(argv, 78)
-    train(argv)  # resumed on one process
+    train(distill(models, tmp_path / "fsdp", f"task.teacher={models / 'student'}"), 78)
+    assert "has other content; put that one back" in capsys.readouterr().err
+    moved = shutil.copytree(models / "teacher", tmp_path / "moved")
+    train(distill(models, tmp_path / "fsdp", f"task.teacher={moved}"))  # resumed on one process
     for name in ("ddp", "fsdp", "tensor", "context"):
         found = [line["loss"] for line in runs.metrics(tmp_path / name)]
         assert found == pytest.approx([line["loss"] for line in ours], abs=1e-5)
@@ -133,9 +145,15 @@ def test_a_student_of_adapters_learns_in_bf16(models: Path, tmp_path: Path, caps
     [
         (["task.teacher=null"], "task.name=distillation needs a teacher: task.teacher=FOLDER_OR_NAME"),
         (["task.teacher=nowhere"], "error: task.teacher=nowhere: cannot read nowhere/config.json"),
+        (["task.teacher={}/unknown"], "task.teacher={}/unknown: {}/unknown/config.json is of model_type bert"),
         (["task.teacher={}/other"], "predicts 300 tokens and the model 257; they must have one vocabulary"),
         (["data.sequence_length=512"], "data.sequence_length=512 exceeds"),
         (["parallel=fsdp", "parallel.pipeline=2"], "parallel.pipeline=2 with task.name=distillation"),
+        (
+            ["parallel=fsdp", "parallel.tensor=4", "launch.processes=4", "model.path={}/wide"],
+            "parallel.tensor=4 does not divide kv_heads=2 of task.teacher={}/teacher; use parallel.tensor=2",
+        ),
+        (["optim.groups.a.parameters=teacher.*"], "matches none of the 21 parameters that are trained; near names: "),
         (["optim.groups.a.parameters=*", "optim.groups.a.frozen=true"], "what is frozen is taken for the teacher's"),
     ],
 )
@@ -144,4 +162,40 @@ def test_a_teacher_that_does_not_fit_is_refused(
 ) -> None:
     words = [word.format(models) for word in words]
     train([*distill(models, tmp_path / "run", *words), "dry_run=true"], 78)
-    assert said in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert said.replace("{}", str(models)) in error
+    assert "model=hf" not in error
+
+
+def test_the_folder_found_by_one_process_of_a_node_is_kept_by_all(models: Path, tmp_path: Path) -> None:
+    place = Distillation(compose(distill(models, tmp_path))).prepare()
+    task = Distillation(compose(distill(models, tmp_path, "task.teacher=nobody/nothing")))
+    task.open_data(place)
+    assert task.teacher_folder() == models / "teacher"
+
+
+@pytest.mark.parametrize("content", ['{"model', '{"model": {"vocab": [1]}}', '{"added_tokens": [{}]}', '{"model": []}'])
+def test_damaged_tokenizer_of_the_teacher_is_one_line(models: Path, tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    task = Distillation(compose(distill(models, tmp_path, f"task.teacher={tmp_path}")))
+    with pytest.raises(UserError, match=f"^task.teacher={tmp_path}: cannot read {tmp_path}/tokenizer.json"):
+        task._teacher_ids()
+
+
+def test_evaluation_sums_what_training_does_without_the_work_of_gradients() -> None:
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(11, 8))
+    mine = _End(torch.randn(6, 8), weight, Vocabulary(), None)
+    its = _End(torch.randn(6, 5), torch.randn(11, 5), Vocabulary(), 3.0)
+    targets = torch.tensor([[1, 2, IGNORE, 4, 5, 6]])
+
+    def sums_and_flops() -> tuple[Tensor, int]:
+        with FlopCounterMode(display=False) as counted:
+            sums = distillation_sums(mine, its, targets, 0.7, 2.0)
+        return sums, counted.get_total_flops()
+
+    trained, work = sums_and_flops()
+    with torch.no_grad():
+        evaluated, less = sums_and_flops()
+    assert torch.equal(evaluated, trained)
+    assert work > less == 2 * 6 * 11 * (8 + 5), "the logits of both, no more"

@@ -18,10 +18,11 @@ def freeze(model: nn.Module, section: OptimSection) -> None:
     """Mark the parameters of frozen groups as not trained. Call it before the model is sharded.
 
     Raises:
-        UserError: the pattern of a group matches no parameter, or all parameters are frozen.
+        UserError: the pattern of a group matches no parameter, or none that is trained, or all parameters are frozen.
     """
-    names = [name for name, _ in model.named_parameters()]
-    _refuse_unmatched(names, section.groups)
+    is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    names = list(is_trained)
+    _refuse_unmatched(is_trained, section.groups)
     group_of = _groups_by_name(names, section.groups)
     for name, parameter in model.named_parameters():
         if name in group_of and section.groups[group_of[name]].frozen:
@@ -71,11 +72,15 @@ def _groups_by_name(names: Collection[str], groups: Mapping[str, ParameterGroup]
     return group_of
 
 
-def _refuse_unmatched(names: Collection[str], groups: Mapping[str, ParameterGroup]) -> None:
+def _refuse_unmatched(is_trained: Mapping[str, bool], groups: Mapping[str, ParameterGroup]) -> None:
+    trained = [name for name in is_trained if is_trained[name]]
     for group, section in groups.items():
-        if not any(fnmatchcase(name, section.parameters) for name in names):
-            near = nearest(section.parameters, names) or [*names][:3]
+        matched = [name for name in is_trained if fnmatchcase(name, section.parameters)]
+        if not matched or not (section.frozen or any(is_trained[name] for name in matched)):
+            names = list(is_trained) if section.frozen else trained
+            near = nearest(section.parameters, names) or names[:3]
+            kind = "parameters that are trained" if matched else "parameters"
             raise UserError(
-                f"optim.groups.{group}.parameters={section.parameters} matches none of the {len(names)} parameters; "
+                f"optim.groups.{group}.parameters={section.parameters} matches none of the {len(names)} {kind}; "
                 f"near names: {', '.join(near)}; e.g. 'optim.groups.{group}.parameters={near[0].rpartition('.')[0]}*'"
             )

@@ -73,6 +73,11 @@ class CausalLM(TextTask):
         assert isinstance(run, TextRunConfig), "the built-in tasks are composed with the sections model and data"
         super().configure(run)
         self._model, self._data, self._trainer = run.model, run.data, run.trainer
+        if run.adapter.method != "none" and self._model.path and not self._model.pretrained:
+            raise UserError(
+                f"adapter.method={run.adapter.method} with model.pretrained=false: adapters are trained on the weights "
+                "of a model, which stay as they are; use model.pretrained=true"
+            )
         self._prepared: Prepared | None = None
         """Of the first source, whose tokenizer all have."""
         self._sources: dict[str, Prepared] = {}

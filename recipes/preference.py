@@ -36,10 +36,10 @@ class Preference(PairTask):
 
     def configure(self, run: RunConfig) -> None:
         super().configure(run)
-        if self.config.loss == "dpo" and self._model.path is None:
+        if self.config.loss == "dpo" and not (self._model.path and self._model.pretrained):
             raise UserError(
                 "task.loss=dpo compares with the model that a run begins with, and random weights are none to compare "
-                "with; use model.path=FOLDER_OR_NAME"
+                f"with; use {'model.pretrained=true' if self._model.path else 'model.path=FOLDER_OR_NAME'}"
             )
 
     def build_model(self) -> nn.Module:
@@ -121,8 +121,10 @@ class Preference(PairTask):
 
     def reference_settings(self) -> Mapping[str, Any]:
         """Return what log-probabilities depend on beside the weights and the pairs."""
-        model = self._model.model_dump(mode="json", exclude={"path", "name"})
-        return {"model": model, "precision": self.run.precision.name}
+        model, adapter = self._model.model_dump(mode="json", exclude={"path", "name"}), self.run.adapter
+        # A frozen model is held in fewer bits than one that is trained.
+        frozen = None if adapter.method == "none" else {"quantize": adapter.quantize}
+        return {"model": model, "precision": self.run.precision.name, "frozen": frozen}
 
     def reference_folder(self) -> Path:
         """Return where log-probabilities are kept."""

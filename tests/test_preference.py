@@ -72,6 +72,12 @@ class Watched(Preference):
     """Keeps the batches it trains on."""
 
     batches: list[PairBatch]
+    reads: int
+    """Times that weights are read, or their names."""
+
+    def exported_from(self, folder: Path) -> Any:
+        type(self).reads += 1
+        return super().exported_from(folder)
 
     def terms(self, output: Tensor, batch: PairBatch) -> Any:
         if torch.is_grad_enabled():
@@ -122,9 +128,10 @@ def published_losses(model: Any, reference: Any, batch: PairBatch, loss: str) ->
 def test_training_is_that_of_transformers_model_with_the_published_loss(model: Path, tmp_path: Path, loss: str) -> None:
     from transformers import LlamaForCausalLM
 
-    Watched.batches = []
+    Watched.batches, Watched.reads = [], 0
     argv = dpo(model, tmp_path / "run", f"task.loss={loss}", "trainer.max_grad_norm=0")
     assert main(argv, BUILT_IN._replace(task=Watched)) == 0
+    assert Watched.reads == 2, "the names, then the weights once, for the reference and for training"
     ours = runs.metrics(tmp_path / "run")
     theirs, reference = (LlamaForCausalLM.from_pretrained(model / "llama") for _ in range(2))
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0.0)
@@ -166,7 +173,9 @@ def test_layouts_agree_and_a_resumed_run_has_the_same_bits(cluster: Cluster, mod
     assert validation == pytest.approx([validation[0]] * 3, abs=1e-5)
 
 
-def test_a_changed_model_or_changed_pairs_have_a_reference_of_their_own(model: Path, tmp_path: Path) -> None:
+def test_a_changed_model_or_changed_pairs_have_a_reference_of_their_own(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from safetensors.torch import load_file, save_file
 
     folder, argv = tmp_path / "cache" / "reference", dpo(model, tmp_path / "run", "trainer.steps=1")
@@ -194,6 +203,29 @@ def test_a_changed_model_or_changed_pairs_have_a_reference_of_their_own(model: P
     longer = np.load(path)
     assert np.isfinite(longer[:, 0]).sum() == 8
     assert (longer == first).sum() == 2 * 4, "not computed again"
+    # The run whose model has changed since is not resumed with another reference.
+    resumed = [*argv, f"model.path={tmp_path / 'llama'}", f"run.dir={tmp_path / '2'}", "trainer.steps=2"]
+    capsys.readouterr()
+    train(resumed, 78)
+    assert "model.safetensors has other content; put that one back, or use run." in capsys.readouterr().err
+    train([*resumed, "checkpoint.allow_changes=true"])
+
+
+def test_a_model_that_is_trained_and_a_frozen_one_have_each_a_reference(model: Path, tmp_path: Path) -> None:
+    def settings(*more: str) -> Any:
+        return Preference(compose(dpo(model, tmp_path / "run", "parallel.pipeline=2", *more))).reference_settings()
+
+    full, lora, qlora = settings(), settings("adapter=lora"), settings("adapter=lora", "adapter.quantize=nf4")
+    assert full != lora != qlora != full
+    assert settings("adapter=lora", "adapter.method=dora", "adapter.rank=4") == lora
+
+
+@pytest.mark.parametrize("words", [[], ["task.loss=orpo", "adapter=lora"]])
+def test_what_needs_a_pretrained_model_is_refused_without_its_weights(
+    model: Path, tmp_path: Path, words: list[str]
+) -> None:
+    with pytest.raises(UserError, match=r"use model\.pretrained=true"):
+        Preference(compose(dpo(model, tmp_path / "run", "model.pretrained=false", *words)))
 
 
 def test_adapters_compare_with_their_base_and_keep_nothing(cluster: Cluster, model: Path, tmp_path: Path) -> None:

@@ -55,19 +55,18 @@ def files_of(folder: Path, checkpoint: Path | None, session: Session) -> dict[st
     return dict(sorted((name, record) for each in found for name, record in each.items()))
 
 
-def find_teacher(folder: Path | None, start: Start, session: Session) -> dict[str, Any] | None:
-    """Return the files of the teacher in ``folder``, for a checkpoint; None if there is no teacher. A collective.
+def same_files(kind: str, folder: Path, start: Start, session: Session) -> dict[str, list[int]]:
+    """Return the files of weights of the ``kind``, "teacher" or "reference", in ``folder``, after comparing them with
+    those that the state of a checkpoint has under this name. A collective.
 
     Raises:
-        UserError: they are not those that the checkpoint learned from.
+        UserError: they are others.
     """
-    if folder is None:
-        return None
     files = files_of(folder, None, session)
-    if files != (before := start.state.get("teacher") or files):
+    if files != (before := start.state.get(kind) or files):
         changed = sorted(name for name in {*files, *before} if files.get(name) != before.get(name))
         raise UserError(
-            f"the teacher {folder} is not the one that {start.checkpoint} learned from: {changed[0]} has other "
+            f"the {kind} {folder} is not the one that {start.checkpoint} was trained with: {changed[0]} has other "
             "content; put that one back, or use run.name=OTHER for a run of its own"
         )
     return files

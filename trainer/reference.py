@@ -23,7 +23,8 @@ from serried.configs.schema import RunConfig
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import Inputs, LossTerms
 from serried.records.files import write_atomically
-from serried.trainer.base_model import files_of
+from serried.trainer.base_model import same_files
+from serried.trainer.checkpoint.resume import Start
 from serried.trainer.context import Context
 from serried.trainer.data import Data
 from serried.trainer.loader import evaluation_batches
@@ -40,11 +41,11 @@ there."""
 class ReferencePass:
     """The numbers of a task's reference that this run needs."""
 
-    def __init__(self, context: Context, data: Data, reference: Reference) -> None:
+    def __init__(self, context: Context, data: Data, reference: Reference, start: Start) -> None:
         """Find the pretrained model, and what is known already. A collective.
 
         Raises:
-            UserError: there is no pretrained model.
+            UserError: there is no pretrained model, or another than the run had before ``start``.
         """
         self._context, self._reference = context, reference
         session = context.session
@@ -53,12 +54,14 @@ class ReferencePass:
             raise UserError("the reference is a pretrained model: add model.path=FOLDER_OR_NAME")
         self.folder = Path(folder)
         """Of the pretrained model."""
-        files = files_of(self.folder, None, session)
+        before = Start() if context.config.checkpoint.allow_changes else start
+        self.files = same_files("reference", self.folder, before, session)
+        """Its files of weights, with checksums."""
         trained = _numbers_of_run(context.config, data)
         wanted = {"train": (data.training, trained)} | {
             name: (dataset, _evaluated(context.config, dataset)) for name, dataset in data.validation.items()
         }
-        self._splits = [_Split(name, *each, reference, files) for name, each in wanted.items()]
+        self._splits = [_Split(name, *each, reference, self.files) for name, each in wanted.items()]
         for split in self._splits:
             split.read(context)
 

@@ -19,7 +19,7 @@ from serried.parallel.quantized import whole_numel
 from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
 from serried.records.trackers.processes import Trackers, choose_run_id
-from serried.trainer.base_model import Base, find_base, find_teacher
+from serried.trainer.base_model import Base, find_base, same_files
 from serried.trainer.checkpoint.resume import CHECKPOINTS, Start, check_data, make_room, plain
 from serried.trainer.checkpoint.retention import sweep
 from serried.trainer.checkpoint.save import lack_of_space
@@ -64,7 +64,12 @@ class Trainer:
         data.start(start, config.trainer.global_batch)
         remember_allocations(config, session.device, console)
         model, self._base = _build_model(context, start)
-        self._teacher = find_teacher(task.teacher_folder(), start, session)
+        teacher, reference = task.teacher_folder(), task.reference_numbers()
+        before = ReferencePass(context, data, reference, start) if reference is not None else None
+        self._frozen = {
+            "teacher": teacher and same_files("teacher", teacher, start, session),
+            "reference": before and before.files,
+        }
         module, plan = model.module, model.plan
         parameters = sum(whole_numel(parameter) for parameter in module.parameters())
         place = session.place()
@@ -86,8 +91,6 @@ class Trainer:
         )  # fmt: skip
         self.trackers = Trackers(config.run.dir, config.track, console.say)
         self._shutdown = Shutdown(config, session, console, context.folder, lambda: report.last_save_seconds)
-        reference = task.reference_numbers()
-        before = ReferencePass(context, data, reference) if reference is not None else None
         self.state = state = TrainingState(context, model, layout, start, self._base, before)
         if before is not None:
             before.use()
@@ -154,7 +157,7 @@ class Trainer:
             "step_state": self.state.step_state(),
             **self._data.state(step),
             "base": self._base and self._base.record,
-            "teacher": self._teacher,
+            **self._frozen,
             "origin": self._origin,
             "tracker_run_id": self._tracker_run_id,
             "world_size": self.context.session.world_size,

@@ -57,11 +57,12 @@ class TrainingState:
         self.optimizer = build_optimizer([(held.name, held.tensor) for held in self.parallel.parameters], config.optim)
         self._configured = group_values(self.optimizer)
         self._lr_scales = self._scales_of_groups()
-        weights = start.weights if base is None else base.folder
+        weights, held = start.weights if base is None else base.folder, None
         if reference is not None and reference.is_needed:
-            model.start(self.parallel, reference.folder, config.trainer.seed)
-            reference.run(self.parallel)
-        if reference is None or weights is not None:
+            held = reference.folder
+            model.start(self.parallel, held, config.trainer.seed)
+            reference.run(self.parallel)  # which changes no weight
+        if reference is None or weights not in (None, held):
             model.start(self.parallel, weights, config.trainer.seed)
         decay = config.trainer.ema_decay
         self._average = WeightAverage(decay, self.parallel.parameters, device) if decay else None

@@ -1,6 +1,7 @@
 """``serried plan``: the trace of a step against the formula, and against what a real run allocates and sends."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -119,6 +120,7 @@ def test_the_trace_is_what_the_allocator_shows(processes: int, close: float, clu
 def allocated(argv: list[str], path: str) -> int:
     """Bytes that a step holds at most on this rank, by the events of torch's allocator."""
     config = compose([*SHORT, *argv])
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read once in a process, where later tests look at what it prints
     with open_session(config.launch) as session:
         task, layout = CausalLM(config), resolve_layout(config.parallel, session.world_size)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:

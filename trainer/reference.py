@@ -6,7 +6,6 @@ that is a hash of all that they depend on.
 """
 
 import hashlib
-import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -91,7 +90,7 @@ class _Split:
         self.name, self._dataset, self._wanted, self._reference = name, dataset, wanted, reference
         settings = {"format": _FORMAT, "weights": files, "data": fingerprint(dataset), **reference.settings}
         key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
-        self._path = reference.folder / f"{key}.npy"
+        self._path = reference.folder / f"{key}.f64"
         self.numbers = np.full((len(dataset), reference.columns), np.nan)
 
     @property
@@ -102,10 +101,10 @@ class _Split:
     def read(self, context: Context) -> None:
         """Read what is known on rank 0, for all ranks. A collective."""
         if context.session.is_main:
-            with suppress(OSError, ValueError, EOFError):  # there is none, or it is damaged: it is computed again
-                found = np.load(self._path, allow_pickle=False)
-                if (found.shape, found.dtype) == (self.numbers.shape, self.numbers.dtype):
-                    self.numbers = found
+            with suppress(OSError):  # there is none yet
+                content = self._path.read_bytes()
+                if len(content) == self.numbers.nbytes:  # else it is damaged, and computed again
+                    self.numbers = np.frombuffer(content, self.numbers.dtype).reshape(self.numbers.shape).copy()
         if dist.is_initialized():
             both = torch.from_numpy(self.numbers).to(context.session.device)
             dist.broadcast(both, 0)
@@ -140,11 +139,9 @@ class _Split:
             done = min(wanted, done + of_all_ranks)
 
     def _write(self) -> None:
-        content = io.BytesIO()
-        np.save(content, self.numbers, allow_pickle=False)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, content.getvalue())
+            write_atomically(self._path, self.numbers.tobytes())
         except OSError as error:
             raise UserError(
                 f"cannot write {self._path}: {error.strerror}; choose another folder: data.cache_dir=FOLDER"

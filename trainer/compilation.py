@@ -19,12 +19,12 @@ _MOST_WARNINGS = 8
 def check_compiler(device: torch.device) -> None:
     """Raise ``UserError`` if torch.compile has no compiler here for ``device``."""
     # Triton compiles a launcher in C.
-    variable, usual, other = ("CC", "gcc", "clang") if device.type == "cuda" else ("CXX", "g++", "clang++")
+    language, variable, usual = ("C", "CC", "gcc") if device.type == "cuda" else ("C++", "CXX", "g++")
     compiler = os.environ.get(variable) or usual
     if shutil.which(compiler.split()[0]) is None:
         raise UserError(
-            f"trainer.compile=true needs a compiler, and there is no {compiler}; install one, name it in the "
-            f"environment ({variable}={other}), or use trainer.compile=false"
+            f"trainer.compile=true needs a {language} compiler, and there is no {compiler}; install one, name it in the "
+            f"environment ({variable}={usual}), or use trainer.compile=false"
         )
     if device.type == "cuda" and find_spec("triton") is None:
         raise UserError("trainer.compile=true needs Triton on a GPU; pip install triton, or use trainer.compile=false")

@@ -23,8 +23,8 @@ def check_compiler(device: torch.device) -> None:
     compiler = os.environ.get(variable) or usual
     if shutil.which(compiler.split()[0]) is None:
         raise UserError(
-            f"trainer.compile=true needs a {language} compiler, and there is no {compiler}; install one, name it in the "
-            f"environment ({variable}={usual}), or use trainer.compile=false"
+            f"trainer.compile=true needs a {language} compiler, and there is no {compiler}; install one, name it in "
+            f"the environment ({variable}={usual}), or use trainer.compile=false"
         )
     if device.type == "cuda" and find_spec("triton") is None:
         raise UserError("trainer.compile=true needs Triton on a GPU; pip install triton, or use trainer.compile=false")

@@ -161,6 +161,7 @@ def test_experts_of_a_model_without_a_section_are_checked_as_it_is_divided(
     assert answer in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_run_with_experts_over_context_ranks_resumes_with_the_same_bits(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

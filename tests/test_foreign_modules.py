@@ -176,6 +176,7 @@ def on_every_layout(cluster: Cluster, folder: Path, name: str) -> list[dict[str,
     return found
 
 
+@pytest.mark.slow  # examples/hf_gpt2.py is tested daily
 def test_a_tied_gpt2_of_transformers_has_one_curve_on_every_layout(cluster: Cluster, tmp_path: Path) -> None:
     alone, *others = on_every_layout(cluster, tmp_path, "gpt2")
     for other in others:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -66,12 +67,10 @@ def test_the_average_is_the_same_on_other_layouts_and_after_a_resume(
 
     train("single", 1, "parallel=single")
     train("straight", 2, "parallel=fsdp")
-    for name, ranks, *how in (
-        ("again", 2, "parallel=fsdp"),
-        ("elsewhere", 4, "parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2"),
-    ):
-        train(name, 2, "parallel=fsdp", "trainer.stop_at=2")
-        train(name, ranks, *how)
+    train("again", 2, "parallel=fsdp", "trainer.stop_at=2")
+    shutil.copytree(tmp_path / "again", tmp_path / "elsewhere")
+    train("again", 2, "parallel=fsdp")
+    train("elsewhere", 2, "parallel=fsdp", "parallel.pipeline=2")
     bits, expected = weights(tmp_path / "straight"), weights(tmp_path / "single")
     assert all(value.equal(bits[name]) for name, value in weights(tmp_path / "again").items())
     for name in ("straight", "elsewhere"):

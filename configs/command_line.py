@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from serried.configs.errors import UserError
 from serried.configs.explain import shown, unfit
 from serried.configs.keys import Key, all_keys, is_section
-from serried.configs.plain_data import flatten
+from serried.configs.plain_data import expanded, flatten
 from serried.configs.suggest import (
     Groups,
     advice,
@@ -74,7 +74,7 @@ def config_dirs(argv: Sequence[str]) -> tuple[list[str], tuple[Path, ...]]:
                 raise UserError("--config-dir needs a folder of YAML files after it: --config-dir FOLDER")
             word = f"{word}={words.pop(0)}"
         if word.startswith(_CONFIG_DIR):
-            folders.append(Path(word.removeprefix(_CONFIG_DIR)).expanduser().absolute())
+            folders.append(expanded(word.removeprefix(_CONFIG_DIR)).absolute())
         else:
             overrides.append(word)
     for folder in folders:

@@ -1,6 +1,7 @@
 """Settings taken from a Hugging Face model: ``model.path=FOLDER_OR_NAME``, or ``checkpoint.resume=FOLDER``."""
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 
 from serried.configs.errors import UserError
 from serried.configs.near import nearest
-from serried.configs.plain_data import read_json, read_yaml
+from serried.configs.plain_data import expanded, read_json, read_yaml
 from serried.configs.registry import models
 from serried.configs.schema import parse_count
 
@@ -130,8 +131,8 @@ def model_folder(name: str, *patterns: str, key: str = _MODEL) -> Path:
     Raises:
         UserError: there is no such folder, and it cannot be downloaded.
     """
-    folder = Path(name).expanduser()
-    if folder.exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
+    folder = expanded(name)
+    if _exists(folder) or name.count("/") != 1 or name.startswith(("/", ".", "~")):
         return folder
     try:
         from huggingface_hub import snapshot_download
@@ -146,16 +147,23 @@ def model_folder(name: str, *patterns: str, key: str = _MODEL) -> Path:
         ) from None
 
 
+def _exists(path: Path) -> bool:
+    """Whether there is ``path``; no, if its name is too long for any file."""
+    with suppress(OSError):
+        return path.exists()
+    return False
+
+
 def _resumed_folder(plain: Mapping[str, Any]) -> str | None:
     """The plain model folder that ``checkpoint.resume`` names, if it does."""
-    path = Path(str((plain.get("checkpoint") or {}).get("resume"))).expanduser()
-    is_model = (path / CONFIG).is_file() and not any((path / name).exists() for name in _NOT_A_MODEL)
+    path = expanded(str((plain.get("checkpoint") or {}).get("resume")))
+    is_model = _exists(path / CONFIG) and not any((path / name).exists() for name in _NOT_A_MODEL)
     return str(path) if is_model or _recorded(str(path), plain) else None
 
 
 def _described(path: str, plain: Mapping[str, Any], family: str | None) -> dict[str, Any]:
     """The keys of the model in ``path``; if it is gone, as the run that began with it recorded them."""
-    recorded = {} if Path(path).exists() else _recorded(path, plain)
+    recorded = {} if _exists(Path(path)) else _recorded(path, plain)
     return {key: recorded[key] for key in recorded if key not in ("name", "path")} or keys_of_model(path, family)
 
 

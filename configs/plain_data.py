@@ -150,3 +150,8 @@ def _check_depth(value: Any) -> None:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def expanded(name: str) -> Path:
+    """Return ``name`` as a path, with the home folder in place of ``~``; as it is, if there is no such user."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111 -- that of Path fails if there is no such user

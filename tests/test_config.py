@@ -410,6 +410,12 @@ def test_huge_value_is_out_of_range(override: str):
     assert f"{override} (command line) is out of range: it must be " in refusal(override)
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "~no-such-user", "~no-such-user/" + "x" * 300])
+def test_path_that_no_file_can_have_is_refused(name: str):
+    assert f"model.path={name}: cannot read " in refusal(f"model.path={name}")
+    assert compose([f"checkpoint.resume={name}"]).checkpoint.resume == name, "it is refused where checkpoints are read"
+
+
 def test_tokenizer_name_of_300_characters_is_refused():
     assert "no such file or folder" in refusal(f"data.tokenizer={'x' * 300}")
 

@@ -9,14 +9,13 @@ does.
 import json
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
-from serried.configs.plain_data import NotPlainData, read_bytes
+from serried.configs.plain_data import NotPlainData, expanded, read_bytes
 from serried.recipes.data.encode import Encoded, row_of_unit
 from serried.recipes.data.files import library
 from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer
@@ -124,7 +123,7 @@ def chat_template(section: DataSection, tokenizer: Tokenizer) -> tuple[str, str]
         return given, "data.chat_template"
     if given is not None:
         try:
-            return read_bytes(Path(given).expanduser()).decode("utf-8"), f"data.chat_template={given}"
+            return read_bytes(expanded(given)).decode("utf-8"), f"data.chat_template={given}"
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             reason = str(error) if isinstance(error, NotPlainData) else reason

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from serried.configs.errors import UserError
+from serried.configs.plain_data import expanded
 from serried.recipes.data.files import SourceFile, files_state, kind_of, library, quiet
 from serried.recipes.data.rows import Column, JsonLines, ParquetRows, documents_of, row_place, rows_of, units_of_file
 from serried.recipes.data.source import Reading, Row, Source, Unit
@@ -222,7 +223,7 @@ def _explained(section: Any, split: str, error: Exception, datasets: Any) -> Use
         return _no_subset(section, "has several subsets, and none is named", _listed(text))
     if isinstance(error, OSError) and error.errno:
         return UserError(f"cannot read or store {name}: {error.strerror} ({error.filename}); HF_HOME says where to")
-    if Path(str(section.path)).expanduser().is_dir():
+    if expanded(str(section.path)).is_dir():
         return _broken_file(section, split) or UserError(
             f"{name} cannot be read: {text}; name another folder: data.path=..."
         )

@@ -18,6 +18,7 @@ from typing import Any
 
 from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
+from serried.configs.plain_data import expanded
 from serried.recipes.data.atomic_folder import make_folder, other_cache
 from serried.recipes.data.chat import chat_encoder
 from serried.recipes.data.encode import Encoder, TextEncoder
@@ -114,7 +115,7 @@ def prepare(section: DataSection, show: Show | None = None, threads: int | None 
 
 def _prepare(section: DataSection, progress: Progress) -> Prepared:
     if getattr(section, "is_prepared", False):
-        path = Path(str(getattr(section, "path", ""))).expanduser()
+        path = expanded(str(getattr(section, "path", "")))
         if section.tokenizer != "bytes":
             raise UserError(f"{path} was prepared with its own tokenizer; leave data.tokenizer={section.tokenizer} out")
         return open_prepared(path.absolute())
@@ -167,7 +168,7 @@ def cache_folder(section: DataSection) -> Path:
     """Return ``data.cache_dir``, else ``$XDG_CACHE_HOME/serried``, else ``~/.cache/serried``."""
     try:
         if section.cache_dir:
-            return section.cache_dir.expanduser().absolute()
+            return expanded(str(section.cache_dir)).absolute()
         base = Path(os.environ.get("XDG_CACHE_HOME", ""))
         return (base if base.is_absolute() else Path.home() / ".cache") / "serried"  # the specification of XDG
     except RuntimeError as error:

@@ -14,7 +14,7 @@ import torch
 from serried.configs.errors import UserError
 from serried.configs.explain import value_at
 from serried.configs.keys import all_keys
-from serried.configs.plain_data import flatten
+from serried.configs.plain_data import expanded, flatten
 from serried.configs.run_config import CHOSEN
 from serried.configs.schema import RunConfig, Section
 from serried.configs.suggest import nearest
@@ -104,7 +104,7 @@ def _candidates(config: RunConfig, pretrained: Callable[[], Path | None]) -> dic
             return {
                 "candidates": own, "weights": str(weights) if weights else None, "origin": _origin(own), "notes": [],
             }  # fmt: skip
-        given = Path(resume).expanduser().absolute()
+        given = expanded(resume).absolute()
         origin = os.path.normpath(given)  # however it is spelt; a link keeps its name, wherever it leads by now
         if own and _origin(own) == origin:
             # The same command again: it began there once, and has its own checkpoints since.

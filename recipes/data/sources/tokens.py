@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from serried.configs.data_section import DataSection, SourceSection, sources
+from serried.configs.plain_data import expanded
 from serried.recipes.data.find import check_path
 
 
@@ -26,7 +26,7 @@ class TokensSection(SourceSection):
     @property
     def is_prepared(self) -> bool:
         """Whether ``path`` is a folder of ``serried prepare``."""
-        return (Path(str(self.path)).expanduser() / "summary.json").exists()
+        return (expanded(str(self.path)) / "summary.json").exists()
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()

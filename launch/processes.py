@@ -63,7 +63,8 @@ def wait_for_all(
             failed = failed or {n: process.returncode for n, process in enumerate(processes) if process.returncode}
             if not running:
                 return failed
-            new, passed_on = signals.received[passed_on:], len(signals.received)
+            count = len(signals.received)  # once: a signal may arrive between two looks at it
+            new, passed_on = signals.received[passed_on:count], count
             if new:
                 deadline = min(deadline, time.monotonic() + patience_seconds)
             if failed and not is_ending:

@@ -19,7 +19,7 @@ train: .venv/.ready
 test: lint
 	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
-test-slow: .venv/.ready-dev
+test-slow: .venv/.ready-export
 	$(BIN)/python -m pytest -m slow $(IN_PARALLEL) $(ARGS)
 
 # Slurm comes from Debian's packages, and its nodes are network namespaces: both need root. Elsewhere the tests skip.
@@ -61,3 +61,7 @@ clean:
 .venv/.ready-dev: pyproject.toml constraints.txt | .venv/bin/python
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@ .venv/.ready
+
+.venv/.ready-export: .venv/.ready-dev
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[export]'
+	@touch $@

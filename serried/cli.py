@@ -1,44 +1,31 @@
 """The command ``serried``: everything that is not training. ``serried export runs/tiny out=my-model``."""
 
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from inspect import getdoc
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from serried.configs.command_line import config_dirs
-from serried.configs.data_section import DataSection, TextRunConfig
-from serried.configs.declaration import BUILT_IN, Declaration, declared, declaring
+from serried.configs.data_section import DataSection
+from serried.configs.declaration import BUILT_IN, declaring
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.configs.formats import columns
-from serried.configs.plain_data import read_json, read_yaml
-from serried.configs.registry import task_of_model, tasks
-from serried.configs.schema import RunConfig, parse_count
+from serried.configs.plain_data import read_json
+from serried.configs.schema import RunConfig
 from serried.configs.suggest import nearest
 from serried.configs.words import number, pairs, run_key
-from serried.runs import (
-    checkpoints_of,
-    choose_checkpoint,
-    existing_runs,
-    find_run,
-    find_saved,
-    is_run,
-    run_folder,
-    runs_of_a_sweep,
-    similar_runs,
-)
+from serried.opening import opened
+from serried.runs import existing_runs, find_run, is_run, run_folder, runs_of_a_sweep, similar_runs
 from serried.runtime.early import print_any_text
 from serried.runtime.ending import leave, note_repeated, report_mistake
 from serried.runtime.program import check_surroundings
 from serried.runtime.ranks import is_started, say
-from serried.task_class import installed
 
 if TYPE_CHECKING:
     from serried.trainer.generation import Writer
-    from serried.trainer.task import TextTask
 
 _GENERATE_READS = ("precision", "launch.device")
 _EVALUATE_READS = (
@@ -225,22 +212,21 @@ def status(words: list[str]) -> int:
     return say("\n\n".join(describe_run(folder) for folder in folders))
 
 
-@_command("RUN out=FOLDER [checkpoint=STEP] [dtype=fp32|bf16|fp16] [shard_size=5GB] [merge=true]")
+@_command("RUN out=PLACE [format=hf] [checkpoint=STEP] [dtype=bf16] [shard_size=5GB] [merge=true]")
 def export(words: list[str]) -> int:
-    """Write a checkpoint as a plain model folder that transformers opens, or adapters as PEFT opens them.
+    """Write a checkpoint in a format that other software opens.
 
-    out          folder to write: config, generation config, tokenizer, weights
-    dtype        of the weights; as saved (fp32) by default
-    shard_size   largest file: 500MB, 5GB (default); a larger tensor has its own file
-    merge        true: add the adapters (LoRA) to their base model, and write that
+    format       hf (default): a model folder for transformers, or of adapters for PEFT; gguf: for llama.cpp; onnx;
+                 torch_export. The file is run, and its logits are compared with the checkpoint's
+    out          folder to write with format=hf, else the file
+    dtype        of the weights. hf: fp32, bf16 or fp16, as saved by default; gguf: fp16 (default), fp32, bf16, q8_0 or
+                 q4_0; onnx: fp32 (default) or int8; torch_export: fp32 (default) or bf16
+    shard_size   largest file of format=hf: 500MB, 5GB (default); a larger tensor has its own file
+    merge        true: add the adapters (LoRA) to their base model, and write that; other formats always do
     """
-    from serried.trainer.checkpoint.manifest import MANIFEST
+    from serried.exporting import export_model
 
-    given, _ = pairs(words, "export", (*_EXPORT_TAKES, "merge"))
-    saved = find_saved(given, "export")
-    if saved.run is None and not (saved.folder / MANIFEST).is_file():
-        raise UserError(f"{saved.folder} is a plain model folder already; export a run or one of its checkpoints")
-    return _write_model(given, saved.folder, base=_base_to_merge(given, saved.folder))
+    return export_model(words)
 
 
 @_command("RUN checkpoint=STEPS out=FOLDER [dtype=fp32|bf16|fp16] [shard_size=5GB]")
@@ -251,62 +237,9 @@ def merge(words: list[str]) -> int:
     checkpoint   their steps: checkpoint=200,250,300
     out          folder to write; dtype and shard_size are those of serried export
     """
-    given, _ = pairs(words, "merge", _EXPORT_TAKES)
-    steps = [word for word in given.get("checkpoint", "").split(",") if word]
-    saved = checkpoints_of(find_run(given, "merge"))
-    *others, last = dict.fromkeys(choose_checkpoint(saved, {"checkpoint": step}) for step in steps or [str(max(saved))])
-    if not others:
-        raise UserError("serried merge needs two checkpoints or more, as in checkpoint=200,300; one: serried export")
-    return _write_model(given, last, averaged_with=others)
+    from serried.exporting import merge_checkpoints
 
-
-_EXPORT_TAKES = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
-
-
-def _write_model(
-    given: Mapping[str, str], checkpoint: Path, *, base: Path | None = None, averaged_with: Sequence[Path] = ()
-) -> int:
-    """Export ``checkpoint`` as the other words say, and say so."""
-    import torch
-
-    from serried.configs.formats import size
-    from serried.trainer.checkpoint.export import export as write
-
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype = given.get("dtype")
-    if dtype is not None and dtype not in dtypes:
-        raise UserError(f"dtype={dtype} is not one of {', '.join(dtypes)}; use dtype=bf16")
-    if "out" not in given:
-        raise UserError("out=FOLDER is missing: the folder to write; e.g. out=my-model")
-    text = given.get("shard_size", "5GB")
-    shard_bytes = parse_count(re.sub("[Bb]$", "", text.strip()))
-    if not isinstance(shard_bytes, int) or shard_bytes < 1:
-        raise UserError(f"shard_size={text} is not a size; e.g. shard_size=5GB or shard_size=500MB")
-    out = Path(given["out"])
-    files = write(
-        checkpoint, out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes, base=base,
-        averaged_with=averaged_with,
-    )  # fmt: skip
-    what = ", ".join(map(str, (*averaged_with, checkpoint)))
-    return say(f"exported   {what} to {out}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}")
-
-
-def _base_to_merge(given: Mapping[str, str], checkpoint: Path) -> Path | None:
-    """Return the folder of the base model, if ``merge=true`` asks to add the adapters in ``checkpoint`` to it."""
-    from serried.trainer.base_model import check_base
-    from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
-
-    merge = given.get("merge", "false")
-    if merge not in ("true", "false"):
-        raise UserError(f"merge={merge} is not true or false; use merge=true")
-    if merge == "false":
-        return None
-    if not (checkpoint / ADAPTER_CONFIG).is_file():
-        raise UserError(f"merge=true: {checkpoint} holds a whole model and no adapters; leave it out")
-    base = check_base(checkpoint)
-    if base is None:
-        raise UserError("merge=true: the base model is no folder, but the task's own build_model(); leave it out")
-    return base
+    return merge_checkpoints(words)
 
 
 @_command("RUN [RUN ...] [out=FILE]")
@@ -436,7 +369,7 @@ def _writer(given: dict[str, str], overrides: list[str], command: str, *, tokens
     if torchrun_says()[2] > 1:
         raise UserError(f"serried {command} runs in one process; start it without torchrun")
     device = [f"launch.device={given['device']}"] if "device" in given else []
-    config, checkpoint, new_task = _opened(given, [*overrides, *device], _GENERATE_READS, command)
+    config, checkpoint, new_task = opened(given, [*overrides, *device], _GENERATE_READS, command)
     config = as_saved(config, checkpoint, world_size=1, is_resharded=True, is_other_data=True)
     session = Session((0, 0, 1, 1), choose_device(config.launch, 0, 1), config.launch)
     shown = printable if sys.stdout.isatty() else str
@@ -467,7 +400,7 @@ def evaluate(words: list[str]) -> int:
     if given.get("json", "false") not in ("true", "false"):
         raise UserError(f"json={given['json']} is not true or false; use json=true")
     keys = [word.partition("=")[0].lstrip("+") for word in overrides]
-    config, checkpoint, new_task = _opened(given, overrides, _EVALUATE_READS, "evaluate")
+    config, checkpoint, new_task = opened(given, overrides, _EVALUATE_READS, "evaluate")
     is_other_data = any(
         key == "data" or (key.startswith("data.") and key.split(".")[1] not in DataSection.model_fields) for key in keys
     )
@@ -489,81 +422,6 @@ def evaluate(words: list[str]) -> int:
         )  # fmt: skip
 
     return run_in_session(config.launch, work)
-
-
-def _opened(
-    given: dict[str, str], overrides: list[str], reads: tuple[str, ...], command: str
-) -> tuple[TextRunConfig, Path, "Callable[[TextRunConfig], TextTask]"]:
-    """Return the config and folder of the saved model that ``given`` names, and what makes its task. ``overrides`` of
-    the config may have keys that begin as ``reads`` say.
-
-    Raises:
-        UserError: there is no such model, it is of no text task, or an override is wrong.
-    """
-    from serried.configs.compose import compose_saved, refuse_misread
-    from serried.recipes.causal_lm import CausalLM
-
-    saved = find_saved(given, command)
-    if saved.run is None:
-        refuse_misread(overrides, reads)
-        return _config_of_model(saved.folder, overrides), saved.folder, CausalLM
-    declaration = _task_of_text(saved.run, command)
-    with declaring(declaration._replace(config_dirs=declared().config_dirs)):
-        config = compose_saved(saved.run / "config.yaml", overrides, reads)
-
-    def new_task(config: TextRunConfig) -> "TextTask":
-        task: TextTask = (declaration.task or task_of_model(config.task.name))()
-        task.configure(config)
-        return task
-
-    return config, saved.folder, new_task
-
-
-def _task_of_text(run: Path, command: str) -> Declaration:
-    """Return the declaration of the task that trained ``run``.
-
-    Raises:
-        UserError: it is a script's, or has no text.
-    """
-    from serried.trainer.task import TextTask
-
-    try:
-        name = read_yaml(run / "config.yaml")["task"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return BUILT_IN  # a mistake in the file, which composing reports
-    known = name in tasks.names()
-    found = installed(name) if known else BUILT_IN
-    if known and (found.task is None or (issubclass(found.task, TextTask) and found.sections == BUILT_IN.sections)):
-        return found
-    why = "which is no serried.TextTask with the sections model and data" if known else "which is not installed"
-    raise UserError(
-        f"{run} was trained by the task {name}, {why}, so serried {command} cannot open it; in Python: "
-        f'serried.load_model("{run}", task=CLASS)'
-    )
-
-
-def _config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
-    """The config of a run with the model and tokenizer of ``folder``, which transformers opens.
-
-    Raises:
-        UserError: it holds a model of another family, or cannot be read.
-    """
-    from serried.configs.compose import compose
-    from serried.configs.model_folder import family_of_any, keys_of_model
-    from serried.recipes.saved import keys_of_adapters
-    from serried.task_class import words
-
-    keys: dict[str, dict[str, Any]] = {"model": {"path": folder.absolute()}}
-    if not (folder / "config.json").is_file():  # adapters alone
-        keys = keys_of_adapters(folder)
-    path = str(keys["model"]["path"])
-    family = family_of_any(path)
-    longest = keys_of_model(path, family).get("max_sequence_length", 2048)
-    choice = [f"model={family}"] if family else []
-    config = compose([*choice, *words(keys), f"data.sequence_length={longest}", *overrides])
-    if (folder / "chat_template.jinja").is_file():
-        config = config.model_copy(update={"data": config.data.model_copy(update={"format": "chat"})})
-    return config
 
 
 def _help(name: str | None) -> str:

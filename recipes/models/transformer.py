@@ -249,6 +249,11 @@ class Transformer(nn.Module):
         mine = self.context.part(positions, 1)
         return cos[mine].unsqueeze(1), sin[mine].unsqueeze(1)
 
+    def keep_rotations(self, length: int) -> None:
+        """Compute the angles of ``length`` tokens now, for a graph to hold as constants."""
+        for base in {*self.reaches(length)[1]}:
+            self._rope(length, self.norm.weight.device, base)
+
     def _rope(self, sequence: int, device: torch.device, base: float) -> tuple[Tensor, Tensor]:
         # Kept outside of the buffers: computed when first used, in fp32 on the CPU, so neither meta
         # construction nor mixed precision can touch them. The longest so far serves all shorter ones: while text is

@@ -1,0 +1,213 @@
+"""GGUF, the format of llama.cpp: one file with the sizes, the tokenizer and the weights."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serried.configs.errors import UserError
+from serried.configs.model_folder import CONFIG
+from serried.configs.plain_data import read_json
+from serried.recipes.exports.formats import Source
+from serried.recipes.models.transformer import rope_frequencies
+from serried.records.tensors import TensorFolder, TensorSpec, header, tensor_bytes
+
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""Family -> its name in llama.cpp."""
+_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+_BLOCK = 32
+"""Numbers of Q8_0 and Q4_0 that share a scale."""
+_PATTERNS = {r"\p{N}{1,3}": "llama-bpe", r"|\p{N}|": "qwen2"}
+"""Part of the pattern that a tokenizer splits text with -> its name in llama.cpp."""
+_FREQUENCIES = "rope_freqs.weight"
+
+
+def write(source: Source, file: Path, dtype: str) -> None:
+    """Write the model to ``file``. Vectors stay in fp32, as llama.cpp needs them."""
+    from gguf import GGUFWriter, LlamaFileType, quant_shape_to_byte_shape
+
+    section = source.section
+    if section.family not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        raise UserError(
+            f"format=gguf: model.family={section.family} is not written as GGUF here, only {known}; use format=hf and "
+            "llama.cpp's convert_hf_to_gguf.py"
+        )
+    writer = GGUFWriter(file, _ARCHITECTURES[section.family])
+    _add_sizes(writer, source)
+    kind = "ALL_F32" if dtype == "fp32" else f"MOSTLY_{_TYPES[dtype]}"
+    writer.add_file_type(LlamaFileType[kind])
+    _add_tokenizer(writer, source.folder)
+    weights = TensorFolder(source.folder)
+    names = _names(source, weights)
+    for name, spec in ((name, weights.specs[of]) for of, name in names.items()):
+        kind = _kind(spec, dtype)
+        shape = quant_shape_to_byte_shape(spec.shape, kind)
+        writer.add_tensor_info(name, shape, np.dtype(np.uint8), prod(shape), kind)
+    factors = _rope_factors(section)
+    if factors is not None:
+        writer.add_tensor_info(_FREQUENCIES, factors.shape, np.dtype(np.float32), factors.nbytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for each in _values(source, weights, names, dtype):
+        writer.write_tensor_data(each)
+    if factors is not None:
+        writer.write_tensor_data(factors.numpy())
+    writer.close()
+
+
+def run(source: Source, file: Path, tokens: Tensor) -> Tensor:
+    """Return the logits of the model with the weights that the ``gguf`` package reads in ``file``."""
+    back = file.with_name(f"{file.name}.back")
+    back.mkdir()
+    try:
+        _read_back(source, file, back)
+        logits: Tensor = source.opened(back)(tokens)
+        return logits
+    finally:
+        shutil.rmtree(back)
+
+
+def _read_back(source: Source, file: Path, folder: Path) -> None:
+    """Write the weights in ``file`` as a Hugging Face ``folder``."""
+    from gguf import GGUFReader, dequantize
+
+    theirs = {each.name: each for each in GGUFReader(file).tensors}
+    weights = TensorFolder(source.folder)
+    names = _names(source, weights)
+    shutil.copyfile(source.folder / CONFIG, folder / CONFIG)
+    specs = [TensorSpec(name, torch.float32, weights.specs[name].shape) for name in names]
+    with (folder / "model.safetensors").open("wb") as out:
+        out.write(header(specs))
+        for spec in specs:
+            found = theirs[names[spec.name]]
+            values = torch.from_numpy(dequantize(found.data, found.tensor_type).astype(np.float32))
+            heads = _heads(source.section, spec.name)
+            if heads:
+                values = values.unflatten(0, (heads, -1, 2)).transpose(1, 2)
+            out.write(tensor_bytes(values.reshape(spec.shape).contiguous()))
+
+
+def _add_sizes(writer: Any, source: Source) -> None:
+    section, head_dim = source.section, source.section.attention_head_dim
+    writer.add_name(source.folder.name if section.name in (None, "") else section.name)
+    # llama.cpp computes no window for these: what a window holds is the same with and without.
+    writer.add_context_length(min(section.max_sequence_length, section.window(0) or section.max_sequence_length))
+    writer.add_embedding_length(section.dim)
+    writer.add_block_count(section.layers)
+    writer.add_feed_forward_length(section.hidden_dim)
+    writer.add_head_count(section.heads)
+    writer.add_head_count_kv(section.kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(section.rope_theta)
+    writer.add_layer_norm_rms_eps(section.norm_eps)
+    writer.add_vocab_size(read_json(source.folder / CONFIG)["vocab_size"])
+
+
+def _rope_factors(section: Any) -> Tensor | None:
+    """What Llama 3.1 divides the frequencies of each pair by; None: nothing."""
+    if section.rope_scaling is None:
+        return None
+    of = section.attention_head_dim, section.rope_theta
+    return rope_frequencies(*of, None) / rope_frequencies(*of, section.rope_scaling)
+
+
+def _names(source: Source, weights: TensorFolder) -> dict[str, str]:
+    """Names in a Hugging Face folder -> names in llama.cpp."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    section = source.section
+    known = get_tensor_name_map(MODEL_ARCH[_ARCHITECTURES[section.family].upper()], section.layers)
+    names = {name: known.get_name(name, (".weight", ".bias")) for name in weights.specs}
+    if section.tie_embeddings:
+        names.pop("lm_head.weight", None)  # llama.cpp takes the embedding's
+    return {name: found for name, found in names.items() if found}
+
+
+def _heads(section: Any, name: str) -> int:
+    """Return how many heads have their rows in another order: llama.cpp's Llama turns neighbours, not (i, i + E/2)."""
+    if _ARCHITECTURES[section.family] != "llama":
+        return 0
+    return {"q_proj": section.heads, "k_proj": section.kv_heads}.get(name.split(".")[-2], 0)
+
+
+def _kind(spec: TensorSpec, dtype: str) -> Any:
+    from gguf import GGMLQuantizationType
+
+    if len(spec.shape) == 1:
+        return GGMLQuantizationType.F32
+    if not dtype.startswith("q"):
+        return GGMLQuantizationType[_TYPES[dtype]]
+    if spec.shape[-1] % _BLOCK:
+        return GGMLQuantizationType.F16
+    is_end = spec.name.endswith(("embed_tokens.weight", "lm_head.weight"))  # which matter most
+    return GGMLQuantizationType["Q8_0" if is_end else _TYPES[dtype]]
+
+
+def _values(source: Source, weights: TensorFolder, names: dict[str, str], dtype: str) -> Iterator[np.ndarray[Any, Any]]:
+    from gguf import quantize
+
+    for name in names:
+        spec = weights.specs[name]
+        values = weights.read_elements(name, 0, spec.numel).float().view(spec.shape)
+        heads = _heads(source.section, name)
+        if heads:
+            values = values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(spec.shape)
+        yield quantize(values.contiguous().numpy(), _kind(spec, dtype))
+
+
+def _add_tokenizer(writer: Any, folder: Path) -> None:
+    """Add what ``tokenizer.json`` holds; without one the file has no tokenizer."""
+    from gguf import SpecialVocab, TokenType
+
+    rows = read_json(folder / CONFIG)["vocab_size"]
+    if not (folder / "tokenizer.json").is_file():
+        writer.add_tokenizer_model("no_vocab")
+        return
+    found = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    model = found["model"]
+    is_bytes = not model.get("byte_fallback")  # a token's characters stand for bytes, as in GPT-2
+    if model.get("type", "BPE") != "BPE":
+        raise UserError(
+            f"format=gguf: the tokenizer is a {model['type']}, and only byte-pair encodings are written; use format=hf"
+        )
+    texts = [f"[PAD{number}]" for number in range(rows)]
+    kinds = [TokenType.UNUSED] * rows
+    for text, number in model["vocab"].items():
+        is_byte = not is_bytes and text.startswith("<0x") and text.endswith(">")
+        texts[number], kinds[number] = text, TokenType.BYTE if is_byte else TokenType.NORMAL
+    for added in found.get("added_tokens", []):
+        texts[added["id"]] = added["content"]
+        kinds[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+    writer.add_tokenizer_model("gpt2" if is_bytes else "llama")
+    writer.add_tokenizer_pre(_splitting(found) if is_bytes else "default")
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    if not is_bytes:
+        writer.add_token_scores(_scores(model, texts))
+    SpecialVocab(folder, load_merges=is_bytes, n_vocab=rows).add_to_gguf(writer, quiet=True)
+
+
+def _scores(model: dict[str, Any], texts: list[str]) -> list[float]:
+    """A SentencePiece tokenizer joins the pair with the best score first: the one that was learned first."""
+    pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
+    ranks = {"".join(pair): -float(rank) for rank, pair in reversed([*enumerate(pairs)])}
+    return [ranks.get(text, 0.0) for text in texts]
+
+
+def _splitting(tokenizer: dict[str, Any]) -> str:
+    """Return llama.cpp's name of how text is split before pairs are joined."""
+    text = json.dumps(tokenizer.get("pre_tokenizer"))
+    for part, name in _PATTERNS.items():
+        if json.dumps(part)[1:-1] in text:
+            return name
+    return "gpt-2" if '"use_regex": true' in text else "default"

@@ -1,0 +1,41 @@
+"""ONNX, as ONNX Runtime and many others read it."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from serried.recipes.exports.formats import Source
+from serried.recipes.exports.traced import traced
+
+_LARGEST_BYTES = 2**31 - 2**20
+"""Of one protobuf. Larger weights lie beside it."""
+
+
+def write(source: Source, file: Path, dtype: str) -> None:
+    """Write the model to ``file``, and weights above 2 GB to another with ``.data`` behind its name."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    graph = traced(source, torch.float32)
+    program = torch.onnx.export(
+        graph, dynamo=True, input_names=["tokens"], output_names=["logits"], verbose=False, external_data=False
+    )
+    assert program is not None
+    is_large = sum(each.nbytes for each in graph.state_dict.values()) > _LARGEST_BYTES
+    if dtype == "fp32":
+        program.save(file, external_data=is_large)
+        return
+    whole = file.with_name(f"{file.name}.fp32")
+    program.save(whole, external_data=is_large)
+    quantize_dynamic(whole, file, weight_type=QuantType.QInt8, per_channel=True, use_external_data_format=is_large)
+    for each in file.parent.glob(f"{whole.name}*"):
+        each.unlink()
+
+
+def run(source: Source, file: Path, tokens: Tensor) -> Tensor:
+    """Return the logits that ONNX Runtime computes for ``tokens``."""
+    from onnxruntime import InferenceSession
+
+    del source
+    session = InferenceSession(file, providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(["logits"], {"tokens": tokens.numpy()})[0])

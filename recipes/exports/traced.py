@@ -1,0 +1,39 @@
+"""The graph of a model, for formats that hold one."""
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from serried.recipes.exports.formats import Source
+from serried.recipes.models.transformer import Transformer
+
+
+class _Logits(nn.Module):
+    """Tokens [B, S] -> logits [B, S, V]; nothing else of the model's forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens)
+        return logits
+
+
+def traced(source: Source, dtype: torch.dtype) -> ExportedProgram:
+    """Return the graph of the model with weights in ``dtype``, for any batch and sequences of up to ``longest``."""
+    model, most = source.opened(source.folder).to(dtype), longest(source)
+    if isinstance(model, Transformer):
+        model.keep_rotations(most)
+    example = torch.zeros(2, min(16, most), dtype=torch.long)
+    dims = {0: Dim("batch"), 1: Dim("sequence", max=most)}
+    with torch.no_grad():
+        return torch.export.export(_Logits(model), (example,), dynamic_shapes=(dims,))
+
+
+def longest(source: Source) -> int:
+    """Return the most tokens of a sequence. Those that a window does not hold need a mask, which depends on the length:
+    the graph leaves them out."""
+    section = source.section
+    windows = [section.window(layer) for layer in range(section.layers)] if hasattr(section, "window") else []
+    return min([section.max_sequence_length, *(window for window in windows if window)])

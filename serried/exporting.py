@@ -1,0 +1,227 @@
+"""``serried export`` and ``serried merge``: checkpoints as other software opens them."""
+
+import logging
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from serried.configs.errors import UserError
+from serried.configs.formats import size
+from serried.configs.plain_data import read_json
+from serried.configs.schema import parse_count
+from serried.configs.suggest import nearest
+from serried.configs.words import pairs
+from serried.opening import config_of_model, task_of_text
+from serried.runs import Saved, checkpoints_of, choose_checkpoint, find_run, find_saved
+from serried.runtime.ranks import say
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from serried.recipes.exports.formats import Format, Source
+
+_TAKES = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
+_HUGGING_FACE = "hf"
+_PROMPT = (2, 13)
+"""Sequences and tokens that the exported model is compared on."""
+
+
+def export_model(words: list[str]) -> int:
+    """Run ``serried export``."""
+    from serried.recipes.exports.formats import FORMATS
+    from serried.trainer.checkpoint.manifest import MANIFEST
+
+    given, _ = pairs(words, "export", (*_TAKES, "merge", "format"))
+    name = given.get("format", _HUGGING_FACE)
+    if name not in (_HUGGING_FACE, *FORMATS):
+        close = nearest(name, [_HUGGING_FACE, *FORMATS])
+        hint = f"did you mean format={close[0]}?" if close else f"use one of {', '.join([_HUGGING_FACE, *FORMATS])}"
+        raise UserError(f"format={name} is none that serried export writes; {hint}")
+    saved = find_saved(given, "export")
+    if name != _HUGGING_FACE:
+        return _export_file(given, saved, name, FORMATS[name])
+    if saved.run is None and not (saved.folder / MANIFEST).is_file():
+        raise UserError(f"{saved.folder} is a plain model folder already; export a run or one of its checkpoints")
+    return _write_model(given, saved.folder, base=_base_to_merge(given, saved.folder))
+
+
+def merge_checkpoints(words: list[str]) -> int:
+    """Run ``serried merge``."""
+    given, _ = pairs(words, "merge", _TAKES)
+    steps = [word for word in given.get("checkpoint", "").split(",") if word]
+    saved = checkpoints_of(find_run(given, "merge"))
+    *others, last = dict.fromkeys(choose_checkpoint(saved, {"checkpoint": step}) for step in steps or [str(max(saved))])
+    if not others:
+        raise UserError("serried merge needs two checkpoints or more, as in checkpoint=200,300; one: serried export")
+    return _write_model(given, last, averaged_with=others)
+
+
+# format=hf ------------------------------------------------------------------------------------------------------------
+
+
+def _write_model(
+    given: Mapping[str, str], checkpoint: Path, *, base: Path | None = None, averaged_with: Sequence[Path] = ()
+) -> int:
+    """Export ``checkpoint`` as the other words say, and say so."""
+    import torch
+
+    from serried.trainer.checkpoint.export import export as write
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = given.get("dtype")
+    if dtype is not None and dtype not in dtypes:
+        raise UserError(f"dtype={dtype} is not one of {', '.join(dtypes)}; use dtype=bf16")
+    if "out" not in given:
+        raise UserError("out=FOLDER is missing: the folder to write; e.g. out=my-model")
+    text = given.get("shard_size", "5GB")
+    shard_bytes = parse_count(re.sub("[Bb]$", "", text.strip()))
+    if not isinstance(shard_bytes, int) or shard_bytes < 1:
+        raise UserError(f"shard_size={text} is not a size; e.g. shard_size=5GB or shard_size=500MB")
+    out = Path(given["out"])
+    files = write(
+        checkpoint, out, dtype=dtypes[dtype] if dtype else None, shard_bytes=shard_bytes, base=base,
+        averaged_with=averaged_with,
+    )  # fmt: skip
+    what = ", ".join(map(str, (*averaged_with, checkpoint)))
+    return say(f"exported   {what} to {out}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}")
+
+
+def _base_to_merge(given: Mapping[str, str], checkpoint: Path) -> Path | None:
+    """Return the folder of the base model, if ``merge=true`` asks to add the adapters in ``checkpoint`` to it."""
+    from serried.trainer.base_model import check_base
+    from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
+
+    merge = given.get("merge", "false")
+    if merge not in ("true", "false"):
+        raise UserError(f"merge={merge} is not true or false; use merge=true")
+    if merge == "false":
+        return None
+    if not (checkpoint / ADAPTER_CONFIG).is_file():
+        raise UserError(f"merge=true: {checkpoint} holds a whole model and no adapters; leave it out")
+    base = check_base(checkpoint)
+    if base is None:
+        raise UserError("merge=true: the base model is no folder, but the task's own build_model(); leave it out")
+    return base
+
+
+# other formats --------------------------------------------------------------------------------------------------------
+
+
+def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Format") -> int:
+    """Write the file of a format that is not Hugging Face's, run it, and put it in its place."""
+    dtype = given.get("dtype", next(iter(kind.bounds)))
+    if dtype not in kind.bounds:
+        raise UserError(f"dtype={dtype} is none of format={name}; use dtype={' or dtype='.join(kind.bounds)}")
+    for key in ("shard_size", "merge"):
+        if key in given:
+            raise UserError(f"{key}={given[key]} has no effect with format={name}; leave it out")
+    if missing := [library for library in kind.libraries if find_spec(library) is None]:
+        raise UserError(f"format={name} needs {', '.join(missing)}; use: pip install -e '.[export]'")
+    if "out" not in given:
+        raise UserError(f"out=FILE is missing: the file to write; e.g. out=my-model.{kind.suffix}")
+    out = Path(given["out"])
+    if out.exists():
+        raise UserError(f"out={out} exists; use another file, or remove that one first")
+    if saved.run is not None:
+        task_of_text(saved.run, f"export format={name}")
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+        partial.mkdir(parents=True)
+        difference = _write_and_compare(saved, partial, out.name, name, kind, dtype)
+        files = sorted(partial.glob(f"{out.name}*"), reverse=True)  # what names the others comes last
+        total = sum(file.stat().st_size for file in files)
+        for file in files:
+            file.rename(out.parent / file.name)
+    except OSError as error:
+        raise UserError(f"cannot write out={out}: {error.strerror}; nothing is left there; use out=FILE") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return say(
+        f"exported   {saved.folder} to {out}: {name}, {dtype}, {size(total)}; its logits differ from the model's by "
+        f"{difference:.1e} of the largest (at most {kind.bounds[dtype]:g} is accepted)"
+    )
+
+
+def _write_and_compare(saved: Saved, partial: Path, file_name: str, name: str, kind: "Format", dtype: str) -> float:
+    """Write ``file_name`` in ``partial``. Returns how far its logits are from the model's.
+
+    Raises:
+        UserError: they are too far, or the format cannot express the model.
+    """
+    import torch
+
+    source, file = _source(saved, partial), partial / file_name
+    rows = read_json(source.folder / "config.json")["vocab_size"]
+    tokens = torch.arange(_PROMPT[0] * _PROMPT[1]).mul(7).remainder(rows).view(_PROMPT)
+    with torch.no_grad(), _quiet():
+        expected = source.opened(source.folder)(tokens)
+        try:
+            exporter = kind.load()
+            exporter.write(source, file, dtype)
+            found = exporter.run(source, file, tokens)
+        except (UserError, OSError, MemoryError):
+            raise
+        except Exception as error:  # of any kind: graph exporters raise what they like
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"format={name} cannot express {saved.folder}: {reason}; use format=hf") from None
+    return _difference(found, expected, f"format={name} dtype={dtype}", kind.bounds[dtype])
+
+
+def _difference(found: "Tensor", expected: "Tensor", what: str, bound: float) -> float:
+    difference = float((found.float() - expected).abs().max() / expected.abs().max())
+    if not difference <= bound:  # NaN neither
+        raise UserError(
+            f"{what}: the logits of the exported model differ from the checkpoint's by {difference:.1e} of the largest "
+            f"one, and {bound:g} is accepted; the file was removed; use another dtype, or format=hf"
+        )
+    return difference
+
+
+def _source(saved: Saved, partial: Path) -> "Source":
+    """Return the model to export; adapters are first merged into a folder in ``partial``."""
+    import torch
+
+    from serried.parallel.mesh import Layout
+    from serried.recipes.causal_lm import CausalLM
+    from serried.recipes.exports.formats import Source
+    from serried.recipes.saved import as_saved
+    from serried.trainer.checkpoint.export import export as write
+    from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
+    from serried.trainer.evaluation import check_weights, load_model
+
+    folder = saved.folder
+    if (folder / ADAPTER_CONFIG).is_file():
+        base = _base_to_merge({"merge": "true"}, folder)
+        write(folder, folder := partial / "merged", dtype=None, shard_bytes=2**40, base=base)
+    else:
+        check_weights(folder)
+    architecture = (read_json(folder / "config.json").get("architectures") or [""])[0]
+    if "CausalLM" not in architecture and "LMHead" not in architecture:
+        raise UserError(
+            f"{saved.folder} is a {architecture or 'model of its own'} and gives no logits of tokens; use format=hf"
+        )
+    config = as_saved(config_of_model(folder, []), folder, world_size=1, is_resharded=True, is_other_data=True)
+    task = CausalLM(config)
+
+    def opened(of: Path) -> "nn.Module":
+        return load_model(config, task, Layout("single"), torch.device("cpu"), of).module
+
+    return Source(folder, config.model, opened)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside this context, libraries log and warn of nothing: exporters do so by the page."""
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,91 @@
+"""Opening the saved model that the words of a command name."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from serried.configs.data_section import TextRunConfig
+from serried.configs.declaration import BUILT_IN, Declaration, declared, declaring
+from serried.configs.errors import UserError
+from serried.configs.plain_data import read_yaml
+from serried.configs.registry import task_of_model, tasks
+from serried.runs import find_saved
+from serried.task_class import installed
+
+if TYPE_CHECKING:
+    from serried.trainer.task import TextTask
+
+
+def opened(
+    given: dict[str, str], overrides: list[str], reads: tuple[str, ...], command: str
+) -> tuple[TextRunConfig, Path, Callable[[TextRunConfig], "TextTask"]]:
+    """Return the config and folder of the saved model that ``given`` names, and what makes its task. ``overrides`` of
+    the config may have keys that begin as ``reads`` say.
+
+    Raises:
+        UserError: there is no such model, it is of no text task, or an override is wrong.
+    """
+    from serried.configs.compose import compose_saved, refuse_misread
+    from serried.recipes.causal_lm import CausalLM
+
+    saved = find_saved(given, command)
+    if saved.run is None:
+        refuse_misread(overrides, reads)
+        return config_of_model(saved.folder, overrides), saved.folder, CausalLM
+    declaration = task_of_text(saved.run, command)
+    with declaring(declaration._replace(config_dirs=declared().config_dirs)):
+        config = compose_saved(saved.run / "config.yaml", overrides, reads)
+
+    def new_task(config: TextRunConfig) -> "TextTask":
+        task: TextTask = (declaration.task or task_of_model(config.task.name))()
+        task.configure(config)
+        return task
+
+    return config, saved.folder, new_task
+
+
+def task_of_text(run: Path, command: str) -> Declaration:
+    """Return the declaration of the task that trained ``run``.
+
+    Raises:
+        UserError: it is a script's, or has no text.
+    """
+    from serried.trainer.task import TextTask
+
+    try:
+        name = read_yaml(run / "config.yaml")["task"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return BUILT_IN  # a mistake in the file, which composing reports
+    known = name in tasks.names()
+    found = installed(name) if known else BUILT_IN
+    if known and (found.task is None or (issubclass(found.task, TextTask) and found.sections == BUILT_IN.sections)):
+        return found
+    why = "which is no serried.TextTask with the sections model and data" if known else "which is not installed"
+    raise UserError(
+        f"{run} was trained by the task {name}, {why}, so serried {command} cannot open it; in Python: "
+        f'serried.load_model("{run}", task=CLASS)'
+    )
+
+
+def config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
+    """Return the config of a run with the model and tokenizer of ``folder``, which transformers opens.
+
+    Raises:
+        UserError: it holds a model of another family, or cannot be read.
+    """
+    from serried.configs.compose import compose
+    from serried.configs.model_folder import family_of_any, keys_of_model
+    from serried.recipes.saved import keys_of_adapters
+    from serried.task_class import words
+
+    keys: dict[str, dict[str, Any]] = {"model": {"path": folder.absolute()}}
+    if not (folder / "config.json").is_file():  # adapters alone
+        keys = keys_of_adapters(folder)
+    path = str(keys["model"]["path"])
+    family = family_of_any(path)
+    longest = keys_of_model(path, family).get("max_sequence_length", 2048)
+    choice = [f"model={family}"] if family else []
+    config = compose([*choice, *words(keys), f"data.sequence_length={longest}", *overrides])
+    if (folder / "chat_template.jinja").is_file():
+        config = config.model_copy(update={"data": config.data.model_copy(update={"format": "chat"})})
+    return config

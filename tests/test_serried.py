@@ -136,7 +136,7 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_on_a_command_is_its_part_alone(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("usage: serried export RUN out=FOLDER")
+    assert printed.startswith("usage: serried export RUN out=PLACE")
     assert "shard_size   largest file" in printed
     assert "tokenize the data" not in printed
 

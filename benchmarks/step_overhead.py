@@ -4,6 +4,7 @@
     python -m benchmarks.step_overhead --layouts ddp --turns 40
     python -m benchmarks.step_overhead --against no-numbers  # what its own numbers cost
     python -m benchmarks.step_overhead --against compiled --precision bf16  # what trainer.compile brings
+    python -m benchmarks.step_overhead --against sdpa --precision bf16  # what attention by rows brings
     python -m benchmarks.step_overhead --profile             # what a step spends on them, call by call
 
 Both stay alive in the same processes and take turns of a few steps, so that a machine that slows down slows both. The
@@ -69,6 +70,8 @@ MODELS = {
 STEPS_IN_A_TURN = {"real": 2, "almost no compute": 20}
 STEPS_IN_A_TURN_OF_NUMBERS = 10
 """The trainer marks one of so many, and logs as often."""
+ITSELF = {"compiled": "trainer.compile=true", "sdpa": "model.attention=sdpa"}
+"""What the trainer takes turns with itself about."""
 PROFILED_STEPS = {"real": 30, "almost no compute": 300}
 NUMBERS = ("parallel/phases.py", "trainer/metrics.py")
 """Where numbers come from."""
@@ -112,11 +115,11 @@ def race_against_no_numbers(argv: list[str], turns: int) -> dict[str, list[float
         return {name: values[2:] for name, values in seconds.items()}
 
 
-def race_against_compiled(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[float]]:
-    """Seconds a step of each turn, as it is and with compiled blocks. Runs on every rank."""
+def race_against_itself(argv: list[str], other: str, turns: int, steps_in_a_turn: int) -> dict[str, list[float]]:
+    """Seconds a step of each turn, as it is and as ``other`` of ``ITSELF``. Runs on every rank."""
     plain = compose(argv)
-    compiled = compose([*argv, "trainer.compile=true", f"run.dir={plain.run.dir}-compiled"])
-    configs = {"trainer": plain, "compiled": compiled}
+    changed = compose([*argv, ITSELF[other], f"run.dir={plain.run.dir}-{other}"])
+    configs = {"trainer": plain, other: changed}
     seconds: dict[str, list[float]] = {name: [] for name in configs}
     with open_session(plain.launch) as session:
         trainers = {name: _built(config, CausalLM(config), session) for name, config in configs.items()}
@@ -249,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--against", choices=["by-hand", "no-numbers", "compiled"], default="by-hand")
+    parser.add_argument("--against", choices=["by-hand", "no-numbers", *ITSELF], default="by-hand")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--turns", type=int, default=20)
@@ -277,7 +280,9 @@ def main() -> None:
                 if options.profile:
                     function, how = "share_of_numbers", {"steps_profiled": PROFILED_STEPS[model]}
                 elif options.against != "no-numbers":
-                    function = "race" if options.against == "by-hand" else "race_against_compiled"
+                    function = "race"
+                    if options.against in ITSELF:
+                        function, how = "race_against_itself", {**how, "other": options.against}
                     how["steps_in_a_turn"] = STEPS_IN_A_TURN[model]
                 found = cluster.run(
                     LAYOUTS[layout], f"benchmarks.step_overhead:{function}", timeout_seconds=3600, argv=argv, **how

@@ -133,7 +133,7 @@ def refuse_unless(found: Mapping[str, Any], **plain: Any) -> None:
 class ModelSection(Section):
     """Keys that all families of language models have; each adds its own."""
 
-    free = ("name", "max_sequence_length", "vocab_size", "vocab_multiple", "head_dim", "initializer_std")
+    free = ("name", "max_sequence_length", "vocab_size", "vocab_multiple", "head_dim", "initializer_std", "attention")
     # Sizes among them are compared by the shapes of tensors.
 
     name: str
@@ -191,6 +191,8 @@ class LlamaSection(ModelSection):
     """Llama 3.1 frequency scaling; null for none."""
     initializer_std: Number = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
+    attention: Literal["auto", "sdpa"] = "auto"
+    """``sdpa``: torch's kernels, also in bf16 on a CPU, where ``auto`` takes a faster one with scores in bf16."""
 
     @property
     def attention_head_dim(self) -> int:
@@ -412,6 +414,8 @@ class GPT2Section(ModelSection):
     """Added to the variance inside LayerNorm."""
     initializer_std: Number = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
+    attention: Literal["auto", "sdpa"] = "auto"
+    """``sdpa``: torch's kernels, also in bf16 on a CPU, where ``auto`` takes a faster one with scores in bf16."""
     max_sequence_length: Annotated[Count, Field(ge=1, le=10**7)] = 1024
     """Rows of the table of positions: the longest sequence; ``data.sequence_length`` must not exceed it."""
 

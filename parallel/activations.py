@@ -114,8 +114,11 @@ def _keeps(operation: Any, args: tuple[Any, ...], named: dict[str, Any], product
     """Whether to keep the result of ``operation``; ``products`` is the number of matrix products so far, with it."""
     if operation in _PRODUCTS:
         return products % 2 == 1
-    if getattr(operation, "namespace", "") == "_c10d_functional":
+    namespace = getattr(operation, "namespace", "")
+    if namespace == "_c10d_functional":
         return operation is not torch.ops._c10d_functional.wait_tensor.default
+    if namespace == "serried":  # attention of our own
+        return True
     return operation in _KEPT and not _draws(operation, args, named)
 
 

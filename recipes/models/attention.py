@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from serried.recipes.models.row_attention import attend_by_rows, suits
+
 Mask = Tensor | BlockMask | None
 """Bool, broadcastable to [B, 1, Q, S], True where a query attends to a key, or that in blocks; None: plainly causal."""
 
@@ -111,12 +113,14 @@ def block_mask(documents: Tensor | None, places: Places | None = None, window: i
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None, soft_cap: float | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None, soft_cap: float | None = None,
+    kernel: str = "auto",
+) -> Tensor:  # fmt: skip
     """Attention of q [B, H, Q, E] on k, v [B, K, S, E], K key/value heads, of which H is a multiple.
 
     ``scale`` of the scores: 1 / sqrt(E) if None. With a ``soft_cap`` a score x becomes cap x tanh(x / cap). Only
-    FlexAttention has a kernel for that; without it all scores are held, in fp32.
+    FlexAttention has a kernel for that; without it all scores are held, in fp32. ``kernel="sdpa"`` never takes
+    ``row_attention``.
     """
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
@@ -125,6 +129,9 @@ def attend(
         return mixed
     if soft_cap is not None:
         return _scored(q, k, v, mask, scale, soft_cap)[0]
+    if kernel == "auto" and mask is None and suits(q, k, v):
+        by_rows: Tensor = attend_by_rows(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+        return by_rows
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )  # fmt: skip

@@ -35,7 +35,8 @@ class GemmaAttention(Attention):
         super().__init__(config)
         scale, cap = (config.query_pre_attention_scalar or self.head_dim) ** -0.5, config.score_soft_cap
         self.context = Context(
-            partial(attend, scale=scale, soft_cap=cap), partial(attend_with_logsumexp, scale=scale, soft_cap=cap)
+            partial(attend, scale=scale, soft_cap=cap, kernel=config.attention),
+            partial(attend_with_logsumexp, scale=scale, soft_cap=cap),
         )
         if config.family == "gemma3_text":
             self.q_norm, self.k_norm = (GemmaNorm(self.head_dim, config.norm_eps) for _ in range(2))

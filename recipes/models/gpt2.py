@@ -59,7 +59,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPT2Section) -> None:
         super().__init__()
         self.head_dim = config.dim // config.heads
-        self.context = Context(attend, attend_with_logsumexp)
+        self.context = Context(partial(attend, kernel=config.attention), attend_with_logsumexp)
         self.q_attn, self.k_attn, self.v_attn = (Conv1D(config.dim, config.dim) for _ in _QUERY_KEY_VALUE)
         self.c_proj = Conv1D(config.dim, config.dim)
 

@@ -92,7 +92,7 @@ class Attention(nn.Module):
         """``bias``: of queries, keys and values. ``norm``: normalise queries and keys, head by head."""
         super().__init__()
         self.head_dim = config.attention_head_dim
-        self.context = Context(attend, attend_with_logsumexp)
+        self.context = Context(partial(attend, kernel=config.attention), attend_with_logsumexp)
         self.q_proj = Linear(config.dim, config.heads * self.head_dim, bias=bias)
         self.k_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)
         self.v_proj = Linear(config.dim, config.kv_heads * self.head_dim, bias=bias)

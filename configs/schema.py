@@ -510,8 +510,11 @@ class ParallelSection(Section):
 class PrecisionSection(Section):
     """Arithmetic of forward and backward. Parameters, gradient sums and optimizer state are fp32 always."""
 
-    name: Literal["fp32", "bf16", "fp16"]
-    """Dtype of matrix products."""
+    name: Literal["fp32", "bf16", "fp16", "float8"]
+    """Dtype of matrix products; ``float8``: of the linear layers of the blocks, and bf16 elsewhere."""
+    recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"] = "rowwise"
+    """float8: numbers with a scale of their own: each row, or each whole tensor (faster, coarser); or each row, with
+    the gradients of weights in bf16."""
     initial_scale: Number = Field(default=65536.0, ge=1e-30, le=1e30)
     """fp16: first loss scale."""
     growth_interval: PositiveCount = 2000
@@ -917,6 +920,11 @@ class RunConfig(Section):
     plan: PlanSection = Field(default_factory=PlanSection, exclude=True)
 
     def _mistakes(self) -> Iterator[str]:
+        if self.precision.name == "float8" and self.adapter.method != "none":
+            yield (
+                f"precision=float8 with adapter.method={self.adapter.method}: only trained weights are multiplied in "
+                "float8, and those of the model are frozen; use precision=bf16"
+            )
         if self.plan.model_fields_set and not self.dry_run:
             key = min(self.plan.model_fields_set)
             yield f"plan.{key}={getattr(self.plan, key)} is read by serried plan and dry_run=true alone; leave it out"

@@ -33,8 +33,8 @@ from serried.parallel.plan import ParallelPlan
 from serried.parallel.units import blocks_of
 
 _aten = torch.ops.aten
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default}
-"""Every second one is kept. What a linear layer and ``F.grouped_mm`` are made of."""
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default, _aten._scaled_mm.default}
+"""Every second one is kept. What a linear layer, also in float8, and ``F.grouped_mm`` are made of."""
 _KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention.default,

@@ -303,7 +303,8 @@ def _multiply_and_sum(stream: _Stream, *, is_conv1d: bool) -> Callable[[nn.Linea
     """Return a forward as the module's own, with the bias added once."""
 
     def forward(module: nn.Linear, x: Tensor) -> Tensor:
-        product = stream.sum(linear(x, module.weight.T if is_conv1d else module.weight))
+        multiply = getattr(module, "product", linear)
+        product = stream.sum(multiply(x, module.weight.T if is_conv1d else module.weight))
         return product if module.bias is None else product + module.bias.to(product.dtype)
 
     return forward

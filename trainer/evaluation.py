@@ -24,7 +24,7 @@ from serried.trainer.checkpoint.saved_state import STATE
 from serried.trainer.checkpoint.state import load_weights
 from serried.trainer.loader import evaluation_batches
 from serried.trainer.model import build_model, frozen_type
-from serried.trainer.precision import LOW_DTYPES
+from serried.trainer.precision import LOW_DTYPES, set_products
 from serried.trainer.sampler import evaluation_samples
 from serried.trainer.task import Dataset, Task, TextTask, to_device
 
@@ -246,6 +246,7 @@ def load_model(
     weights: Path | None = checkpoint
     if model.adapters is not None:
         weights = base_of(checkpoint, model.module)
+    set_products(config, model.module, model.plan, layout, device)
     parallel = parallelize(
         model.module,
         model.plan,

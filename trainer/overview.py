@@ -20,6 +20,7 @@ from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.memory import holds_what_it_computed_again, planned_memory
 from serried.trainer.plan.show import memory_lines
 from serried.trainer.plan.time_lines import planned_device, time_lines
+from serried.trainer.precision import chosen_layers
 from serried.trainer.sampler import passes
 from serried.trainer.task import Dataset, Task
 
@@ -72,7 +73,10 @@ def overview(
             f"{accumulation} accumulated; "
             f"{step_weight:,} {task.unit} a step, {short(step_weight * trainer.steps)} in {trainer.steps:,} steps",
         ),
-        ("precision", _precision(config, plan) + "; blocks compiled" * trainer.compile),
+        (
+            "precision",
+            _precision(config, model, plan, layout, starts=start is not None) + "; blocks compiled" * trainer.compile,
+        ),
         (
             "optimizer",
             f"{config.optim.name}, peak lr {config.optim.lr:g}, {schedule.name}{decay}, "
@@ -194,17 +198,22 @@ def _beginning(start: Start) -> str:
     return f"step 0 with the weights of {start.weights}" if start.weights is not None else "step 0"
 
 
-def _precision(config: RunConfig, plan: ParallelPlan) -> str:
+def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout, *, starts: bool) -> str:
     name = config.precision.name
     if name == "fp32":
         return "fp32"
+    products = f"{name} products"
+    if chosen := chosen_layers(config, model, plan, layout):
+        is_emulated = starts and (config.launch.device == "cpu" or not torch.cuda.is_available())
+        how = config.precision.recipe + ", emulated on this CPU" * is_emulated
+        products = f"float8 products ({how}) in {chosen.describe()}, bf16 products elsewhere"
     extra = f", loss scale from {config.precision.initial_scale:g}" if name == "fp16" else ""
     held = "fp32 parameters"
     if config.adapter.method != "none":
         held = f"frozen weights in {'bf16' if frozen_type(config, plan) else 'fp32'}; fp32 adapters"
         if config.adapter.quantize != "none":
             held = f"frozen linear layers in {config.adapter.quantize}, other {held}"
-    return f"{name} products; {held}, gradient sums and optimizer state{extra}"
+    return f"{products}; {held}, gradient sums and optimizer state{extra}"
 
 
 def _memory(

@@ -1,11 +1,41 @@
 """The type of matrix products, and fp16's loss scale with one verdict for all ranks."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from serried.configs.schema import PrecisionSection
+from serried.configs.errors import UserError
+from serried.configs.schema import PrecisionSection, RunConfig
+from serried.parallel.float8 import MULTIPLE, Float8, check_float8
+from serried.parallel.mesh import Layout
+from serried.parallel.plan import ParallelPlan
+from serried.parallel.products import Chosen, choose_linear, set_product
 
-LOW_DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+LOW_DTYPES: dict[str, torch.dtype | None] = {
+    "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16,
+}  # fmt: skip
+"""Type of products, or of all but some of them; None: fp32."""
+
+
+def chosen_layers(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout) -> Chosen | None:
+    """Return the layers that compute in float8; None: the precision is another.
+
+    Raises:
+        UserError: there are none.
+    """
+    if config.precision.name != "float8":
+        return None
+    chosen = choose_linear(model, plan, layout, rows=MULTIPLE, columns=MULTIPLE)
+    if not chosen.names:
+        raise UserError(f"precision=float8 would be that of {chosen.describe()}; use precision=bf16")
+    return chosen
+
+
+def set_products(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout, device: torch.device) -> None:
+    """Let the layers of ``model`` compute as the precision of ``config`` says. Call it before the model is sharded."""
+    chosen = chosen_layers(config, model, plan, layout)
+    if chosen is not None:
+        check_float8(device)
+        set_product(model, chosen.names, Float8(config.precision.recipe))
 
 
 class GradScaler:

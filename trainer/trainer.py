@@ -14,6 +14,7 @@ from torch import nn
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.parallel.checks import check_layout
+from serried.parallel.float8 import check_float8
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.quantized import whole_numel
 from serried.records.environment import environment
@@ -58,6 +59,8 @@ class Trainer:
         check_layout(config, layout, accumulation)
         if config.trainer.compile:
             check_compiler(session.device)
+        if config.precision.name == "float8":
+            check_float8(session.device)
         set_determinism(config.trainer.deterministic)
         self._data = data = data or Data(task, session, console)
         check_data(start, data.fingerprint, config)

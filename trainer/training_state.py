@@ -28,7 +28,7 @@ from serried.trainer.loader import PADDING_ID, read_batch
 from serried.trainer.model import Model, frozen_type
 from serried.trainer.optimizer import build_optimizer
 from serried.trainer.optimizer_state import group_values, load_plain_state, plain_state
-from serried.trainer.precision import LOW_DTYPES, GradScaler
+from serried.trainer.precision import LOW_DTYPES, GradScaler, set_products
 from serried.trainer.reference import ReferencePass
 from serried.trainer.step import TrainStep
 from serried.trainer.task import Dataset, to_device
@@ -148,6 +148,7 @@ def sharded(
     compilation: Compilation | None = None,
 ) -> DistributedModel:
     """Return ``model`` sharded as ``config`` says; see ``parallelize``."""
+    set_products(config, model.module, model.plan, layout, device)
     return parallelize(
         model.module,
         model.plan,

@@ -27,9 +27,11 @@ class Device(NamedTuple):
     source: str
 
     def peak(self, precision: str) -> float | None:
-        """FLOP/s of matrix products at most; ``precision`` is ``8bit``, bf16, fp16 or fp32. None: unknown."""
+        """FLOP/s of matrix products at most; ``precision`` is ``8bit``, float8, bf16, fp16 or fp32. None: unknown."""
         peaks = PEAK_FLOPS[self.driver_name]
-        if precision == "8bit":
+        if precision == "float8" and self.name not in _8_BITS_AT_TWICE:
+            return None
+        if precision in ("8bit", "float8"):
             return peaks["bf16"] * (2 if self.name in _8_BITS_AT_TWICE else 1)
         return peaks.get(precision)
 

@@ -64,7 +64,7 @@ def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int) -> Job:
         accumulation,
         recompute=trainer.activation_checkpoint,
         recomputing=1 / trainer.activation_checkpoint_every,
-        precision=config.precision.name,
+        precision="8bit" if config.precision.name == "float8" else config.precision.name,
         frees_after_forward=config.parallel.frees_after_forward,
         reduces_each=config.parallel.sync_every_micro_batch,
         is_fused=trainer.compile,

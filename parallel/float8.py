@@ -1,0 +1,83 @@
+"""Products in float8, by torchao: each is scaled to the range of the type and rounded, in forward and backward.
+
+Scales are rounded to powers of two, which change no digit of a float8 number: so it depends on the layout only for
+numbers that are too small for the type beside the largest with the same scale.
+"""
+
+import dataclasses
+import logging
+import warnings
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+
+from serried.configs.errors import UserError
+
+MULTIPLE = 16
+"""Of which outputs and inputs of a layer must be a multiple, on GPUs."""
+_CAPABILITY = (8, 9)
+
+
+def check_float8(device: torch.device) -> None:
+    """Raise ``UserError`` if float8 cannot be used here."""
+    if find_spec("torchao") is None:
+        raise UserError(
+            "precision=float8 needs the library torchao, which is not installed here; use: pip install -e '.[lowbit]', "
+            "or precision=bf16"
+        )
+    if device.type == "cuda" and torch.version.hip is None:
+        refuse_old(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+
+
+def refuse_old(name: str, capability: tuple[int, int]) -> None:
+    """Raise ``UserError`` if a GPU of this compute capability has no float8 products."""
+    if capability < _CAPABILITY:
+        raise UserError(
+            f"precision=float8: {name} has compute capability {'.'.join(map(str, capability))}, and float8 products "
+            "need 8.9 (Ada, Hopper) or higher; use precision=bf16"
+        )
+
+
+class Float8:
+    """``F.linear`` with products in float8, and everything else in bf16."""
+
+    def __init__(self, recipe: str) -> None:
+        """``recipe``: a name of torchao's."""
+        _quietly_import()
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        # No module is public whose weights keep their place: so its function is taken, with what it is called with.
+        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+        config = dataclasses.replace(
+            Float8LinearConfig.from_recipe_name(recipe),
+            round_scales_to_power_of_2=True,
+            pad_inner_dim=True,  # where a micro-batch has a number of tokens that is no multiple of 16
+        )
+        # It also repairs a fault of torch.compile on GPUs that torchao knows of.
+        layer = convert_to_float8_training(nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta"), config=config)
+        self._config, self._products = config, layer.linear_mm_config
+        self._multiply = matmul_with_hp_or_float8_args.apply
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        # Rounded to bf16 first, as FSDP2 gathers it.
+        output: Tensor = self._multiply(
+            x.to(torch.bfloat16), weight.to(torch.bfloat16).t(), self._products, self._config
+        )
+        return output
+
+
+def _quietly_import() -> None:
+    """Import torchao without what it says of GPU kernels that are not needed."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [each.level for each in loggers]
+    try:
+        for each in loggers:
+            each.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import torchao  # noqa: F401
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)

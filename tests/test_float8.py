@@ -1,0 +1,158 @@
+"""precision=float8: which layers, how far from bf16, the same on every layout, in the same checkpoints."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.parity import CUTS, Cut, compare, run
+from serried.cli import evaluate
+from serried.configs.errors import UserError
+from serried.parallel.activations import checkpoint_blocks
+from serried.parallel.compile import compile_blocks
+from serried.parallel.float8 import Float8, refuse_old
+from serried.parallel.mesh import Layout
+from serried.parallel.plan import ParallelPlan
+from serried.parallel.products import choose_linear, set_product
+from tests import runs
+from tests.cluster import Cluster
+from tests.runs import metrics, run_here, tiny_overrides
+
+WIDE = ("model.dim=64", "model.hidden_dim=96")
+"""Of which each part that a tensor rank has is a multiple of 16."""
+
+
+def block(hidden: int = 32) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, hidden), nn.Tanh(), nn.Linear(hidden, 32, bias=False))
+
+
+def test_trained_linear_layers_of_blocks_with_fitting_parts_are_chosen() -> None:
+    model = nn.ModuleDict({"blocks": nn.Sequential(block(), block(40)), "head": nn.Linear(32, 32)})
+    model.blocks[0].add_module("gate", nn.Linear(32, 16))  # type: ignore[union-attr, operator, index]
+    model.blocks[1].add_module("old", nn.Linear(32, 32).requires_grad_(False))  # type: ignore[union-attr, operator, index]
+    plan = ParallelPlan(blocks=("blocks.0", "blocks.1"), roles={"blocks.*.0": "column", "blocks.*.2": "row"})
+    whole = choose_linear(model, plan, Layout("single"), rows=16, columns=16)
+    assert whole.names == ["blocks.0.0", "blocks.0.2"]
+    assert whole.describe() == (
+        "2 of 6 linear layers of the blocks (not blocks.0.gate: a router; blocks.1.0: 40 outputs, no multiple of 16; "
+        "blocks.1.2: 40 inputs, no multiple of 16; blocks.1.old: frozen)"
+    )
+    divided = choose_linear(model, plan, Layout("fsdp", tensor=4), rows=16, columns=16)
+    assert not divided.names
+    assert divided.others["8 inputs, no multiple of 16"] == ["blocks.0.2"]
+
+
+def products(product: Float8, x: Tensor, weight: Tensor, gradient: Tensor) -> list[Tensor]:
+    """The result and the gradients."""
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    output = product(x, weight)
+    output.backward(gradient.to(output.dtype))
+    assert x.grad is not None
+    assert weight.grad is not None
+    return [output.detach().float(), x.grad, weight.grad]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "rowwise_with_gw_hp"])
+def test_products_are_those_of_three_bits_and_do_not_depend_on_how_tokens_are_grouped(recipe: str) -> None:
+    torch.manual_seed(1)
+    x, weight, gradient = torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48)
+    exact = [x @ weight.T, gradient @ weight, gradient.T @ x]
+    whole = products(Float8(recipe), x, weight, gradient)
+    errors = [float((ours - theirs).norm() / theirs.norm()) for ours, theirs in zip(whole, exact, strict=True)]
+    assert all(0.01 < error < 0.06 for error in errors[:2]), errors  # bf16 has 0.002
+    assert (errors[2] < 0.01) == (recipe == "rowwise_with_gw_hp")
+    # Another rank's tokens are ten times as large: 30 rows, which are no multiple of 16, have the same bits.
+    larger = torch.cat((x[:30], 10 * x[30:]))
+    assert products(Float8(recipe), larger, weight, gradient)[0][:30].equal(whole[0][:30]) or recipe == "tensorwise"
+
+
+def test_a_run_learns_as_in_bf16_and_resumes_with_the_same_bits_from_the_same_files(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = (*WIDE, "trainer.deterministic=true", "trainer.eval_every=6", "precision=float8")
+    ended = run_here(tiny_overrides(text, tmp_path / "whole", *more))
+    assert ended.code == 0, ended.printed
+    assert (
+        "precision  float8 products (rowwise, emulated on this CPU) in 7 of 7 linear layers of the blocks, bf16 "
+        "products elsewhere; fp32 parameters"
+    ) in ended.printed
+    assert run_here(tiny_overrides(text, tmp_path / "parts", *more, "trainer.stop_at=3")).code == 75
+    # Which changes no bits.
+    ended = run_here(tiny_overrides(text, tmp_path / "parts", *more, "trainer.activation_checkpoint=selective"))
+    assert ended.code == 0, ended.printed
+    assert metrics(tmp_path / "parts")[-1]["loss"] == metrics(tmp_path / "whole")[-1]["loss"]
+    whole, parts = runs.weights(tmp_path / "whole"), runs.weights(tmp_path / "parts")
+    assert all(whole[name].equal(parts[name]) for name in whole)
+    plain = run_here(tiny_overrides(text, tmp_path / "bf16", *more, "precision=bf16"))
+    assert plain.code == 0, plain.printed
+    theirs = runs.weights(tmp_path / "bf16")
+    assert {name: (each.shape, each.dtype) for name, each in theirs.items()} == {
+        name: (each.shape, each.dtype) for name, each in whole.items()
+    }
+    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("whole", "bf16")]
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+    assert losses[0] != losses[1]
+    changed = run_here(tiny_overrides(text, tmp_path / "whole", *more, "precision.recipe=tensorwise"))
+    assert changed.code == 78
+    assert "precision.recipe rowwise -> tensorwise" in changed.printed
+    assert evaluate([str(tmp_path / "whole"), "json=true"]) == 0
+    (found,) = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
+    assert found["loss"] == pytest.approx(metrics(tmp_path / "whole", "eval")[-1]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(cut, id=cut.name, marks=pytest.mark.slow)
+        for cut in CUTS
+        if cut.name in ("ddp x2", "fsdp x2 (ZeRO-3)", "tensor x2", "context x2", "pipeline x2, zbv")
+    ],
+)
+def test_layouts_have_the_loss_of_one_process(cut: Cut, cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    reference = run(cluster, CUTS[0], 1, "float8", text, tmp_path / "reference", *WIDE, steps=4)
+    curve = run(cluster, cut, cut.accumulations[-1], "float8", text, tmp_path / "run", *WIDE, steps=4)
+    assert compare(curve, reference).loss < 3e-3
+    assert curve.grad_norms[0] == pytest.approx(reference.grad_norms[0], rel=1e-2)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_have_the_bits_of_plain_ones_with_selective_checkpointing_too() -> None:
+    found, plan = [], ParallelPlan(blocks=("0", "1"))
+    torch._dynamo.reset()
+    for compiles in (False, True):
+        torch.manual_seed(1)
+        model, x = nn.Sequential(block(), block()), torch.randn(16, 32, requires_grad=True)
+        set_product(model, ["0.0", "0.2", "1.0", "1.2"], Float8("rowwise"))
+        with torch.compiler.set_stance("default", force_backend="aot_eager"):
+            if compiles:
+                checkpoint_blocks(model, plan, "selective")
+                compile_blocks(model, plan)
+            model(x).float().square().sum().backward()
+        found.append([x.grad, *(each.grad for each in model.parameters())])
+    torch._dynamo.reset()
+    assert all(ours.equal(theirs) for ours, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("adapter=lora", "precision=float8 with adapter.method=lora: only trained weights"),
+        (
+            "model.dim=24 model.hidden_dim=24",
+            "(not layers.0.self_attn.q_proj and 4 more: 24 outputs, no multiple of 16",
+        ),
+    ],
+)
+def test_what_float8_cannot_do_is_one_line(more: str, told: str, text: Path, tmp_path: Path) -> None:
+    ended = run_here(tiny_overrides(text, tmp_path / "run", "dry_run=true", "precision=float8", *more.split()))
+    assert ended.code == 78, ended.printed
+    assert told in ended.printed
+    assert "use precision=bf16" in ended.printed
+
+
+def test_an_older_gpu_is_refused_with_what_it_lacks() -> None:
+    refuse_old("NVIDIA H100", (9, 0))
+    with pytest.raises(UserError, match=r"A100 has compute capability 8\.0, .* need 8\.9 .*; use precision=bf16"):
+        refuse_old("NVIDIA A100", (8, 0))

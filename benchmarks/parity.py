@@ -136,6 +136,15 @@ TIED_NAMES = (
 )  # fmt: skip
 """Layouts of the rows with tied embeddings, and of those of GPT-2."""
 TIED_CUTS = (CUTS[0], *(cut for cut in CUTS if cut.name in TIED_NAMES))
+MUON = ("optim=muon",)
+MUON_CUTS = tuple(
+    cut
+    for cut in CUTS
+    if cut.name
+    in ("ddp x2", "fsdp x2 (ZeRO-3)", "tensor x2", "pipeline x2, 1f1b", "hsdp 2x2", "tensor x2 x fsdp x2", "context x2")
+)
+MUON_EXPERT_CUTS = tuple(cut for cut in EXPERT_CUTS if cut.name in ("expert x2", "expert x2, sharded x2"))
+"""Layouts of the rows with Muon."""
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3}
 """Largest relative difference of loss and gradient norm from the single process of the same precision."""
 
@@ -224,6 +233,8 @@ _TABLES: tuple[tuple[str, str, tuple[str, ...], tuple[Cut, ...]], ...] = (
     ("fp32", "tied: ", TIED, TIED_CUTS),
     ("fp32", "gpt2: ", GPT2, TIED_CUTS),
     ("fp32", "experts: ", MIXTURE, EXPERT_CUTS),  # in a low type rounding may choose other experts for a token
+    ("fp32", "muon: ", MUON, MUON_CUTS),
+    ("fp32", "muon, experts: ", (*MIXTURE, *MUON), MUON_EXPERT_CUTS),
 )
 
 
@@ -313,8 +324,8 @@ Bounds: fp32 1e-5, bf16 3e-2, fp16 5e-3. A bf16 or fp16 row shows rounding of th
 gradient; fp32 rows do. Rows of "tied" have tied embeddings, and those of "gpt2" are GPT-2 with tied embeddings. Rows of
 "experts" are a mixture of 8 experts, of which each token passes 2; "same" says for them too that every layer sent
 exactly as many tokens to its most and its least loaded expert in every step. Rows of "compiled" have
-`trainer.compile=true`, and the reference has not. Each run compares all copies of weights and optimizer state, bit by
-bit, before it saves.
+`trainer.compile=true`, and the reference has not. Rows of "muon" have `optim=muon`. Each run compares all copies of
+weights and optimizer state, bit by bit, before it saves.
 
 Equality has a limit that no framework moves: at the edge of stability a run amplifies rounding. With `optim.lr=0.01`
 instead of 0.003 this one spikes at step 7 (gradient norm 7.5), and rows came to differ by up to 1.4e-5 in the norm and

@@ -184,7 +184,7 @@ def test_own_optimizer_resumes_bitwise_with_its_tensors_and_numbers(
     assert state["groups"]["matrices"] == {"updates": 6}
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "rmsprop", "adafactor", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "rmsprop", "adafactor", "lion", "muon"])
 def test_state_that_was_saved_is_restored(name: str) -> None:
     section = check(compose([f"optim={name}"]).model_dump(mode="json")).optim
 
@@ -230,7 +230,7 @@ def test_plain_state_reaches_both_copies_of_a_parameter_and_passes_over_other_st
     assert [optimizer.state[each] for _, each in copies] == [{"count": 3}, {"count": 3}]
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "rmsprop", "adafactor", "lion"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "rmsprop", "adafactor", "lion", "muon"])
 def test_a_stage_with_nothing_to_train_takes_steps_that_do_nothing(name: str) -> None:
     chosen = compose([f"optim={name}", "optim.groups.other.parameters=elsewhere"]).optim
     optimizer = build_optimizer([("here", nn.Parameter(torch.ones(2), requires_grad=False))], chosen)
@@ -239,9 +239,10 @@ def test_a_stage_with_nothing_to_train_takes_steps_that_do_nothing(name: str) ->
 
 
 def test_bytes_of_state_are_those_of_the_optimizer() -> None:
-    expected = {"adamw": 8, "sgd": 4, "lion": 4, "adafactor": 0}
+    expected = {"adamw": 8, "sgd": 4, "lion": 4, "adafactor": 0, "muon": 4}
     assert {name: state_bytes(compose([f"optim={name}"]).optim) for name in expected} == expected
     assert state_bytes(compose(["optim=sgd", "optim.momentum=0"]).optim) == 0
+    assert state_bytes(compose(["optim=muon"]).optim, is_in_block=False) == 8
 
 
 def test_state_that_no_checkpoint_can_hold_is_refused() -> None:
@@ -380,9 +381,8 @@ def test_registered_schedule_is_a_function_of_the_step_after_the_warm_up() -> No
 def test_documented_optimizer_and_schedule_run() -> None:
     page = (FOLDER.parent / "docs" / "extending.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    optimizer, schedule = (code for name in ("optimizer", "schedule") for code in blocks if f"register_{name}(" in code)
-    for code, name in ((optimizer, "my_lion"), (schedule, "root")):
-        registry = optimizers if name == "my_lion" else schedules
+    for name, registry in (("my_lion", optimizers), ("polar", optimizers), ("root", schedules)):
+        (code,) = (each for each in blocks if f'("{name}"' in each)
         if name not in registry.names():
             exec(code, {"__name__": "documented"})
     for typed in ("beta1", "be_ta"):
@@ -395,6 +395,11 @@ def test_documented_optimizer_and_schedule_run() -> None:
     parameter.grad = torch.ones(2, 2)
     own.step()
     assert parameter.allclose(torch.full((2, 2), 1 - 0.1 * 0.1 - 0.1))
+    matrix = nn.Parameter(torch.zeros(2, 2))
+    own = build_optimizer([("weight", matrix)], compose(["optim=polar", "optim.lr=0.1"]).optim)
+    matrix.grad = torch.diag(torch.tensor([3.0, -0.5]))
+    own.step()
+    assert matrix.allclose(torch.diag(torch.tensor([-0.1, 0.1])), atol=1e-6)
     rate = learning_rate(40, 100, 2.0, compose(["schedule=root", "schedule.warmup_steps=10"]).schedule)
     assert rate == pytest.approx(1.0)
 

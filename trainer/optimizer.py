@@ -3,7 +3,8 @@
 An optimizer is any ``torch.optim.Optimizer``.
 """
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -11,12 +12,22 @@ from torch.distributed.tensor import DTensor
 
 from serried.configs.registry import optimizers, schedules
 from serried.configs.schema import OptimSection, ScheduleSection
+from serried.parallel.matrices import Matrices
 from serried.trainer.parameter_groups import parameter_groups
 
 
-def build_optimizer(named: Iterable[tuple[str, Tensor]], section: OptimSection) -> torch.optim.Optimizer:
-    """Build the optimizer that ``section`` chooses for the trained ones among ``named`` parameters."""
-    optimizer: torch.optim.Optimizer = optimizers.get(section.name).load()(parameter_groups(named, section), section)
+def build_optimizer(
+    named: Iterable[tuple[str, Tensor]], section: OptimSection, matrices: Callable[[], Matrices] | None = None
+) -> torch.optim.Optimizer:
+    """Build the optimizer that ``section`` chooses for the trained ones among ``named`` parameters.
+
+    ``matrices`` returns those of the model; None: all parameters of two dims, which are whole.
+    """
+    named, build = list(named), optimizers.get(section.name).load()
+    more = {}
+    if "matrices" in inspect.signature(build).parameters:
+        more["matrices"] = matrices() if matrices is not None else Matrices.whole(each for _, each in named)
+    optimizer: torch.optim.Optimizer = build(parameter_groups(named, section), section, **more)
     if takes_verdict(optimizer) and parameters_of(optimizer):
         create_state(optimizer)  # changes nothing, and memory is known early
     return optimizer

@@ -3,7 +3,8 @@
 Tensors go into the optimizer's files of a checkpoint as ``<parameter>.<key>``, numbers and text into ``state.json``.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from serried.configs.errors import UserError
 from serried.configs.schema import OptimSection
+from serried.parallel.matrices import Matrices, matrix_names
 from serried.trainer.optimizer import build_optimizer, create_state, parameters_of
 
 _FP32_BYTES = 4
@@ -129,17 +131,22 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def state_bytes(section: OptimSection) -> int:
-    """Return the bytes of optimizer state per parameter, measured on a small matrix."""
+def state_bytes(section: OptimSection, *, is_in_block: bool = True) -> int:
+    """Return the bytes of optimizer state per element, measured on a small matrix, of a block or not."""
     matrix = nn.Parameter(torch.zeros(_PROBE_ROWS, _PROBE_ROWS))
     try:
-        optimizer = build_optimizer([("", matrix)], section.model_copy(update={"groups": {}}))
+        matrices = partial(Matrices.whole, [matrix] * is_in_block)
+        optimizer = build_optimizer([("", matrix)], section.model_copy(update={"groups": {}}), matrices)
         create_state(optimizer)
     except Exception:  # it may run on another device only: as many as AdamW has
         return 2 * _FP32_BYTES
     return round(sum(value.nbytes for value in tensor_state(optimizer, matrix).values() if value.ndim) / matrix.numel())
 
 
-def checkpoint_bytes(parameters: int, section: OptimSection) -> int:
-    """Return the bytes of a checkpoint of so many parameters with their optimizer state, over all ranks."""
-    return parameters * (_FP32_BYTES + state_bytes(section))
+def state_bytes_by_name(
+    section: OptimSection, shapes: Mapping[str, Sequence[int]], blocks: Collection[str]
+) -> dict[str, int]:
+    """Return the bytes of optimizer state per element of each parameter. ``blocks``: names of the model's blocks."""
+    matrices = matrix_names(shapes, blocks)
+    each = {is_in_block: state_bytes(section, is_in_block=is_in_block) for is_in_block in (False, True)}
+    return {name: each[name in matrices] for name in shapes}

@@ -10,12 +10,13 @@ from serried.parallel.compile import check_blocks
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.quantized import whole_numel
+from serried.parallel.units import blocks_of
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data import training_data, with_steps
 from serried.trainer.fitting import fitting
 from serried.trainer.model import build_model, frozen_type
 from serried.trainer.optimizer import learning_rate
-from serried.trainer.optimizer_state import checkpoint_bytes
+from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.memory import holds_what_it_computed_again, planned_memory
 from serried.trainer.plan.show import memory_lines
@@ -29,6 +30,7 @@ _STATISTICS = (
     "BatchNorm uses the statistics of each rank's own micro-batch, and a checkpoint holds those of rank 0: the loss "
     "depends on the layout; on GPUs torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) shares them"
 )
+_FP32_BYTES = 4
 _LARGE_GPU_BYTES = 80 * 2**30
 """Of an A100 or H100, assumed by a plan on a machine without GPUs."""
 
@@ -172,12 +174,15 @@ def _trained(config: RunConfig, model: nn.Module) -> str:
 
 def saved_bytes(config: RunConfig, model: nn.Module) -> int:
     """Return the bytes of a checkpoint, over all ranks."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    named = dict(model.named_parameters())
+    trained = {name for name, parameter in named.items() if parameter.requires_grad}
     is_whole = config.adapter.method == "none" and not config.task.has_teacher
-    saved = model.parameters() if is_whole else trained
+    states = state_bytes_by_name(
+        config.optim, {name: parameter.shape for name, parameter in named.items()}, blocks_of(model)
+    )
     averages = trained if config.trainer.ema_decay else ()
-    return checkpoint_bytes(sum(parameter.numel() for parameter in saved), config.optim) + sum(
-        parameter.nbytes for parameter in averages
+    return sum(named[name].numel() * (_FP32_BYTES + states[name]) for name in (named if is_whole else trained)) + sum(
+        named[name].nbytes for name in averages
     )
 
 

@@ -13,6 +13,7 @@ from serried.parallel.activations import checkpoint_blocks
 from serried.parallel.apply import parallelize
 from serried.parallel.compile import compile_blocks
 from serried.parallel.groups import Groups
+from serried.parallel.matrices import Matrices
 from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.phases import Phases
@@ -54,7 +55,10 @@ class TrainingState:
         if self.compilation is not None:
             self.compilation.announce()
         self.module = self.parallel.module
-        self.optimizer = build_optimizer([(held.name, held.tensor) for held in self.parallel.parameters], config.optim)
+        self.optimizer = build_optimizer(
+            [(held.name, held.tensor) for held in self.parallel.parameters], config.optim,
+            partial(Matrices.of, self.parallel, model.plan, LOW_DTYPES[config.precision.name]),
+        )  # fmt: skip
         self._configured = group_values(self.optimizer)
         self._lr_scales = self._scales_of_groups()
         weights, held = start.weights if base is None else base.folder, None

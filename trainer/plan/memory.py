@@ -16,9 +16,9 @@ from serried.parallel.mesh import V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.plan import ParallelPlan, Share
 from serried.parallel.quantized import is_packed
 from serried.parallel.traffic import Exchanges, Flow, Unit, fsdp_flows
-from serried.parallel.units import units_of
+from serried.parallel.units import blocks_of, units_of
 from serried.trainer.model import frozen_type
-from serried.trainer.optimizer_state import state_bytes
+from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.plan.parts import Amount, Memory
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task
@@ -105,7 +105,10 @@ class _Sizes:
         self.specs = shard_specs(model, plan, layout)
         self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.packed = {name for name, parameter in model.named_parameters() if is_packed(parameter)}
-        self.state_bytes = state_bytes(config.optim) + (_FP32_BYTES if config.trainer.ema_decay else 0)
+        average = _FP32_BYTES if config.trainer.ema_decay else 0
+        shapes = {name: spec.shape for name, spec in self.specs.items()}
+        states = state_bytes_by_name(config.optim, shapes, plan.blocks or blocks_of(model))
+        self.state_bytes = {name: each + average for name, each in states.items()}
         first = layout.coordinates(0)  # no rank of a block holds more
         self.held = {name: spec.box(layout, first).numel for name, spec in self.specs.items()}
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -180,7 +183,7 @@ def _of_stages(
         parameters=sum(sizes.held[name] * copies[name] * sizes.width(name, frozen) for name in here),
         gradients=gradients,
         gradients_while_accumulating=whole * _FP32_BYTES,
-        optimizer_state=share_trained * sizes.state_bytes,
+        optimizer_state=sum(sizes.held[name] * copies[name] * sizes.state_bytes[name] for name in trained),
         gathered=gathers * width if uses_copies else 0,
         activations=int(_ALLOWANCE * (activations or 0)),
         gradients_at_peak=(whole * _FP32_BYTES or gradients) if has_earlier else 0,

@@ -22,6 +22,7 @@ from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.parallel.expert import mixtures
 from serried.parallel.groups import Groups
+from serried.parallel.matrices import Matrices
 from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
@@ -34,6 +35,7 @@ from serried.trainer.optimizer import build_optimizer
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.parts import Amount, Memory, Work
 from serried.trainer.plan.trace import GRADIENTS, Exchange, StepTrace
+from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task, map_tensors
 from serried.trainer.training_state import sharded, train_step
 from serried.trainer.weight_average import WeightAverage
@@ -266,8 +268,12 @@ def _trace_rank(
             phases.listener = trace.enter
             parallel = sharded(config, model, layout, _CPU, phases, None, groups)
             _answer_what_needs_data(parallel, model.plan, layout, border)
+            plan = model.plan
             del model  # of which a pipeline's stages are copies
-            optimizer = build_optimizer([(held.name, held.tensor) for held in parallel.parameters], config.optim)
+            optimizer = build_optimizer(
+                [(held.name, held.tensor) for held in parallel.parameters], config.optim,
+                partial(Matrices.of, parallel, plan, LOW_DTYPES[config.precision.name]),
+            )  # fmt: skip
             decay = config.trainer.ema_decay
             average = WeightAverage(decay, parallel.parameters, _CPU) if decay else None
             weight = task.weight_per_sample()

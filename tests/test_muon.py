@@ -1,0 +1,165 @@
+"""Muon: torch's own updates, the same on every layout, in a step that is accepted or changes nothing."""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.parity import CUTS, MIXTURE, MUON, MUON_CUTS, MUON_EXPERT_CUTS, TOLERANCES, Curve, Cut, compare, run
+from serried.configs.compose import compose
+from serried.configs.errors import UserError
+from serried.configs.registry import optimizers
+from serried.configs.schema import ParallelSection
+from serried.parallel.apply import parallelize
+from serried.parallel.matrices import Matrices, deal, matrix_names
+from serried.parallel.mesh import Layout
+from serried.parallel.plan import ParallelPlan
+from serried.parallel.shard_specs import ShardSpec, Slice
+from serried.trainer.optimizer import build_optimizer, take_step
+from serried.trainer.parameter_groups import parameter_groups
+from tests.cluster import Cluster
+from tests.runs import metrics
+from tests.test_any_layout import train
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.11 has none")
+@pytest.mark.parametrize(("rows", "columns"), [(32, 48), (64, 16), (33, 33)])
+@pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
+def test_updates_of_a_matrix_are_those_of_torch(rows: int, columns: int, adjust_lr: str) -> None:
+    torch.manual_seed(1)
+    ours = nn.Parameter(torch.randn(rows, columns))
+    theirs = nn.Parameter(ours.detach().clone())
+    section = compose(["optim=muon", "optim.lr=0.02", f"optim.adjust_lr={adjust_lr}"]).optim
+    matrices = Matrices.whole([ours], torch.bfloat16)
+    muon = optimizers.get("muon").load()(parameter_groups([("weight", ours)], section), section, matrices)
+    reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn=adjust_lr)
+    for _ in range(3):
+        ours.grad = torch.randn(rows, columns)
+        theirs.grad = ours.grad.clone()
+        muon.step()
+        reference.step()
+    assert ours.allclose(theirs, rtol=0, atol=1e-6)
+
+
+def test_a_rejected_step_changes_no_bit_and_the_next_is_as_if_it_had_not_been() -> None:
+    def trained(verdicts: list[bool]) -> list[torch.Tensor]:
+        torch.manual_seed(2)
+        named = {"matrix": nn.Parameter(torch.randn(6, 4)), "norm": nn.Parameter(torch.ones(4))}
+        named["matrix"].data[0, 0] = -0.0
+        optimizer = build_optimizer(named.items(), compose(["optim=muon", "optim.lr=0.1"]).optim)
+        for rejected in verdicts:
+            for parameter in named.values():
+                parameter.grad = torch.full_like(parameter, math.nan) if rejected else torch.ones_like(parameter) * 3
+            take_step(optimizer, torch.tensor(2.0), torch.tensor(float(rejected)))
+        state = [value for each in named.values() for value in optimizer.state[each].values()]
+        return [*(each.detach() for each in named.values()), *state]
+
+    def bits(tensors: list[torch.Tensor]) -> list[bytes]:
+        return [tensor.numpy().tobytes() for tensor in tensors]
+
+    assert bits(trained([True])) == bits(trained([]))
+    assert bits(trained([False, True, False])) == bits(trained([False, False]))
+    assert bits(trained([False])) != bits(trained([]))
+
+
+ROWS, COLUMNS, ROWS_OF_EXPERTS = Slice(0, ("shard", "context")), Slice(1, ("tensor",)), Slice(1, ("expert_shard",))
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "slices"),
+    [
+        (Layout("ddp", replicate=3), (5, 7), ()),
+        (Layout("hsdp", replicate=2, shard=3), (2, 7), (ROWS,)),  # one rank holds nothing
+        (Layout("fsdp", shard=2, context=2, tensor=3), (9, 7), (COLUMNS, ROWS)),
+        (Layout("fsdp", shard=2, tensor=2), (9, 7), (ROWS,)),  # whole on each tensor rank, as a router is
+        (Layout("fsdp", pipeline=2, shard=4, expert=2), (6, 4, 3), (Slice(0, ("expert",)), ROWS_OF_EXPERTS)),
+        (Layout("fsdp", shard=4, expert=4), (8, 4, 3), (Slice(0, ("expert",)),)),
+    ],
+)
+def test_every_matrix_is_dealt_whole_to_a_rank_that_holds_as_much_of_it_as_any(
+    layout: Layout, shape: tuple[int, ...], slices: tuple[Slice, ...]
+) -> None:
+    specs, ranks = (
+        [ShardSpec(f"weight {number}", shape, slices) for number in range(5)],
+        layout.world // layout.pipeline,
+    )
+    dealt = deal(specs, layout, layout.pipeline - 1)
+    counts = Counter[tuple[int, ...]]()
+    for number, whole, parts, owner, _ in dealt:
+        sizes = {rank: box.numel for box, holders in parts for rank in holders}
+        assert sizes[owner] == max(sizes.values())
+        assert sum(box.numel for box, _ in parts) == whole.numel
+        for box, holders in parts:
+            for rank in holders:
+                place = layout.coordinates((layout.pipeline - 1) * ranks + rank)
+                assert box == specs[number].box(layout, place).overlap(whole)
+        counts.update([(number, *whole.starts)])
+    stacked = shape[0] if len(shape) == 3 else 1
+    assert len(counts) == counts.total() == 5 * stacked
+    owned = Counter(each.owner for each in dealt)
+    assert max(owned.values()) - min(owned[rank] for rank in owned) <= 1
+
+
+def test_matrices_are_those_of_blocks_and_of_each_expert() -> None:
+    shapes = {
+        "embed.weight": (9, 4), "blocks.0.q.weight": (4, 4), "blocks.0.norm": (4,), "blocks.0.conv.weight": (4, 4, 3),
+        "blocks.0.mlp.experts.up": (8, 4, 4), "blocks.10.q.weight": (4, 4), "head.weight": (9, 4),
+    }  # fmt: skip
+    assert matrix_names(shapes, ["blocks.0"]) == {"blocks.0.q.weight", "blocks.0.mlp.experts.up"}
+
+
+def test_a_model_without_blocks_is_one_line() -> None:
+    layout, section = Layout("single"), ParallelSection(strategy="single")
+    model = parallelize(
+        nn.Linear(2, 2), ParallelPlan(), None, seed=1, layout=layout, section=section, low_dtype=None,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="the matrices of repeated blocks, and the model has none; return ParallelPlan"):
+        Matrices.of(model, ParallelPlan(), None)
+
+
+# whole runs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    return run(cluster, CUTS[0], 1, "fp32", text, tmp_path_factory.mktemp("muon") / "run", *MUON)
+
+
+DAILY = ("tensor x2 x fsdp x2",)
+
+
+@pytest.mark.parametrize(
+    "cut", [pytest.param(cut, id=cut.name, marks=[] if cut.name in DAILY else pytest.mark.slow) for cut in MUON_CUTS]
+)
+def test_muon_equals_the_single_process(
+    cut: Cut, reference: Curve, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    difference = compare(run(cluster, cut, cut.accumulations[-1], "fp32", text, tmp_path / "run", *MUON), reference)
+    assert difference.same_samples
+    assert max(difference.loss, difference.grad_norm) < TOLERANCES["fp32"]
+
+
+@pytest.mark.slow
+def test_muon_takes_each_expert_alone_wherever_it_is(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    single = run(cluster, CUTS[0], 1, "fp32", text, tmp_path / "single", *MIXTURE, *MUON)
+    for cut in MUON_EXPERT_CUTS:
+        curve = run(cluster, cut, cut.accumulations[0], "fp32", text, tmp_path / str(cut.processes), *MIXTURE, *MUON)
+        difference = compare(curve, single)
+        assert difference.same_samples, cut.name
+        assert max(difference.loss, difference.grad_norm) < TOLERANCES["fp32"], cut.name
+
+
+@pytest.mark.slow
+def test_muon_resumes_bitwise_and_on_another_layout(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    train(cluster, "tensor x2", text, tmp_path / "whole", "optim=muon")
+    train(cluster, "tensor x2", text, tmp_path / "run", "optim=muon", "trainer.stop_at=2", code=75)
+    other = f"checkpoint.resume={tmp_path / 'run'}"
+    train(cluster, "pipeline x3", text, tmp_path / "other", "optim=muon", other)
+    train(cluster, "tensor x2", text, tmp_path / "run", "optim=muon")
+    whole, resumed, moved = (metrics(tmp_path / name) for name in ("whole", "run", "other"))
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
+    assert [line["loss"] for line in moved] == pytest.approx([line["loss"] for line in whole[2:]], rel=1e-5)

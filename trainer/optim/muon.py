@@ -1,0 +1,43 @@
+"""Muon (https://kellerjordan.github.io/posts/muon/): orthogonalized momentum for matrices, AdamW for the rest."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from serried.configs.registry import register_optimizer
+from serried.configs.schema import Number, OptimSection
+
+
+class MuonSection(OptimSection):
+    """Muon for the matrices of the blocks, AdamW for embeddings, head, norms and biases."""
+
+    momentum: Number = Field(default=0.95, ge=0, lt=1)
+    """Share of earlier gradients in the next update."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor on the learning rate of a matrix: ``match_rms_adamw`` 0.2 sqrt(larger dim), for rates that suit AdamW
+    (arXiv 2502.16982); ``original`` sqrt(max(1, rows / columns))."""
+    betas: tuple[Number, Number] = (0.9, 0.95)
+    """AdamW's."""
+    eps: Number = Field(default=1e-8, gt=0)
+    """AdamW's."""
+
+
+@register_optimizer("muon", section=MuonSection)
+def build(groups: list[dict[str, Any]], section: MuonSection, matrices: Any) -> Any:
+    """Build Muon."""
+    from serried.trainer.muon import Muon
+
+    found = []
+    for group in groups:
+        parts = {
+            is_adamw: [each for each in group["params"] if (each not in matrices) == is_adamw]
+            for is_adamw in (False, True)
+        }
+        for is_adamw, parameters in parts.items():
+            name = f"{group['name']}.adamw" if is_adamw and parts[False] else group["name"]
+            if parameters or (is_adamw and not group["params"]):
+                found.append({**group, "params": parameters, "name": name, "is_adamw": is_adamw})
+    return Muon(
+        found, matrices, lr=section.lr, momentum=section.momentum, adjust_lr=section.adjust_lr, betas=section.betas,
+        eps=section.eps,
+    )  # fmt: skip

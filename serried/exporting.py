@@ -121,7 +121,7 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
         if key in given:
             raise UserError(f"{key}={given[key]} has no effect with format={name}; leave it out")
     if missing := [library for library in kind.libraries if find_spec(library) is None]:
-        raise UserError(f"format={name} needs {', '.join(missing)}; use: pip install -e '.[export]'")
+        raise UserError(f"format={name} needs {', '.join(missing)}; use: pip install {' '.join(missing)}")
     if "out" not in given:
         raise UserError(f"out=FILE is missing: the file to write; e.g. out=my-model.{kind.suffix}")
     out = Path(given["out"])

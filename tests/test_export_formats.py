@@ -131,6 +131,17 @@ def test_torch_export_has_no_pickle_and_takes_any_batch_and_length(llama: Path, 
         torch.testing.assert_close(model(TOKENS[:rows, :length]), expected[:rows, :length], atol=1e-5, rtol=1e-5)
 
 
+def test_executorch_takes_any_batch_and_length(llama: Path, tmp_path: Path) -> None:
+    pytest.importorskip("executorch")
+    from executorch.runtime import Runtime
+
+    export(llama, tmp_path / "out.pte", "format=executorch")
+    method, expected = Runtime.get().load_program(tmp_path / "out.pte").load_method("forward"), logits(llama)
+    for rows, length in ((3, 9), (1, 1)):
+        found = method.execute([TOKENS[:rows, :length].contiguous()])[0]
+        torch.testing.assert_close(found, expected[:rows, :length], atol=1e-5, rtol=1e-5)
+
+
 def test_adapters_are_merged(models: Path, tmp_path: Path) -> None:  # noqa: F811
     assert main(lora(models, tmp_path / "run")) == 0
     export(tmp_path / "run", tmp_path / "model", "merge=true")

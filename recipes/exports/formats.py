@@ -58,4 +58,5 @@ FORMATS = {
     ),
     "onnx": Format("onnx_file", "onnx", ("onnx", "onnxscript", "onnxruntime"), {"fp32": _FP32, "int8": 0.2}),
     "torch_export": Format("torch_export", "pt2", (), {"fp32": _FP32, "bf16": _HALF}),
+    "executorch": Format("executorch_file", "pte", ("executorch",), {"fp32": _FP32}),
 }

@@ -865,8 +865,12 @@ class PlanSection(Section):
     """Tokens of the whole training, such as ``15T``; when null those of ``trainer.steps``."""
     price: Annotated[Number, Field(gt=0)] | None = None
     """Price of a device for an hour, in any currency; when null no costs are printed."""
+    rates: Path | None = None
+    """File of rates that ``serried plan calibrate`` measured; when null those of published runs are used."""
     search: bool = False
     """Compare all valid layouts instead, as ``serried plan search`` does."""
+    as_json: bool = False
+    """Print one JSON object in place of lines; ``serried plan json=true``."""
 
 
 class TaskSection(Section):

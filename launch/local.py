@@ -30,11 +30,12 @@ _NOT_STARTED = "stopped    before training began; the same command starts it"
 _OURS = ("Traceback (most recent call last)", "error: ", "failed: ")
 
 
-def run_local(config: RunConfig, argv: Sequence[str]) -> int:
+def run_local(config: RunConfig, argv: Sequence[str], program: Sequence[str] = ()) -> int:
     """Train with ``launch.processes`` processes on this machine, each started with ``argv``. Return the exit code.
 
     Rank 0 prints to this console, the others to files in ``run.dir/output``; the output of the first rank that failed
-    is printed last. Signals are passed on, and no process is left behind, however this one ends.
+    is printed last. Signals are passed on, and no process is left behind, however this one ends. ``program``: what
+    follows the interpreter in place of what trains.
 
     Raises:
         UserError: the run folder cannot be written.
@@ -53,7 +54,9 @@ def run_local(config: RunConfig, argv: Sequence[str]) -> int:
             return EXIT_STOPPED
         listener = socket.create_server(("127.0.0.1", 0))
         world, port = processes_per_node(config.launch), listener.getsockname()[1]
-        ranks = [_start_rank(rank, world, port, argv, output) for rank in range(world)]
+        ranks = [
+            _start_rank(rank, world, port, [*(program or training_command()), *argv], output) for rank in range(world)
+        ]
         store = _store(listener)  # in which the ranks find each other, while this lives
         failed = wait_for_all(ranks, signals, config.launch.stop_timeout_seconds)
         del store
@@ -82,7 +85,7 @@ def _start_rank(rank: int, world: int, port: int, argv: Sequence[str], output: P
     log: IO[bytes] | None = (output / f"rank-{rank}.log").open("wb") if rank else None
     try:
         return subprocess.Popen(
-            [sys.executable, *training_command(), *argv],
+            [sys.executable, *argv],
             stdout=log, stderr=log, env=defaults | os.environ | {name: str(value) for name, value in given.items()},
             process_group=0,  # a terminal's Ctrl-C reaches only this process, which passes it on once
         )  # fmt: skip

@@ -8,7 +8,8 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from serried.runtime.session import Session
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
 _WRITE_BYTES = 64 * 2**20
 _SHARED_MEMORY = Path("/dev/shm")
@@ -237,3 +239,144 @@ def marker(folder: Path, name: str) -> Iterator[Path]:
         yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+# rates of ``serried plan calibrate`` ---------------------------------------------------------------------------------
+
+_EXCHANGED_BYTES = (2**14, 2**20, 2**24)
+_ATTENTION = (4, 8, 512, 64)
+"""Samples, heads, length and width."""
+_SMALL = 300
+"""Operations that are timed together."""
+
+
+def device_name(session: Session) -> str:
+    """Return what the driver calls this rank's GPU, or the model of the CPU."""
+    import torch
+
+    if session.device.type == "cuda":
+        return torch.cuda.get_device_name(session.device)
+    with suppress(OSError):
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+        if found:
+            return found[1].strip()
+    return platform.machine() or "cpu"
+
+
+def memory_bytes(session: Session) -> int:
+    """Return the memory of this rank's GPU, or of the machine."""
+    import torch
+
+    if session.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(session.device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def product_seconds(session: Session, shape: tuple[int, int, int], precision: str) -> float:
+    """Return the seconds of a matrix product of m x k and k x n."""
+    import torch
+
+    m, n, k = shape
+    a, b = (_random(session, precision, *size) for size in ((m, k), (k, n)))
+    return _best(session, lambda: torch.mm(a, b))
+
+
+def attention_flops(session: Session, precision: str) -> float:
+    """Return the FLOP/s of causal attention, forward and backward, counted as if nothing were masked."""
+    import torch
+
+    query, key, value = (_random(session, precision, *_ATTENTION).requires_grad_() for _ in range(3))
+
+    def attend() -> None:
+        torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
+
+    return 14 * query.numel() * query.shape[-2] / _best(session, attend)
+
+
+def copy_bytes_per_second(session: Session) -> float:
+    """Return how many bytes a second an operation on large tensors reads and writes."""
+    import torch
+
+    count = 2**26 if session.device.type == "cuda" else 2**21
+    a, b, out = (torch.ones(count, device=session.device) for _ in range(3))
+    return 3 * a.nbytes / _best(session, lambda: torch.mul(a, b, out=out))
+
+
+def launch_seconds(session: Session) -> float:
+    """Return the seconds of an operation on next to nothing."""
+    import torch
+
+    small = torch.ones(8, device=session.device)
+    return _best(session, lambda: [small * small for _ in range(_SMALL)]) / _SMALL
+
+
+def group_of_node(session: Session) -> "ProcessGroup":
+    """Return the process group of the ranks of this node. A collective."""
+    import torch.distributed as dist
+
+    each, count = session.local_world_size, session.world_size
+    groups = [dist.new_group(list(range(first, first + each))) for first in range(0, count, each)]
+    return groups[session.rank // each]
+
+
+def exchange_rate(session: Session, group: "ProcessGroup | None") -> dict[str, float]:
+    """Return how many bytes a second each rank sends in an all-gather or a reduce-scatter, and the seconds of a call.
+    A collective."""
+    import torch
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size(group)
+    points = []
+    for size in _EXCHANGED_BYTES:
+        part = torch.ones(size // 4, device=session.device)
+        whole = torch.ones(ranks * (size // 4), device=session.device)
+        gather = _best(session, partial(dist.all_gather_into_tensor, whole, part, group=group))
+        scatter = _best(session, partial(dist.reduce_scatter_tensor, part, whole, group=group))
+        points.append(((ranks - 1) * size, (gather + scatter) / 2))
+    (_, of_call), *_, (most, seconds) = points
+    return {"bytes_per_second": most / max(seconds - of_call, 1e-9), "seconds": of_call}
+
+
+def hidden_share(session: Session) -> float:
+    """Return which share of an exchange is hidden by products that are computed meanwhile. A collective."""
+    import torch
+    import torch.distributed as dist
+
+    is_gpu = session.device.type == "cuda"
+    size, count = (8192, 2**26) if is_gpu else (512, 2**21)
+    matrix = _random(session, "bf16" if is_gpu else "fp32", size, size)
+    part = torch.ones(count, device=session.device)
+    whole = torch.ones(count * session.world_size, device=session.device)
+
+    def exchange(is_waited: bool = True) -> Any:
+        work = dist.all_gather_into_tensor(whole, part, async_op=True)
+        return work.wait() if is_waited and work is not None else work
+
+    once = _best(session, lambda: torch.mm(matrix, matrix))
+    alone = _best(session, exchange)
+    times = max(1, round(alone / once))
+
+    def compute() -> None:
+        for _ in range(times):
+            torch.mm(matrix, matrix)
+
+    def both() -> None:
+        work = exchange(is_waited=False)
+        compute()
+        work.wait()
+
+    computing, together = _best(session, compute), _best(session, both)
+    return min(1.0, max(0.0, (computing + alone - together) / min(computing, alone)))
+
+
+def _random(session: Session, precision: str, *size: int) -> "torch.Tensor":
+    import torch
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return torch.randn(size, device=session.device).to(dtype)
+
+
+def _best(session: Session, work: Callable[[], Any]) -> float:
+    """Return the shortest time of ``work``, which is done as often on every rank."""
+    _timed(session, work)
+    return min(_timed(session, work) for _ in range(2 * _TIMED))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from inspect import getdoc
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import indent
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -83,8 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
         overrides, folders = ([], ()) if name in _TRAINS else config_dirs(rest)
         with declaring(BUILT_IN._replace(config_dirs=folders)):
             code = _COMMANDS[name].run(rest if name in _TRAINS else overrides)
-        if name in ("preflight", "evaluate"):  # threads of torch.distributed may outlive their work
-            leave(code)
+        if name in ("preflight", "evaluate") or words[:2] == ["plan", "calibrate"]:
+            leave(code)  # threads of torch.distributed may outlive their work
         return code
     except UserError as error:
         return report_mistake(error)
@@ -106,21 +107,98 @@ def recipes(words: list[str]) -> int:
     return say(f"{recipes_text()}\nTrain one: python train.py recipe=NAME. Show its plan: serried plan recipe=NAME")
 
 
-@_command(f"[search] {_OVERRIDES}")
+@_command(f"[search|compare|calibrate] [RUN] {_OVERRIDES}")
 def plan(words: list[str]) -> int:
     """Print the plan of a run, on any machine: whether it fits, what ranks send, how long it takes, what would help.
 
+    RUN          a run folder: its own config, on as many processes; overrides come on top
     plan.mode    trace (default): a step on tensors without data; formula: from sizes alone, in a second
     plan.device  h100, a100, ...: the GPU to plan for; plan.tokens=15T and plan.price=2.5: what the time adds up to
+    plan.rates   file of rates of another machine, as serried plan calibrate writes it
+    json=true    print one JSON object
     search       as the first word: the fastest of all valid layouts, with the overrides for each, instead
+    compare RUN  the plan against what the run measured
+    calibrate    measure the rates of this machine with launch.processes=N (or under torchrun) and the shapes of a
+                 recipe, and write them to out=rates.json
     """
     from serried.program import main as train
 
-    if words[:1] == ["search"]:
-        words = [*words[1:], "plan.search=true"]
+    part = words[0] if words[:1] in (["search"], ["compare"], ["calibrate"]) else ""
+    words = words[bool(part) :]
+    if part == "calibrate":
+        return _calibrate(words)
+    if "json=true" in words:
+        words = [word for word in words if word != "json=true"] + ["plan.as_json=true"]
+    if part == "search":
+        words = [*words, "plan.search=true"]
     elif not any(word.startswith("plan.mode=") for word in words):
         words = [*words, "plan.mode=trace"]
+    run = next((word for word in words if "=" not in word and not word.startswith("-")), None)
+    if run is not None or part == "compare":
+        return _plan_of_a_run(run, [word for word in words if word != run], is_compared=part == "compare")
     return train([*words, *([] if "dry_run=true" in words else ["dry_run=true"])])
+
+
+def _calibrate(words: list[str]) -> int:
+    """Measure rates with the processes that train.py would have, and write them."""
+    from serried.configs.compose import compose
+    from serried.launch.calibrate import calibrate
+    from serried.launch.local import run_local
+    from serried.program import traced_products
+
+    given = [word for word in words if word.startswith("out=")]
+    overrides, folders = config_dirs([word for word in words if word not in given])
+    out = Path(given[-1].partition("=")[2] if given else "rates.json")
+    if not out.name or out.is_dir():
+        raise UserError(f"out={out} is no file; use out=rates.json")
+    with declaring(declared()._replace(config_dirs=folders)):
+        config = compose(overrides)
+        if (config.launch.processes or 1) > 1 and not is_started():
+            with TemporaryDirectory() as folder:
+                there = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(folder)})})
+                return run_local(there, words, ("-m", "serried", "plan", "calibrate"))
+        return calibrate(config.launch, out, config.precision.name, lambda: traced_products(config))
+
+
+def _plan_of_a_run(word: str | None, overrides: list[str], *, is_compared: bool) -> int:
+    """Print the plan of the run that ``word`` names, or what it measured beside that."""
+    from serried.configs.compose import compose_saved
+    from serried.program import comparison_text, plan_text
+    from serried.trainer.plan.compare import as_it_ran, figures_of
+
+    if word is None:
+        raise UserError(f"serried plan compare needs a run folder; {existing_runs(Path('runs'), is_run)}")
+    run = run_folder(f"runs/{word}" if run_key(word) == "run.name" else word, is_run)
+    overrides, folders = config_dirs(overrides)
+    with declaring(_task_that_trained(run)._replace(config_dirs=folders)):
+        reads = ("plan", "dry_run") if is_compared else ("",)
+        config: RunConfig = compose_saved(run / "config.yaml", [*overrides, "dry_run=true"], reads)
+        ran = figures_of(run)
+        if ran is not None:
+            config = as_it_ran(config, ran, overrides)
+        if not is_compared:
+            return say(plan_text(config))
+        if ran is None or not ran.steps:
+            raise UserError(f"the run in {run} has logged no step to compare with; see serried status {run}")
+        return say(comparison_text(config, ran))
+
+
+def _task_that_trained(run: Path) -> Declaration:
+    """Return the declaration of the task that trained ``run``.
+
+    Raises:
+        UserError: it is a script's.
+    """
+    try:
+        name = read_yaml(run / "config.yaml")["task"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return BUILT_IN  # a mistake in the file, which composing reports
+    if name not in tasks.names():
+        raise UserError(
+            f"{run} was trained by the task {name}, which is not installed; plan it in its script: python SCRIPT "
+            "dry_run=true plan.mode=trace"
+        )
+    return installed(name)
 
 
 @_command(_OVERRIDES)

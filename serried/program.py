@@ -29,6 +29,7 @@ from serried.runtime.session import Session, run_in_session
 from serried.task_class import installed
 
 if TYPE_CHECKING:
+    from serried.trainer.plan.compare import Figures
     from serried.trainer.task import Task
 
 
@@ -59,10 +60,10 @@ def _do(action: Action, overrides: list[str]) -> int:
         sweep = planned_sweep(overrides) if action == "sweep" else None
         configs = [point.config for point in sweep.points] if sweep else [compose(overrides)]
         if configs[0].plan.search:
-            return say(_searched(configs[0]))
-        config, (plan, *_) = configs[0], [_plan(config) for config in configs]
+            return say(plan_text(configs[0]))
+        config, _ = configs[0], [_plan(config) for config in configs]
         if action == "config" or config.dry_run:
-            return say(config_yaml(config) if action == "config" else _overview(config, *plan) + describe_runs(sweep))
+            return say(config_yaml(config) if action == "config" else plan_text(config) + describe_runs(sweep))
         code = start_sweep(sweep, write_report) if sweep else start_elsewhere(overrides, config)
     except UserError as error:
         return report_mistake(error)
@@ -76,19 +77,31 @@ def _plan(config: RunConfig) -> tuple[Layout, int]:
     return layout, accumulation
 
 
-def _overview(config: RunConfig, layout: Layout, accumulation: int) -> str:
+def plan_text(config: RunConfig) -> str:
+    """Return the plan of a run of ``config``, or the layouts that it might have."""
     from serried.trainer.overview import dry_run
-
-    return dry_run(config, _task(config), layout, accumulation)
-
-
-def _searched(config: RunConfig) -> str:
     from serried.trainer.plan.search import search
 
-    return search(config, _task(config), planned_processes(config.launch, dry_run=True))
+    if config.plan.search:
+        return search(config, task_of(config), planned_processes(config.launch, dry_run=True))
+    return dry_run(config, task_of(config), *_plan(config))
 
 
-def _task(config: RunConfig) -> "Task":
+def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
+    """Return the shapes of the matrix products in a step of ``config``, those that compute the most first."""
+    from serried.trainer.plan.traced import products_of, trace_step
+
+    return products_of(trace_step(config, task_of(config), *_plan(config)))
+
+
+def comparison_text(config: RunConfig, ran: "Figures") -> str:
+    """Return the plan of ``config`` against what a run of it measured."""
+    from serried.trainer.plan.compare import compared
+
+    return compared(config, task_of(config), *_plan(config), ran)
+
+
+def task_of(config: RunConfig) -> "Task":
     """Return the declared task, or the built-in or installed one that ``config`` names, for the run of ``config``."""
     task: Task = (declared().task or tasks.get(config.task.name).load())()
     task.configure(config)
@@ -100,7 +113,7 @@ def _run(config: RunConfig) -> int:
         from serried.trainer.run import train
 
         session.same_everywhere("the config", text := config_yaml(config))
-        return train(config, _task(config), session, text)
+        return train(config, task_of(config), session, text)
 
     return run_in_session(config.launch, work)
 

@@ -1,5 +1,7 @@
 """The plan of a run, in at most twelve lines: printed before it starts, and the whole output of a dry run."""
 
+import json
+
 import torch
 from torch import nn
 
@@ -14,13 +16,14 @@ from serried.parallel.units import blocks_of
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data import training_data, with_steps
 from serried.trainer.fitting import fitting
-from serried.trainer.model import build_model, frozen_type
+from serried.trainer.model import Model, build_model, frozen_type
 from serried.trainer.optimizer import learning_rate
 from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.memory import holds_what_it_computed_again, planned_memory
-from serried.trainer.plan.show import memory_lines
-from serried.trainer.plan.time_lines import planned_device, time_lines
+from serried.trainer.plan.planned_time import planned_device
+from serried.trainer.plan.show import plan_lines
+from serried.trainer.plan.step_plan import StepPlan, plan_step
 from serried.trainer.precision import chosen_layers
 from serried.trainer.sampler import passes
 from serried.trainer.task import Dataset, Task
@@ -111,13 +114,11 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) ->
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
     lines = overview(config, task, layout, accumulation, model, plan, place)
     is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
-    if config.plan.mode is not None:
-        capacity = _gpu_bytes(config) if is_for_gpus or config.plan.device else None
-        found = memory_lines(config, task, layout, accumulation, model, plan, capacity)
-        lines += [f"{name:<10} {text}" for name, text in found]
-    if config.plan.model_fields_set - {"mode"} or (config.plan.mode is not None and is_for_gpus):
-        times = time_lines(config, task, layout, accumulation, model, plan)
-        lines += [f"{name:<10} {text}" for name, text in times]
+    if config.plan.model_fields_set:
+        planned = plan_of(config, task, layout, accumulation, built)
+        if config.plan.as_json:
+            return json.dumps(planned.as_data())
+        lines += [f"{name:<10} {text}" for name, text in plan_lines(config, task, planned)]
     needed, limit = planned_memory(config, task, layout, accumulation, model, plan).total, _gpu_bytes(config)
     if is_for_gpus and needed > limit:
         if config.launch.processes is None and layout.world == 1:
@@ -129,8 +130,16 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) ->
     return "\n".join([*lines, "dry run: no model was allocated and no process started"])
 
 
+def plan_of(config: RunConfig, task: Task, layout: Layout, accumulation: int, built: Model) -> StepPlan:
+    """Plan a step of ``config``, whose model was ``built`` on meta."""
+    is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
+    is_timed = is_for_gpus or bool(config.plan.model_fields_set - {"mode", "as_json"})
+    capacity = _gpu_bytes(config) if is_for_gpus or config.plan.device or config.plan.rates else None
+    return plan_step(config, task, layout, accumulation, built.module, built.plan, capacity, is_timed=is_timed)
+
+
 def _gpu_bytes(config: RunConfig) -> int:
-    if config.plan.device and (device := planned_device(config)):
+    if (config.plan.device or config.plan.rates) and (device := planned_device(config)):
         return int(device.memory_bytes)
     return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else _LARGE_GPU_BYTES
 

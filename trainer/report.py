@@ -17,6 +17,7 @@ from serried.trainer.checkpoint.retention import best_checkpoint, folder_name
 from serried.trainer.checkpoint.save import Saved
 from serried.trainer.checkpoint.saved_state import taking_from
 from serried.trainer.context import Context
+from serried.trainer.metrics import peak_memory_bytes
 from serried.trainer.peak_flops import device_name
 from serried.trainer.step import StepResult
 from serried.trainer.task import Event
@@ -131,6 +132,7 @@ class Report:
             hosts=list(hosts),
             peak_flops_per_device=peak_flops,
             flops_per_sample=flops_per_sample,
+            memory_bytes=peak_memory_bytes(self._session.device)[0],
             tracker_run_id=tracker_run_id,
         )
         if self._session.is_main:

@@ -3,6 +3,7 @@
 Peaks of matrix products are those of ``trainer.peak_flops``.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from serried.configs.errors import UserError
@@ -25,9 +26,13 @@ class Device(NamedTuple):
     network_rate: float
     """Bytes a second that it sends to other nodes: its share of the node's network cards, of the maker's own system."""
     source: str
+    measured: Mapping[str, float] | None = None
+    """FLOP/s that were reached, by precision, in place of what the maker states."""
 
     def peak(self, precision: str) -> float | None:
         """FLOP/s of matrix products at most; ``precision`` is ``8bit``, float8, bf16, fp16 or fp32. None: unknown."""
+        if self.measured is not None:
+            return self.measured.get(precision)
         peaks = PEAK_FLOPS[self.driver_name]
         if precision == "float8" and self.name not in _8_BITS_AT_TWICE:
             return None

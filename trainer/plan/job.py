@@ -48,6 +48,9 @@ def shape_of(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> Shape |
 
 def unknown_why(config: RunConfig, shape: Shape | None, device: Device) -> str:
     """Return why there is no time for a model of this shape, in a clause."""
+    if device.measured is not None:
+        known = ", ".join(device.measured)
+        return f"{device.source} has rates of precision={known} alone; serried plan calibrate measures others"
     if shape is None:
         return "there are no rates for the sizes of this model, or for its task"
     return f"there are no rates for precision={config.precision.name} on {device.name}"

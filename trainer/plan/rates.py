@@ -53,6 +53,8 @@ WITHIN = (0.86, 1.13)
 """The time over the predicted one, p10 to p90: of the held-out rows."""
 OUTSIDE = (0.86, 1.8)
 """The same of the blind rows that are longer than the calibration's, or of another device."""
+MEASURED = (0.8, 1.25)
+"""The same where rates were measured with ``serried plan calibrate``: assumed."""
 FAR = 4
 """Groups of so many times the largest are outside."""
 

@@ -1,5 +1,6 @@
 """All valid layouts of a run, priced by formula: which are fastest, and which need less memory."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -21,10 +22,11 @@ from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.devices import DEVICES
 from serried.trainer.plan.job import doubts, job_of, shape_of, unknown_why
 from serried.trainer.plan.memory import formula_memory, planned_memory, share_of
-from serried.trainer.plan.rates import RATES, software_for
+from serried.trainer.plan.planned_time import planned_cluster, planned_device, planned_rates
+from serried.trainer.plan.rates import software_for
 from serried.trainer.plan.seconds import Job, held_elements, step_of
-from serried.trainer.plan.show import fits_of
-from serried.trainer.plan.time_lines import planned_cluster, planned_device, seconds_text
+from serried.trainer.plan.step_plan import fits_of
+from serried.trainer.plan.time_lines import seconds_text
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task
 
@@ -67,7 +69,8 @@ class Candidate:
 
 
 def search(config: RunConfig, task: Task, processes: int) -> str:
-    """Return a table of the fastest layouts that fit, and of slower ones that need less memory.
+    """Return a table of the fastest layouts that fit, and of slower ones that need less memory; as JSON if
+    ``plan.as_json``.
 
     Raises:
         UserError: the time of this model or on this device is unknown, or no layout fits.
@@ -87,19 +90,22 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
             f"none of {searched.valid:,} valid layouts of {processes} {device} fits {size(searched.limit)}; use more "
             "processes, shorter samples or a smaller model"
         )
+    covered = [each for each in found if not searched.doubts(each)] if searched.doubts(fastest[0]) else []
+    covered = searched.fastest(covered)[:3]
+    frugal = searched.frugal(found, fastest)
+    if config.plan.as_json:
+        tables = {"fastest": fastest, "covered": covered, "smaller": frugal}
+        data = {"valid": searched.valid, "fitting": len(found), "device": device, "rates": searched.rates_of}
+        return json.dumps(data | {name: [*map(searched.as_data, each)] for name, each in tables.items()})
     of = f"{searched.valid:,} valid layouts of {processes} {device}, {len(found):,} of which fit {size(searched.limit)}"
-    lines = [f"{'searched':<10} {of}; rates of {searched.software}"]
+    lines = [f"{'searched':<10} {of}; rates of {searched.rates_of}"]
     lines += searched.table(fastest, is_numbered=True)
     equal = sum(each.seconds <= _EQUAL * fastest[0].seconds for each in fastest)
     if equal > 1:
         lines.append(f"{'equal':<10} 1 to {equal} are within 5%, which such times cannot tell apart: choose by memory")
-    covered = [each for each in found if not searched.doubts(each)] if searched.doubts(fastest[0]) else []
     if covered:
-        lines += [
-            f"{'covered':<10} the fastest of those that published runs cover",
-            *searched.table(searched.fastest(covered)[:3]),
-        ]
-    if frugal := searched.frugal(found, fastest):
+        lines += [f"{'covered':<10} the fastest of those that published runs cover", *searched.table(covered)]
+    if frugal:
         lines += [f"{'smaller':<10} each needs the least memory of those that are as fast", *searched.table(frugal)]
     if noted := {doubt for each in (*fastest, *frugal) for doubt in searched.doubts(each)}:
         lines.append(f"{'?':<10} a rough guess: no published run has {', nor '.join(sorted(noted))}")
@@ -122,7 +128,8 @@ class _Search:
             why = unknown_why(config, shape, device)
             raise UserError(f"plan.search=true: {why}; use precision=bf16, and a built-in family")
         self.shape = shape
-        self.cluster, self.software = planned_cluster(config, device), software_for(device.name)
+        self.cluster, self.rates = planned_cluster(config, device), planned_rates(config, device)
+        self.rates_of = str(config.plan.rates or software_for(device.name))
         self.capacity = int(device.memory_bytes)
         self.limit = _USABLE_SHARE * device.memory_bytes
         self.state_bytes = state_bytes(config.optim)
@@ -144,7 +151,7 @@ class _Search:
             job = job_of(config, self.shape, layout, accumulation)
             self.valid += 1
             if (held := self._held(config, job)) <= self.limit:
-                step = step_of(job, self.cluster, RATES[self.software], is_quick=True)
+                step = step_of(job, self.cluster, self.rates, is_quick=True)
                 found.append(Candidate(overrides, config, job, step.seconds, held))
         return sorted(found, key=lambda each: each.seconds)
 
@@ -192,9 +199,15 @@ class _Search:
             rows.append((str(number) if is_numbered else " ", time, f"{rate:,.0f}", size(each.bytes), each.words()))
         return columns(rows)
 
+    def as_data(self, candidate: Candidate) -> dict[str, Any]:
+        """Return a candidate as plain data."""
+        doubts = self.doubts(candidate)
+        found = {"seconds": candidate.seconds, "bytes": round(candidate.bytes), "doubts": doubts}
+        return {"overrides": dict(candidate.overrides), **found}
+
     def doubts(self, candidate: Candidate) -> list[str]:
         """Return what no published run shows about it."""
-        return [*doubts(candidate.job, self.cluster, self.software)]
+        return [] if self.config.plan.rates else [*doubts(candidate.job, self.cluster, self.rates_of)]
 
     def _overrides(self) -> Iterator[dict[str, Any]]:
         """Yield what differs from the config, of each candidate, valid or not."""
@@ -265,7 +278,7 @@ class _Search:
     def _played(self, candidate: Candidate) -> Candidate:
         """Return it with the time of its timeline and the plan's memory."""
         job = candidate.job
-        step = step_of(job, self.cluster, RATES[self.software])
+        step = step_of(job, self.cluster, self.rates)
         memory = planned_memory(candidate.config, self.task, job.layout, job.accumulation, self.model, self.plan)
         needed = fits_of(formula_memory(memory), self.capacity).needed
         return replace(candidate, seconds=step.seconds, bytes=needed)

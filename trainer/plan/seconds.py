@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from serried.parallel.clock import Cost, about, duration
 from serried.parallel.mesh import ZERO_BUBBLE_SCHEDULES, Layout
-from serried.trainer.plan.devices import Cluster
+from serried.trainer.plan.devices import Cluster, Device
 from serried.trainer.plan.parts import Work
 from serried.trainer.plan.rates import Rates
 
@@ -235,16 +235,9 @@ class _Clock:
 
     def __init__(self, job: Job, cluster: Cluster, rates: Rates) -> None:
         self.job, self.cluster, self.rates = job, cluster, rates
-        layout, per_node = job.layout, cluster.per_node
-        beside = max(1, per_node // layout.tensor)
-        sharding = layout.shard * layout.context
-        self.tensor = _Group(layout.tensor, min(layout.tensor, per_node))
-        self.context = _Group(layout.context, min(layout.context, beside))
-        self.sharding = _Group(sharding, min(sharding, beside))
-        self.copies = _Group(layout.replicate, min(layout.replicate, max(1, per_node // layout.block)))
-        self.expert = _Group(layout.expert, min(layout.expert, per_node))
-        among = max(1, per_node // layout.expert)
-        self.expert_sharding = _Group(layout.expert_shard, min(layout.expert_shard, among))
+        axes = "tensor", "context", "fsdp", "replicate", "expert", "expert fsdp"
+        groups = [_group(job.layout, axis, cluster.per_node) for axis in axes]
+        self.tensor, self.context, self.sharding, self.copies, self.expert, self.expert_sharding = groups
 
     # one block ---------------------------------------------------------------------------------------------------
 
@@ -397,13 +390,8 @@ class _Clock:
         cards of all ranks in a node."""
         if group.ranks == 1 or not whole_bytes:
             return 0.0
-        device, rates = self.cluster.device, self.rates
-        passed = whole_bytes * (group.ranks - 1) / group.ranks
-        hops = group.ranks / group.inside - 1
-        slowest = device.link_rate * rates.links
-        if hops:
-            slowest = min(slowest, group.inside * device.network_rate * rates.network)
-        return passed / slowest + rates.latency + hops * rates.hop
+        rate, of_call = _wire(group, self.cluster.device, self.rates)
+        return whole_bytes * (group.ranks - 1) / group.ranks / rate + of_call
 
     def _all_to_all(self, bytes_of_rank: float, group: _Group) -> float:
         """Return the seconds of an exchange in which each rank sends so many bytes."""
@@ -411,6 +399,33 @@ class _Clock:
         inside = bytes_of_rank * (group.inside - 1) / group.ranks / (device.link_rate * rates.links)
         between = bytes_of_rank * (1 - group.inside / group.ranks) / (device.network_rate * rates.network)
         return max(inside, between) + rates.latency + (group.ranks / group.inside - 1) * rates.hop
+
+
+def wire(layout: Layout, axis: str, cluster: Cluster, rates: Rates) -> tuple[float, float]:
+    """Return how many bytes a second a rank sends along an axis, as ``Flow`` names it, and the seconds of a call."""
+    return _wire(_group(layout, axis, cluster.per_node), cluster.device, rates)
+
+
+def _wire(group: _Group, device: Device, rates: Rates) -> tuple[float, float]:
+    hops = group.ranks / group.inside - 1
+    slowest = device.link_rate * rates.links
+    if hops:
+        slowest = min(slowest, group.inside * device.network_rate * rates.network)
+    return slowest, rates.latency + hops * rates.hop
+
+
+def _group(layout: Layout, axis: str, per_node: int) -> _Group:
+    beside = max(1, per_node // layout.tensor)
+    ranks, most_inside = {
+        "tensor": (layout.tensor, per_node),
+        "context": (layout.context, beside),
+        "fsdp": (layout.shard * layout.context, beside),
+        "replicate": (layout.replicate, max(1, per_node // layout.block)),
+        "expert": (layout.expert, per_node),
+        "expert fsdp": (layout.expert_shard, max(1, per_node // layout.expert)),
+        "pipeline": (2, max(1, per_node // layout.block)),
+    }.get(axis, (layout.world, per_node))
+    return _Group(ranks, min(ranks, most_inside))
 
 
 def _sum(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:

@@ -1,69 +1,40 @@
-"""The lines of ``serried plan`` about memory and messages: does it fit, what ranks send, what would help."""
+"""The lines of ``serried plan``: does it fit, what ranks send, what would help, how long it takes."""
 
 from collections import defaultdict
 from collections.abc import Iterator
 
-from torch import nn
-
 from serried.configs.formats import size
 from serried.configs.schema import RunConfig
-from serried.parallel.mesh import Layout
 from serried.parallel.phases import BACKWARD
-from serried.parallel.plan import ParallelPlan
 from serried.parallel.traffic import Flow
 from serried.trainer.plan.advice import Planned, advice
-from serried.trainer.plan.memory import formula_memory, planned_flows, planned_memory
-from serried.trainer.plan.parts import Amount, Fits, Memory
-from serried.trainer.plan.traced import CannotTrace, flows_of, memory_of, trace_step
+from serried.trainer.plan.parts import Fits, Memory
+from serried.trainer.plan.planned_time import Timed
+from serried.trainer.plan.step_plan import FRAGMENTED_SHARE, RESERVED_BYTES, StepPlan, with_assumed
+from serried.trainer.plan.time_lines import time_lines
 from serried.trainer.task import Task
 
-_RESERVED_BYTES = 2 * 2**30
-"""Of a GPU, for the CUDA context, libraries and NCCL: assumed."""
-_FRAGMENTED_SHARE = 0.05
-"""Of what comes and goes in a step, which the allocator loses between blocks: assumed."""
-_LASTING = ("parameters", "optimizer state", "average of weights", "gradients")
 _ADVICE_LINES = 3
 _WORTH_NAMING = 0.005
 
 
-def memory_lines(
-    config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan,
-    capacity: int | None,
-) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """Yield the lines as (name, text). ``capacity``: bytes of the GPU that is planned for; None: none is."""
-    flows = planned_flows(config, layout, accumulation, model, plan)
-    memory = formula_memory(planned_memory(config, task, layout, accumulation, model, plan))
-    found = "by formula, plan.mode=trace to trace it"
-    if config.plan.mode == "trace":
-        try:
-            stages = trace_step(config, task, layout, accumulation)
-            memory, flows, found = memory_of(stages), flows_of(stages), "traced"
-        except CannotTrace as error:
-            found = f"by formula, as the step cannot be traced: {error}"
-    if capacity is not None:
-        fits = fits_of(memory, capacity)
+def plan_lines(config: RunConfig, task: Task, plan: StepPlan) -> Iterator[tuple[str, str]]:
+    """Yield the lines of ``plan`` as (name, text); the last says how far to trust them."""
+    fits, memory = plan.fits, plan.memory
+    if fits is not None:
         yield "fits", _fits(fits, memory)
         memory = with_assumed(memory)
-    yield ("" if capacity is not None else "needs"), _parts(memory)
-    if flows:
-        yield from _travels(flows)
-    if capacity is not None and fits.answer != "yes":
-        planned = Planned(config, task, layout.world)
+    yield ("" if fits is not None else "needs"), _parts(memory)
+    if plan.flows:
+        yield from _travels(plan.flows)
+    if fits is not None and fits.answer != "yes":
+        planned = Planned(config, task, plan.layout.world)
         for number, each in enumerate(advice(planned, BACKWARD, 0.9 * fits.usable)[:_ADVICE_LINES]):
             yield "" if number else "better", f"{each.override:<42} saves about {size(each.saved)}{each.note}"
-    yield "trust", f"memory: {found}{_assumed(capacity)}"
-
-
-def fits_of(memory: Memory, capacity: int) -> Fits:
-    """Return whether ``memory`` fits a GPU of ``capacity`` bytes."""
-    return Fits(with_assumed(memory).peak, capacity - _RESERVED_BYTES)
-
-
-def with_assumed(memory: Memory) -> Memory:
-    """Return ``memory`` and what the allocator loses."""
-    passing = sum(part.value for kind, part in memory.parts.items() if kind not in _LASTING)
-    parts = {**memory.parts, "fragmentation": Amount(_FRAGMENTED_SHARE * passing, "assumed")}
-    return Memory(parts, memory.phase, memory.by_phase, memory.rank)
+    if plan.time is not None:
+        yield from time_lines(config, plan.time)
+    trust = f"; {plan.time.trust}" if isinstance(plan.time, Timed) else ""
+    yield "trust", f"memory: {plan.found}{_assumed(plan.capacity)}{trust}"
 
 
 def _fits(fits: Fits, memory: Memory) -> str:
@@ -101,4 +72,4 @@ def _travels(flows: tuple[Flow, ...]) -> Iterator[tuple[str, str]]:
 def _assumed(capacity: int | None) -> str:
     if capacity is None:
         return ""
-    return f"; {_FRAGMENTED_SHARE:.0%} for fragmentation and {size(_RESERVED_BYTES)} for CUDA and NCCL are assumed"
+    return f"; {FRAGMENTED_SHARE:.0%} for fragmentation and {size(RESERVED_BYTES)} for CUDA and NCCL are assumed"

@@ -1,22 +1,12 @@
-"""The lines of a plan about time: how long a step takes, what that adds up to, and how far to trust it."""
+"""The lines of a plan about time: how long a step takes, and what that adds up to."""
 
 from collections.abc import Iterator
 
-import torch
-from torch import nn
-
 from serried.configs.formats import duration, short
 from serried.configs.schema import RunConfig
-from serried.parallel.mesh import Layout
-from serried.parallel.plan import ParallelPlan
-from serried.trainer.peak_flops import device_name
-from serried.trainer.plan.devices import DEVICES, Cluster, Device, device_of, device_of_driver
-from serried.trainer.plan.job import doubts, job_of, shape_of, unknown_why
-from serried.trainer.plan.rates import OUTSIDE, RATES, WITHIN, software_for
-from serried.trainer.plan.seconds import Job, Step, step_of
-from serried.trainer.task import Task
+from serried.trainer.plan.planned_time import Timed
+from serried.trainer.plan.seconds import Step
 
-_PER_NODE = 8
 _DAY = 86400
 _NAMES = {
     "products": "matrix products",
@@ -36,48 +26,16 @@ _OWN_WORK = ("products", "attention", "memory", "optimizer")
 _WORTH_NAMING = 0.01
 
 
-def planned_device(config: RunConfig) -> Device | None:
-    """Return the device that ``config`` is planned for; None: this machine's, which is not in the catalogue.
-
-    Raises:
-        UserError: the config names one that is not.
-    """
-    if config.plan.device is not None:
-        return device_of(config.plan.device)
-    if torch.cuda.is_available():
-        return device_of_driver(device_name(torch.device("cuda")))
-    return device_of("h100")
-
-
-def planned_cluster(config: RunConfig, device: Device) -> Cluster:
-    """Return the nodes that ``config`` is planned for."""
-    launched = config.launch.processes if config.launch.nodes else None
-    return Cluster(device, config.plan.per_node or launched or _PER_NODE)
-
-
-def time_lines(
-    config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
-) -> Iterator[tuple[str, str]]:
+def time_lines(config: RunConfig, time: Timed | str) -> Iterator[tuple[str, str]]:
     """Yield the lines as (name, text); a single one where the time is unknown."""
-    device, shape = planned_device(config), shape_of(config, model, plan)
-    if device is None:
-        yield "step", f"unknown: this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}"
+    if isinstance(time, str):
+        yield "step", f"unknown: {time}"
         return
-    if shape is None or not device.peak(config.precision.name):
-        yield "step", f"unknown: {unknown_why(config, shape, device)}"
-        return
-    job = job_of(config, shape, layout, accumulation)
-    cluster, software = planned_cluster(config, device), software_for(device.name)
-    step = step_of(job, cluster, RATES[software])
-    doubtful = [*doubts(job, cluster, software)]
-    low, high = OUTSIDE if doubtful else WITHIN
-    took = seconds_text(step.seconds, low * step.seconds, high * step.seconds)
-    yield "step", f"{took} on {layout.world} {device.name}: {_parts(step)}"
-    flops = task.flops_per_sample(sum(parameter.numel() for parameter in model.parameters()))
-    yield "rate", _rate(config, job, step, (low, high), flops, device)
+    step, device = time.step, time.cluster.device
+    took = seconds_text(step.seconds, *time.range)
+    yield "step", f"{took} on {time.processes} {device.name}: {_parts(step)}"
+    yield "rate", _rate(config, time)
     yield "binds", _binds(step)
-    assumed = "" if config.plan.device or torch.cuda.is_available() else "h100 is assumed (plan.device); "
-    yield "trust", assumed + _trust(software, doubtful)
 
 
 def seconds_text(*seconds: float) -> str:
@@ -96,18 +54,17 @@ def _parts(step: Step) -> str:
     )
 
 
-def _rate(
-    config: RunConfig, job: Job, step: Step, span: tuple[float, float], flops: float | None, device: Device
-) -> str:
-    ranks, tokens = job.layout.world, job.samples * job.sequence
-    low, high = (tokens / ranks / step.seconds / factor for factor in reversed(span))
-    text = f"{tokens / ranks / step.seconds:,.0f} tokens/s a device ({low:,.0f} to {high:,.0f})"
-    if flops and (peak := device.peak(job.precision)):
-        text += f", MFU {job.samples * flops / step.seconds / ranks / peak:.0%}"
-    whole = config.plan.tokens or tokens * config.trainer.steps
-    seconds = whole / tokens * step.seconds
-    hours = seconds * ranks / 3600
-    text += f"; {short(whole)} tokens: {duration(seconds) if seconds < 100 * _DAY else f'{seconds / _DAY:,.0f} days'}"
+def _rate(config: RunConfig, time: Timed) -> str:
+    seconds, ranks, device = time.step.seconds, time.processes, time.cluster.device
+    each = time.samples * time.weight_per_sample
+    low, high = (each / ranks / seconds for seconds in reversed(time.range))
+    text = f"{each / ranks / seconds:,.0f} {time.unit}/s a device ({low:,.0f} to {high:,.0f})"
+    if time.flops_per_sample and device.measured is None and (peak := device.peak(config.precision.name)):
+        text += f", MFU {time.samples * time.flops_per_sample / seconds / ranks / peak:.0%}"
+    whole = (config.plan.tokens if time.unit == "tokens" else None) or each * config.trainer.steps
+    took = whole / each * seconds
+    hours = took * ranks / 3600
+    text += f"; {short(whole)} {time.unit}: {duration(took) if took < 100 * _DAY else f'{took / _DAY:,.0f} days'}"
     text += f", {short(hours)} device-hours"
     return text + (
         f", {short(hours * config.plan.price)} at {config.plan.price:g} an hour" if config.plan.price else ""
@@ -124,9 +81,3 @@ def _binds(step: Step) -> str:
     if sum(waits.values()) > _WORTH_NAMING * step.seconds and largest(waits) != text:
         text += f"; beside the model's own work most is {largest(waits)}"
     return text
-
-
-def _trust(software: str, doubtful: list[str]) -> str:
-    if doubtful:
-        return f"time is a rough guess: no published run has {', nor '.join(doubtful)} (rates of {software})"
-    return f"time: rates of {software}; published runs that did not determine them are off by 5% (median) to 18% (p90)"

@@ -9,7 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from math import prod
 from typing import Any
 
 import torch
@@ -143,6 +144,12 @@ def flows_of(stages: Sequence[TracedStage]) -> tuple[Flow, ...]:
         for (axis, kind, when, ranks), (sent, calls) in sorted(most.step.flows.items())
         if sent
     )
+
+
+def products_of(stages: Sequence[TracedStage]) -> list[tuple[int, int, int]]:
+    """Return the shapes of all matrix products, those that compute the most first."""
+    work = reduce(Work.plus, (each for stage in stages for each in stage.step.work.values()))
+    return sorted(work.products, key=lambda shape: -prod(shape) * work.products[shape])
 
 
 class _Tracer:

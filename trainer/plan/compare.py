@@ -1,0 +1,179 @@
+"""The plan of a step against what a run measured, term by term."""
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from serried.configs.errors import UserError
+from serried.configs.formats import columns, size
+from serried.configs.plain_data import is_count, is_number
+from serried.configs.schema import RunConfig
+from serried.parallel.mesh import Layout
+from serried.parallel.phases import BACKWARD, DATA, FORWARD, HOST, OPTIMIZER, PIPELINE
+from serried.records.metrics import METRICS, read_events
+from serried.trainer.model import build_model
+from serried.trainer.parameter_groups import freeze
+from serried.trainer.plan.devices import device_of_driver
+from serried.trainer.plan.measured_rates import read_rates
+from serried.trainer.plan.planned_time import Timed
+from serried.trainer.plan.step_plan import FRAGMENTED_SHARE, StepPlan, plan_step
+from serried.trainer.plan.time_lines import seconds_text
+from serried.trainer.task import Task
+
+_CLOSE = 0.1
+"""A term is as planned if it is off by less."""
+_EXCHANGES = ("data", "tensor", "context", "expert")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a run measured since its last start."""
+
+    device: str
+    """As its driver calls it; ``cpu``."""
+    processes: int
+    nodes: int
+    steps: list[int]
+    """Those of the log lines, but of the first."""
+    step_seconds: float
+    """Median of the log lines."""
+    phases: dict[str, float]
+    """Seconds of each in a step, medians; empty: not recorded."""
+    memory_bytes: int | None
+    """Peak of the rank that needed the most; on a CPU without what it had at the start; None: not recorded."""
+    reserved_bytes: int | None
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it ran on GPUs."""
+        return self.device != "cpu"
+
+
+def figures_of(run: Path) -> Figures | None:
+    """Return what the run in folder ``run`` measured since its last start; None if it has not started."""
+    start: dict[str, Any] = {}
+    steps: list[dict[str, Any]] = []
+    for event in read_events(run / METRICS):
+        if event["event"] == "start":
+            start, steps = event, []
+        elif event["event"] == "step" and is_number(event.get("step_seconds")) and is_count(event.get("step")):
+            steps.append(event)
+    if not is_count(start.get("world_size")) or not isinstance(start.get("device"), str):
+        return None
+    used = steps[1:] or steps  # the first line has what happens once
+    splits = [split for each in used if isinstance(split := each.get("time_split"), dict)]
+    memory, reserved = (_last(steps, name) for name in ("memory_bytes", "memory_reserved_bytes"))
+    before = start.get("memory_bytes")
+    if memory is not None and start["device"] == "cpu":
+        memory = memory - before if is_count(before) else None
+    return Figures(
+        start["device"], start["world_size"], len({*start.get("hosts", ["one"])}), [each["step"] for each in used],
+        statistics.median([each["step_seconds"] for each in used] or [0.0]),
+        {name: statistics.median(split.get(name, 0.0) for split in splits) for name in {*chain(*splits)}},
+        memory, reserved,
+    )  # fmt: skip
+
+
+def _last(steps: list[dict[str, Any]], name: str) -> int | None:
+    return next((each[name] for each in reversed(steps) if is_count(each.get(name))), None)
+
+
+def as_it_ran(config: RunConfig, ran: Figures, given: list[str]) -> RunConfig:
+    """Return ``config`` for the processes and the device that the run had, where the words ``given`` say no other.
+
+    Raises:
+        UserError: rates are those of another device.
+    """
+    launch: dict[str, Any] = {}
+    if not any(word.startswith("launch.") for word in given):
+        launch = {"processes": ran.processes // ran.nodes, "nodes": ran.nodes if ran.nodes > 1 else None}
+        launch["device"] = "cuda" if ran.is_gpu else "cpu"
+    plan: dict[str, Any] = {}
+    known = device_of_driver(ran.device)
+    if config.plan.rates is not None:
+        measured = read_rates(config.plan.rates)
+        rates_of = measured.cluster.device.driver_name
+        if measured.is_gpu != ran.is_gpu or (ran.is_gpu and rates_of != ran.device):
+            raise UserError(f"plan.rates={config.plan.rates} are of {rates_of}, and the run was on {ran.device}")
+    elif config.plan.device is None and known is not None:
+        plan["device"] = known.name
+    return config.model_copy(
+        update={
+            "launch": config.launch.model_copy(update=launch),
+            "plan": config.plan.model_copy(update=plan),
+        }
+    )
+
+
+def compared(config: RunConfig, task: Task, layout: Layout, accumulation: int, ran: Figures) -> str:
+    """Return a table of the plan of ``config`` beside ``ran``; as JSON if ``plan.as_json``."""
+    built = build_model(config, task)
+    freeze(built.module, config.optim)
+    is_timed = bool(config.plan.device or config.plan.rates)
+    plan = plan_step(config, task, layout, accumulation, built.module, built.plan, None, is_timed=is_timed)
+    if config.plan.as_json:
+        return json.dumps({"plan": plan.as_data(), "run": vars(ran)})
+    lines = [f"{'compared':<10} steps {ran.steps[0]} to {ran.steps[-1]} of {_place(ran)}; {plan.found}"]
+    lines += columns([("term", "plan", "run", "error", "what it says"), *_rows(plan, ran)])
+    if isinstance(plan.time, Timed):
+        lines.append(f"{'trust':<10} {plan.time.trust}")
+    else:
+        why = plan.time or f"no rates are known for {ran.device}"
+        lines.append(f"{'times':<10} {why}; measure them there: serried plan calibrate, then plan.rates=rates.json")
+    return "\n".join(lines)
+
+
+def _place(ran: Figures) -> str:
+    return f"{ran.processes} process{'es' if ran.processes > 1 else ''} on {ran.device}"
+
+
+def _rows(plan: StepPlan, ran: Figures) -> Iterator[tuple[str, ...]]:
+    if ran.memory_bytes is not None:
+        yield _row("peak memory", plan.memory.peak, ran.memory_bytes, size, _of_memory(ran))
+    else:
+        yield "peak memory", size(plan.memory.peak), "-", "", "the run did not record its own"
+    phases, timed = ran.phases, plan.time if isinstance(plan.time, Timed) else None
+    parts = timed.step.parts if timed else {}
+    waits, update = parts.get("pipeline", 0.0), parts.get("optimizer", 0.0)
+    computes = timed.step.seconds - waits - update if timed else None
+    if phases:
+        yield _timed_row("forward + backward", computes, phases.get(FORWARD, 0.0) + phases.get(BACKWARD, 0.0))
+        if timed and (exchanges := sum(parts.get(name, 0.0) for name in _EXCHANGES)):
+            yield "  of it exchanges", seconds_text(exchanges), "-", "", "a run does not time them apart"
+        if PIPELINE in phases:
+            yield _timed_row("waiting in the pipeline", waits if timed else None, phases[PIPELINE])
+        yield _timed_row("optimizer", update if timed else None, phases.get(OPTIMIZER, 0.0))
+        yield "data and host", "-", seconds_text(phases.get(DATA, 0.0) + phases.get(HOST, 0.0)), "", "not planned"
+    says = ""
+    if timed:
+        low, high = timed.range
+        says = "slower than the plan's range" if ran.step_seconds > high else "within the plan's range"
+        says = "faster than the plan's range" if ran.step_seconds < low else says
+        says += f" of {seconds_text(low)} to {seconds_text(high)}"
+    yield _timed_row("step", timed.step.seconds if timed else None, ran.step_seconds, says)
+
+
+def _of_memory(ran: Figures) -> str:
+    assert ran.memory_bytes is not None
+    if not ran.is_gpu:
+        return "resident, less the start's: libraries that are loaded later count too, and what Gloo copies"
+    if not ran.reserved_bytes:
+        return ""
+    lost = ran.reserved_bytes / ran.memory_bytes - 1
+    return f"reserved {size(ran.reserved_bytes)}: fragmentation {lost:.0%}, assumed {FRAGMENTED_SHARE:.0%}"
+
+
+def _timed_row(term: str, planned: float | None, ran: float, says: str = "") -> tuple[str, ...]:
+    if planned is None:
+        return term, "-", seconds_text(ran), "", ""
+    return _row(term, planned, ran, seconds_text, says)
+
+
+def _row(term: str, planned: float, ran: float, shown: Any, says: str) -> tuple[str, ...]:
+    error = planned / ran - 1 if ran > 0 else 0.0
+    judged = "as planned" if abs(error) < _CLOSE else "more than planned" if error < 0 else "less than planned"
+    return term, shown(planned), shown(ran), f"{error:+.1%}", "; ".join(filter(None, (judged, says)))

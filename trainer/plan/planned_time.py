@@ -1,0 +1,161 @@
+"""How long a step takes, by the rates that are known: those of published runs, or a file of measured ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from serried.configs.errors import UserError
+from serried.configs.schema import RunConfig
+from serried.parallel.mesh import Layout
+from serried.parallel.plan import ParallelPlan
+from serried.parallel.traffic import Flow
+from serried.trainer.peak_flops import device_name
+from serried.trainer.plan.devices import DEVICES, Cluster, Device, device_of, device_of_driver
+from serried.trainer.plan.job import doubts, job_of, shape_of, unknown_why
+from serried.trainer.plan.measured_rates import MeasuredRates, read_rates
+from serried.trainer.plan.rates import MEASURED, OUTSIDE, RATES, WITHIN, Rates, software_for
+from serried.trainer.plan.seconds import Step, step_of
+from serried.trainer.plan.traced import TracedStage
+from serried.trainer.plan.traced_seconds import traced_step
+from serried.trainer.task import Task
+
+_PER_NODE = 8
+
+
+class UnknownTime(Exception):
+    """Why it is not known how long a step takes, in a clause."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """How long a step takes."""
+
+    step: Step
+    span: tuple[float, float]
+    """Of the time over the predicted one, p10 to p90."""
+    cluster: Cluster
+    processes: int
+    samples: int
+    flops_per_sample: float | None
+    weight_per_sample: int
+    unit: str
+    trust: str
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Shortest and longest, in seconds."""
+        low, high = self.span
+        return low * self.step.seconds, high * self.step.seconds
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        low, high = self.range
+        rate = self.samples * self.weight_per_sample / self.step.seconds
+        return {
+            "device": self.cluster.device.name,
+            "seconds": self.step.seconds,
+            "low": low,
+            "high": high,
+            "parts": dict(self.step.parts),
+            f"{self.unit}_per_second": rate,
+            "trust": self.trust,
+        }
+
+
+def planned_device(config: RunConfig) -> Device | None:
+    """Return the device that ``config`` is planned for; None: this machine's, which is not in the catalogue.
+
+    Raises:
+        UserError: the config names one that is not, or rates of another.
+    """
+    if config.plan.rates is not None:
+        return measured_rates(config).cluster.device
+    if config.plan.device is not None:
+        return device_of(config.plan.device)
+    if torch.cuda.is_available():
+        return device_of_driver(device_name(torch.device("cuda")))
+    return device_of("h100")
+
+
+def planned_cluster(config: RunConfig, device: Device) -> Cluster:
+    """Return the nodes that ``config`` is planned for."""
+    if config.plan.rates is not None:
+        measured = measured_rates(config).cluster
+        return measured._replace(per_node=config.plan.per_node or measured.per_node)
+    launched = config.launch.processes if config.launch.nodes else None
+    return Cluster(device, config.plan.per_node or launched or _PER_NODE)
+
+
+def planned_rates(config: RunConfig, device: Device) -> Rates:
+    """Return the rates of the closed form."""
+    return measured_rates(config).rates if config.plan.rates is not None else RATES[software_for(device.name)]
+
+
+def measured_rates(config: RunConfig) -> MeasuredRates:
+    """Return the rates in ``plan.rates``.
+
+    Raises:
+        UserError: there are none, or those of another device than the one planned for.
+    """
+    assert config.plan.rates is not None
+    measured = read_rates(config.plan.rates)
+    name, is_gpu = measured.cluster.device.name, measured.is_gpu
+    wanted = config.plan.device
+    if wanted is not None and device_of(wanted).name != name:
+        raise UserError(f"plan.rates={measured.path} are of {name}, and plan.device={wanted}; leave one of them out")
+    if config.launch.device in ("cpu", "cuda") and is_gpu != (config.launch.device == "cuda"):
+        raise UserError(
+            f"plan.rates={measured.path} are of {name}, and launch.device={config.launch.device}; leave one of them out"
+        )
+    return measured
+
+
+def time_of(
+    config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan,
+    stages: Sequence[TracedStage], flows: Sequence[Flow],
+) -> Timed:  # fmt: skip
+    """Return how long a step takes: by the work that a trace counted if rates were measured, else by sizes.
+
+    Raises:
+        UnknownTime: there are no rates for it.
+    """
+    device, shape = planned_device(config), shape_of(config, model, plan)
+    if device is None:
+        raise UnknownTime(f"this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}, or plan.rates=FILE")
+    if not device.peak(config.precision.name):
+        raise UnknownTime(unknown_why(config, shape, device))
+    cluster = planned_cluster(config, device)
+
+    def timed(step: Step, span: tuple[float, float], trust: str) -> Timed:
+        flops = task.flops_per_sample(sum(parameter.numel() for parameter in model.parameters()))
+        return Timed(
+            step, span, cluster, layout.world, config.trainer.global_batch, flops, task.weight_per_sample(), task.unit,
+            trust,
+        )  # fmt: skip
+
+    if config.plan.rates is not None:
+        measured = measured_rates(config)
+        notes = "".join(f"; {note}" for note in measured.notes())
+        if stages:
+            step = traced_step(stages, flows, layout, accumulation, measured)
+        elif shape is not None:
+            step = step_of(job_of(config, shape, layout, accumulation), cluster, measured.rates)
+        else:
+            raise UnknownTime("the sizes of this model are not known; use plan.mode=trace")
+        return timed(step, MEASURED, f"time: rates measured on {measured.date} in {measured.path}{notes}")
+    if shape is None:
+        raise UnknownTime(unknown_why(config, shape, device))
+    job, software = job_of(config, shape, layout, accumulation), software_for(device.name)
+    doubtful = [*doubts(job, cluster, software)]
+    assumed = "" if config.plan.device or torch.cuda.is_available() else "h100 is assumed (plan.device); "
+    step = step_of(job, cluster, RATES[software])
+    return timed(step, OUTSIDE if doubtful else WITHIN, assumed + _trust(software, doubtful))
+
+
+def _trust(software: str, doubtful: Sequence[str]) -> str:
+    if doubtful:
+        return f"time is a rough guess: no published run has {', nor '.join(doubtful)} (rates of {software})"
+    return f"time: rates of {software}; published runs that did not determine them are off by 5% (median) to 18% (p90)"

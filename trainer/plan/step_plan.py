@@ -1,0 +1,99 @@
+"""The plan of a step, of which all that prints or compares a plan is made."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from serried.configs.schema import RunConfig
+from serried.parallel.mesh import AXES, Layout
+from serried.parallel.plan import ParallelPlan
+from serried.parallel.traffic import Flow
+from serried.trainer.plan.memory import formula_memory, planned_flows, planned_memory
+from serried.trainer.plan.parts import Amount, Fits, Memory
+from serried.trainer.plan.planned_time import Timed, UnknownTime, time_of
+from serried.trainer.plan.traced import CannotTrace, TracedStage, flows_of, memory_of, trace_step
+from serried.trainer.task import Task
+
+RESERVED_BYTES = 2 * 2**30
+"""Of a GPU, for the CUDA context, libraries and NCCL: assumed."""
+FRAGMENTED_SHARE = 0.05
+"""Of what comes and goes in a step, which the allocator loses between blocks: assumed."""
+_LASTING = ("parameters", "optimizer state", "average of weights", "gradients")
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step needs, sends and takes."""
+
+    layout: Layout
+    memory: Memory
+    """Without what is assumed."""
+    found: str
+    """How memory and flows were found, in a clause."""
+    flows: tuple[Flow, ...]
+    capacity: int | None
+    """Bytes of the GPU that is planned for; None: none is."""
+    time: Timed | str | None
+    """A text: why it is unknown. None: it was not asked for."""
+
+    @property
+    def fits(self) -> Fits | None:
+        """Whether the memory suffices; None: no GPU is planned for."""
+        return None if self.capacity is None else fits_of(self.memory, self.capacity)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the plan as plain data. Bytes are those of a rank, seconds those of a step."""
+        fits, flows = self.fits, [vars(flow) for flow in self.flows]
+        return {
+            "processes": self.layout.world,
+            "layout": {axis: getattr(self.layout, axis) for axis in (*AXES, "expert")},
+            "memory": {
+                "found": self.found,
+                "bytes": self.memory.peak,
+                "phase": self.memory.phase,
+                "rank": self.memory.rank,
+                "parts": {kind: round(part.value) for kind, part in self.memory.parts.items()},
+            },
+            "fits": fits and {"answer": fits.answer, "needed": fits.needed, "usable": fits.usable},
+            "flows": flows,
+            "time": {"unknown": self.time} if isinstance(self.time, str) else self.time and self.time.as_data(),
+        }
+
+
+def plan_step(
+    config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan,
+    capacity: int | None, *, is_timed: bool,
+) -> StepPlan:  # fmt: skip
+    """Plan a step as ``config.plan`` says. ``model`` may be on meta."""
+    flows = planned_flows(config, layout, accumulation, model, plan)
+    memory = formula_memory(planned_memory(config, task, layout, accumulation, model, plan))
+    stages: list[TracedStage] = []
+    found = "by formula, plan.mode=trace to trace it"
+    if config.plan.mode == "trace":
+        try:
+            stages = trace_step(config, task, layout, accumulation)
+            memory, found = memory_of(stages), "traced"
+            flows = flows if layout.is_replicated else flows_of(stages)  # of DDP one process is traced
+        except CannotTrace as error:
+            found = f"by formula, as the step cannot be traced: {error}"
+    time: Timed | str | None = None
+    if is_timed:
+        try:
+            time = time_of(config, task, layout, accumulation, model, plan, stages, flows)
+        except UnknownTime as error:
+            time = str(error)
+    return StepPlan(layout, memory, found, flows, capacity, time)
+
+
+def fits_of(memory: Memory, capacity: int) -> Fits:
+    """Return whether ``memory`` fits a GPU of ``capacity`` bytes."""
+    return Fits(with_assumed(memory).peak, capacity - RESERVED_BYTES)
+
+
+def with_assumed(memory: Memory) -> Memory:
+    """Return ``memory`` and what the allocator loses."""
+    passing = sum(part.value for kind, part in memory.parts.items() if kind not in _LASTING)
+    parts: Mapping[str, Amount] = {**memory.parts, "fragmentation": Amount(FRAGMENTED_SHARE * passing, "assumed")}
+    return Memory(parts, memory.phase, memory.by_phase, memory.rank)

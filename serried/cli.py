@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from inspect import getdoc
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from textwrap import indent
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,6 +18,7 @@ from serried.configs.schema import RunConfig
 from serried.configs.suggest import nearest
 from serried.configs.words import number, pairs, run_key
 from serried.opening import opened
+from serried.planning import calibrate, plan_run
 from serried.runs import existing_runs, find_run, is_run, run_folder, runs_of_a_sweep, similar_runs
 from serried.runtime.early import print_any_text
 from serried.runtime.ending import leave, note_repeated, report_mistake
@@ -126,7 +126,7 @@ def plan(words: list[str]) -> int:
     part = words[0] if words[:1] in (["search"], ["compare"], ["calibrate"]) else ""
     words = words[bool(part) :]
     if part == "calibrate":
-        return _calibrate(words)
+        return calibrate(words)
     if "json=true" in words:
         words = [word for word in words if word != "json=true"] + ["plan.as_json=true"]
     if part == "search":
@@ -135,70 +135,8 @@ def plan(words: list[str]) -> int:
         words = [*words, "plan.mode=trace"]
     run = next((word for word in words if "=" not in word and not word.startswith("-")), None)
     if run is not None or part == "compare":
-        return _plan_of_a_run(run, [word for word in words if word != run], is_compared=part == "compare")
+        return plan_run(run, [word for word in words if word != run], is_compared=part == "compare")
     return train([*words, *([] if "dry_run=true" in words else ["dry_run=true"])])
-
-
-def _calibrate(words: list[str]) -> int:
-    """Measure rates with the processes that train.py would have, and write them."""
-    from serried.configs.compose import compose
-    from serried.launch.calibrate import calibrate
-    from serried.launch.local import run_local
-    from serried.program import traced_products
-
-    given = [word for word in words if word.startswith("out=")]
-    overrides, folders = config_dirs([word for word in words if word not in given])
-    out = Path(given[-1].partition("=")[2] if given else "rates.json")
-    if not out.name or out.is_dir():
-        raise UserError(f"out={out} is no file; use out=rates.json")
-    with declaring(declared()._replace(config_dirs=folders)):
-        config = compose(overrides)
-        if (config.launch.processes or 1) > 1 and not is_started():
-            with TemporaryDirectory() as folder:
-                there = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(folder)})})
-                return run_local(there, words, ("-m", "serried", "plan", "calibrate"))
-        return calibrate(config.launch, out, config.precision.name, lambda: traced_products(config))
-
-
-def _plan_of_a_run(word: str | None, overrides: list[str], *, is_compared: bool) -> int:
-    """Print the plan of the run that ``word`` names, or what it measured beside that."""
-    from serried.configs.compose import compose_saved
-    from serried.program import comparison_text, plan_text
-    from serried.trainer.plan.compare import as_it_ran, figures_of
-
-    if word is None:
-        raise UserError(f"serried plan compare needs a run folder; {existing_runs(Path('runs'), is_run)}")
-    run = run_folder(f"runs/{word}" if run_key(word) == "run.name" else word, is_run)
-    overrides, folders = config_dirs(overrides)
-    with declaring(_task_that_trained(run)._replace(config_dirs=folders)):
-        reads = ("plan", "dry_run") if is_compared else ("",)
-        config: RunConfig = compose_saved(run / "config.yaml", [*overrides, "dry_run=true"], reads)
-        ran = figures_of(run)
-        if ran is not None:
-            config = as_it_ran(config, ran, overrides)
-        if not is_compared:
-            return say(plan_text(config))
-        if ran is None or not ran.steps:
-            raise UserError(f"the run in {run} has logged no step to compare with; see serried status {run}")
-        return say(comparison_text(config, ran))
-
-
-def _task_that_trained(run: Path) -> Declaration:
-    """Return the declaration of the task that trained ``run``.
-
-    Raises:
-        UserError: it is a script's.
-    """
-    try:
-        name = read_yaml(run / "config.yaml")["task"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return BUILT_IN  # a mistake in the file, which composing reports
-    if name not in tasks.names():
-        raise UserError(
-            f"{run} was trained by the task {name}, which is not installed; plan it in its script: python SCRIPT "
-            "dry_run=true plan.mode=trace"
-        )
-    return installed(name)
 
 
 @_command(_OVERRIDES)

@@ -52,10 +52,9 @@ def task_of_text(run: Path, command: str) -> Declaration:
     """
     from serried.trainer.task import TextTask
 
-    try:
-        name = read_yaml(run / "config.yaml")["task"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return BUILT_IN  # a mistake in the file, which composing reports
+    name = _recorded_task(run)
+    if name is None:
+        return BUILT_IN
     known = name in tasks.names()
     found = installed(name) if known else BUILT_IN
     if known and (found.task is None or (issubclass(found.task, TextTask) and found.sections == BUILT_IN.sections)):
@@ -65,6 +64,29 @@ def task_of_text(run: Path, command: str) -> Declaration:
         f"{run} was trained by the task {name}, {why}, so serried {command} cannot open it; in Python: "
         f'serried.load_model("{run}", task=CLASS)'
     )
+
+
+def task_that_trained(run: Path) -> Declaration:
+    """Return the declaration of the task that trained ``run``, of whatever kind.
+
+    Raises:
+        UserError: it is a script's.
+    """
+    name = _recorded_task(run)
+    if name is not None and name not in tasks.names():
+        raise UserError(
+            f"{run} was trained by the task {name}, which is not installed; plan it in its script: python SCRIPT "
+            "dry_run=true plan.mode=trace"
+        )
+    return BUILT_IN if name is None else installed(name)
+
+
+def _recorded_task(run: Path) -> str | None:
+    """Return the name of the task in the config of ``run``; None: a mistake in it, which composing reports."""
+    try:
+        return str(read_yaml(run / "config.yaml")["task"]["name"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:

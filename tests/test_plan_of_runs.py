@@ -8,6 +8,7 @@ import pytest
 
 from serried import cli
 from serried.configs.compose import compose, config_yaml
+from serried.planning import calibrate
 from serried.trainer.plan.measured_rates import read_rates
 from tests.cluster import Cluster
 from tests.runs import overrides
@@ -139,7 +140,7 @@ TINY = ("dim=64", "layers=2", "heads=2", "kv_heads=2", "hidden_dim=96")
 
 
 def calibrated(argv: list[str]) -> int:
-    return cli._calibrate(argv)  # the command ends the process
+    return calibrate(argv)
 
 
 def test_json_has_numbers_of_plan_and_search(capsys: pytest.CaptureFixture[str]) -> None:

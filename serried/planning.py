@@ -1,0 +1,57 @@
+"""``serried plan RUN``, ``serried plan compare RUN`` and ``serried plan calibrate``."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from serried.configs.command_line import config_dirs
+from serried.configs.declaration import declared, declaring
+from serried.configs.errors import UserError
+from serried.configs.schema import RunConfig
+from serried.configs.words import run_key
+from serried.opening import task_that_trained
+from serried.runs import existing_runs, is_run, run_folder
+from serried.runtime.ranks import is_started, say
+
+
+def calibrate(words: list[str]) -> int:
+    """Measure rates with the processes that train.py would have, and write them."""
+    from serried.configs.compose import compose
+    from serried.launch.calibrate import calibrate as measure
+    from serried.launch.local import run_local
+    from serried.program import traced_products
+
+    given = [word for word in words if word.startswith("out=")]
+    overrides, folders = config_dirs([word for word in words if word not in given])
+    out = Path(given[-1].partition("=")[2] if given else "rates.json")
+    if not out.name or out.is_dir():
+        raise UserError(f"out={out} is no file; use out=rates.json")
+    with declaring(declared()._replace(config_dirs=folders)):
+        config = compose(overrides)
+        if (config.launch.processes or 1) > 1 and not is_started():
+            with TemporaryDirectory() as folder:
+                there = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(folder)})})
+                return run_local(there, words, ("-m", "serried", "plan", "calibrate"))
+        return measure(config.launch, out, config.precision.name, lambda: traced_products(config))
+
+
+def plan_run(word: str | None, overrides: list[str], *, is_compared: bool) -> int:
+    """Print the plan of the run that ``word`` names, or what it measured beside that."""
+    from serried.configs.compose import compose_saved
+    from serried.program import comparison_text, plan_text
+    from serried.trainer.plan.compare import as_it_ran, figures_of
+
+    if word is None:
+        raise UserError(f"serried plan compare needs a run folder; {existing_runs(Path('runs'), is_run)}")
+    run = run_folder(f"runs/{word}" if run_key(word) == "run.name" else word, is_run)
+    overrides, folders = config_dirs(overrides)
+    with declaring(task_that_trained(run)._replace(config_dirs=folders)):
+        reads = ("plan", "dry_run") if is_compared else ("",)
+        config: RunConfig = compose_saved(run / "config.yaml", [*overrides, "dry_run=true"], reads)
+        ran = figures_of(run)
+        if ran is not None:
+            config = as_it_ran(config, ran, overrides)
+        if not is_compared:
+            return say(plan_text(config))
+        if ran is None or not ran.steps:
+            raise UserError(f"the run in {run} has logged no step to compare with; see serried status {run}")
+        return say(comparison_text(config, ran))

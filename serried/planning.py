@@ -27,6 +27,8 @@ def calibrate(words: list[str]) -> int:
         raise UserError(f"out={out} is no file; use out=rates.json")
     with declaring(declared()._replace(config_dirs=folders)):
         config = compose(overrides)
+        if config.precision.name not in ("fp32", "bf16", "fp16"):
+            raise UserError(f"precision={config.precision.name} is not measured; use precision=bf16")
         if (config.launch.processes or 1) > 1 and not is_started():
             with TemporaryDirectory() as folder:
                 there = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(folder)})})

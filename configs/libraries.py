@@ -15,9 +15,11 @@ def check_data_libraries(data: DataSection) -> None:
             raise not_installed(name, purpose)
 
 
-def not_installed(name: str, purpose: str) -> UserError:
-    """The error for a missing library of the extra ``data`` that ``purpose`` needs."""
-    return UserError(f"{purpose} needs the library {name}, which is not installed here; use: pip install -e '.[data]'")
+def not_installed(name: str, purpose: str, extra: str = "data") -> UserError:
+    """The error for a missing library of an ``extra`` that ``purpose`` needs."""
+    return UserError(
+        f"{purpose} needs the library {name}, which is not installed here; use: pip install -e '.[{extra}]'"
+    )
 
 
 def _needed(data: DataSection) -> Iterator[tuple[str, str]]:

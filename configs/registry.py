@@ -39,7 +39,13 @@ from serried.configs.schema import (
     Section,
     TaskSection,
 )
-from serried.configs.tasks import CausalLMSection, DistillationSection, PreferenceSection, RewardSection
+from serried.configs.tasks import (
+    CausalLMSection,
+    DistillationSection,
+    ImageSection,
+    PreferenceSection,
+    RewardSection,
+)
 
 _Built = TypeVar("_Built", bound=Callable[..., Any])
 
@@ -173,8 +179,14 @@ tasks.register("causal_lm", CausalLMSection, lambda: import_module("serried.reci
 tasks.register("distillation", DistillationSection, lambda: import_module("serried.recipes.distillation").Distillation)
 tasks.register("reward", RewardSection, lambda: import_module("serried.recipes.reward").Reward)
 tasks.register("preference", PreferenceSection, lambda: import_module("serried.recipes.preference").Preference)
+tasks.register(
+    "image_classification",
+    ImageSection,
+    lambda: import_module("serried.recipes.image_classification").ImageClassification,
+)
 _SERVED_AS = {"distillation": "causal_lm"}
 BUILT_IN_TASKS = ("causal_lm", "preference", "distillation", "reward")
+"""Those with the sections model and data."""
 
 
 def task_of_model(name: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from serried.configs.keys import all_keys, all_sections, is_name, is_section, key_notes, keys_of, readers
 from serried.configs.near import nearest
+from serried.configs.registry import tasks
 from serried.configs.run_config import CHOSEN
 from serried.configs.schema import parse_count
 
@@ -105,7 +106,12 @@ def meant(key: str, value: str, groups: Groups) -> list[str]:
     if key in names:
         return [_assignment(key, value, groups)]
     known = other_names()
-    aliases = known.keys.get(squeezed(key)) or known.keys.get(squeezed(last), [])
+    here = {*all_keys(), *groups}  # a task of another kind may not have what a name from elsewhere means
+
+    def named(name: str) -> list[str]:
+        return [each for each in known.keys.get(name, []) if each in here]
+
+    aliases = named(squeezed(key)) or named(squeezed(last))
     if not aliases and (switches := known.choices.get(squeezed(last))):
         return [_switched(switches[0], value, groups)]
     near = nearest_keys(key, names)
@@ -114,7 +120,7 @@ def meant(key: str, value: str, groups: Groups) -> list[str]:
         near = [*aliases, *slips]  # a name from elsewhere may also be one slip away from a real key: offer both
     elif near[:1] != slips[:1] or not near:
         close = get_close_matches(squeezed(last), known.keys, n=1, cutoff=0.85)
-        near = [*(target for name in close for target in known.keys[name]), *near]
+        near = [*(target for name in close for target in named(name)), *near]
     sure = {*aliases, *groups, *slips}
     near = [name for name in near if name in sure or _fits(name, value)] or near
     return [_assignment(name, value, groups) for name in dict.fromkeys(near)][:3]
@@ -228,6 +234,8 @@ def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Conf
     reason = None if same else advice(key, value, config)
     if reason and (own is None or {*re.findall(rf"{section}\.\w+", reason)} <= {*own}):
         return f"{given}: {reason}"
+    if others := _tasks_with(key):
+        return f"unknown key {given}; it is read by {', '.join(others)}"
     parts = key.split(".")
     if ".".join(parts[:2]) in all_keys().named and len(parts) > 3 and not is_name(parts[2]):
         return f"{given}: {parts[2]} is not a valid name; use letters, digits, _ and -, starting with a letter"
@@ -248,6 +256,13 @@ def unknown_key(key: str, value: str, source: str, groups: Groups, config: _Conf
     if is_section(section):
         return f"unknown key {given}; {listing(section)}"
     return f"unknown key {given}; --help lists the keys"
+
+
+def _tasks_with(key: str) -> list[str]:
+    """Return overrides that choose the tasks with a key of their own called ``key``."""
+    section, _, last = key.partition(".")
+    known = tasks.entries() if section == tasks.group else []
+    return [f"task={each.name}" for each in known if last in each.section.model_fields]
 
 
 def _read_elsewhere(keys: Sequence[str], config: _Config) -> str:

@@ -16,7 +16,7 @@ from serried.runtime.console import Console
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.saved_state import taking_from
-from serried.trainer.loader import BatchLoader
+from serried.trainer.loader import Augment, BatchLoader
 from serried.trainer.sampler import Mixture, Stream, sample_order
 from serried.trainer.task import Dataset, Task, fingerprint
 
@@ -78,6 +78,7 @@ class Data:
             workers=trainer.workers,
             pin_memory=self._session.device.type == "cuda",
             first_index=self._sample,
+            augment=_augmentation(task, trainer.seed),
             on_starved=on_starved,
         )
 
@@ -88,8 +89,7 @@ class Data:
         divide a sample have the same ones: a task may draw numbers for the whole sample.
         """
         places = range(data_rank, count * layout.data_ranks, layout.data_ranks)
-        texts = [f"{seed}/{self.samples(step)}/{place}" for place in places]
-        return [int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") for text in texts]
+        return [_seed_of(f"{seed}/{self.samples(step)}/{place}") for place in places]
 
     def state(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint of ``step`` keeps. A collective."""
@@ -98,6 +98,17 @@ class Data:
             return state
         parts = self._session.gather(self._stream.state(self.samples(step)))
         return state | {"stream": {key: value for part in parts for key, value in part.items()}}
+
+
+def _augmentation(task: Task, seed: int) -> Augment | None:
+    """Return ``task.augment`` by a sample's place in the order; None if the task has none of its own."""
+    if type(task).augment is Task.augment:
+        return None
+    return lambda sample, place: task.augment(sample, _seed_of(f"{seed}/augment/{place}"))
+
+
+def _seed_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def with_steps(config: RunConfig, training: Dataset) -> RunConfig:

@@ -179,6 +179,12 @@ class Task:
         ids = np.arange(samples) % len(dataset)
         return self.collate_numbered([dataset[index] for index in ids.tolist()], ids)
 
+    def augment(self, sample: Any, seed: int) -> Any:
+        """Return ``sample`` with random changes, in training only. All of them must follow from ``seed``, which is
+        another each time that a sample is used, and the same on every layout and after a resume."""
+        del seed
+        return sample
+
     def weight_per_sample(self) -> int:
         """Return the expected ``LossTerms.weight`` of one sample. It keeps the loss in the range of fp16, no more."""
         return 1

@@ -52,12 +52,12 @@ def assignment(key: str, value: str | os.PathLike[str]) -> str:
     return f"'{key}=\"{escaped}\"'"
 
 
-def library(name: str, purpose: str) -> Any:
-    """Import the optional library ``name``, or raise ``UserError`` with the command that installs it."""
+def library(name: str, purpose: str, extra: str = "data") -> Any:
+    """Import the optional library ``name``, or raise ``UserError`` with the command that installs the ``extra``."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise not_installed((error.name or name).partition(".")[0], purpose) from error
+        raise not_installed((error.name or name).partition(".")[0], purpose, extra) from error
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ class HuggingFaceModel(ModelFamily):
         with draws, _EmptyOnMeta():
             model = self._of_transformers()
         self._drawn = {name: draws.last(parameter) for name, parameter in model.named_parameters()}
-        self._fragments = _fragments_of(model)
+        self._fragments = fragments_of(model)
         if not self.section.pretrained:
             self._check_initial_values()
         model.forward = _Forward(model)
@@ -321,7 +321,7 @@ def _drawn(kind: str, values: Sequence[Any]) -> Any:
     return {0.0: 0.0, 1.0: None}.get(constant, kind) if isinstance(constant, int | float) else kind
 
 
-def _fragments_of(model: Any) -> dict[str, tuple[Fragment, ...]]:
+def fragments_of(model: Any) -> dict[str, tuple[Fragment, ...]]:
     """Return where the elements of parameters lie in the tensors that transformers would save.
 
     Since version 5 it renames some, and divides stacked experts: what it does to tensors without values shows how.

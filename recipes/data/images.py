@@ -1,0 +1,258 @@
+"""Images and their classes: a folder with a subfolder for each class, or a Hugging Face dataset."""
+
+import hashlib
+import math
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serried.configs.errors import UserError
+from serried.configs.near import nearest
+from serried.configs.plain_data import expanded
+from serried.configs.tasks import ImageSection
+from serried.recipes.data.files import assignment, library, quiet
+
+_ENDINGS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+_ROWS = (".parquet", ".arrow", ".json", ".csv")
+"""Endings of files in the folder of a dataset."""
+_VALIDATION = ("val", "validation", "test")
+_TRAINING = "train"
+_CENTRE = 0.875
+"""Share of the shorter side that an evaluation sees."""
+_SHAPES = (math.log(3 / 4), math.log(4 / 3))
+"""Logarithms of the least and the largest width of a random crop, for a height of 1."""
+_SHOWN = 5
+
+
+class Image(NamedTuple):
+    """A sample."""
+
+    pixels: Any
+    """A PIL image in RGB, or a tensor [3, size, size] of bytes, once it is augmented."""
+    label: int
+
+
+class ImageSet(Protocol):
+    """One split."""
+
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Image: ...
+
+
+class ImageData(NamedTuple):
+    """What ``task.path`` holds."""
+
+    classes: Sequence[str]
+    training: ImageSet
+    validation: ImageSet | None
+
+
+def open_images(section: ImageSection) -> ImageData:
+    """Look up the images that ``section`` names, and read none.
+
+    Raises:
+        UserError: there are none, or the splits have other classes.
+    """
+    library("PIL", "task=image_classification", extra="vision")
+    folder, typed = expanded(section.path), assignment("task.path", section.path)
+    try:
+        is_folder, names = folder.is_dir(), []
+        if is_folder:
+            names = sorted(entry.name for entry in os.scandir(folder) if not entry.name.startswith("."))
+    except OSError as error:
+        raise UserError(f"cannot look at {typed}: {error.strerror}; name another: task.path=FOLDER") from None
+    has_rows = any(name == "data" or name.endswith(_ROWS) for name in names)
+    if is_folder and (_TRAINING in names or not has_rows):
+        return _open_folder(section, folder, typed, names)
+    if not is_folder and (section.path.startswith(("/", ".", "~")) or section.path.count("/") != 1):
+        raise UserError(f"{typed}: there is no such folder; put images into FOLDER/train/CLASS/, or name a dataset")
+    return _open_dataset(section, str(folder) if is_folder else section.path, typed)
+
+
+# a folder -------------------------------------------------------------------------------------------------------------
+
+
+class FolderImages:
+    """The images of one split of a folder."""
+
+    def __init__(self, folder: Path, classes: Sequence[str] | None = None) -> None:
+        """``classes``: those of the training split, None for itself."""
+        found = {entry.name: entry.path for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."}
+        self.classes = sorted(found) if classes is None else list(classes)
+        self._folder, self._names, labels, key = folder, [], [], hashlib.sha256()
+        for name in sorted(found):
+            label = self.classes.index(name) if name in self.classes else -1
+            for path, size_bytes in sorted(_files(found[name])):
+                self._names.append(os.path.relpath(path, folder))
+                labels.append(label)
+                key.update(f"{self._names[-1]}\0{size_bytes}\n".encode("utf-8", "surrogateescape"))
+        self.unknown = sorted(found.keys() - set(self.classes))
+        self._labels, self.fingerprint = np.array(labels, np.int32), key.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, index: int) -> Image:
+        from PIL import Image as pillow
+
+        path = self._folder / self._names[index]
+        try:
+            with pillow.open(path) as file:
+                return Image(file.convert("RGB"), int(self._labels[index]))
+        except Exception as error:  # of any kind: decoders read a file of anyone's
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+            raise UserError(f"cannot read {path} as an image: {reason}; repair it or take it away") from None
+
+
+def _files(folder: str) -> Iterator[tuple[str, int]]:
+    for entry in os.scandir(folder):
+        if entry.is_dir():
+            yield from _files(entry.path)
+        elif os.path.splitext(entry.name)[1].lower() in _ENDINGS:  # noqa: PTH122 -- a million of them
+            yield entry.path, entry.stat().st_size
+
+
+def _open_folder(section: ImageSection, folder: Path, typed: str, names: Sequence[str]) -> ImageData:
+    form = f"images are expected in {folder}/{_TRAINING}/CLASS/"
+    if _TRAINING not in names:
+        found = f"holds {', '.join(names[:_SHOWN])}" if names else "is empty"
+        raise UserError(f"{typed}: the folder {found}, and no {_TRAINING}; {form}")
+    training = FolderImages(folder / _TRAINING)
+    if not training.classes or not len(training):
+        raise UserError(f"{typed}: {folder / _TRAINING} holds no images ({' '.join(sorted(_ENDINGS))}); {form}")
+    name = _validation_split(section, names, typed)
+    validation = FolderImages(folder / name, training.classes) if name else None
+    if validation is not None:
+        if validation.unknown:
+            raise _unknown_class(validation.unknown[0], f"{folder / str(name)}", training.classes)
+        if not len(validation):
+            raise UserError(f"{typed}: {folder / str(name)} holds no images; put some into it, or take it away")
+    return ImageData(training.classes, training, validation)
+
+
+def _validation_split(section: ImageSection, names: Sequence[str], typed: str) -> str | None:
+    if section.validation is None:
+        return next((name for name in _VALIDATION if name in names), None)
+    if section.validation not in names:
+        near = nearest(section.validation, names) or [name for name in names if name != _TRAINING] or ["null"]
+        raise UserError(
+            f"task.validation={section.validation}: {typed} has no such split, it has {', '.join(names[:_SHOWN])}; use "
+            f"task.validation={near[0]}"
+        )
+    return section.validation
+
+
+def _unknown_class(name: str, where: str, classes: Sequence[str]) -> UserError:
+    shown = ", ".join(classes[:_SHOWN]) + ", ..." * (len(classes) > _SHOWN)
+    return UserError(f"{where} has the class {name}, which the training images do not have: {shown}")
+
+
+# a dataset ------------------------------------------------------------------------------------------------------------
+
+
+class TableImages:
+    """The images of one split of a Hugging Face dataset."""
+
+    def __init__(self, table: Any, image: str, label: str, number_of: Mapping[Any, int] | None) -> None:
+        """``number_of``: numbers of labels that are no numbers of classes."""
+        self._table, self._image, self._label, self._number_of = table, image, label, number_of
+        self.fingerprint = str(table._fingerprint)  # datasets has no public name for it
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Image:
+        try:
+            row = self._table[index]
+            label = row[self._label] if self._number_of is None else self._number_of[row[self._label]]
+            return Image(row[self._image].convert("RGB"), int(label))
+        except Exception as error:  # of any kind, as above
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise UserError(f"cannot read row {index + 1} of the dataset: {type(error).__name__}: {reason}") from None
+
+
+def _open_dataset(section: ImageSection, name: str, typed: str) -> ImageData:
+    datasets = library("datasets", f"a dataset ({typed})")
+    try:
+        with quiet():
+            splits = datasets.load_dataset(name)
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".")[:200]
+        raise UserError(
+            f"{typed} is no folder with {_TRAINING}/CLASS/, and no dataset that can be loaded here: {reason}; on a "
+            f"machine that reaches the Hugging Face Hub: hf download {name} --repo-type dataset --local-dir FOLDER"
+        ) from None
+    if _TRAINING not in splits:
+        raise UserError(f"{typed} has the splits {', '.join(splits)}, and none called {_TRAINING}")
+    image, label = section.image_column, section.label_column
+    training = splits[_TRAINING]
+    for key, column in (("task.image_column", image), ("task.label_column", label)):
+        if column not in training.column_names:
+            near = nearest(column, training.column_names) or training.column_names
+            raise UserError(
+                f"{key}={column}: {typed} has the columns {', '.join(training.column_names)}; use {key}={near[0]}"
+            )
+    named = getattr(training.features[label], "names", None)
+    values = list(named) if named else sorted(set(training[label]))
+    number_of = None if named else {value: number for number, value in enumerate(values)}
+    validation = _validation_split(section, list(splits), typed)
+    if validation:
+        others = getattr(splits[validation].features[label], "names", None) if named else set(splits[validation][label])
+        if unknown := [value for value in others or () if value not in values]:
+            raise _unknown_class(str(unknown[0]), f"split {validation} of {typed}", [str(value) for value in values])
+
+    def opened(split: str) -> TableImages:
+        table = splits[split].select_columns([image, label]).cast_column(image, datasets.Image())
+        return TableImages(table, image, label, number_of)
+
+    return ImageData([str(value) for value in values], opened(_TRAINING), opened(validation) if validation else None)
+
+
+# pixels ---------------------------------------------------------------------------------------------------------------
+
+
+def cropped_at_random(image: Any, size: int, smallest: float, flip: bool, seed: int) -> Tensor:
+    """Return bytes [3, size, size] of a random part of a PIL image, of at least the share ``smallest``, perhaps
+    mirrored. All random numbers follow from ``seed``."""
+    numbers = random.Random(seed)  # random() alone gives the same numbers in all versions of Python
+    box = _random_box(image.width, image.height, smallest, numbers) if smallest < 1 else _centre(image)
+    pixels = _scaled(image, size, box)
+    return pixels.flip(-1) if flip and numbers.random() < 0.5 else pixels
+
+
+def cropped_to_centre(image: Any, size: int) -> Tensor:
+    """Return bytes [3, size, size] of the middle of a PIL image."""
+    return _scaled(image, size, _centre(image))
+
+
+def _random_box(width: int, height: int, smallest: float, numbers: random.Random) -> tuple[float, float, float, float]:
+    for _ in range(10):
+        area = width * height * (smallest + (1 - smallest) * numbers.random())
+        shape = math.exp(_SHAPES[0] + (_SHAPES[1] - _SHAPES[0]) * numbers.random())
+        wide, high = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+        if 0 < wide <= width and 0 < high <= height:
+            left, top = int(numbers.random() * (width - wide + 1)), int(numbers.random() * (height - high + 1))
+            return left, top, left + wide, top + high
+    side = min(width, height)
+    return (width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2
+
+
+def _centre(image: Any) -> tuple[float, float, float, float]:
+    side = _CENTRE * min(image.width, image.height)
+    left, top = (image.width - side) / 2, (image.height - side) / 2
+    return left, top, left + side, top + side
+
+
+def _scaled(image: Any, size: int, box: tuple[float, float, float, float]) -> Tensor:
+    from PIL import Image as pillow
+
+    scaled = image.resize((size, size), pillow.Resampling.BILINEAR, box)
+    return torch.from_numpy(np.array(scaled)).permute(2, 0, 1).contiguous()

@@ -188,7 +188,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         *_, line = capfd.readouterr().err.splitlines()
         assert line.startswith("error: ")
         assert told in line
-    for word, told in (("recipe=vision", "use task=image_classification"), ("task.flip=true", "it is read by task=")):
+    for word, told in (("recipe=vision", "docs/vision.md"), ("task.flip=true", "it is read by task=")):
         assert main([word]) == 78
         assert told in capfd.readouterr().err
     assert main(images(folder, tmp_path / "run", "dry_run=true")) == 0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from serried.configs.errors import UserError
 from serried.configs.model_folder import CONFIG
+from serried.configs.schema import RunConfig
 from serried.configs.tasks import ImageSection
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import LossTerms
@@ -34,6 +35,14 @@ class ImageClassification(Task):
         "checkpoint.best_metric": "accuracy", "checkpoint.best_mode": "max",
     }  # fmt: skip
     config: ImageSection
+
+    def configure(self, run: RunConfig) -> None:
+        super().configure(run)
+        if run.adapter.method != "none":
+            raise UserError(
+                f"adapter.method={run.adapter.method} trains adapters alone, and the head of task={run.task.name} is "
+                "new; use adapter=none, and optim.groups.NAME.frozen=true for what is to stay"
+            )
 
     # data -----------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,6 @@ _EXAMPLES = (
     ("python train.py", "recipe tiny, one process"),
     ("torchrun --nproc_per_node=2 train.py parallel=fsdp precision=bf16", "two processes, another parallel layout"),
     ("python train.py data=text data.path='books/*.txt' run.name=books", "your own text"),
-    ("python train.py task=image_classification --help", "images and their classes; docs/vision.md"),
     ("python train.py -m optim.lr=1e-3,3e-3 model.layers=2,4", "a sweep: four runs, compared in a table"),
     ("python train.py recipe=llama8b launch.processes=8 dry_run=true", "the plan for another machine"),
 )

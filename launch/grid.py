@@ -5,18 +5,18 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from serried.configs.announce import print_line
-from serried.configs.compose import FOLDER, compose
+from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.launch.points import Point, Sweep, labels
 from serried.launch.sweep_words import GRID_EXAMPLE, PointBuilder, Words, in_a_name, read_words, values_of
+from serried.runtime.ranks import say
 
 _MOST_RUNS = 1000
 _MANY_RUNS = 20
 """Checking this many takes more than a second."""
 
 
-def read_sweep(argv: Sequence[str], folder: Path = FOLDER) -> Sweep:
+def read_sweep(argv: Sequence[str]) -> Sweep:
     """Return the sweep that the words of ``argv`` ask for.
 
     Every run of a grid is composed and checked; for a search, the corners of its space.
@@ -24,31 +24,31 @@ def read_sweep(argv: Sequence[str], folder: Path = FOLDER) -> Sweep:
     Raises:
         UserError: no key has several values, or a run would have a mistake. Names every mistake found.
     """
-    words = read_words(argv, folder)
+    words = read_words(argv)
     if words.options:
         try:
             from serried.launch.search import read_search
         except ImportError:
             raise UserError("search.trials needs Optuna 4 or newer: pip install -e '.[sweep]'") from None
-        return read_search(words, folder)
-    return _grid(words, folder)
+        return read_search(words)
+    return _grid(words)
 
 
-def _grid(words: Words, folder: Path) -> Sweep:
-    values = _values(words, folder)
+def _grid(words: Words) -> Sweep:
+    values = _values(words)
     runs = math.prod(map(len, values.values()))
     if runs > _MOST_RUNS:
         words.mistakes.append(f"a grid of {runs} runs, more than {_MOST_RUNS}; give fewer values, or search.trials=20")
     if words.mistakes or not values:
-        compose(words.fixed, folder, words.mistakes)  # raises with all mistakes
+        compose(words.fixed, found=words.mistakes)  # raises with all mistakes
         raise UserError(f"-m sweeps over keys with several values, and no key has them; e.g. {GRID_EXAMPLE}")
     keys = tuple(values)
     combinations = [dict(zip(keys, each, strict=True)) for each in itertools.product(*values.values())]
     label = labels(keys)
     name = f"sweep-{in_a_name('-'.join(label.values()))}"
-    builder = PointBuilder.of(words.fixed, combinations[0], folder, name, inside=False)
+    builder = PointBuilder.of(words.fixed, combinations[0], name, inside=False)
     if runs >= _MANY_RUNS:
-        print_line("sweep", f"{runs} runs: {' x '.join(keys)}; checking the settings of each")
+        say(f"sweep      {runs} runs: {' x '.join(keys)}; checking the settings of each")
     points: dict[Path, Point] = {}
     for chosen in combinations:
         point = builder.point("-".join(f"{label[key]}-{in_a_name(value)}" for key, value in chosen.items()), chosen)
@@ -58,14 +58,14 @@ def _grid(words: Words, folder: Path) -> Sweep:
     return Sweep(builder.sweep_folder, keys, tuple(points.values()), runs)
 
 
-def _values(words: Words, folder: Path) -> dict[str, list[str]]:
+def _values(words: Words) -> dict[str, list[str]]:
     """Return the values of each swept key; a key with one value joins the fixed words."""
     values: dict[str, list[str]] = {}
     for key, override in words.swept.items():
         try:
             if override.is_interval_sweep():
                 raise UserError(f"{override.input_line}: an interval is no list of values; add search.trials=20")
-            values[key] = values_of(override, folder)
+            values[key] = values_of(override)
         except UserError as error:
             words.mistakes += error.args
     words.fixed += [f"{key}={found[0]}" for key, found in values.items() if len(found) == 1]

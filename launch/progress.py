@@ -3,12 +3,13 @@
 import shlex
 import time
 from pathlib import Path
+from typing import Any
 
 from serried.configs.formats import duration
 from serried.configs.plain_data import NotPlainData, is_count, is_number, read_yaml
 from serried.launch.queue import jobs_of, queued_jobs, was_submitted
 from serried.launch.summary import RECORD, read_summary, table
-from serried.records.metrics import METRICS, last_event
+from serried.records.metrics import METRICS, read_events
 from serried.records.status import read_status
 
 
@@ -51,7 +52,9 @@ def describe_run(run_dir: Path) -> str:
 
 
 def _step(run_dir: Path, step: int, *, is_running: bool) -> str:
-    last = last_event(run_dir / METRICS, "step") or {}
+    last: dict[str, Any] = {}
+    for event in read_events(run_dir / METRICS):
+        last = event if event["event"] == "step" else last
     loss, eta, written, steps = last.get("loss"), last.get("eta_seconds"), last.get("time"), _steps(run_dir)
     parts = [f"{step}" + (f"/{steps}" if steps else "")]
     if is_number(loss):

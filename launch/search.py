@@ -16,7 +16,6 @@ from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState
 
-from serried.configs.announce import print_line
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.keys import all_keys
@@ -24,6 +23,7 @@ from serried.configs.schema import parse_count
 from serried.launch.points import Evaluate, Point, Sweep, labels
 from serried.launch.summary import read_summary
 from serried.launch.sweep_words import SEARCH_EXAMPLE, PointBuilder, Words, in_a_name, values_of
+from serried.runtime.ranks import say
 
 _SAMPLERS = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
 _OPTIONS = {"trials": "20", "sampler": "tpe", "seed": "0"}
@@ -59,7 +59,7 @@ class Search:
         while len(tried) < self.trials:
             suggestion = self._suggest(study, tried)
             if suggestion is None:
-                print_line("search", f"ended after {len(tried)} of {self.trials} trials: no values are left to try")
+                say(f"search     ended after {len(tried)} of {self.trials} trials: no values are left to try")
                 return
             trial, point = suggestion
             tried.append(trial.params)
@@ -91,7 +91,7 @@ class Search:
         return self.builder.point(name, {key: str(value) for key, value in parameters.items()})
 
 
-def read_search(words: Words, folder: Path) -> Sweep:
+def read_search(words: Words) -> Sweep:
     """Return the search over the swept keys of ``words``.
 
     Raises:
@@ -102,15 +102,15 @@ def read_search(words: Words, folder: Path) -> Sweep:
     space: dict[str, BaseDistribution] = {}
     for key in words.swept:
         try:
-            space[key] = _distribution(words, key, folder)
+            space[key] = _distribution(words, key)
         except UserError as error:
             words.mistakes += error.args
     if words.mistakes or not space:
-        compose(words.fixed, folder, words.mistakes)  # raises with all mistakes
+        compose(words.fixed, found=words.mistakes)  # raises with all mistakes
         raise UserError(f"search.trials searches values, and no key has several; e.g. {SEARCH_EXAMPLE}")
     corners = _corners(space)
     name = f"search-{in_a_name('-'.join(labels(list(space)).values()))}"
-    builder = PointBuilder.of(words.fixed, corners[0], folder, name, inside=True)
+    builder = PointBuilder.of(words.fixed, corners[0], name, inside=True)
     points = tuple(builder.point(f"{_TRIAL}N", values) for values in corners)
     trainer = points[0].config.trainer
     if not trainer.evaluates_every:
@@ -142,7 +142,7 @@ def _read_options(words: Words) -> dict[str, str]:
     return options
 
 
-def _distribution(words: Words, key: str, folder: Path) -> BaseDistribution:
+def _distribution(words: Words, key: str) -> BaseDistribution:
     override = words.swept[key]
     value = override.value()
     try:
@@ -151,7 +151,7 @@ def _distribution(words: Words, key: str, folder: Path) -> BaseDistribution:
             kind = IntDistribution if is_integer else FloatDistribution
             low, high = (int(end) if is_integer else end for end in (value.start, value.end))
             return kind(low, high, log="log" in value.tags)
-        choices = values_of(override, folder)
+        choices = values_of(override)
         if isinstance(value, RangeSweep) and isinstance(value.range(), range):
             numbers = sorted(map(int, choices))
             return IntDistribution(numbers[0], numbers[-1], log="log" in value.tags, step=abs(int(value.step)))

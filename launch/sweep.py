@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from serried.configs.announce import print_line
 from serried.configs.compose import config_yaml
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, TrainingFailed, UserError
 from serried.configs.formats import duration
@@ -23,6 +22,7 @@ from serried.launch.summary import Outcome, outcome_of, read_summary, shown, tab
 from serried.launch.sweep_run import CONSOLE, train
 from serried.records.lock import is_locked, lock_folder
 from serried.runtime.ending import in_one_line, say_why
+from serried.runtime.ranks import say
 
 WriteReport = Callable[[Sequence[Path], Path], object]
 """Writes the page that compares the runs in some folders to a file."""
@@ -87,7 +87,7 @@ def _report_end(sweep: Sweep, outcomes: Sequence[Outcome], signals: NotedSignals
         say_why(f"{'error' if isinstance(problem, UserError) else 'failed'}: {problem}")
     done = f"{sum(each.is_finished for each in outcomes)} of {sweep.runs} runs are finished"
     if signals.received:
-        print_line("stopped", f"{signals.received[0].name}: {done}; run the same command to resume")
+        say(f"stopped    {signals.received[0].name}: {done}; run the same command to resume")
         return EXIT_STOPPED
     if failed or problem is not None:
         return EXIT_MISTAKE if {each.exit_code for each in failed} == {EXIT_MISTAKE} else EXIT_FAILED
@@ -97,7 +97,7 @@ def _report_end(sweep: Sweep, outcomes: Sequence[Outcome], signals: NotedSignals
     reasons = ", ".join(dict.fromkeys(filter(None, stopped))) or "before the last step"
     has_limit = any(reason.startswith("trainer.stop_at=") for reason in stopped)
     limit = " without trainer.stop_at, or with a higher one," if has_limit else ""
-    print_line("stopped", f"{reasons}: {done}; run the same command{limit} to resume")
+    say(f"stopped    {reasons}: {done}; run the same command{limit} to resume")
     return EXIT_STOPPED
 
 
@@ -132,13 +132,13 @@ def submit_sweep(sweep: Sweep, write_report: WriteReport) -> int:
         submit(left)
     summarize(sweep, outcomes, write_report)
     if unfinished:
-        print_line("later", f"serried status run.dir={shlex.quote(str(sweep.folder))} updates the table and the report")
+        say(f"later      serried status run.dir={shlex.quote(str(sweep.folder))} updates the table and the report")
     return EXIT_FINISHED
 
 
 def summarize(sweep: Sweep, outcomes: Sequence[Outcome], write_report: WriteReport) -> None:
     """Print the table of ``outcomes``, and write it and the report into the sweep's folder."""
-    print_line("summary", "best first")
+    say("summary    best first")
     with suppress(OSError):  # nobody reads the output any more
         print("\n".join(f"  {line}" for line in table(sweep.keys, outcomes).splitlines()), flush=True)
     _write(sweep.folder, sweep.keys, outcomes, write_report)
@@ -162,16 +162,16 @@ def _write(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome], write
             write_report(started, folder / "report.html")
             files.append("report.html")
         except Exception as error:  # the runs are trained, with or without a page
-            print_line("WARNING", f"no report: {in_one_line(error)}")
+            say(f"WARNING    no report: {in_one_line(error)}")
     if files:
-        print_line("files", f"{folder}: {', '.join(files)}")
+        say(f"files      {folder}: {', '.join(files)}")
 
 
 def _write_table(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]) -> bool:
     try:
         write_summary(folder, keys, outcomes)
     except OSError as error:
-        print_line("WARNING", f"cannot write {error.filename or folder}: {error.strerror}")
+        say(f"WARNING    cannot write {error.filename or folder}: {error.strerror}")
         return False
     return True
 
@@ -197,7 +197,7 @@ class _Runs:
             raise _AskedToStop
         if not self.started:
             what = f"{self._sweep.runs} runs: {' x '.join(self._sweep.keys)}"
-            print_line("sweep", f"{what}; the output of each is in its folder, {CONSOLE}")
+            say(f"sweep      {what}; the output of each is in its folder, {CONSOLE}")
         self.started += 1
         before = outcome_of(point)
         if _is_done(point, before):
@@ -221,7 +221,8 @@ class _Runs:
         _write_table(self._sweep.folder, self._sweep.keys, list(self.outcomes.values()))
 
     def _print(self, point: Point, text: str) -> None:
-        print_line(f"run {self.started}/{self._sweep.runs}", f"{values_shown(self._sweep.keys, point)}: {text}")
+        label = f"run {self.started}/{self._sweep.runs}"
+        say(f"{label:<10} {values_shown(self._sweep.keys, point)}: {text}")
 
     def _count_fruitless(self, outcome: Outcome, before: Outcome) -> None:
         reason = re.sub(r"\d+", "N", outcome.reason or "")

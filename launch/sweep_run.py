@@ -1,30 +1,29 @@
 """Train one run of a sweep in processes of its own, its output in a file."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from serried.configs.announce import print_line
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED
 from serried.launch.points import Point
 from serried.launch.processes import NotedSignals, killed_by, wait_for_all
 from serried.launch.summary import Outcome, outcome_of
 from serried.records.lock import is_locked
 from serried.records.status import record_kill
+from serried.runtime.live import Doing, Live, is_terminal
 from serried.runtime.program import training_command
+from serried.runtime.ranks import say
 from serried.runtime.signals import SWEEP
 
 CONSOLE = "console.log"
 """In the run folder: the output of the run."""
 
 _LOOK_SECONDS = 0.1
-_LIVE_SECONDS = 0.5
 _OTHERS_END_SECONDS = 60.0
 _LAST_WORDS_SECONDS = 30.0
 _ERRORS = ("error: ", "failed: ")
@@ -50,8 +49,10 @@ def train(point: Point, signals: NotedSignals) -> Outcome:
             env=os.environ | {SWEEP: str(os.getpid())},
         )  # fmt: skip
         patience = point.config.launch.stop_timeout_seconds + _LAST_WORDS_SECONDS
-        with _status_line(run_dir / CONSOLE) as show:
-            code = wait_for_all([process], signals, patience, show).get(0, EXIT_FINISHED)
+        newest = partial(_newest_line, run_dir / CONSOLE)
+        live = Live(say, lambda: Doing(f"training in {run_dir}", run_dir, newest()), is_drawn=is_terminal())
+        code = wait_for_all([process], signals, patience, lambda: live.look(time.monotonic())).get(0, EXIT_FINISHED)
+        live.close()
     if code < 0 and not signals.received:
         with suppress(OSError):
             record_kill(run_dir, killed_by(-code), since=started)
@@ -75,40 +76,19 @@ def _wait_for_another_process(run_dir: Path, signals: NotedSignals) -> bool:
     deadline, is_told = time.monotonic() + _OTHERS_END_SECONDS, False
     while is_locked(run_dir) and time.monotonic() < deadline and not signals.received:
         if not is_told:
-            print_line("waiting", f"for another process, which is training in {run_dir}")
+            say(f"waiting    for another process, which is training in {run_dir}")
         is_told = True
         time.sleep(_LOOK_SECONDS)
     return not signals.received
 
 
-@contextmanager
-def _status_line(console: Path) -> Iterator[Callable[[], None]]:
-    """Yield a function that shows the last line of the run's output in a terminal, at most twice a second."""
-    next_time = 0.0
-
-    def show() -> None:
-        nonlocal next_time
-        if sys.stdout.isatty() and time.monotonic() > next_time:
-            next_time = time.monotonic() + _LIVE_SECONDS
-            _replace_line(_newest_line(console))
-
-    yield show
-    if sys.stdout.isatty():
-        _replace_line("")
-
-
 def _newest_line(console: Path) -> str:
+    """Return the last line of the run's output; a blank if there is none."""
     with suppress(OSError), console.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
         lines = file.read().decode(errors="replace").splitlines()
-        return lines[-1] if lines else ""
-    return ""
-
-
-def _replace_line(line: str) -> None:
-    """Replace the last line of the terminal."""
-    with suppress(OSError):
-        print(f"\r\033[K{line[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+        return lines[-1] if lines and lines[-1] else " "
+    return " "
 
 
 def _error_in(console: Path, start: int) -> str:

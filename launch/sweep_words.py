@@ -42,7 +42,7 @@ class Words:
     mistakes: list[str] = field(default_factory=list)
 
 
-def read_words(argv: Sequence[str], folder: Path) -> Words:
+def read_words(argv: Sequence[str]) -> Words:
     """Sort the words of ``argv``; for a key that is repeated, the last one counts."""
     words = Words()
     parser = OverridesParser.create()
@@ -54,7 +54,7 @@ def read_words(argv: Sequence[str], folder: Path) -> Words:
             words.options[key.removeprefix(SEARCH)] = value
             continue
         known = all_keys().get(key)
-        if not is_override or not (known or key in choices_of(folder)):
+        if not is_override or not (known or key in choices_of()):
             words.fixed.append(word)
             continue
         try:
@@ -74,7 +74,7 @@ def read_words(argv: Sequence[str], folder: Path) -> Words:
     return words
 
 
-def values_of(override: Override, folder: Path) -> list[str]:
+def values_of(override: Override) -> list[str]:
     """Return the values of a swept key as one would type them.
 
     Raises:
@@ -83,7 +83,7 @@ def values_of(override: Override, folder: Path) -> list[str]:
     value = override.value()
     try:
         if isinstance(value, Glob):
-            values = value.filter(choices_of(folder).get(override.key_or_group, []))
+            values = value.filter(choices_of().get(override.key_or_group, []))
         else:
             values = list(override.sweep_string_iterator())
     except (HydraException, ValueError) as error:
@@ -103,12 +103,9 @@ class PointBuilder:
     run_name: str
     home: Path | None
     """Parent of the run folders, if it is not the default ``runs/``."""
-    configs: Path
 
     @staticmethod
-    def of(
-        fixed: Sequence[str], values: Mapping[str, str], configs: Path, name: str, *, inside: bool
-    ) -> "PointBuilder":
+    def of(fixed: Sequence[str], values: Mapping[str, str], name: str, *, inside: bool) -> "PointBuilder":
         """Return the builder of the sweep ``name`` whose first run has ``values``.
 
         Args:
@@ -117,12 +114,12 @@ class PointBuilder:
         Raises:
             UserError: the first run's command line has a mistake.
         """
-        run = compose([*fixed, *overrides(values)], configs).run
+        run = compose([*fixed, *overrides(values)]).run
         if any(word.startswith("run.dir=") for word in fixed):
             folder, home = run.dir / name, run.dir
         else:
             folder, home = run.dir.with_name(f"{run.dir.name}-{name}"), None
-        return PointBuilder(tuple(fixed), folder, run.name, folder if inside else home, configs)
+        return PointBuilder(tuple(fixed), folder, run.name, folder if inside else home)
 
     def point(self, name: str, values: Mapping[str, str]) -> Point:
         """Return the run with ``values`` for the swept keys.
@@ -132,7 +129,7 @@ class PointBuilder:
         """
         typed = {word.partition("=")[0]: word for word in [*self.fixed, *overrides(values)]}
         # Each recipe names its runs after itself.
-        run_name = compose(list(typed.values()), self.configs).run.name if "recipe" in values else self.run_name
+        run_name = compose(list(typed.values())).run.name if "recipe" in values else self.run_name
         added = {"run.name": f"{run_name}-{name}"}
         if self.home is not None:
             added["run.dir"] = str(self.home / name)
@@ -141,7 +138,7 @@ class PointBuilder:
         for key, value in added.items():
             typed[key] = f"{key}={QuotedString(text=value, quote=Quote.double).with_quotes()}"
         argv = tuple(typed.values())
-        return Point(name, values, argv, compose(argv, self.configs))
+        return Point(name, values, argv, compose(argv))
 
 
 def overrides(values: Mapping[str, str]) -> list[str]:

@@ -43,9 +43,8 @@ from serried.recipes.data.mixture import (
 )
 from serried.recipes.data.overlap import kept_apart, left_out
 from serried.recipes.data.prepare import Prepared, cache_folder, open_prepared, prepare
-from serried.recipes.data.show import marked_lines
 from serried.recipes.data.stream import open_training, prepare_stream
-from serried.recipes.data.summary import summary_of
+from serried.recipes.data.summary import marked_lines, summary_of
 from serried.recipes.data.text_bytes import TextBytes
 from serried.recipes.data.tokenizer import Tokenizer, hugging_face_files
 from serried.recipes.generation import Piece, TextStream, chooser, continued, until_end

@@ -11,7 +11,7 @@ from serried.parallel.plan import ALL_OF_IT, Share
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.data.mixture import mistakes_of
 from serried.recipes.data.pair_dataset import Pair, PairBatch, PairDataset, collate_pairs
-from serried.recipes.data.show import marked_lines
+from serried.recipes.data.summary import marked_lines
 from serried.recipes.models.head import IGNORE
 
 

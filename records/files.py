@@ -1,28 +1,36 @@
 """Writing a file whole: a reader, and a machine that loses power, sees the old content or the new, never a part."""
 
 import os
-from contextlib import suppress
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
-def write_atomically(path: Path, content: str | bytes, *, survives_power_loss: bool = True) -> None:
-    """Replace the file ``path``: write a temporary file beside it, flush that to the disk, rename it.
+@contextmanager
+def replacing(path: Path, *, survives_power_loss: bool = True) -> Iterator[IO[bytes]]:
+    """Yield a temporary file beside ``path``. When the block ends it is flushed to the disk and takes the place of
+    ``path``; if the block or the disk fails, ``path`` stays as it was.
 
-    ``survives_power_loss=False`` skips the flush, for a file that is replaced every few seconds.
-
-    Raises:
-        OSError: it cannot be written; ``path`` is as it was.
+    Its name is unique, and names this machine. ``survives_power_loss=False`` skips the flush, for a file that is
+    replaced every few seconds.
     """
-    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Not of ``tempfile``, whose files only their owner may read.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.urandom(6).hex()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             if survives_power_loss:
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: str | bytes, *, survives_power_loss: bool = True) -> None:
+    """Replace the file ``path``; see ``replacing``."""
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    with replacing(path, survives_power_loss=survives_power_loss) as file:
+        file.write(data)

@@ -18,7 +18,6 @@ _OURS = frozenset((
 ))  # fmt: skip
 """Keys of ``step`` and ``eval`` that every run has. Other numbers are metrics of the task."""
 _MOST_LINE_BYTES = 16 * 2**20
-_TAIL_BYTES = 2**20
 _EVENTS_AT_A_TIME = 1000
 
 
@@ -58,20 +57,6 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                     yield event
     except (OSError, NotPlainData):
         return
-
-
-def last_event(path: Path, kind: str) -> dict[str, Any] | None:
-    """Return the last event of this kind, reading from the end; None if there is none."""
-    try:
-        with open_regular(path) as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            lines = file.read(_TAIL_BYTES).splitlines()
-    except (OSError, NotPlainData):
-        return None
-    for line in reversed(lines):
-        if (event := parse_event(line)) is not None and event["event"] == kind:
-            return event
-    return next((event for event in reversed(list(read_events(path))) if event["event"] == kind), None)
 
 
 class GrowingFile:

@@ -13,7 +13,7 @@ from serried.configs.plain_data import NotPlainData, open_regular
 from serried.records.files import write_atomically
 from serried.records.lock import LOCK, is_same_file, lock_folder
 from serried.records.metrics import METRICS, parse_event
-from serried.records.status import NO_STATUS, STATUS, read_status, write_status
+from serried.records.status import STATUS, Status, read_status, write_status
 
 PROFILES = "profile"
 RECORDS = (
@@ -50,8 +50,7 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise UserError(f"cannot write the run folder {path}: {error.strerror}; use run.dir=FOLDER") from None
-
-        self._earlier = read_status(path) or NO_STATUS
+        self._earlier = read_status(path)
 
     @property
     def is_ours(self) -> bool:
@@ -170,9 +169,8 @@ class RunFolder:
 
     def status(self, state: str, *, step: int, reason: str | None = None, exit_code: int | None = None) -> None:
         """Replace ``status.json``, unless the disk fails or the folder is another run's by now."""
-        status = self._earlier.next(state, step=step, reason=reason, exit_code=exit_code)
         if self.is_ours:
-            self._unless_it_fails(STATUS, lambda: write_status(self.path, status))
+            self._unless_it_fails(STATUS, lambda: write_status(self.path, Status(state, step, reason, exit_code)))
 
     def _unless_it_fails(self, name: str, write: Callable[[], None]) -> None:
         try:
@@ -200,9 +198,9 @@ class RunFolder:
         """
         if self._metrics is not None:
             self.record("stop", step=step, state="stopped", reason=reason)
-        elif self._earlier.state == "finished":
-            return
-        elif self._earlier is not NO_STATUS:
+        elif self._earlier is not None:
+            if self._earlier.state == "finished":
+                return
             step = self._earlier.step
         self.status("stopped", step=step, reason=reason, exit_code=exit_code)
 

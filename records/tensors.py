@@ -81,55 +81,36 @@ class TensorSpec:
         return cls(name, DTYPES[dtype], tuple(shape))
 
 
-def header(specs: Sequence[TensorSpec], size: int = 0) -> bytes:
+def header(specs: Sequence[TensorSpec]) -> bytes:
     """The beginning of a safetensors file: it, followed by the tensors' bytes in the order of ``specs``, is the file.
 
-    Its length is a multiple of 8, so that tensors of one dtype lie aligned in the file. It is padded to ``size``.
+    Its length is a multiple of 8, so that tensors of one dtype lie aligned in the file.
 
     Raises:
-        ValueError: a name occurs twice, a dtype has no name in the format, or the header is larger than a reader takes.
+        ValueError: a dtype has no name in the format.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for spec in specs:
-        if spec.name in entries:
-            raise ValueError(f"tensor {spec.name!r} occurs twice in one file")
         if spec.dtype not in _NAMES:
             raise ValueError(f"tensor {spec.name!r} is {spec.dtype}, for which safetensors has no name")
         end = begin + spec.nbytes
         entries[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text = text.ljust(max(size - 8, len(text) + -len(text) % 8))
-    if len(text) > _LARGEST_HEADER_BYTES:
-        raise ValueError(f"a header of {len(text)} bytes for {len(specs)} tensors; at most {_LARGEST_HEADER_BYTES}")
+    text = text.ljust(len(text) + -len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def index_json(files: Mapping[str, Sequence[TensorSpec]]) -> str:
-    """Text of ``*.safetensors.index.json`` for tensors that lie in several ``files``, as transformers writes it.
-
-    Raises:
-        ValueError: a tensor is in two files.
-    """
-    weight_map: dict[str, str] = {}
-    for file, specs in files.items():
-        for spec in specs:
-            if spec.name in weight_map:
-                raise ValueError(f"tensor {spec.name!r} is both in {weight_map[spec.name]} and in {file}")
-            weight_map[spec.name] = file
+    """Text of ``*.safetensors.index.json`` for tensors that lie in several ``files``, as transformers writes it."""
+    weight_map = {spec.name: file for file, specs in files.items() for spec in specs}
     total = sum(spec.nbytes for specs in files.values() for spec in specs)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU ``tensor`` of any dtype and shape, shared with it: for files to write and to read.
-
-    Raises:
-        ValueError: it is not contiguous or not on the CPU.
-    """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(f"bytes of a tensor on {tensor.device}, contiguous: {tensor.is_contiguous()}")
+    """The bytes of a contiguous CPU ``tensor`` of any dtype and shape, shared with it: to be written or read into."""
     # numpy's arrays are buffers; its types say so from Python 3.12 on.
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 

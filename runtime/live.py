@@ -12,6 +12,9 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+from serried.configs.formats import duration
+from serried.runtime.ranks import say
+
 _TICK_SECONDS = 0.25
 _SHOWN_AT_SECONDS, _PRINTED_AT_SECONDS = 5.0, 10.0
 _CLEAR = "\r\033[K"
@@ -36,7 +39,7 @@ def is_terminal() -> bool:
 class Live:
     """Shows the current activity, from ``start`` to ``close``."""
 
-    def __init__(self, say: Callable[[str], None], describe: Callable[[], Doing | None], *, is_drawn: bool) -> None:
+    def __init__(self, say: Callable[[str], object], describe: Callable[[], Doing | None], *, is_drawn: bool) -> None:
         """``say`` prints a plain line; ``describe`` returns the activity, in another thread; ``is_drawn``: redraw a
         line in a terminal instead of printing plain ones."""
         self._say, self._describe, self._is_drawn = say, describe, is_drawn
@@ -89,7 +92,7 @@ class Live:
             return
         seconds = now - self._since
         if self._is_drawn:
-            taken = "" if doing.line and seconds < _SHOWN_AT_SECONDS else f"{doing.what}  {_clock(seconds)}"
+            taken = "" if doing.line and seconds < _SHOWN_AT_SECONDS else f"{doing.what}  {duration(seconds)}"
             text = self._progress or f"{doing.line}  {taken}".strip()
             with self._lock:
                 if text != self._drawn and not self._closed.is_set():
@@ -98,7 +101,7 @@ class Live:
         said = max(self._since, self._said)
         if not doing.line and now - said >= max(_PRINTED_AT_SECONDS, said - self._since):  # at 10 s, 20 s, 40 s, ...
             self._said = now
-            self._say(f"waiting    {_clock(seconds)} so far: {doing.what}")
+            self._say(f"waiting    {duration(seconds)} so far: {doing.what}")
 
     def _draw(self, text: str) -> None:
         if self._is_drawn:
@@ -108,9 +111,13 @@ class Live:
                 print(f"{_CLEAR}{fitting}", end="", flush=True)
 
 
-def _clock(seconds: float) -> str:
-    """Return 34 s, 2:05 min, 1:02:05 h."""
-    minutes, rest = divmod(int(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}:{rest:02d} min" if minutes else f"{rest} s"
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d} h"
+@contextmanager
+def announced(what: str, *, speaks: bool) -> Iterator[None]:
+    """While this is open, print now and then how long ``what`` has taken, if this process ``speaks``."""
+    live = Live(say, lambda: Doing(what, what), is_drawn=False)
+    if speaks:
+        live.start()
+    try:
+        yield
+    finally:
+        live.close()

@@ -27,7 +27,7 @@ def speaks() -> bool:
 def say(text: str) -> int:
     """Print ``text`` from rank 0, for a command that only prints. Returns the exit code."""
     if speaks():
-        with suppress(BrokenPipeError):  # a pager or head that has read enough
+        with suppress(OSError, ValueError):  # nobody reads it any more, such as a pager that was left
             print(printable(text.rstrip("\n")), flush=True)
     return EXIT_FINISHED
 

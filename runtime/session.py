@@ -11,12 +11,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serried.configs.announce import announced
 from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
 from serried.configs.schema import LaunchSection
 from serried.runtime.cause import CONNECTIONS_CLOSE_SECONDS, Cause
 from serried.runtime.ending import exit_code_of, let_another_end_first, report_alone, say_why
 from serried.runtime.exchange import Exchange
+from serried.runtime.live import announced
 from serried.runtime.program import is_called_from_python, typed_command, typed_words
 from serried.runtime.ranks import choose_device, keep_freed_memory, threads_per_process, torchrun_says
 from serried.runtime.rendezvous import connect, meet

@@ -127,12 +127,12 @@ def _read_end(config: RunConfig) -> dict[str, Any]:
     """Return how the run of ``config`` ended, from its records: fields of ``Result``."""
     from serried.records.metrics import named_metrics, read_events
     from serried.records.run_folder import METRICS
-    from serried.records.status import NO_STATUS, read_status
+    from serried.records.status import Status, read_status
     from serried.trainer.checkpoint.resume import CHECKPOINTS
     from serried.trainer.checkpoint.retention import best_checkpoint, committed
 
     run_dir = config.run.dir
-    status = read_status(run_dir) or NO_STATUS
+    status = read_status(run_dir) or Status("", 0)
     step: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
     for event in read_events(run_dir / METRICS):

@@ -131,7 +131,7 @@ def test_main_job_under_torchrun_then_again_then_anew(text: Path, tmp_path: Path
     assert "\r" not in done.stdout
 
     status = json.loads((run_dir / "status.json").read_text())
-    assert status == {"state": "finished", "step": 10, "reason": "all steps done", "exit_code": 0, "failures": 0}
+    assert status == {"state": "finished", "step": 10, "reason": "all steps done", "exit_code": 0}
     assert metrics(run_dir, "start")[0]["world_size"] == 2
     steps = metrics(run_dir)
     assert steps[-1]["samples"] == 360

@@ -10,10 +10,10 @@ from serried.configs.compose import compose
 from serried.configs.data_section import register_source
 from serried.configs.errors import UserError
 from serried.configs.schema import Section
+from serried.recipes.data.progress import Progress
 from serried.recipes.data.source import open_source
 from tests.forks import typed
 from tests.runs import metrics, tiny_overrides
-from tests.texts import Reading
 
 _SCRIPT = '''
 import csv
@@ -89,7 +89,7 @@ def test_a_registered_function_is_a_source() -> None:
     source = open_source(config.data)
     assert [row.content for unit in source.units() for row in unit.rows()] == ["a b"]
     other = open_source(compose(["data=lines", "data.text=c"]).data)
-    assert source.fingerprint(Reading()) != other.fingerprint(Reading())
+    assert source.fingerprint(Progress(None, 1)) != other.fingerprint(Progress(None, 1))
     for words, answer in (
         (["data=lines", "data.subset=x"], "is read by data=hf, and this is data=lines"),
         (["data=linse"], "Did you mean data=lines?"),

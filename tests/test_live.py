@@ -10,15 +10,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from serried.configs.schema import LaunchSection
-from serried.runtime.console import Console
 from serried.runtime.live import Doing, Live
-from serried.runtime.session import Session
-from serried.trainer.activity import Activity
+from serried.trainer.activity import activity
 from serried.trainer.pulse import DATA, LOG, TRAIN, Pulse
 from tests.cluster import ROOT
 from tests.runs import run_here, tiny_overrides
@@ -117,11 +114,11 @@ def test_long_activity_is_printed_at_growing_intervals_and_steps_are_not() -> No
     live, start = Live(said.append, lambda: activity[0], is_drawn=False), time.monotonic() + 1
     for second in range(60):
         live.look(start + second)
-    assert said == [f"waiting    {seconds} s so far: saving step 3" for seconds in (10, 20, 40)]
+    assert said == [f"waiting    {seconds}s so far: saving step 3" for seconds in (10, 20, 40)]
     activity[0] = Doing("evaluating after step 3", "evaluate")
     for second in range(60, 75):
         live.look(start + second)
-    assert said[3:] == ["waiting    10 s so far: evaluating after step 3"]
+    assert said[3:] == ["waiting    10s so far: evaluating after step 3"]
     activity[0] = Doing("step 4", "train", line="step 4/10")
     for second in range(75, 200):
         live.look(start + second)
@@ -129,30 +126,31 @@ def test_long_activity_is_printed_at_growing_intervals_and_steps_are_not() -> No
 
 
 def test_status_line_of_a_step_has_what_was_logged_last() -> None:
-    pulse, console, session = Pulse(), Console(False, 0), Session((0, 0, 1, 1), torch.device("cpu"), LaunchSection())
-    activity = Activity(pulse, session, console, lambda: 300)
-    assert activity() is None, "the console knows more about set-up"
-    session.exchange.waits_for = "every rank"
-    assert activity() == Doing("waiting for every rank", "every rank")
-    session.exchange.waits_for = None
+    pulse = Pulse()
+
+    def line(last: dict[str, Any] | None = None) -> str:
+        doing = activity(pulse, None, 300, last)
+        assert doing is not None
+        return doing.line
+
+    assert activity(pulse, None, 300, None) is None, "the console knows more about set-up"
+    assert activity(pulse, "every rank", 300, None) == Doing("waiting for every rank", "every rank")
     for phase in (DATA, TRAIN, LOG):
         pulse.enter(phase, 7)
-        assert not shown(activity).line
+        assert not line()
         pulse.enter(phase, 8)
-        assert shown(activity).line == "step   8/300"
-    logged = {"step": 6, "loss": 2.5, "tokens_per_second": 1234.0, "step_seconds": 2.0, "eta_seconds": 588.0}
-    console.last_step = {**logged, "is_first": True}
-    assert shown(activity).line == "step   8/300  loss 2.5000 at step 6"
-    console.last_step = {**logged, "is_first": False, "unit": "tokens"}
-    assert shown(activity).line == "step   8/300  loss 2.5000 at step 6  tok/s 1.2k  eta 9m44s"
-    console.last_step |= {"unit": "samples"}
-    assert "samples/s 1.2k" in shown(activity).line
-
-
-def shown(activity: Activity) -> Doing:
-    doing = activity()
-    assert doing is not None
-    return doing
+        assert line() == "step   8/300"
+    logged: dict[str, Any] = {
+        "step": 6,
+        "loss": 2.5,
+        "tokens_per_second": 1234.0,
+        "step_seconds": 2.0,
+        "eta_seconds": 588.0,
+    }
+    assert line({**logged, "is_first": True}) == "step   8/300  loss 2.5000 at step 6"
+    logged |= {"is_first": False, "unit": "tokens"}
+    assert line(logged) == "step   8/300  loss 2.5000 at step 6  tok/s 1.2k  eta 9m44s"
+    assert "samples/s 1.2k" in line({**logged, "unit": "samples"})
 
 
 def test_status_line_is_cut_to_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: object) -> None:

@@ -314,10 +314,10 @@ def test_it_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert end == ""
     for line in lines:
         assert re.fullmatch(
-            r"preparing data: (reading|tokenising) [\d.]+ of 3\.6 MB, [\d,.]+ MB/s, eta (\d+m)?\d+s", line
+            r"preparing data: (reading|tokenising) [\d.]+[KM]?i?B of 3\.4MiB, [\d.]+[KM]?i?B/s, eta (\d+m)?\d+s", line
         ), line
     assert {line.split()[2] for line in lines} == {"reading", "tokenising"}
-    assert " 3.6 of 3.6 MB" in lines[-1]
+    assert " 3.4MiB of 3.4MiB" in lines[-1]
 
 
 def test_another_machine_without_our_locks_may_be_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,10 +391,10 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: Any) -> None:
+    def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(serried.recipes.data.shards, "to_disk", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match=r"No space left on device .*data\.cache_dir="):
         prepare(section(many_files(tmp_path / "text"), tmp_path / "cache"))
     assert list((tmp_path / "cache").iterdir()) == []

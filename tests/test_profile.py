@@ -14,8 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from serried.trainer.profile import StepProfiler
-from serried.trainer.snapshot import record_history, write_snapshot
+from serried.trainer.profile import StepProfiler, record_history, write_snapshot
 from serried.trainer.trainer import Trainer
 from tests.cluster import Cluster
 from tests.runs import metrics, run_here, tiny_overrides, weights

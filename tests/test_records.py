@@ -14,7 +14,7 @@ from serried.cli import main as serried
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, flatten, parse_json, parse_yaml, read_json
 from serried.records.files import write_atomically
-from serried.records.metrics import last_event, named_metrics, parse_event, read_events
+from serried.records.metrics import named_metrics, parse_event, read_events
 from serried.records.page.page import write_report
 from serried.records.run_folder import RunFolder
 from serried.records.status import Status, read_status, record_end, record_kill, write_status
@@ -155,16 +155,12 @@ def test_events_around_a_broken_line_are_read(tmp_path: Path) -> None:
         b'{"event": "start"}\n{"event": "step", "step": 1, "x": "\xff"}\n{"event": "step", "step": 2}\n{"ev'
     )
     assert [event.get("step") for event in read_events(path)] == [None, 2]
-    assert last_event(path, "step") == {"event": "step", "step": 2}
-    assert last_event(path, "start") == {"event": "start"}
-    assert last_event(path, "eval") is None
-    assert last_event(tmp_path / "none", "step") is None
 
 
 HOSTILE = {
     "config.yaml": [ALIAS_BOMB, "[" * 5000, "trainer: 3", "trainer: {steps: [1]}", "\x00", "{1: {2: 3}}"],
     "status.json": ["[" * 5000, "[]", '{"state": 3, "step": 1}', '{"state": "running", "step": 1e999}',
-                    '{"state": "failed", "step": 1, "reason": {"a": 1}, "exit_code": "x", "last_failure": 3}'],
+                    '{"state": "failed", "step": 1, "reason": {"a": 1}, "exit_code": "x"}'],
     "metrics.jsonl": ['{"event": "step", "step": 1, "loss": "x", "eta_seconds": [], "time": 3}',
                       '{"event": "start", "mesh": 3, "hosts": {}, "world_size": "x"}', "\udcff"],
     "environment.json": ["[" * 5000, '{"gpus": [[[]]], "torch": {"a": {}}}', "\udcff"],
@@ -190,31 +186,17 @@ def test_report_and_status_survive_odd_files(name: str, tmp_path: Path, capsys: 
 # status ---------------------------------------------------------------------------------------------------------------
 
 
-def test_failures_in_a_row_are_counted_until_a_later_step() -> None:
-    first = Status("running", 0).next("failed", step=5, reason="port 17 is taken", exit_code=70)
-    again = first.next("failed", step=5, reason="port 23 is taken", exit_code=70)
-    other = again.next("failed", step=5, reason="out of memory", exit_code=70)
-    assert [each.failures for each in (first, again, other)] == [1, 2, 1]
-    assert again.next("running", step=5, reason=None, exit_code=None).failures == 2
-    assert again.next("running", step=6, reason=None, exit_code=None).last_failure is None
-
-
 def test_status_is_read_back_as_written_and_reason_is_one_printable_line(tmp_path: Path) -> None:
-    failed = Status("running", 0).next("failed", step=5, reason="a\x1b[2J\nb", exit_code=70)
-    write_status(tmp_path, failed)
-    found = read_status(tmp_path)
-    assert found is not None
-    assert (found.state, found.step, found.reason, found.failures) == ("failed", 5, "a\ufffd[2J b", 1)
-    assert found.last_failure == (5, "a\ufffd[2J b")
+    write_status(tmp_path, Status("failed", 5, "a\x1b[2J\nb", 70))
+    assert read_status(tmp_path) == Status("failed", 5, "a\ufffd[2J b", 70)
 
 
 def test_a_kill_replaces_what_its_consequences_recorded(tmp_path: Path) -> None:
-    write_status(tmp_path, Status("running", 0).next("failed", step=5, reason="another process ended", exit_code=70))
+    write_status(tmp_path, Status("failed", 5, "another process ended", 70))
     record_kill(tmp_path, "rank 1 was killed by SIGKILL", since=0)
     found = read_status(tmp_path)
     assert found is not None
     assert found.reason == "rank 1 was killed by SIGKILL"
-    assert found.last_failure == (5, "rank 1 was killed by SIGKILL")
     record_end(tmp_path, "stopped", step=5, reason="SIGTERM", exit_code=75)
     assert read_status(tmp_path) == found, "only a running one is ended"
 

@@ -9,7 +9,7 @@ import pytest
 
 from serried import cli
 from serried.recipes.data.rows import Column, units_of_file
-from serried.recipes.data.show import marked_lines
+from serried.recipes.data.summary import marked_lines
 from serried.recipes.data.tokenizer import BytesTokenizer
 from tests import runs
 

@@ -152,7 +152,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_that_goes_on_bit_by_bit(
     assert second.printed == ""
     step = status(run_dir)["step"]
     assert step in steps
-    assert status(run_dir) == {"state": "stopped", "step": step, "reason": reason, "exit_code": 75, "failures": 0}
+    assert status(run_dir) == {"state": "stopped", "step": step, "reason": reason, "exit_code": 75}
     assert f"stopping   {reason}: saving, then the run ends" in first.printed
     assert first.printed.rstrip().endswith(f"next       run the same command to resume ({step} of {STEPS} steps done)")
     assert [(line["step"], line["state"], line["reason"]) for line in metrics(run_dir, "stop")] == [
@@ -484,31 +484,7 @@ def test_a_request_from_before_there_was_a_process_is_heard(text: Path, tmp_path
     assert (status(tmp_path / "run")["state"], status(tmp_path / "run")["exit_code"]) == ("stopped", 75)
 
 
-# failing again and again, and ending at once --------------------------------------------------------------------------
-
-
-def test_failures_of_the_same_kind_are_counted(text: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-
-    def crash(at: int, text: str) -> Callable[[Trainer, int], None]:
-        def after_step(_: Trainer, step: int) -> None:
-            if step == at:
-                raise RuntimeError(text)
-
-        return after_step
-
-    for at, why, failures in (
-        (1, "peer at port 4711 is gone", 1),
-        (1, "peer at port 4712 is gone", 2),
-        (1, "something else", 1),
-        (3, "something else", 1),
-        (3, "something else", 2),
-    ):
-        assert run_here(tiny_overrides(text, run_dir), crash(at, why)).code == 70
-        now = status(run_dir)
-        assert (now["state"], now["step"], now["failures"]) == ("failed", at, failures)
-    assert run_here(tiny_overrides(text, run_dir)).code == 0
-    assert status(run_dir)["failures"] == 0
+# ending at once -------------------------------------------------------------------------------------------------------
 
 
 def hang_and_be_interrupted_twice(argv: list[str]) -> None:

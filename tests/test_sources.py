@@ -22,9 +22,10 @@ from serried.configs.data_section import DataSection, data_section
 from serried.configs.errors import UserError
 from serried.recipes.data.hugging_face_dataset import HubStream
 from serried.recipes.data.prepare import Prepared, prepare
+from serried.recipes.data.progress import Progress
 from serried.recipes.data.source import Row, open_source
 from tests.cluster import ROOT
-from tests.texts import Reading, documents, everything, many_files, section, write
+from tests.texts import documents, everything, many_files, section, write
 
 TEXTS = [f"document {i}: " + "né and so on " * (i % 7) for i in range(200)]
 
@@ -51,7 +52,7 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
 
 def all_rows(path: Path, **changes: Any) -> list[Row]:
     source = open_source(data_section(sequence_length=16, name="text", path=str(path), **changes))
-    source.fingerprint(Reading())
+    source.fingerprint(Progress(None, 1))
     return [row for unit in source.units() for row in unit.rows()]
 
 
@@ -114,7 +115,7 @@ def test_a_unit_can_be_read_from_any_row_on(tmp_path: Path, kind: str) -> None:
     else:
         table(tmp_path / "a.parquet")
     source = open_source(data_section(sequence_length=16, name="text", path=str(tmp_path)))
-    source.fingerprint(Reading())
+    source.fingerprint(Progress(None, 1))
     for unit in source.units():
         rows = list(unit.rows())
         for first in (0, 1, len(rows) // 2, len(rows)):
@@ -161,7 +162,7 @@ def test_a_document_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
             lines().encode() + b'{"text": "\xff"}\n',
             r"a\.jsonl line 201 is not UTF-8: byte 0xff at offset \d+ of the file",
         ),
-        (lines() + '{"text": "\\ud800"}\n', r"a\.jsonl line 201 holds half a character \(U\+D800\)"),
+        (lines() + '{"text": "\\ud800"}\n', r"row 201 of .*a\.jsonl holds half a character \(U\+D800\)"),
         (lines(["", "", None]), r"all 3 documents of .* are empty: nothing to train on"),
         ("", r"has no documents: nothing to train on"),
         (lines(["same"] * 9), r"all 9 documents of .* are the same text"),

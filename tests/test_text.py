@@ -21,11 +21,12 @@ from serried.recipes.data.files import Document, SourceFile, assignment
 from serried.recipes.data.find import find_files
 from serried.recipes.data.hugging_face_tokenizer import tokenizer_from_spec
 from serried.recipes.data.prepare import prepare
+from serried.recipes.data.progress import Progress
 from serried.recipes.data.sources import text as text_files
 from serried.recipes.data.sources.stdlib import stdlib
 from serried.recipes.data.text import Part, read_documents, split_documents, tail_start
 from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, token_dtype
-from tests.texts import Reading, everything, many_files, section, write
+from tests.texts import everything, many_files, section, write
 
 
 def files_of(path: Path | str) -> list[SourceFile]:
@@ -37,7 +38,7 @@ def found(path: Path | str) -> list[str]:
 
 
 def split(path: Path | str, fraction: float = 0.1) -> dict[str, list[Part]]:
-    return split_documents(read_documents(files_of(path), Reading()), fraction)
+    return split_documents(read_documents(files_of(path), Progress(None, 1)), fraction)
 
 
 # tokenizers -----------------------------------------------------------------------------------------------------------
@@ -186,11 +187,11 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(UserError, match=r"cannot read .*a\.txt: Permission denied; make it readable"):
-        read_documents(files_of(tmp_path), Reading())
+        read_documents(files_of(tmp_path), Progress(None, 1))
 
 
 def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
-    documents = read_documents(files_of(write(tmp_path, {"a.txt": "before"})), Reading())
+    documents = read_documents(files_of(write(tmp_path, {"a.txt": "before"})), Progress(None, 1))
     write(tmp_path, {"a.txt": "now"})
     with pytest.raises(UserError, match=r"a\.txt changed while .*\(from 6 to 3 bytes\)"):
         list(Part.of(documents[0], 0, documents[0].size_bytes, "train").rows())

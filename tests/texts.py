@@ -1,6 +1,6 @@
 """Small texts to find, split and prepare, and tokens that were prepared."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,6 @@ from serried.recipes.data.tokenizer import BytesTokenizer
 
 def section(path: Path | str, cache: Path | None = None, **changes: Any) -> DataSection:
     return data_section(**{"name": "text", "path": str(path), "sequence_length": 16, "cache_dir": cache, **changes})
-
-
-class Reading:
-    """Reads a source in one thread and tells nobody."""
-
-    def total(self, size_bytes: int) -> None: ...
-
-    def done(self, size_bytes: int) -> None: ...
-
-    def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-        return map(function, items)
 
 
 def everything(prepared: Prepared, split: str) -> np.ndarray:

@@ -14,7 +14,6 @@ from pathlib import Path
 from serried.configs.errors import UserError
 from serried.recipes.data.files import assignment
 from serried.recipes.data.progress import Progress
-from serried.recipes.data.shards import unfinished_beside
 
 _ABANDONED_SECONDS = 24 * 3600.0
 _GIVEN_UP_SECONDS = 14 * _ABANDONED_SECONDS
@@ -77,7 +76,7 @@ def _publish(partial: Path, folder: Path, is_intact: Callable[[], bool]) -> None
         shutil.rmtree(partial, ignore_errors=True)
         return
     if folder.exists():
-        aside = unfinished_beside(folder)
+        aside = folder.with_name(f"{folder.name}.{os.urandom(6).hex()}.tmp")
         with contextlib.suppress(FileNotFoundError):  # another process found it damaged too
             folder.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)

@@ -158,9 +158,9 @@ class Template:
             )  # fmt: skip
             return _joined(pieces)
         except jinja2.TemplateError as error:
-            raise _Unlearnable(f"{self._name} refuses it: {_one_line(error)}; {_CURE}") from error
+            raise _Unlearnable(f"{self._name} refuses it: {error}; {_CURE}") from error
         except Exception as error:  # a template can fail in any way
-            reason = f"{type(error).__name__}: {_one_line(error)}"
+            reason = f"{type(error).__name__}: {error}"
             raise _Unlearnable(f"{self._name} fails with {reason}; {_CURE}") from error
 
 
@@ -176,10 +176,6 @@ def _joined(pieces: Iterable[str]) -> str:
             raise OverflowError(f"more than {_MOST_CHARACTERS} characters for one conversation")
         text.append(piece)
     return "".join(text)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _compile(text: str, name: str) -> Any:
@@ -227,9 +223,7 @@ def _compile(text: str, name: str) -> Any:
     except jinja2.TemplateError as error:
         line = getattr(error, "lineno", None)
         at = f" in line {line}" if line else ""
-        raise UserError(
-            f"{name} is not a Jinja template{at}: {_one_line(error)}; give another, or leave it out"
-        ) from error
+        raise UserError(f"{name} is not a Jinja template{at}: {error}; give another, or leave it out") from error
 
 
 def ask(template_text: str, tokenizer: Tokenizer, said: Sequence[str]) -> tuple[list[int], list[int]]:

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from serried.configs.errors import UserError
 from serried.configs.libraries import not_installed
-from serried.recipes.data.source import Reading
+from serried.recipes.data.progress import Progress
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Endings of files that are decompressed as they are read."""
@@ -111,10 +111,7 @@ def open_plain(path: Path | str) -> Iterator[IO[bytes]]:
 
 
 def _damaged(path: Path | str, error: Exception) -> UserError:
-    return UserError(
-        f"{path} is damaged or cut off: {' '.join(str(error).split())}; create it again, or leave it out with "
-        "data.path=..."
-    )
+    return UserError(f"{path} is damaged or cut off: {error}; create it again, or leave it out with data.path=...")
 
 
 def opened(path: Path | str, stack: contextlib.ExitStack) -> Any:
@@ -193,7 +190,7 @@ class Document:
             return stream.read(stop_bytes - start_bytes)
 
 
-def hash_files(files: Sequence[SourceFile], reading: Reading) -> list[Document]:
+def hash_files(files: Sequence[SourceFile], progress: Progress) -> list[Document]:
     """Read every file. Raises ``UserError`` if one cannot be read, or changes meanwhile."""
 
     def hashed(file: SourceFile) -> Document:
@@ -202,11 +199,11 @@ def hash_files(files: Sequence[SourceFile], reading: Reading) -> list[Document]:
             while block := stream.read(PIECE_BYTES):
                 sha256.update(block)
                 size_bytes += len(block)
-                reading.done(len(block))
+                progress.done(len(block))
         return Document(file.name, file.path, size_bytes, sha256.digest(), stamp)
 
-    reading.total(sum(stamp_of(file.path)[1] for file in files))
-    return list(reading.map(hashed, files))
+    progress.total(sum(stamp_of(file.path)[1] for file in files))
+    return list(progress.map(hashed, files))
 
 
 def key_of(documents: Sequence[Document]) -> bytes:

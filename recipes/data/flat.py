@@ -12,9 +12,11 @@ from serried.configs.errors import UserError
 from serried.recipes.data.files import SourceFile, files_state, stamp_of, unchanged, unreadable
 from serried.recipes.data.find import find_files
 from serried.recipes.data.hugging_face_tokenizer import named_tokenizer
-from serried.recipes.data.shards import Shard, to_disk
-from serried.recipes.data.source import SPLITS, Reading, Source, Unit
+from serried.recipes.data.progress import Progress
+from serried.recipes.data.shards import Shard
+from serried.recipes.data.source import SPLITS, Source, Unit
 from serried.recipes.data.tokenize import Counts, TokenCounts
+from serried.records.files import write_atomically
 
 _VALIDATION = re.compile(r"(^|[^a-z])(val|valid|validation|dev)([^a-z]|$)", re.IGNORECASE)
 _LLM_C = {20240520: "uint16", 20240801: "uint32"}
@@ -60,14 +62,14 @@ class FlatFiles(Source):
     def units(self) -> list[Unit]:
         return []  # there is nothing to tokenize
 
-    def fingerprint(self, reading: Reading) -> bytes:
+    def fingerprint(self, progress: Progress) -> bytes:
         """Read all files once: hash, end marks, and a check that the tokenizer has every id.
 
         Raises:
             UserError: a file is damaged, or has numbers that are no tokens.
         """
-        reading.total(sum(stamp_of(file.path)[1] for file in self._files))
-        self._scanned = list(reading.map(lambda file: self._scan(file, reading), self._files))
+        progress.total(sum(stamp_of(file.path)[1] for file in self._files))
+        self._scanned = list(progress.map(lambda file: self._scan(file, progress), self._files))
         key = hashlib.sha256()
         for found in self._scanned:  # with the paths: the tokens stay where they are
             path = found.file.path.absolute()
@@ -83,16 +85,14 @@ class FlatFiles(Source):
                 starts = _starts_in(found, start, stop)
                 _count(getattr(counts, split), starts, stop)
                 path = folder / f"{split}-{number:05d}.starts"
-                with path.open("wb") as stream:
-                    stream.write((starts - start).astype("<i8").tobytes())
-                    to_disk(stream)
+                write_atomically(path, (starts - start).astype("<i8").tobytes())
                 offset = found.offset_bytes + start * np.dtype(found.dtype).itemsize
                 shards[split].append(
                     Shard(found.file.path.absolute(), found.dtype, stop - start, path, offset_bytes=offset)
                 )
         return counts, shards
 
-    def _scan(self, file: SourceFile, reading: Reading) -> _Scanned:
+    def _scan(self, file: SourceFile, progress: Progress) -> _Scanned:
         stamp = stamp_of(file.path)
         try:
             dtype, offset, tokens = self._layout(file.path, stamp[1])
@@ -106,7 +106,7 @@ class FlatFiles(Source):
                 sha256.update(block.data)
                 ends.append(np.flatnonzero(block == self._tokenizer.end_id) + start)
                 self._check(block, file.path, start)
-                reading.done(block.nbytes)
+                progress.done(block.nbytes)
         starts = np.concatenate(ends) + 1
         return _Scanned(file, dtype, offset, tokens, starts[starts < tokens], sha256.digest())
 
@@ -147,9 +147,7 @@ def _npy_layout(path: Path) -> tuple[str, int, int]:
     try:
         array = np.lib.format.open_memmap(path, mode="r")  # which refuses Python objects
     except (ValueError, EOFError) as error:
-        raise UserError(
-            f"{path} is not a complete .npy file: {' '.join(str(error).split())}; create it again"
-        ) from error
+        raise UserError(f"{path} is not a complete .npy file: {error}; create it again") from error
     if array.ndim != 1 or array.dtype.name not in _NPY_TYPES or not len(array):
         raise UserError(
             f"{path} holds {array.dtype.name} of shape {list(array.shape)}, not a list of tokens; "

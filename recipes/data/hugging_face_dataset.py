@@ -16,8 +16,9 @@ import numpy as np
 from serried.configs.errors import UserError
 from serried.configs.plain_data import expanded
 from serried.recipes.data.files import SourceFile, files_state, kind_of, library, quiet
+from serried.recipes.data.progress import Progress
 from serried.recipes.data.rows import Column, JsonLines, ParquetRows, documents_of, row_place, rows_of, units_of_file
-from serried.recipes.data.source import Reading, Row, Source, Unit
+from serried.recipes.data.source import Row, Source, Unit
 
 _UNIT_ROWS = 10_000
 _BATCH_ROWS = 256
@@ -44,17 +45,17 @@ class HubDataset(Source):
         paths = [Path(file["filename"]) for table, _ in self._tables for file in table.cache_files]
         return files_state([SourceFile(path.name, path) for path in paths]) if paths else None
 
-    def fingerprint(self, reading: Reading) -> bytes:
+    def fingerprint(self, progress: Progress) -> bytes:
         units = self.units()
 
         def digest(unit: TableRows) -> bytes:
             found = unit.digest()
-            reading.done(unit.size_bytes)
+            progress.done(unit.size_bytes)
             return found
 
-        reading.total(sum(unit.size_bytes for unit in units))
+        progress.total(sum(unit.size_bytes for unit in units))
         key = hashlib.sha256()
-        for unit, found in zip(units, reading.map(digest, units), strict=True):
+        for unit, found in zip(units, progress.map(digest, units), strict=True):
             key.update(str(unit.split).encode() + found)
         if not units:
             raise _no_rows(self.section)

@@ -31,7 +31,7 @@ _END = "<|end|>"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """What a ``tokenizer.json`` describes.
 
     Documents begin as its post-processor has them begin (Llama 3: with ``<|begin_of_text|>``; most: with nothing) and
@@ -109,7 +109,7 @@ def _parsed(content: str) -> Any:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # the library raises nothing more special
-        raise ValueError(f"it is not a tokenizer: {' '.join(str(error).split())}") from error
+        raise ValueError(f"it is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -359,9 +359,8 @@ def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterat
             if failures == _ATTEMPTS or pause(wait):
                 raise UserError(
                     f"{unit.name} cannot be read from row {number + 1:,} on, after {failures} "
-                    f"attempt{'s' if failures > 1 else ''}: {type(error).__name__}: "
-                    f"{' '.join(str(error).split())}; run the same command, which resumes from the newest "
-                    "checkpoint"
+                    f"attempt{'s' if failures > 1 else ''}: {type(error).__name__}: {error}; run the same command, "
+                    "which resumes from the newest checkpoint"
                 ) from error
 
 

@@ -28,7 +28,6 @@ def kept_apart(name: str, held: Prepared, training: Sequence[Prepared], cache: P
     """
     keys = [held.key, *sorted(prepared.key for prepared in training)]
     folder = cache / f"apart-{hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:32]}"
-    progress = Progress(show, 1)
 
     def write(partial: Path) -> None:
         stream = held.stream("validation")
@@ -42,8 +41,8 @@ def kept_apart(name: str, held: Prepared, training: Sequence[Prepared], cache: P
             _write(partial, held, stream, shared)
         write_json(partial / _SHARED, int(shared.sum()))
 
-    make_folder(folder, write, (folder / _SHARED).exists, progress)
-    progress.end()
+    with Progress(show, 1) as progress:
+        make_folder(folder, write, (folder / _SHARED).exists, progress)
     return folder if left_out(folder) else None
 
 

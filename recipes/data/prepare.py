@@ -26,7 +26,7 @@ from serried.recipes.data.flat import FlatFiles
 from serried.recipes.data.hugging_face_tokenizer import named_tokenizer, tokenizer_from_spec, train_tokenizer
 from serried.recipes.data.pairs import pair_encoder
 from serried.recipes.data.progress import Progress, Show, usable_cores
-from serried.recipes.data.shards import Shard, TokenStream, to_disk, unfinished_beside
+from serried.recipes.data.shards import Shard, TokenStream
 from serried.recipes.data.source import SPLITS, Source, Unit, open_source
 from serried.recipes.data.tokenize import (
     Counts,
@@ -39,6 +39,7 @@ from serried.recipes.data.tokenize import (
     write_shards,
 )
 from serried.recipes.data.tokenizer import CharsTokenizer, Tokenizer, token_dtype
+from serried.records.files import write_atomically
 
 _FORMAT = 3
 """Version of everything the key does not contain: layout on disk, content of sources, rule of the split."""
@@ -106,11 +107,8 @@ def prepare(section: DataSection, show: Show | None = None, threads: int | None 
     Raises:
         UserError: the source is missing, empty, unreadable or changes meanwhile, or the cache cannot be written.
     """
-    progress = Progress(show, threads or usable_cores())
-    try:
+    with Progress(show, threads or usable_cores()) as progress:
         return _prepare(section, progress)
-    finally:
-        progress.end()
 
 
 def _prepare(section: DataSection, progress: Progress) -> Prepared:
@@ -160,7 +158,8 @@ def open_prepared(folder: Path) -> Prepared:
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"prepared data {folder} is damaged ({_one_line(error)}); remove the folder, and it is prepared again"
+            f"prepared data {folder} is damaged ({type(error).__name__}: {error}); remove the folder, and it is "
+            "prepared again"
         ) from error
 
 
@@ -317,14 +316,7 @@ def write_summary(
 
 def write_json(path: Path, value: Any) -> None:
     """Write ``path`` completely or not at all."""
-    unfinished = unfinished_beside(path)
-    try:
-        with unfinished.open("wb") as stream:
-            stream.write(json.dumps(value, indent=1).encode() + b"\n")
-            to_disk(stream)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
 # opening --------------------------------------------------------------------------------------------------------------
@@ -347,7 +339,3 @@ def _open(folder: Path) -> Prepared:
         if stored != splits[split].tokens:
             raise ValueError(f"its {split} shards have {stored} tokens where summary.json says {splits[split].tokens}")
     return prepared
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

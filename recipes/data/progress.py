@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from serried.configs.formats import duration
+from serried.configs.formats import duration, size
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -67,7 +67,10 @@ class Progress:
             self._has_shown = True
             self._show(f"preparing data: {text}")
 
-    def end(self) -> None:
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Clear the line."""
         if self._show is not None and self._has_shown:
             self._show("")
@@ -78,14 +81,10 @@ class Progress:
             yield from ordered(pool, function, items, 4 * self.threads)
 
     def _line(self, seconds: float) -> str:
-        scale, unit = (1e9, "GB") if self.total_bytes >= 1e10 else (1e6, "MB")
         done = min(self._done_bytes, self.total_bytes)
         rate = (done - self._skipped_bytes) / max(seconds, 1e-3)
         left = (self.total_bytes - done) / rate if rate > 0 else 0.0
-        return (
-            f"{self._what} {done / scale:,.1f} of {self.total_bytes / scale:,.1f} {unit}, "
-            f"{rate / 1e6:,.1f} MB/s, eta {duration(left)}"
-        )
+        return f"{self._what} {size(done)} of {size(self.total_bytes)}, {size(rate)}/s, eta {duration(left)}"
 
 
 def ordered(

@@ -29,7 +29,8 @@ from serried.recipes.data.files import (
     unchanged,
     unreadable,
 )
-from serried.recipes.data.source import Content, Reading, Row, Source, Unit
+from serried.recipes.data.progress import Progress
+from serried.recipes.data.source import Content, Row, Source, Unit
 
 _UNIT_BYTES = 32 << 20
 """Bytes of a .jsonl file that one unit reads."""
@@ -214,17 +215,7 @@ class JsonLines(Unit):
             raise UserError(f"{self._place(position)} is {_described(row)}, not an object with a column per name")
         names = self.column.found(row) or self.column.check(list(row), self._place(position))
         value = row[names[0]] if len(names) == 1 else {name: row[name] for name in names}
-        content = self.column.content(value, lambda: self._place(position))
-        if b"\\ud" in line or b"\\uD" in line:  # JSON can hold an unpaired surrogate, text cannot
-            try:
-                json.dumps(content, ensure_ascii=False).encode("utf-8")
-            except UnicodeEncodeError as error:
-                half = ord(error.object[error.start])
-                raise UserError(
-                    f"{self._place(position)} holds half a character (U+{half:04X}), an unpaired surrogate; fix the "
-                    "line"
-                ) from error
-        return content
+        return self.column.content(value, lambda: self._place(position))
 
     def _place(self, position: int) -> str:
         """Return the name of the line at byte ``position`` for messages, such as ``file.jsonl line 12``."""
@@ -268,7 +259,7 @@ class ParquetRows(Unit):
                 batch = next(batches, None)
             except (arrow.ArrowException, OSError) as error:
                 raise UserError(
-                    f"{self.path} cannot be read from row {number + 1:,} on (row group {group + 1}): {_reason(error)}; "
+                    f"{self.path} cannot be read from row {number + 1:,} on (row group {group + 1}): {error}; "
                     "create it again, or leave it out with data.path=..."
                 ) from error
             if batch is None:
@@ -322,14 +313,10 @@ def open_parquet(path: Path | str) -> Iterator[Any]:
             if isinstance(error, OSError) and error.errno:
                 raise unreadable(path, error) from error
             raise UserError(
-                f"{path} is not a complete parquet file: {_reason(error)}; it may be cut off: create it "
+                f"{path} is not a complete parquet file: {error}; it may be cut off: create it "
                 "again, or leave it out with data.path=..."
             ) from error
         yield file
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")
 
 
 class RowFiles(Source):
@@ -345,8 +332,8 @@ class RowFiles(Source):
     def state(self) -> str | None:
         return files_state(self._files)
 
-    def fingerprint(self, reading: Reading) -> bytes:
-        self._hashed = hash_files(self._files, reading)
+    def fingerprint(self, progress: Progress) -> bytes:
+        self._hashed = hash_files(self._files, progress)
         return hashlib.sha256(key_of(self._hashed) + self._column.name.encode()).digest()
 
     def units(self) -> list[Unit]:

@@ -6,19 +6,17 @@ followed by the end mark. The shards of a split, in order, are one stream: their
 Files of other tools are used in place.
 """
 
-import os
-import socket
 from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
 
 from serried.recipes.data.encode import Encoded
+from serried.records.files import replacing
 
 
 @dataclass(frozen=True)
@@ -152,30 +150,12 @@ class ShardWriter:
         tokens, starts, supervised = self._paths
         return Shard(tokens, self._dtype.name, self.tokens, starts, supervised if supervised in self._streams else None)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._stack:
-            if kind is None and self._streams:
-                self._write(self._paths[1], np.array(self._starts, "<i8").data)
-                for path, stream in self._streams.items():
-                    to_disk(stream)
-                    Path(stream.name).replace(path)
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None and self._streams:
+            self._write(self._paths[1], np.array(self._starts, "<i8").data)
+        self._stack.__exit__(*error)
 
     def _write(self, path: Path, content: memoryview) -> None:
         if path not in self._streams:
-            unfinished = unfinished_beside(path)
-            self._stack.callback(unfinished.unlink, missing_ok=True)
-            self._streams[path] = self._stack.enter_context(unfinished.open("wb"))
+            self._streams[path] = self._stack.enter_context(replacing(path))
         self._streams[path].write(content)
-
-
-def to_disk(stream: IO[bytes]) -> None:
-    """Flush to disk: otherwise a power cut after a rename could keep the name and lose the content."""
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-def unfinished_beside(path: Path) -> Path:
-    """Return a unique name that names its owner. Not ``tempfile``, whose files only their owner may read."""
-    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.urandom(6).hex()}.tmp")

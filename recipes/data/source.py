@@ -5,17 +5,15 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 from serried.configs.data_section import DataSection, sources
+from serried.recipes.data.progress import Progress
 
 SPLITS = ("train", "validation")
 
 Content = bytes | str | list[dict[str, Any]] | dict[str, list[dict[str, Any]]]
 """A document: text, the messages of a conversation, or those of ``prompt``, ``chosen`` and ``rejected``."""
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 class Row(NamedTuple):
@@ -59,19 +57,6 @@ class Unit(ABC):
         return (row for row in self.all_rows(first) if row.content)
 
 
-class Reading(Protocol):
-    """How a source is read: threads and progress."""
-
-    def total(self, size_bytes: int) -> None:
-        """Report how much there is to read."""
-
-    def done(self, size_bytes: int) -> None:
-        """Report that more has been read. From any thread."""
-
-    def map(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
-        """Apply ``function`` to each item, on several threads; results in order."""
-
-
 class Source(ABC):
     """Documents in a fixed order."""
 
@@ -90,7 +75,7 @@ class Source(ABC):
         return None
 
     @abstractmethod
-    def fingerprint(self, reading: Reading) -> bytes:
+    def fingerprint(self, progress: Progress) -> bytes:
         """Return a hash of the content alone, equal on every machine. Reads everything.
 
         Raises:
@@ -124,13 +109,13 @@ class Documents(Source):
     def identity(self) -> list[str]:
         return [self._section.model_dump_json()]
 
-    def fingerprint(self, reading: Reading) -> bytes:
+    def fingerprint(self, progress: Progress) -> bytes:
         sha256, size_bytes = hashlib.sha256(), 0
         for row in self._unit.all_rows():
             content = row.content if isinstance(row.content, bytes) else json.dumps(row.content).encode()
             sha256.update(len(content).to_bytes(8, "little") + content)
             size_bytes += len(content)
-            reading.done(len(content))
+            progress.done(len(content))
         self._unit = replace(self._unit, size_bytes=size_bytes)
         return sha256.digest()
 

@@ -53,14 +53,13 @@ def prepare_stream(section: Any, sequences: int, show: Show | None = None) -> Pr
     names = [[unit.name, unit.size_bytes] for unit in units]
     identity = [_FORMAT, _identity(section, tokenizer), names, wanted, section.validation_split]
     folder = cache_folder(section) / f"stream-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}"
-    progress = Progress(show, 1)
+    with Progress(show, 1) as progress:
 
-    def write(partial: Path) -> None:
-        progress.say("reading documents for validation")
-        _write(partial, section, units, tokenizer, wanted)
+        def write(partial: Path) -> None:
+            progress.say("reading documents for validation")
+            _write(partial, section, units, tokenizer, wanted)
 
-    make_folder(folder, write, lambda: is_intact(folder), progress)
-    progress.end()
+        make_folder(folder, write, lambda: is_intact(folder), progress)
     return open_prepared(folder)
 
 

@@ -24,7 +24,8 @@ from serried.recipes.data.files import (
     skip,
     unchanged,
 )
-from serried.recipes.data.source import SPLITS, Reading, Row, Source, Unit
+from serried.recipes.data.progress import Progress
+from serried.recipes.data.source import SPLITS, Row, Source, Unit
 
 WHOLE_FILES_FROM = 20
 """From this many distinct files on, validation takes whole files; below, the tail of each."""
@@ -72,8 +73,8 @@ class TextFiles(Source):
     def state(self) -> str | None:
         return files_state(self._files)
 
-    def fingerprint(self, reading: Reading) -> bytes:
-        self._documents = read_documents(self._files, reading)
+    def fingerprint(self, progress: Progress) -> bytes:
+        self._documents = read_documents(self._files, progress)
         return key_of(self._documents)
 
     def units(self) -> list[Part]:
@@ -84,9 +85,9 @@ class TextFiles(Source):
         return [part for split in SPLITS for part in parts[split]]
 
 
-def read_documents(files: Sequence[SourceFile], reading: Reading) -> list[Document]:
+def read_documents(files: Sequence[SourceFile], progress: Progress) -> list[Document]:
     """Hash every file, and leave out empty ones. Raises ``UserError`` if all are empty, or one cannot be read."""
-    documents = [document for document in hash_files(files, reading) if document.size_bytes]
+    documents = [document for document in hash_files(files, progress) if document.size_bytes]
     if not documents:
         others = f" and so are the other {len(files) - 1} files" if len(files) > 1 else ""
         raise UserError(

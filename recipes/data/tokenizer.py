@@ -5,9 +5,10 @@ One more kind is one more class, and a branch in ``tokenizer_from_spec`` and in 
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,18 +19,19 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _END = "<|end|>"
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """Converts text to token ids. Thread-safe; holds only its vocabulary."""
 
     vocab_size: int
     """Number of ids, the end mark's included."""
-    start_ids: tuple[int, ...]
+    start_ids: tuple[int, ...] = ()
     """Ids that come before every document; of most tokenizers there are none."""
     end_id: int
     """Id that follows every document."""
     takes_bytes: bool
     """Whether text may be any bytes, and need not be UTF-8."""
 
+    @abstractmethod
     def encode(self, text: bytes | str) -> np.ndarray:
         """Ids of ``text``, [tokens], of the narrowest unsigned type that holds the vocabulary; no marks are added.
 
@@ -38,16 +40,22 @@ class Tokenizer(Protocol):
 
     def encode_many(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
         """As ``encode``, of several at once."""
+        return [self.encode(text) for text in texts]
 
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ``ids``. End marks are left out; what is no text becomes U+FFFD: it never fails."""
 
+    @abstractmethod
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Ids of ``text``, in which the names of marks stand for them, and the character that each begins with."""
 
     def decode_marked(self, ids: Iterable[int]) -> str:
         """As ``decode``, with the names of all marks."""
+        runs = groupby(ids, key=lambda token: token == self.end_id)
+        return "".join(_END * len(list(run)) if is_end else self.decode(run) for is_end, run in runs)
 
+    @abstractmethod
     def spec(self) -> dict[str, Any]:
         """Plain JSON from which ``tokenizer_from_spec`` makes the same tokenizer."""
 
@@ -57,27 +65,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
-class _OwnTokenizer:
-    """What the two tokenizers made here have in common."""
-
-    start_ids: tuple[int, ...] = ()
-    end_id: int
-
-    def encode(self, text: bytes | str) -> np.ndarray:
-        raise NotImplementedError
-
-    def decode(self, ids: Iterable[int]) -> str:
-        raise NotImplementedError
-
-    def encode_many(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
-
-    def decode_marked(self, ids: Iterable[int]) -> str:
-        runs = groupby(ids, key=lambda token: token == self.end_id)
-        return "".join(_END * len(list(run)) if is_end else self.decode(run) for is_end, run in runs)
-
-
-class BytesTokenizer(_OwnTokenizer):
+class BytesTokenizer(Tokenizer):
     """Ids 0-255 are the bytes of the UTF-8 text (or of anything else), 256 ends a document."""
 
     vocab_size = 257
@@ -106,7 +94,7 @@ class BytesTokenizer(_OwnTokenizer):
         return {"kind": "bytes"}
 
 
-class CharsTokenizer(_OwnTokenizer):
+class CharsTokenizer(Tokenizer):
     """One id per character that occurs in the source, in order of code point; the last id ends a document."""
 
     takes_bytes = False

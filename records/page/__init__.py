@@ -5,11 +5,7 @@ from pathlib import Path
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> None:
-    """Write the report of the runs in these folders, in any state, to the file ``out``.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the report of the runs in these folders, in any state, to the file ``out``."""
     from serried.records.page import (
         page,  # imports numpy, which a command that writes no report should not wait for
     )

@@ -43,9 +43,6 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
     """Write the report of the runs in ``run_dirs``, in this order, to the file ``out``, atomically.
 
     Run folders are read as they are: empty, of a running run, or of one that crashed.
-
-    Raises:
-        OSError: ``out`` cannot be written.
     """
     write_atomically(out, render([read_records(run_dir) for run_dir in run_dirs]))
 

@@ -188,19 +188,14 @@ def _judge_collectives(facts: list[dict[str, Any]], findings: Findings) -> None:
     wrong = [fact for fact in known if fact["collectives"]["is_reduce_wrong"] or fact["collectives"]["gather_wrong"]]
     if not wrong:
         return
-    by_rank = {fact["rank"]: fact for fact in known}
     senders = Counter(rank for fact in wrong for rank in fact["collectives"]["gather_wrong"] if rank != fact["rank"])
-    guilty = [rank for rank, times in senders.items() if 2 * times > len(known) - 1 and len(known) > 2]
-    for rank in guilty:
-        findings.blame(by_rank[rank]["host"], f"rank {rank}: its data arrives wrong in an all-gather")
-    if guilty:
-        return
-    if 2 * len(wrong) < len(known):
-        for fact in wrong:
-            findings.blame(fact["host"], f"rank {fact['rank']} is the only one with wrong results of collectives")
-        return
-    ranks = ", ".join(str(fact["rank"]) for fact in wrong)
-    findings.common.append(f"collectives give wrong results on rank {ranks}; find the faulty one with fewer nodes")
+    guilty = [fact for fact in known if 2 * senders[fact["rank"]] > len(known) - 1 and len(known) > 2]
+    for fact in guilty or (wrong if 2 * len(wrong) < len(known) else []):
+        how = "its data arrives wrong in an all-gather" if guilty else "wrong results of collectives"
+        findings.blame(fact["host"], f"rank {fact['rank']}: {how}")
+    if not guilty and 2 * len(wrong) >= len(known):
+        ranks = ", ".join(str(fact["rank"]) for fact in wrong)
+        findings.common.append(f"collectives give wrong results on rank {ranks}; find the faulty one with fewer nodes")
 
 
 def _judge_node(facts: list[dict[str, Any]], ranks_per_node: int, findings: Findings) -> None:

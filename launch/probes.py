@@ -6,11 +6,11 @@ import re
 import shutil
 import socket
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from serried.runtime.session import Session
@@ -162,11 +162,6 @@ def _timed(session: Session, work: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def clock() -> float:
-    """Return this machine's time, in Unix seconds."""
-    return time.time()
-
-
 def clock_ahead_seconds(session: Session) -> float:
     """Return how far this machine's clock is ahead of rank 0's, within the time of a barrier. A collective."""
     import torch
@@ -178,7 +173,7 @@ def clock_ahead_seconds(session: Session) -> float:
     for _ in range(_CLOCK_ROUNDS):
         dist.barrier()
         times = [torch.zeros(1, dtype=torch.float64) for _ in range(session.world_size)]
-        dist.all_gather(times, torch.tensor([clock()], dtype=torch.float64))
+        dist.all_gather(times, torch.tensor([time.time()], dtype=torch.float64))
         found.append(float(times[session.rank] - times[0]))
     return min(found, key=abs)
 
@@ -220,25 +215,13 @@ def existing(folder: Path) -> Path:
 
 def _write_seconds(folder: Path) -> float:
     data = os.urandom(2**20)
-    with marker(folder, f".preflight-{uuid.uuid4().hex}") as path:
+    with NamedTemporaryFile(dir=folder, prefix=".preflight-") as file:
         started = time.perf_counter()
-        with path.open("wb") as file:
-            for _ in range(_WRITE_BYTES // len(data)):
-                file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        for _ in range(_WRITE_BYTES // len(data)):
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
         return time.perf_counter() - started
-
-
-@contextmanager
-def marker(folder: Path, name: str) -> Iterator[Path]:
-    """A file that exists while this is open."""
-    path = folder / name
-    try:
-        path.touch()
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
 
 
 # rates of ``serried plan calibrate`` ---------------------------------------------------------------------------------

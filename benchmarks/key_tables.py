@@ -24,7 +24,7 @@ def key_tables() -> str:
     recipes = {name: _texts(compose([f"recipe={name}"]).model_dump(mode="json")) for name in choices_of()["recipe"]}
     values = recipes["tiny"]
     for group, registry in CHOSEN.items():
-        for entry in registry.entries(installed=True):
+        for entry in map(registry.get, registry.names()):
             optional = {name: each for name, each in entry.section.model_fields.items() if not each.is_required()}
             defaults = {
                 f"{group}.{name}": each.get_default() for name, each in optional.items() if not each.default_factory

@@ -192,13 +192,16 @@ def _composed(folder: Path, line: CommandLine) -> dict[str, Any]:
         UserError: a YAML file cannot be read or merged, or refers to something that does not exist.
     """
     try:
-        stamp = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in _files(folder))
+        yamls = sorted(path for each in (folder, *declared().config_dirs) for path in each.rglob("*.yaml"))
+        stamp = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in yamls)
         files, choices = _from_files(declared().root, folder, _for_hydra(line, folder), stamp)
         config = OmegaConf.create(files)
         _fill_in(config, choices, line)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        place = f"{_relative(mark.name, folder)}:{mark.line + 1}" if mark else f"a file in {folder.name}"
+        file = Path(mark.name) if mark else folder
+        name = file.relative_to(folder.parent) if file.is_relative_to(folder.parent) else file
+        place = f"{name}:{mark.line + 1}" if mark else f"a file in {folder.name}"
         raise UserError(f"{place} is not valid YAML: {error.problem}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_not_composed(error, folder, line.groups)) from None
@@ -219,10 +222,6 @@ def _from_files(root: str, folder: Path, words: tuple[str, ...], stamp: object) 
     with open_dict(config):
         choices = config.pop("hydra").runtime.choices
     return OmegaConf.to_container(config), OmegaConf.to_container(choices)
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for each in (folder, *declared().config_dirs) for path in each.rglob("*.yaml"))
 
 
 def _fill_in(config: DictConfig, choices: Mapping[str, str], line: CommandLine) -> None:
@@ -280,8 +279,3 @@ def _without_missing(node: Any) -> Any:
     if isinstance(node, dict):
         return {str(key): _without_missing(value) for key, value in node.items() if value != "???"}
     return node
-
-
-def _relative(name: str, folder: Path) -> str:
-    path = Path(name)
-    return path.relative_to(folder.parent).as_posix() if path.is_relative_to(folder.parent) else name

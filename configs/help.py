@@ -50,12 +50,12 @@ def files_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
     return {group: names for group, names in found.items() if names and group not in own}
 
 
-def help_text(program: str = "train.py", folder: Path = _FOLDER, chosen: Sequence[str] = ()) -> str:
+def help_text(program: str = "train.py", chosen: Sequence[str] = ()) -> str:
     """Return the usage of ``program``, its recipes, groups, the common keys with their units, and examples.
 
     Of the overrides ``chosen``, a choice such as ``optim=sgd`` adds its own keys.
     """
-    groups, known = choices_of(folder), all_keys()
+    groups, known = choices_of(), all_keys()
     has_recipes = bool(groups.pop("recipe", None))
     own = [path for path in known if path.startswith("task.") and path != "task.name" and declared().name]
     keys = [
@@ -73,7 +73,7 @@ def help_text(program: str = "train.py", folder: Path = _FOLDER, chosen: Sequenc
             f"       python {program} [key=value ...] --cfg job      print the config and stop",
             f"       python {program} --config-dir FOLDER ...        YAML presets of your own: FOLDER/recipe/NAME.yaml",
             "",
-            *([f"recipes: {recipes}", recipes_text(folder), ""] if has_recipes else []),
+            *([f"recipes: {recipes}", recipes_text(), ""] if has_recipes else []),
             "groups: each chooses a set of keys",
             *_table([row for group, choices in groups.items() for row in _wrapped(group, " | ".join(choices))]),
             "",
@@ -95,10 +95,10 @@ def _keys_of_choices(words: Sequence[str]) -> list[str]:
     return lines
 
 
-def recipes_text(folder: Path = _FOLDER) -> str:
+def recipes_text() -> str:
     """Return the recipes with their first comment."""
-    files = {path.stem: path for each in (*declared().config_dirs, folder) for path in each.glob("recipe/*.yaml")}
-    return "\n".join(_table([(name, _first_comment(files[name])) for name in choices_of(folder)["recipe"]]))
+    files = {path.stem: path for each in (*declared().config_dirs, _FOLDER) for path in each.glob("recipe/*.yaml")}
+    return "\n".join(_table([(name, _first_comment(files[name])) for name in choices_of()["recipe"]]))
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from serried.configs.errors import UserError
+from serried.configs.explain import shown
 from serried.configs.near import nearest
 from serried.configs.plain_data import expanded, read_json, read_yaml
 from serried.configs.registry import models
@@ -51,10 +52,10 @@ def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[
     named = {*model} if "model" in given and model["name"] != "auto" else own
     wrong = [key for key in found if key in named and key not in _FREE and not _is_same(model.get(key), found[key])]
     if wrong:
-        there = ", ".join(f"model.{key}={_shown(found[key])}" for key in wrong[:_SHOWN]) + ", ..." * (
+        there = ", ".join(f"model.{key}={shown(found[key])}" for key in wrong[:_SHOWN]) + ", ..." * (
             len(wrong) > _SHOWN
         )
-        extra = " ".join(f"model.{key}={_shown(model[key])}" for key in wrong if key in own) or f"model={model['name']}"
+        extra = " ".join(f"model.{key}={shown(model[key])}" for key in wrong if key in own) or f"model={model['name']}"
         raise UserError(f"model.path={path} has {there}, so the weights do not fit {extra}; leave {extra} out")
     kept = {key: model[key] for key in own if key in model and model[key] is not None}
     named_after = {"name": Path(path).name, "path": path}
@@ -184,7 +185,3 @@ def _is_same(given: Any, found: Any) -> bool:
         except ValueError:
             return False
     return given is None or given == found
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -104,14 +104,14 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     return _object(path, parse_json(read_bytes(path, most_bytes)))
 
 
-def read_yaml(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file.
 
     Raises:
         OSError: it cannot be read.
         NotPlainData: it is not a mapping within the limits.
     """
-    return _object(path, parse_yaml(read_bytes(path, most_bytes)))
+    return _object(path, parse_yaml(read_bytes(path)))
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

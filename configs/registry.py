@@ -110,9 +110,10 @@ class Registry:
         self._load_built_in()
         return list(dict.fromkeys([*self._entries, *self._installed]))
 
-    def entries(self, *, installed: bool = False) -> list[Entry]:
-        """Entries that are registered; with ``installed`` import those of installed packages first."""
-        return [self.get(name) for name in (self.names() if installed else self._known())]
+    def entries(self) -> list[Entry]:
+        """Entries that are registered, without those of packages that were not imported."""
+        self._load_built_in()
+        return list(self._entries.values())
 
     def get(self, name: str) -> Entry:
         """Entry ``name``; the package that provides it is imported if need be.
@@ -128,10 +129,6 @@ class Registry:
             hint = f"did you mean {self.group}={near[0]}? " if near else ""
             raise UserError(f"no {self.kind} {name!r} is registered; {hint}there are {', '.join(self.names())}")
         return self._entries[name]
-
-    def _known(self) -> list[str]:
-        self._load_built_in()
-        return list(self._entries)
 
     @cached_property
     def _installed(self) -> dict[str, EntryPoint]:

@@ -9,7 +9,7 @@ import yaml
 from pydantic import create_model
 
 from serried.configs.data_section import TextRunConfig, sources
-from serried.configs.declaration import Declaration, declared
+from serried.configs.declaration import declared
 from serried.configs.registry import Registry, models, optimizers, schedules, tasks
 from serried.configs.schema import RunConfig, Section, TaskSection
 
@@ -42,7 +42,8 @@ def _task_is_chosen(schema: type[RunConfig]) -> bool:
 
 def base_schema() -> type[RunConfig]:
     """Return the ``RunConfig`` of the declared task, before any name in it is looked up."""
-    return _of_task(declared())
+    task = declared()
+    return _base_of(task.section, task.name, bool(task.sections))
 
 
 @functools.cache
@@ -53,10 +54,6 @@ def _base_of(section: type[Section], name: str, is_text: bool) -> type[RunConfig
     bases = (section, TaskSection) if section is not Section else TaskSection  # a task without keys of its own
     task = create_model(section.__name__, __base__=bases, __doc__=section.__doc__, name=(str, name))
     return create_model(base.__name__, __base__=base, __module__=base.__module__, task=(task, ...))
-
-
-def _of_task(declaration: Declaration) -> type[RunConfig]:
-    return _base_of(declaration.section, declaration.name, bool(declaration.sections))
 
 
 def check(plain: Mapping[str, Any]) -> RunConfig:

@@ -370,31 +370,30 @@ class MoESection(LlamaSection):
             "routed_scale": float(found.get("routed_scaling_factor") or 1.0),
         }
 
-    @model_validator(mode="after")
-    def _experts_fit(self) -> "MoESection":
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
         if self.experts_per_token > self.experts:
-            raise ValueError(
+            yield (
                 f"model.experts_per_token={self.experts_per_token} exceeds model.experts={self.experts}; "
                 f"use model.experts_per_token={self.experts}"
             )
         if self.dense_layers > self.layers:
-            raise ValueError(
+            yield (
                 f"model.dense_layers={self.dense_layers} exceeds model.layers={self.layers}; "
                 f"use model.dense_layers={self.layers - 1}"
             )
         if self.rotary_dim % 2:
-            raise ValueError(
+            yield (
                 f"model.rotary_fraction={self.rotary_fraction:g} of model.head_dim={self.attention_head_dim} is "
                 f"{self.rotary_dim}, which is odd, but rotary embeddings turn pairs; use model.rotary_fraction=1"
             )
         for key, value in _FORMS.get(self.family, {}).items():
             if getattr(self, key) != value:
                 fixed = str(value).lower() if isinstance(value, bool) else value
-                raise ValueError(
+                yield (
                     f"model.{key}={str(getattr(self, key)).lower()} with model.family={self.family}, whose checkpoints "
                     f"cannot express it; use model.{key}={fixed}, or model.family=glm4_moe"
                 )
-        return self
 
 
 class GPT2Section(ModelSection):
@@ -448,12 +447,10 @@ class GPT2Section(ModelSection):
             return {**values, "hidden_dim": 4 * dim}
         return values
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> "GPT2Section":
+    def _mistakes(self) -> Iterator[str]:
         if self.dim % self.heads:
             nearest = _nearest("model.heads", nearest_divisors(self.dim, self.heads))
-            raise ValueError(f"model.heads={self.heads} does not divide model.dim={self.dim}; {nearest}")
-        return self
+            yield f"model.heads={self.heads} does not divide model.dim={self.dim}; {nearest}"
 
 
 TRAINING = "train"

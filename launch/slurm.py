@@ -27,6 +27,8 @@ _EXAMINATION_MINUTES = 10
 _LOOK_SECONDS = 2.0
 _SILENT_SECONDS = 300
 _LOOKS = 10
+_SAME_NAMES = ("partition", "account", "qos", "reservation", "constraint", "exclude", "dependency")
+"""Keys of ``slurm`` that sbatch calls so."""
 
 
 class _NoSlurm(UserError):
@@ -253,13 +255,7 @@ def _options(configs: Sequence[RunConfig]) -> list[str]:
         "gpus-per-node": gpus,
         "cpus-per-task": slurm.cpus_per_node,
         "mem": slurm.memory,
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "reservation": slurm.reservation,
-        "constraint": slurm.constraint,
-        "exclude": slurm.exclude,
-        "dependency": slurm.dependency,
+        **{name: getattr(slurm, name) for name in _SAME_NAMES},
         "time": slurm.time_minutes,
         "signal": f"USR1@{slurm.signal_seconds}",
         "array": f"0-{len(configs) - 1}" if is_array else None,

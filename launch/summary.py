@@ -102,11 +102,7 @@ def outcome_of(point: Point) -> Outcome:
 
 
 def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]) -> None:
-    """Write ``sweep.json`` and ``sweep.csv`` into the folder of a sweep.
-
-    Raises:
-        OSError: the disk fails.
-    """
+    """Write ``sweep.json`` and ``sweep.csv`` into the folder of a sweep."""
     folder.mkdir(parents=True, exist_ok=True)
     best = sorted(outcomes, key=Outcome.rank)
     runs = [{**asdict(each), "run_dir": str(each.run_dir)} for each in best]

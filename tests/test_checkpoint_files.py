@@ -145,17 +145,8 @@ def test_elements_that_are_not_there_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_header_of_what_no_file_can_hold_is_refused() -> None:
-    spec = TensorSpec("x", torch.float32, (2,))
-    with pytest.raises(ValueError, match="twice"):
-        header([spec, spec])
-    with pytest.raises(ValueError, match="twice"):
-        header([TensorSpec("__metadata__", torch.float32, (2,))])
     with pytest.raises(ValueError, match="no name"):
         header([TensorSpec("x", torch.complex128, (2,))])
-    with pytest.raises(ValueError, match="both in"):
-        index_json({"a.safetensors": [spec], "b.safetensors": [spec]})
-    with pytest.raises(ValueError, match="contiguous"):
-        tensor_bytes(torch.zeros(2, 3).t())
 
 
 @pytest.fixture(scope="module")
@@ -553,8 +544,6 @@ def test_a_file_that_may_not_be_read_is_damaged(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(Damaged, match="Input/output error"):
         check_file(tmp_path, "a", record)
-    with pytest.raises(Damaged, match="Input/output error"):
-        read_manifest(tmp_path)
 
 
 def test_a_folder_that_is_not_there_cannot_be_synced(tmp_path: Path) -> None:
@@ -711,12 +700,6 @@ def test_the_best_is_that_of_the_metric_that_counts_now(tmp_path: Path) -> None:
     for best, expected in ((("accuracy", "min"), [2, 3]), (("loss", "min"), [])):
         assert [step_of(path) for path in prune(tmp_path, keep=1, keep_every=0, best=best)] == expected
     assert [step_of(path) for path in committed(tmp_path)] == [1, 4]
-
-
-@pytest.mark.parametrize(("keep", "keep_every"), [(0, 0), (-1, 0), (1, -1)])
-def test_keeping_none_is_refused(keep: int, keep_every: int, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep"):
-        prune(tmp_path, keep=keep, keep_every=keep_every, best=None)
 
 
 class Killed(BaseException):

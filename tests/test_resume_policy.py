@@ -173,7 +173,7 @@ def test_a_change_of_the_numbers_is_refused_in_one_line(text: Path, stopped: Pat
     before = tree(stopped)
     for change, told in {
         "optim.lr=0.001": "optim.lr 0.003 -> 0.001",
-        "optim.betas=[0.9,0.99]": "optim.betas [0.9, 0.95] -> [0.9, 0.99]",
+        "optim.betas=[0.9,0.99]": "optim.betas [0.9,0.95] -> [0.9,0.99]",
         "schedule=linear": "schedule.name cosine -> linear",
         "schedule.warmup_steps=2": "schedule.warmup_steps 1 -> 2",
         "trainer.steps=7": "trainer.steps 6 -> 7",

@@ -106,14 +106,6 @@ def test_the_order_is_fixed_for_ever() -> None:
     assert SampleOrder(2**40, 2**63 - 1)(np.array([0, 1, 2**62])).tolist() == [830927769921, 815319962868, 883409514353]
 
 
-@pytest.mark.parametrize(("size", "seed"), [(0, 1), (2**62 + 1, 1), (5, -1)])
-def test_what_cannot_be_ordered_is_refused(size: int, seed: int) -> None:
-    with pytest.raises(ValueError, match=r"must be in"):
-        SampleOrder(size, seed)
-    with pytest.raises(ValueError, match="negative"):
-        SampleOrder(5, 1)(np.array([-1]))
-
-
 # mixtures -------------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -61,9 +60,7 @@ class Data:
         """Return the number of samples trained on when ``step`` is done: the position in the order of samples."""
         return self._sample + (step - self._step) * self._global_batch
 
-    def loader(
-        self, task: Task, config: RunConfig, data_ranks: int, data_rank: int, on_starved: Callable[[float], None]
-    ) -> BatchLoader:
+    def loader(self, task: Task, config: RunConfig, data_ranks: int, data_rank: int) -> BatchLoader:
         """Return this rank's batches from the current position to the last step."""
         trainer = config.trainer
         return BatchLoader(
@@ -79,7 +76,6 @@ class Data:
             pin_memory=self._session.device.type == "cuda",
             first_index=self._sample,
             augment=_augmentation(task, trainer.seed),
-            on_starved=on_starved,
         )
 
     def micro_batch_seeds(self, step: int, seed: int, count: int, layout: Layout, data_rank: int) -> list[int]:

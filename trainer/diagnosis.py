@@ -197,15 +197,12 @@ def details(beats: Iterable[Beat]) -> list[str]:
     for beat in beats:
         lines.append(f"  {beat.where()}")
         lines += [f"    {entry}" for entry in beat.stack]
+        waits = [entry for entry in beat.collectives if not entry[-1]]
         lines += [
             f"    {'done' if done else 'waits'}: {operation}, number {number} of group {group}"
-            for group, number, operation, done in _shown_collectives(beat)
+            for group, number, operation, done in waits or beat.collectives[-3:]
         ]
     return lines
-
-
-def _shown_collectives(beat: Beat) -> list[tuple[str, int, str, bool]]:
-    return [entry for entry in beat.collectives if not entry[-1]] or beat.collectives[-3:]
 
 
 def seconds_text(seconds: float) -> str:

@@ -3,10 +3,9 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,9 +19,6 @@ PADDING_ID = -1
 """Stands for a sample that only fills a micro-batch; ``Task.collate_numbered`` makes it weigh nothing."""
 
 _LOOKAHEAD_STEPS = 2
-
-_STARVED_SECONDS = 30.0
-"""A wait for data that is reported; far below the time after which other ranks give up on this one."""
 
 _PLANNED_STEPS = 32
 """Steps whose sample numbers are computed at once: 0.3 ms, were it done for a single one."""
@@ -71,12 +67,10 @@ class BatchLoader:
         pin_memory: bool,
         first_index: int | None = None,
         augment: Augment | None = None,
-        on_starved: Callable[[float], None] | None = None,
     ) -> None:
         """``steps`` count from 0. The first one takes its samples from ``first_index`` of the order on.
 
         By default that is as if all steps before it were done. ``pin_memory``: put batches in pinned memory.
-        ``on_starved`` is called with the seconds after every 30 seconds of waiting for a batch.
         """
         self._dataset, self._collate, self._order, self._augment = dataset, collate, order, augment
         self._accumulation, self._micro_batch = accumulation, micro_batch
@@ -84,7 +78,7 @@ class BatchLoader:
         per_step = accumulation * data_ranks * micro_batch
         self._first_index = steps.start * per_step if first_index is None else first_index
         self._steps = self._plan(steps)
-        self._pin_memory, self._on_starved = pin_memory, on_starved
+        self._pin_memory = pin_memory
         self._waited_seconds = 0.0
         self._closed = False
         self._ahead: deque[list[Future[Any]]] = deque()
@@ -105,35 +99,21 @@ class BatchLoader:
         if self._closed:
             raise RuntimeError("this BatchLoader was closed")
         started = time.perf_counter()
-        try:
-            batches = self._read_next() if self._threads is None else self._await_next(self._threads)
-        except StopIteration:
-            raise
-        except Exception:
-            self.close()
-            raise
+        if self._threads is None:
+            step, places = next(self._steps)
+            batches = [self._read(step, *each) for each in places]
+        else:
+            batches = self._await_next(self._threads)
         self._waited_seconds += time.perf_counter() - started
         return batches
-
-    def _read_next(self) -> list[Any]:
-        step, places = next(self._steps)
-        return [self._read(step, *each) for each in places]
 
     def _await_next(self, threads: ThreadPoolExecutor) -> list[Any]:
         self._ask_ahead(threads)
         if not self._ahead:
             raise StopIteration
-        batches = [self._result(future) for future in self._ahead.popleft()]
+        batches = [future.result() for future in self._ahead.popleft()]
         self._ask_ahead(threads)  # at once, so that the threads work while the step does
         return batches
-
-    def _result(self, future: Future[Any]) -> Any:
-        waited = 0.0
-        while not future.done() and not wait([future], _STARVED_SECONDS).done:
-            waited += _STARVED_SECONDS
-            if self._on_starved is not None:
-                self._on_starved(waited)
-        return future.result()
 
     def _ask_ahead(self, threads: ThreadPoolExecutor) -> None:
         for step, places in islice(self._steps, self._ahead_steps - len(self._ahead)):
@@ -158,7 +138,7 @@ class BatchLoader:
 
     def _read(self, step: int, places: np.ndarray, ids: np.ndarray) -> Any:
         batch = read_batch(self._dataset, self._collate, ids, f"of step {step + 1}", self._augment, places)
-        return _pinned(batch) if self._pin_memory else batch
+        return map_tensors(torch.Tensor.pin_memory, batch) if self._pin_memory else batch
 
     def take_waited_seconds(self) -> float:
         """Seconds the caller waited for data since this was last asked."""
@@ -177,9 +157,7 @@ class BatchLoader:
     def __enter__(self) -> "BatchLoader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -237,7 +215,3 @@ def read_batch(
         except Exception as error:
             raise SampleError(f"cannot read sample {sample_id} {where}: {type(error).__name__}: {error}") from error
     return collate(samples, ids)
-
-
-def _pinned(batch: Any) -> Any:
-    return map_tensors(torch.Tensor.pin_memory, batch)

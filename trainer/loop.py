@@ -1,7 +1,6 @@
 """The training loop: data, step, log, evaluation, checkpoint."""
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -70,9 +69,7 @@ class Loop:
     def _steps_from_here(self, checkpoint_state: Callable[[], dict[str, Any]]) -> Generator[int, None, None]:
         config, started = self._context.config, time.perf_counter()
         parallel = self._state.parallel
-        loader = self._data.loader(
-            self._context.task, config, parallel.layout.data_ranks, parallel.place.data_rank, self._starved
-        )
+        loader = self._data.loader(self._context.task, config, parallel.layout.data_ranks, parallel.place.data_rank)
         with loader, self._profiler:
             self._begin_step()
             for step, batches in enumerate(loader, start=self.step + 1):
@@ -139,13 +136,6 @@ class Loop:
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self._context.config.trainer.last_step)
-
-    def _starved(self, seconds: float) -> None:
-        rank = self._context.session.rank
-        text = f"WARNING    rank {rank} has waited {seconds:.0f} s for data, after step {self.step}: a slow source?"
-        self._context.console.say(text)
-        if not self._context.session.is_main:  # whose console prints nothing
-            print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -17,11 +17,12 @@ from serried.configs.schema import RunConfig
 from serried.parallel.held import local
 from serried.records.run_folder import PROFILES
 from serried.runtime.session import Session
+from serried.trainer.metrics import peak_memory_bytes
 from serried.trainer.overview import saved_bytes
 from serried.trainer.plan.advice import Advice, Planned, advice
 from serried.trainer.plan.memory import FormulaMemory
+from serried.trainer.profile import write_snapshot
 from serried.trainer.pulse import SET_UP, Pulse
-from serried.trainer.snapshot import write_snapshot
 from serried.trainer.task import Task
 
 _TEXTS = (  # of errors that have no class of their own
@@ -100,7 +101,7 @@ class _Usage(NamedTuple):
     """Memory as measured, in bytes."""
 
     allocated: int
-    """By tensors of this process on a GPU; resident on a CPU."""
+    """By tensors of this process on a GPU; the most that was resident on a CPU."""
     reserved_free: int
     """Held by torch's allocator, and in no tensor."""
     others: int | None
@@ -118,7 +119,7 @@ def _measure(device: torch.device) -> _Usage:
         return _Usage(
             allocated, reserved - allocated, others, total - others, f"{size(free)} of the GPU's {size(total)} are free"
         )
-    resident = _resident_bytes()
+    resident = peak_memory_bytes(device)[0]
     total, available = _machine_bytes()
     text, capacity = f"{size(available)} of the machine's {size(total)} are free", resident + available
     limits = {"this process may have (ulimit -v)": resource.getrlimit(resource.RLIMIT_AS)[0]}
@@ -128,13 +129,6 @@ def _measure(device: torch.device) -> _Usage:
         if 0 < limit < total:
             text, capacity = f"{text}, and {whose} {size(limit)}", min(capacity, limit)
     return _Usage(resident, 0, None, capacity - _LIBRARIES_BYTES, text)
-
-
-def _resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _machine_bytes() -> tuple[int, int]:

@@ -5,9 +5,9 @@ import torch
 _Peaks = dict[str, float]
 
 
-def _peaks(bf16: float, tf32: float | None = None, fp32: float | None = None, fp16: float | None = None) -> _Peaks:
+def _peaks(bf16: float, tf32: float | None = None, fp32: float | None = None) -> _Peaks:
     """TFLOP/s by what matrix products run in; a sheet that has one number for both 16-bit types gives it as bf16."""
-    known = {"bf16": bf16, "fp16": bf16 if fp16 is None else fp16, "tf32": tf32, "fp32": fp32}
+    known = {"bf16": bf16, "fp16": bf16, "tf32": tf32, "fp32": fp32}
     return {precision: teraflops * 1e12 for precision, teraflops in known.items() if teraflops}
 
 

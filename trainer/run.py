@@ -14,7 +14,7 @@ from serried.runtime.console import Console
 from serried.runtime.ending import Failure
 from serried.runtime.session import Session
 from serried.trainer import compilation
-from serried.trainer.activity import Activity
+from serried.trainer.activity import activity
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
 from serried.trainer.context import Context
 from serried.trainer.data import Data, with_steps
@@ -44,7 +44,9 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
     console = Console(session.is_main, session.rank)
     start, trainer, data = Start(), None, None
     watchdog = Watchdog(config.launch, session, config.run.dir, console, folder)
-    console.follow(Activity(watchdog.pulse, session, console, lambda: config.trainer.steps))
+    console.follow(
+        lambda: activity(watchdog.pulse, session.exchange.waits_for, config.trainer.steps, console.last_step)
+    )
 
     def stop_unheard() -> int:
         console.quiet()

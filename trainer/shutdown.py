@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
-from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -57,7 +56,6 @@ class Shutdown:
         self._step_seconds: deque[float] = deque(maxlen=10)
         self._boundary = time.monotonic()
         self._travelling: _Votes | None = None
-        self._spare: _Votes | None = None
 
     def __enter__(self) -> "Shutdown":
         self._session.signals.hold()
@@ -65,9 +63,7 @@ class Shutdown:
             self._control.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._control is not None:
             self._control.end()
 
@@ -122,11 +118,8 @@ class Shutdown:
         if votes.device.type == "cpu":
             total = votes.item()
         else:
-            arrived = self._travelling
-            self._travelling = self._spare or _Votes()
-            self._travelling.send(votes)
+            arrived, self._travelling = self._travelling, _Votes(votes)
             total = arrived.read() if arrived is not None else 0.0
-            self._spare = arrived
         self.action = Action(min(int(total), Action.STOP))
         if self.stops and self.reason is None:  # it is known already where the run has gone back in between
             self._settle()
@@ -206,14 +199,11 @@ def _in_words(reasons: list[str | None]) -> str:
 
 
 class _Votes:
-    """A number that is copied from the GPU to the host."""
+    """A number on its way from the GPU to the host."""
 
-    def __init__(self) -> None:
-        self._number = torch.empty((), dtype=torch.float64, pin_memory=True)
+    def __init__(self, number: Tensor) -> None:
+        self._number = number.to("cpu", non_blocking=True)  # in pinned memory
         self._arrived = torch.cuda.Event()
-
-    def send(self, number: Tensor) -> None:
-        self._number.copy_(number, non_blocking=True)
         self._arrived.record()
 
     def read(self) -> float:

@@ -14,9 +14,10 @@ import re
 import stat
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from serried.configs.plain_data import NotPlainData, parse_json, read_bytes
 
 MANIFEST = "MANIFEST.json"
 VERSION = 1
@@ -25,8 +26,7 @@ _CHUNK_BYTES = 4 * 2**20
 _LARGEST_MANIFEST_BYTES = 64 * 2**20
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(NamedTuple):
     """What a file held when it was written."""
 
     size: int
@@ -64,20 +64,16 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """
     path = folder / MANIFEST
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_MANIFEST_BYTES:
-            raise Damaged(f"{path} is not a file of at most {_LARGEST_MANIFEST_BYTES} bytes")
-        text = path.read_bytes()
+        text = read_bytes(path, _LARGEST_MANIFEST_BYTES)
+        content = parse_json(text)
     except OSError as error:
         raise Damaged(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        raise Damaged(f"{path} is not JSON ({len(text)} bytes)") from None
+    except NotPlainData as error:
+        raise Damaged(f"{path} cannot be used: {error}") from None
     if isinstance(content, dict) and type(content.get("version")) is int and content["version"] > VERSION:
         raise Damaged(f"{path} is of version {content['version']}; this serried reads version {VERSION}")
     try:
-        files = {_name(name): _record(entry) for name, entry in content["files"].items()}
+        files = {name: _record(name, entry) for name, entry in content["files"].items()}
     except (KeyError, TypeError, AttributeError, ValueError):
         raise Damaged(f"{path} does not list files with sizes and checksums") from None
     # The text is a function of its content, checksum included, so every changed byte shows, even a space.
@@ -97,9 +93,7 @@ def check_file(folder: Path, name: str, record: FileRecord) -> None:
         found = record_of(folder / name)
     except OSError as error:
         raise Damaged(f"{folder / name} cannot be read: {error.strerror}") from None
-    if found.size != record.size:
-        raise Damaged(f"{folder / name} has {found.size} bytes instead of {record.size}")
-    if found.crc32 != record.crc32:
+    if found != record:
         raise Damaged(f"{folder / name} has checksum {found.crc32:08x} instead of {record.crc32:08x}")
 
 
@@ -121,11 +115,7 @@ def check_size(folder: Path, name: str, record: FileRecord) -> None:
 
 
 def record_of(path: Path) -> FileRecord:
-    """Size and checksum of a file, read from the disk in pieces of a few MiB.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Size and checksum of a file, read from the disk in pieces of a few MiB."""
     size = crc32 = 0
     piece = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -136,11 +126,7 @@ def record_of(path: Path) -> FileRecord:
 
 
 def fsync_folder(path: Path) -> None:
-    """Sync the entries of a folder to the disk: files created, renamed and removed in it.
-
-    Raises:
-        OSError: the disk failed, or the folder does not exist.
-    """
+    """Sync the entries of a folder to the disk: files created, renamed and removed in it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -163,14 +149,9 @@ def _is_plain(name: str) -> bool:
     return name not in ("", ".", "..", MANIFEST) and name.isprintable() and not set(name) & {"/", "\\"}
 
 
-def _name(name: str) -> str:
-    if not _is_plain(name):
-        raise ValueError(name)
-    return name
-
-
-def _record(entry: Any) -> FileRecord:
+def _record(name: str, entry: Any) -> FileRecord:
     size, crc32 = entry["size"], entry["crc32"]
-    if type(size) is not int or size < 0 or not re.fullmatch("[0-9a-f]{8}", crc32, re.ASCII):
-        raise ValueError(entry)
+    has_values = type(size) is int and size >= 0 and re.fullmatch("[0-9a-f]{8}", crc32, re.ASCII)
+    if not has_values or not _is_plain(name):
+        raise ValueError(name)
     return FileRecord(size, int(crc32, 16))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from serried.configs.errors import UserError
-from serried.configs.explain import value_at
+from serried.configs.explain import shown, value_at
 from serried.configs.keys import all_keys
 from serried.configs.plain_data import expanded, flatten
 from serried.configs.run_config import CHOSEN
@@ -244,7 +244,7 @@ def differences(earlier: dict[str, Any], now: dict[str, Any], schema: type[RunCo
     named_before, named_now = _named(earlier), _named(now)
     whole = {name: f"{name} is {'new' if name in named_now else 'gone'}" for name in named_before ^ named_now}
     return whole | {
-        key: f"{key} {_shown(before.get(key))} -> {_shown(after.get(key))}"
+        key: f"{key} {shown(before.get(key))} -> {shown(after.get(key))}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and key.rpartition(".")[0] not in whole
     }
@@ -321,7 +321,3 @@ def _changed(state: dict[str, Any], config: RunConfig, world_size: int) -> list[
         if state.get(name) != now:
             told.append(f"{name} {state.get(name)} -> {now}")
     return [f"changed since the checkpoint: {'; '.join(told)}"] if told else []
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

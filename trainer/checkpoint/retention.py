@@ -20,18 +20,12 @@ MODEL, ADAPTER, OPTIMIZER = STEMS = ("model", "adapter_model", "optimizer")
 ADAPTER_CONFIG = "adapter_config.json"
 """Says how adapters are used, for PEFT; beside them alone."""
 
-_NAME = re.compile(r"step-([0-9]{8,})")
+_NAME = re.compile(r"step-([0-9]{8,255})")
 _LEFTOVER = re.compile(r"\.step-[0-9]{8,}\.(partial|deleting)")
 
 
 def folder_name(step: int) -> str:
-    """Name of the checkpoint after ``step`` optimizer steps: 8 digits, more when needed.
-
-    Raises:
-        ValueError: a negative step.
-    """
-    if step < 0:
-        raise ValueError(f"a checkpoint of step {step}")
+    """Name of the checkpoint after ``step`` optimizer steps: 8 digits, more when needed."""
     return f"step-{step:08d}"
 
 
@@ -48,11 +42,8 @@ def deleting_name(step: int) -> str:
 def step_of(path: Path) -> int | None:
     """Step of the checkpoint that ``path`` is named for; None: it is not named as one."""
     match = _NAME.fullmatch(path.name)
-    # int() of thousands of digits would raise; no file name is that long, but a path need not be on any disk.
-    if match is None or len(match[1]) > 255:
-        return None
-    step = int(match[1])
-    return step if folder_name(step) == path.name else None  # a ninth digit that is a leading zero: not ours
+    is_ours = match is not None and folder_name(int(match[1])) == path.name  # not with a ninth digit that is a zero
+    return int(match[1]) if match is not None and is_ours else None
 
 
 def committed(checkpoints: Path) -> list[Path]:
@@ -60,9 +51,6 @@ def committed(checkpoints: Path) -> list[Path]:
 
     Whether they are undamaged is another question (``read_manifest``, ``check_file``). A folder that is not there has
     none.
-
-    Raises:
-        OSError: the folder cannot be read.
     """
     return [path for path in named(checkpoints) if (path / MANIFEST).is_file()]
 
@@ -106,12 +94,7 @@ def prune(
     reading all, are not compared.
 
     Does not raise if the disk fails; failures are appended to ``problems``, a line each.
-
-    Raises:
-        ValueError: ``keep`` is less than 1, or ``keep_every`` negative.
     """
-    if keep < 1 or keep_every < 0:
-        raise ValueError(f"keep {keep} must be at least 1, keep_every {keep_every} at least 0")
     problems = [] if problems is None else problems
     try:
         intact = [path for path in committed(checkpoints) if _has_its_sizes(path)]

@@ -247,7 +247,7 @@ class Checkpointer:
         records: dict[str, FileRecord] = {}
         if problem is None:
             records, problem = self._write(partial, staged)
-            answers = self._all({"problem": problem, "files": {name: [*record] for name, record in _plain(records)}})
+            answers = self._all({"problem": problem, "files": records})
             problem = next((answer["problem"] for answer in answers if answer["problem"]), None)
             files = {name: FileRecord(*record) for answer in answers for name, record in answer["files"].items()}
             if self._rank == 0:
@@ -339,7 +339,3 @@ def lack_of_space(folder: Path, nbytes: int) -> str | None:
 
 def _names_and_shapes(parts: Iterable[tuple[str, Part]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     return [(part.name, part.held.tensor.dtype, part.shards.shape) for _, part in parts]
-
-
-def _plain(records: dict[str, FileRecord]) -> list[tuple[str, tuple[int, int]]]:
-    return [(name, (record.size, record.crc32)) for name, record in records.items()]

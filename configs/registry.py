@@ -45,6 +45,7 @@ from serried.configs.tasks import (
     ImageSection,
     PreferenceSection,
     RewardSection,
+    TextClassSection,
 )
 
 _Built = TypeVar("_Built", bound=Callable[..., Any])
@@ -180,6 +181,11 @@ tasks.register(
     "image_classification",
     ImageSection,
     lambda: import_module("serried.recipes.image_classification").ImageClassification,
+)
+tasks.register(
+    "text_classification",
+    TextClassSection,
+    lambda: import_module("serried.recipes.text_classification").TextClassification,
 )
 _SERVED_AS = {"distillation": "causal_lm"}
 BUILT_IN_TASKS = ("causal_lm", "preference", "distillation", "reward")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from serried.configs.schema import Number, Section, Size, TaskSection
+from serried.configs.schema import Count, Number, Section, Size, TaskSection
 
 _BETAS = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
 
@@ -104,35 +104,23 @@ class RewardSection(TaskSection):
             )
 
 
-class ImageSection(Section):
-    """Images and their classes, and the model that is to tell them apart."""
+class LabelledSection(Section):
+    """Samples that have a class each, and the model that is to tell the classes apart."""
 
     by_content = ("path",)
 
-    path: str = Field(default="images", min_length=1, max_length=4096)
-    """Images: a folder with ``train/CLASS/...`` and ``val/CLASS/...``, or a Hugging Face dataset."""
+    path: str = Field(min_length=1, max_length=4096)
+    """Samples: a file or folder, or a Hugging Face dataset."""
     validation: str | None = None
     """Split to evaluate on; when null ``val``, ``validation`` or ``test``, the first that there is."""
-    image_column: str = "image"
-    """Column of a Hugging Face dataset that holds the images."""
     label_column: str = "label"
     """Column that holds the classes."""
-    library: Literal["torchvision", "timm", "transformers"] = "torchvision"
-    """Where the model comes from."""
-    model: str = Field(default="resnet50", min_length=1, max_length=4096)
+    model: str = Field(min_length=1, max_length=4096)
     """Name of the model in its library; of transformers a folder, or a name on the Hub."""
     pretrained: bool = False
-    """Begin with the weights that the library has for the model; the head is new, unless it has as many classes."""
-    image_size: Size = 224
-    """Height and width that images are scaled to."""
-    smallest_crop: Annotated[Number, Field(gt=0, le=1)] = 0.08
-    """Smallest share of an image that is cropped at random in training; 1: no random crops."""
-    flip: bool = True
-    """Mirror half of the images in training."""
+    """Begin with the weights that there are for the model; the head is new, unless it has as many classes."""
     label_smoothing: Number = Field(default=0.0, ge=0, lt=1)
     """Share of each target that is spread evenly over the classes, in training only."""
-    sync_batch_norm: bool = False
-    """Take BatchNorm's statistics over all ranks; on GPUs only."""
 
     def mistakes_with(self, config: Any) -> Iterator[str]:
         """Refuse the sections of a language model."""
@@ -140,6 +128,42 @@ class ImageSection(Section):
             f"task.name={config.task.name} was added to the keys of a language model; choose it with "
             f"task={config.task.name} instead"
         )
+
+
+class ImageSection(LabelledSection):
+    """Images and their classes."""
+
+    path: str = Field(default="images", min_length=1, max_length=4096)
+    """Samples: a file or folder, or a Hugging Face dataset."""
+    image_column: str = "image"
+    """Column of a Hugging Face dataset that holds the images."""
+    library: Literal["torchvision", "timm", "transformers"] = "torchvision"
+    """Where the model comes from."""
+    model: str = Field(default="resnet50", min_length=1, max_length=4096)
+    """Name of the model in its library; of transformers a folder, or a name on the Hub."""
+    image_size: Size = 224
+    """Height and width that images are scaled to."""
+    smallest_crop: Annotated[Number, Field(gt=0, le=1)] = 0.08
+    """Smallest share of an image that is cropped at random in training; 1: no random crops."""
+    flip: bool = True
+    """Mirror half of the images in training."""
+    sync_batch_norm: bool = False
+    """Take BatchNorm's statistics over all ranks; on GPUs only."""
+
+
+class TextClassSection(LabelledSection):
+    """Texts and their classes."""
+
+    path: str = Field(default="texts.jsonl", min_length=1, max_length=4096)
+    """Samples: a file or folder, or a Hugging Face dataset."""
+    text_column: str = "text"
+    """Column that holds the texts."""
+    model: str = Field(default="answerdotai/ModernBERT-base", min_length=1, max_length=4096)
+    """Name of the model in its library; of transformers a folder, or a name on the Hub."""
+    pretrained: bool = True
+    """Begin with the weights that there are for the model; the head is new, unless it has as many classes."""
+    sequence_length: Annotated[Count, Field(ge=2, le=10**6)] = 512
+    """Tokens of a text; the rest of a longer one is cut off."""
 
 
 def _whole_sequences(config: Any) -> Iterator[str]:

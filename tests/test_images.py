@@ -175,7 +175,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         ([f"task.path={tmp_path / 'empty'}"], "the folder is empty, and no train; images are expected in"),
         ([f"task.path={tmp_path / 'bare'}"], "bare/train holds no images"),
         ([f"task.path={tmp_path / 'none'}"], "there is no such folder"),
-        ([f"task.path={tmp_path / 'odd'}"], "odd/val has the class rde, which the training images do not have: red"),
+        ([f"task.path={tmp_path / 'odd'}"], "odd/val has the class rde, which the training data do not have: red"),
         (["task.validation=vla"], "use task.validation=val"),
         (["task.model=nowhere"], "cannot read nowhere/config.json"),
         (["task.pretrained=true"], "the weights cannot be read or downloaded"),

@@ -6,23 +6,21 @@ import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from serried.configs.errors import UserError
-from serried.configs.near import nearest
 from serried.configs.plain_data import expanded
 from serried.configs.tasks import ImageSection
-from serried.recipes.data.files import assignment, library, quiet
+from serried.recipes.data.files import assignment, library
+from serried.recipes.data.labelled import TRAINING, LabelledData, open_dataset, unknown_class, validation_split
 
 _ENDINGS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 _ROWS = (".parquet", ".arrow", ".json", ".csv")
 """Endings of files in the folder of a dataset."""
-_VALIDATION = ("val", "validation", "test")
-_TRAINING = "train"
 _CENTRE = 0.875
 """Share of the shorter side that an evaluation sees."""
 _SHAPES = (math.log(3 / 4), math.log(4 / 3))
@@ -38,24 +36,7 @@ class Image(NamedTuple):
     label: int
 
 
-class ImageSet(Protocol):
-    """One split."""
-
-    fingerprint: str
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Image: ...
-
-
-class ImageData(NamedTuple):
-    """What ``task.path`` holds."""
-
-    classes: Sequence[str]
-    training: ImageSet
-    validation: ImageSet | None
-
-
-def open_images(section: ImageSection) -> ImageData:
+def open_images(section: ImageSection) -> LabelledData:
     """Look up the images that ``section`` names, and read none.
 
     Raises:
@@ -70,11 +51,11 @@ def open_images(section: ImageSection) -> ImageData:
     except OSError as error:
         raise UserError(f"cannot look at {typed}: {error.strerror}; name another: task.path=FOLDER") from None
     has_rows = any(name == "data" or name.endswith(_ROWS) for name in names)
-    if is_folder and (_TRAINING in names or not has_rows):
+    if is_folder and (TRAINING in names or not has_rows):
         return _open_folder(section, folder, typed, names)
     if not is_folder and (section.path.startswith(("/", ".", "~")) or section.path.count("/") != 1):
         raise UserError(f"{typed}: there is no such folder; put images into FOLDER/train/CLASS/, or name a dataset")
-    return _open_dataset(section, str(folder) if is_folder else section.path, typed)
+    return _open_dataset(section, str(folder) if is_folder else section.path)
 
 
 # a folder -------------------------------------------------------------------------------------------------------------
@@ -120,39 +101,22 @@ def _files(folder: str) -> Iterator[tuple[str, int]]:
             yield entry.path, entry.stat().st_size
 
 
-def _open_folder(section: ImageSection, folder: Path, typed: str, names: Sequence[str]) -> ImageData:
-    form = f"images are expected in {folder}/{_TRAINING}/CLASS/"
-    if _TRAINING not in names:
+def _open_folder(section: ImageSection, folder: Path, typed: str, names: Sequence[str]) -> LabelledData:
+    form = f"images are expected in {folder}/{TRAINING}/CLASS/"
+    if TRAINING not in names:
         found = f"holds {', '.join(names[:_SHOWN])}" if names else "is empty"
-        raise UserError(f"{typed}: the folder {found}, and no {_TRAINING}; {form}")
-    training = FolderImages(folder / _TRAINING)
+        raise UserError(f"{typed}: the folder {found}, and no {TRAINING}; {form}")
+    training = FolderImages(folder / TRAINING)
     if not training.classes or not len(training):
-        raise UserError(f"{typed}: {folder / _TRAINING} holds no images ({' '.join(sorted(_ENDINGS))}); {form}")
-    name = _validation_split(section, names, typed)
+        raise UserError(f"{typed}: {folder / TRAINING} holds no images ({' '.join(sorted(_ENDINGS))}); {form}")
+    name = validation_split(section, names)
     validation = FolderImages(folder / name, training.classes) if name else None
     if validation is not None:
         if validation.unknown:
-            raise _unknown_class(validation.unknown[0], f"{folder / str(name)}", training.classes)
+            raise unknown_class(validation.unknown[0], f"{folder / str(name)}", training.classes)
         if not len(validation):
             raise UserError(f"{typed}: {folder / str(name)} holds no images; put some into it, or take it away")
-    return ImageData(training.classes, training, validation)
-
-
-def _validation_split(section: ImageSection, names: Sequence[str], typed: str) -> str | None:
-    if section.validation is None:
-        return next((name for name in _VALIDATION if name in names), None)
-    if section.validation not in names:
-        near = nearest(section.validation, names) or [name for name in names if name != _TRAINING] or ["null"]
-        raise UserError(
-            f"task.validation={section.validation}: {typed} has no such split, it has {', '.join(names[:_SHOWN])}; use "
-            f"task.validation={near[0]}"
-        )
-    return section.validation
-
-
-def _unknown_class(name: str, where: str, classes: Sequence[str]) -> UserError:
-    shown = ", ".join(classes[:_SHOWN]) + ", ..." * (len(classes) > _SHOWN)
-    return UserError(f"{where} has the class {name}, which the training images do not have: {shown}")
+    return LabelledData(training.classes, training, validation)
 
 
 # a dataset ------------------------------------------------------------------------------------------------------------
@@ -179,41 +143,16 @@ class TableImages:
             raise UserError(f"cannot read row {index + 1} of the dataset: {type(error).__name__}: {reason}") from None
 
 
-def _open_dataset(section: ImageSection, name: str, typed: str) -> ImageData:
-    datasets = library("datasets", f"a dataset ({typed})")
-    try:
-        with quiet():
-            splits = datasets.load_dataset(name)
-    except Exception as error:
-        reason = " ".join(str(error).split()).rstrip(".")[:200]
-        raise UserError(
-            f"{typed} is no folder with {_TRAINING}/CLASS/, and no dataset that can be loaded here: {reason}; on a "
-            f"machine that reaches the Hugging Face Hub: hf download {name} --repo-type dataset --local-dir FOLDER"
-        ) from None
-    if _TRAINING not in splits:
-        raise UserError(f"{typed} has the splits {', '.join(splits)}, and none called {_TRAINING}")
+def _open_dataset(section: ImageSection, name: str) -> LabelledData:
     image, label = section.image_column, section.label_column
-    training = splits[_TRAINING]
-    for key, column in (("task.image_column", image), ("task.label_column", label)):
-        if column not in training.column_names:
-            near = nearest(column, training.column_names) or training.column_names
-            raise UserError(
-                f"{key}={column}: {typed} has the columns {', '.join(training.column_names)}; use {key}={near[0]}"
-            )
-    named = getattr(training.features[label], "names", None)
-    values = list(named) if named else sorted(set(training[label]))
-    number_of = None if named else {value: number for number, value in enumerate(values)}
-    validation = _validation_split(section, list(splits), typed)
-    if validation:
-        others = getattr(splits[validation].features[label], "names", None) if named else set(splits[validation][label])
-        if unknown := [value for value in others or () if value not in values]:
-            raise _unknown_class(str(unknown[0]), f"split {validation} of {typed}", [str(value) for value in values])
+    columns = {"task.image_column": image, "task.label_column": label}
+    rows = open_dataset(section, name, columns, f"folder with {TRAINING}/CLASS/")
+    datasets = library("datasets", "a dataset")
 
-    def opened(split: str) -> TableImages:
-        table = splits[split].select_columns([image, label]).cast_column(image, datasets.Image())
-        return TableImages(table, image, label, number_of)
+    def opened(table: Any) -> TableImages:
+        return TableImages(table.cast_column(image, datasets.Image()), image, label, rows.number_of)
 
-    return ImageData([str(value) for value in values], opened(_TRAINING), opened(validation) if validation else None)
+    return LabelledData(rows.classes, opened(rows.training), opened(rows.validation) if rows.validation else None)
 
 
 # pixels ---------------------------------------------------------------------------------------------------------------

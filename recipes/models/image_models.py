@@ -9,10 +9,9 @@ from torch import nn
 
 from serried.configs.errors import UserError
 from serried.configs.libraries import not_installed
-from serried.configs.model_folder import CONFIG, model_folder
 from serried.configs.near import nearest
-from serried.configs.plain_data import read_json
 from serried.configs.tasks import ImageSection
+from serried.recipes.models.classifier import build_classifier, not_built
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _SHOWN = 8
@@ -26,19 +25,13 @@ def build_image_model(section: ImageSection, classes: Sequence[str]) -> nn.Modul
         UserError: there is none, or its library or weights are not here.
     """
     build = {"torchvision": _of_torchvision, "timm": _of_timm, "transformers": _of_transformers}[section.library]
-    named = f"task.model={section.model} task.library={section.library}"
     try:
         return build(section, classes).train()
     except UserError:
         raise
     except Exception as error:  # of any kind: the code of hundreds of models, and downloads
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        if section.pretrained:
-            raise UserError(
-                f"{named} task.pretrained=true: the weights cannot be read or downloaded: {reason}; run it once on a "
-                "machine with network and share its cache (TORCH_HOME, HF_HOME), or use task.pretrained=false"
-            ) from None
-        raise UserError(f"{named} cannot be built for images of {section.image_size}: {reason}") from None
+        named = f"task.model={section.model} task.library={section.library}"
+        raise not_built(named, section.pretrained, f"images of {section.image_size}", error) from None
 
 
 def normalization(section: ImageSection) -> tuple[Sequence[float], Sequence[float]]:
@@ -49,10 +42,8 @@ def normalization(section: ImageSection) -> tuple[Sequence[float], Sequence[floa
     return (found.mean, found.std) if found else IMAGENET
 
 
-def exported_config(section: ImageSection, model: Any, classes: Sequence[str]) -> dict[str, Any]:
-    """Return the content of ``config.json``, by which the library opens a checkpoint."""
-    if section.library == "transformers":
-        return {**model.config.to_dict(), "architectures": [type(model).__name__]}
+def exported_config(section: ImageSection, classes: Sequence[str]) -> dict[str, Any]:
+    """Return the content of ``config.json``, by which torchvision's user or timm opens a checkpoint."""
     mean, std = normalization(section)
     images = {"input_size": [3, section.image_size, section.image_size], "mean": list(mean), "std": list(std)}
     if section.library == "timm":  # timm.create_model("local-dir:FOLDER")
@@ -123,33 +114,4 @@ def _sizes(section: ImageSection) -> dict[str, int]:
 
 
 def _of_transformers(section: ImageSection, classes: Sequence[str]) -> Any:
-    transformers = _library(section)
-    folder = model_folder(section.model, CONFIG, *["*.safetensors"] * section.pretrained, key="task.model")
-    try:
-        found = read_json(folder / CONFIG)
-    except OSError as error:
-        raise UserError(
-            f"task.model={section.model}: cannot read {folder / CONFIG}: {error.strerror}; use the folder of a model "
-            "of transformers, or a name on the Hub, as task.model=google/vit-base-patch16-224"
-        ) from None
-    labels = {
-        "id2label": {str(number): name for number, name in enumerate(classes)},
-        "label2id": {name: number for number, name in enumerate(classes)},
-    }
-    kind = found.pop("model_type", None)
-    if kind not in transformers.CONFIG_MAPPING:
-        raise UserError(f"task.model={section.model} is of model_type {kind}, which transformers does not have")
-    own = {key: value for key, value in found.items() if not key.startswith("_") and key not in ("auto_map", "dtype")}
-    sizes = {"image_size": section.image_size} if "image_size" in own else {}
-    config = transformers.AutoConfig.for_model(kind, **{**own, **labels, **sizes})
-    if type(config) not in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
-        raise UserError(f"task.model={section.model}: transformers has no image classifier of model_type {kind}")
-    auto = transformers.AutoModelForImageClassification
-    if not section.pretrained:
-        return auto.from_config(config, dtype=torch.float32)
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # that the head is new is in the plan
-    return auto.from_pretrained(
-        folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, use_safetensors=True,
-        local_files_only=True,
-    )  # fmt: skip
+    return build_classifier(section, classes, "ImageClassification", {"image_size": section.image_size})

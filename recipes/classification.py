@@ -1,0 +1,89 @@
+"""What tasks that give each sample one class have in common."""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from serried.configs.errors import UserError
+from serried.configs.model_folder import CONFIG
+from serried.configs.schema import RunConfig
+from serried.configs.tasks import LabelledSection
+from serried.parallel.fragments import Fragment
+from serried.parallel.plan import LossTerms
+from serried.recipes.data.labelled import LabelledData, LabelledSet
+from serried.recipes.models.hugging_face_model import fragments_of
+from serried.trainer.task import Task
+
+_TOP = 5
+
+
+class Classification(Task):
+    """A model that tells classes apart."""
+
+    config: LabelledSection
+    _export: dict[str, Any]
+    """Content of ``config.json``."""
+
+    def configure(self, run: RunConfig) -> None:
+        super().configure(run)
+        self._fragments: dict[str, tuple[Fragment, ...]] = {}
+        if run.adapter.method != "none":
+            raise UserError(
+                f"adapter.method={run.adapter.method} trains adapters alone, and the head of task={run.task.name} is "
+                "new; use adapter=none, and optim.groups.NAME.frozen=true for what is to stay"
+            )
+
+    def open_samples(self) -> LabelledData:
+        """Return the samples. Called when they are first needed: their classes shape the model."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _data(self) -> LabelledData:
+        return self.open_samples()
+
+    def dataset(self, split: str) -> LabelledSet | None:
+        return self._data.training if split == "train" else self._data.validation
+
+    def _of_transformers(self, model: Any) -> Any:
+        """Return ``model``, whose checkpoints are to open in transformers."""
+        self._fragments = fragments_of(model)
+        self._export = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+        return model
+
+    def _terms(self, model: nn.Module, output: Any, labels: Tensor) -> LossTerms:
+        """Return cross entropy and accuracy of what ``model`` returned: scores [B, classes], or an object with
+        ``logits``."""
+        scores = getattr(output, "logits", output).float()
+        smoothing = self.config.label_smoothing if model.training else 0.0
+        loss_sum = F.cross_entropy(scores, labels, reduction="sum", label_smoothing=smoothing)
+        count = torch.tensor(len(labels))
+        best = scores.topk(min(_TOP, scores.shape[1])).indices == labels.unsqueeze(1)
+        metrics = {"accuracy": (best[:, 0].sum(), count)}
+        if scores.shape[1] > _TOP:
+            metrics[f"top{_TOP}_accuracy"] = (best.sum(), count)
+        return LossTerms(loss_sum, count, metrics)
+
+    def _sizes(self) -> str:
+        data = self._data
+        held_out = f"{len(data.validation):,} to evaluate on" if data.validation is not None else "none to evaluate on"
+        return f"{self.config.path}: {len(data.training):,} {self.unit}, {held_out}"
+
+    @property
+    def opens_in(self) -> str:
+        return "transformers"
+
+    def next_command(self, start: str) -> str:
+        del start
+        return f"a plain model folder: serried export run.dir={self.run.run.dir} out=FOLDER"
+
+    def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
+        return self._fragments.get(name) or super().exported(name, shape)
+
+    def export_files(self, folder: Path) -> None:
+        (folder / CONFIG).write_text(json.dumps(self._export, indent=2) + "\n", "utf-8")

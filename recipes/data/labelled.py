@@ -1,0 +1,127 @@
+"""What data sets with a class for each sample have in common: splits, classes and columns."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from serried.configs.errors import UserError
+from serried.configs.near import nearest
+from serried.configs.tasks import LabelledSection
+from serried.recipes.data.files import assignment, library, quiet
+
+TRAINING = "train"
+_VALIDATION = ("val", "validation", "test")
+_SHOWN = 5
+
+
+class LabelledSet(Protocol):
+    """One split."""
+
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class LabelledData(NamedTuple):
+    """What ``task.path`` holds."""
+
+    classes: Sequence[str]
+    training: LabelledSet
+    validation: LabelledSet | None
+
+
+def validation_split(section: LabelledSection, names: Collection[str]) -> str | None:
+    """Return which of the splits ``names`` to evaluate on; None: there is none.
+
+    Raises:
+        UserError: ``task.validation`` is none of them.
+    """
+    if section.validation is None:
+        return next((name for name in _VALIDATION if name in names), None)
+    if section.validation not in names:
+        near = nearest(section.validation, names) or [name for name in names if name != TRAINING] or ["null"]
+        raise UserError(
+            f"task.validation={section.validation}: {assignment('task.path', section.path)} has no such split, it has "
+            f"{', '.join([*names][:_SHOWN])}; use task.validation={near[0]}"
+        )
+    return section.validation
+
+
+class Classes:
+    """Numbers of classes by the values of labels."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        """``values``: labels of the training data, each at least once."""
+        found = sorted(set(values), key=lambda value: (isinstance(value, str), value))
+        self._numbers = {value: number for number, value in enumerate(found)}
+        self.names = [str(value) for value in found]
+
+    def number(self, value: Any) -> int:
+        return self._numbers[value]
+
+    def check(self, values: Iterable[Any], where: str) -> None:
+        """Raise ``UserError`` if there is a label among ``values`` that the training data do not have."""
+        if unknown := sorted(str(value) for value in set(values) - self._numbers.keys()):
+            raise unknown_class(unknown[0], where, self.names)
+
+
+def unknown_class(name: str, where: str, classes: Sequence[str]) -> UserError:
+    """The error for a class of a validation split alone."""
+    shown = ", ".join(classes[:_SHOWN]) + ", ..." * (len(classes) > _SHOWN)
+    return UserError(f"{where} has the class {name}, which the training data do not have: {shown}")
+
+
+class Rows(NamedTuple):
+    """The splits of a Hugging Face dataset that are used."""
+
+    training: Any
+    validation: Any
+    """None: there is no such split."""
+    classes: Sequence[str]
+    number_of: Mapping[Any, int] | None
+    """Numbers of labels that are no numbers of classes."""
+
+
+def open_dataset(section: LabelledSection, name: str, columns: Mapping[str, str], form: str) -> Rows:
+    """Return the splits of the dataset ``name``, of the Hub or a folder, with ``columns`` alone, whose names the keys
+    give; the last one holds labels. ``form``: what files there may be instead.
+
+    Raises:
+        UserError: it cannot be loaded, or has no such columns or classes.
+    """
+    typed = assignment("task.path", section.path)
+    datasets = library("datasets", f"a dataset ({typed})")
+    try:
+        with quiet():
+            splits = datasets.load_dataset(name)
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".")[:200]
+        raise UserError(
+            f"{typed} is no {form}, and no dataset that can be loaded here: {reason}; on a machine that reaches the "
+            f"Hugging Face Hub: hf download {name} --repo-type dataset --local-dir FOLDER"
+        ) from None
+    if TRAINING not in splits:
+        raise UserError(f"{typed} has the splits {', '.join(splits)}, and none called {TRAINING}")
+    training, label = splits[TRAINING], [*columns.values()][-1]
+    for key, column in columns.items():
+        check_column(key, column, training.column_names, typed)
+    split = validation_split(section, list(splits))
+    named = getattr(training.features[label], "names", None)
+    classes = Classes(named or training[label])
+    if split:
+        others = getattr(splits[split].features[label], "names", None) if named else splits[split][label]
+        classes.check(others or (), f"split {split} of {typed}")
+    number_of = None if named else {value: classes.number(value) for value in set(training[label])}
+    names = list(named) if named else classes.names
+
+    def chosen(name: str) -> Any:
+        return splits[name].select_columns([*columns.values()])
+
+    return Rows(chosen(TRAINING), chosen(split) if split else None, names, number_of)
+
+
+def check_column(key: str, column: str, names: Sequence[str], where: str) -> None:
+    """Raise ``UserError`` if ``column``, named by ``key``, is none of ``names``."""
+    if column not in names:
+        near = nearest(column, names) or names
+        raise UserError(f"{key}={column}: {where} has the columns {', '.join(names)}; use {key}={near[0]}")

@@ -1,0 +1,152 @@
+"""Texts and their classes: JSON or CSV rows, or a Hugging Face dataset; as tokens."""
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from serried.configs.errors import UserError
+from serried.configs.plain_data import expanded
+from serried.configs.tasks import TextClassSection
+from serried.recipes.data.files import assignment, library
+from serried.recipes.data.labelled import (
+    TRAINING,
+    Classes,
+    LabelledData,
+    check_column,
+    open_dataset,
+    validation_split,
+)
+
+_KINDS = (".jsonl", ".csv")
+
+
+class LabelledText(NamedTuple):
+    """A sample."""
+
+    tokens: np.ndarray
+    """[tokens], int64"""
+    label: int
+
+
+class Texts:
+    """The texts of one split, which become tokens when they are read."""
+
+    def __init__(self, texts: Sequence[str], labels: Sequence[int], encoder: Any, fingerprint: str) -> None:
+        """``encoder``: a tokenizer of ``tokenizers``."""
+        self._texts, self._labels, self._encoder, self.fingerprint = texts, labels, encoder, fingerprint
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> LabelledText:
+        return LabelledText(np.array(self._encoder.encode(self._texts[index]).ids, np.int64), self._labels[index])
+
+
+def open_encoder(folder: Path, sequence_length: int) -> Any:
+    """Return the tokenizer in the model ``folder``, which cuts texts off after ``sequence_length`` tokens.
+
+    Raises:
+        UserError: there is none.
+    """
+    tokenizers, file = library("tokenizers", "a tokenizer.json"), folder / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(f"task.model={folder} has no tokenizer.json; save its fast tokenizer there (transformers)")
+    try:
+        encoder = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # its own
+        raise UserError(f"cannot read {file}: {' '.join(str(error).split())[:200]}") from None
+    encoder.no_padding()
+    encoder.enable_truncation(sequence_length)
+    return encoder
+
+
+def open_texts(section: TextClassSection, encoder: Any) -> LabelledData:
+    """Read the texts that ``section`` names.
+
+    Raises:
+        UserError: there are none, or a row is wrong.
+    """
+    path, typed = expanded(section.path), assignment("task.path", section.path)
+    files = {TRAINING: path} if path.is_file() else {}
+    if path.is_dir():
+        files = {each.stem: each for each in sorted(path.iterdir()) if each.suffix in _KINDS}
+    if files:
+        return _of_files(section, files, encoder, typed)
+    if not path.is_dir() and section.path.count("/") != 1:
+        raise UserError(f"{typed}: there is no such file or folder; name a .jsonl or .csv file, or a dataset")
+    columns = {"task.text_column": section.text_column, "task.label_column": section.label_column}
+    form = f"folder with {TRAINING}.jsonl or {TRAINING}.csv"
+    rows = open_dataset(section, str(path) if path.is_dir() else section.path, columns, form)
+
+    def opened(table: Any) -> Texts:
+        values = table[section.label_column]
+        labels = [int(value) if rows.number_of is None else rows.number_of[value] for value in values]
+        return Texts(table[section.text_column], labels, encoder, str(table._fingerprint))
+
+    return LabelledData(rows.classes, opened(rows.training), opened(rows.validation) if rows.validation else None)
+
+
+def _of_files(section: TextClassSection, files: dict[str, Path], encoder: Any, typed: str) -> LabelledData:
+    if TRAINING not in files:
+        raise UserError(f"{typed} has {', '.join(path.name for path in files.values())}, and no {TRAINING}.jsonl")
+    split = validation_split(section, files)
+    texts, labels, fingerprint = _read(files[TRAINING], section)
+    classes = Classes(labels)
+    training = Texts(texts, [classes.number(label) for label in labels], encoder, fingerprint)
+    if not split:
+        return LabelledData(classes.names, training, None)
+    texts, labels, fingerprint = _read(files[split], section)
+    classes.check(labels, str(files[split]))
+    return LabelledData(
+        classes.names, training, Texts(texts, [classes.number(label) for label in labels], encoder, fingerprint)
+    )
+
+
+def _read(path: Path, section: TextClassSection) -> tuple[list[str], list[str | int], str]:
+    """Return the texts and labels of a file, and a digest."""
+    try:
+        content = path.read_bytes()
+        text = content.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
+    texts: list[str] = []
+    labels: list[str | int] = []
+    for number, row in enumerate(_rows(path, text), 1):
+        where = f"{path}, row {number}"
+        for key, column in (("task.text_column", section.text_column), ("task.label_column", section.label_column)):
+            check_column(key, column, [str(name) for name in row], where)
+        one, label = row[section.text_column], row[section.label_column]
+        if not isinstance(one, str) or not isinstance(label, str | int):
+            raise UserError(f"{where}: needs a text and, as its label, a text or a whole number; fix or remove the row")
+        texts.append(one)
+        labels.append(label)
+    if not texts:
+        raise UserError(f"{path} holds no rows; use another file")
+    if len({type(label) for label in labels}) > 1:
+        labels = [str(label) for label in labels]
+    return texts, labels, hashlib.sha256(content).hexdigest()
+
+
+def _rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
+    if path.suffix == ".csv":
+        yield from csv.DictReader(io.StringIO(text, newline=""))
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            yield _parsed(line, f"{path}, line {number}")
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is no JSON: {error}; fix or remove the row") from None
+    if not isinstance(row, dict):
+        raise UserError(f'{where} is no object; write {{"text": "...", "label": "..."}}')
+    return row

@@ -1,0 +1,123 @@
+"""Sequence classification: one class for each text, by transformers' own models."""
+
+import functools
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from serried.configs.errors import UserError
+from serried.configs.model_folder import CONFIG, model_folder
+from serried.configs.plain_data import NotPlainData, read_json
+from serried.configs.tasks import TextClassSection
+from serried.parallel.plan import LossTerms
+from serried.recipes.classification import Classification
+from serried.recipes.data.labelled import LabelledData
+from serried.recipes.data.labelled_texts import LabelledText, open_encoder, open_texts
+from serried.recipes.models.classifier import build_classifier, not_built
+
+_WIDTH_MULTIPLE = 8
+"""Batches are as wide as their longest text, rounded up."""
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+class TextBatch(NamedTuple):
+    """Texts of one forward pass."""
+
+    tokens: Tensor
+    """[batch, sequence], int64"""
+    mask: Tensor
+    """[batch, sequence], int64; 0 for padding"""
+    labels: Tensor
+    """[batch]"""
+
+
+class TextClassification(Classification):
+    """A model of transformers that tells classes of texts apart."""
+
+    Config = TextClassSection
+    unit = "texts"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "trainer.steps": 1000, "trainer.global_batch": 32, "trainer.micro_batch": 8, "trainer.eval_batches": 10**6,
+        "precision": "bf16", "optim.lr": 3e-5, "optim.weight_decay": 0.01, "schedule.warmup_steps": 100,
+        "checkpoint.best_metric": "accuracy", "checkpoint.best_mode": "max",
+    }  # fmt: skip
+    config: TextClassSection
+
+    # data -----------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _folder(self) -> Path:
+        patterns = ["*.json", *["*.safetensors"] * self.config.pretrained]
+        return model_folder(self.config.model, *patterns, key="task.model")
+
+    def open_samples(self) -> LabelledData:
+        return open_texts(self.config, open_encoder(self._folder, self.config.sequence_length))
+
+    def prepare(self, show: Callable[[str], None]) -> str:
+        del show
+        return str(self._folder)  # one process per node downloads what is not there
+
+    @functools.cached_property
+    def _padding(self) -> int:
+        """Id of the token that fills up a batch: the model's own, else that of the end of a text."""
+        try:
+            found = read_json(self._folder / CONFIG)
+        except (OSError, NotPlainData):
+            return 0  # building the model reports it
+        ids = [found.get(key) for key in ("pad_token_id", "eos_token_id")]
+        return next((each for each in ids if isinstance(each, int)), 0)
+
+    def collate(self, samples: Sequence[LabelledText]) -> TextBatch:
+        longest = max(len(each.tokens) for each in samples)
+        shape = len(samples), min(-(-longest // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE, self.config.sequence_length)
+        tokens, mask = np.full(shape, self._padding, np.int64), np.zeros(shape, np.int64)
+        for row, each in enumerate(samples):
+            tokens[row, : len(each.tokens)], mask[row, : len(each.tokens)] = each.tokens, 1
+        labels = torch.tensor([each.label for each in samples])
+        return TextBatch(torch.from_numpy(tokens), torch.from_numpy(mask), labels)
+
+    def example_batch(self, samples: int) -> Any:
+        tokens = torch.ones(samples, self.config.sequence_length, dtype=torch.int64)
+        return TextBatch(tokens, tokens, tokens[:, 0] * 0)
+
+    # model ----------------------------------------------------------------------------------------------------------
+
+    def build_model(self) -> nn.Module:
+        classes = self._data.classes
+        try:
+            model = build_classifier(self.config, classes, "SequenceClassification", {}, self._padding)
+        except UserError:
+            raise
+        except Exception as error:  # of any kind: the code of hundreds of models
+            raise not_built(f"task.model={self.config.model}", self.config.pretrained, "texts", error) from None
+        longest = getattr(model.config, "max_position_embeddings", None)
+        if isinstance(longest, int) and longest < self.config.sequence_length:
+            raise UserError(
+                f"task.sequence_length={self.config.sequence_length}: task.model={self.config.model} takes {longest} "
+                f"tokens; use task.sequence_length={longest}"
+            )
+        model.config.use_cache = False
+        return self._of_transformers(model)
+
+    def loss(self, model: nn.Module, batch: TextBatch) -> LossTerms:
+        return self._terms(model, model(input_ids=batch.tokens, attention_mask=batch.mask), batch.labels)
+
+    # words ----------------------------------------------------------------------------------------------------------
+
+    def describe_model(self) -> str:
+        c = self.config
+        return f"{c.model} of transformers, {len(self._data.classes):,} classes" + ", pretrained" * c.pretrained
+
+    def describe_data(self) -> str:
+        return f"{self._sizes()}, at most {self.config.sequence_length:,} tokens each"
+
+    def export_files(self, folder: Path) -> None:
+        super().export_files(folder)
+        for name in _TOKENIZER:
+            if (self._folder / name).is_file():
+                shutil.copyfile(self._folder / name, folder / name)

@@ -1,0 +1,147 @@
+"""Sequence classification: transformers' own models and losses, on any layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from serried.program import main
+from serried.recipes.text_classification import TextBatch, TextClassification
+from serried.task_class import declaration
+from tests.cluster import Cluster
+from tests.runs import checkpoint, metrics, weights
+
+WORDS = ("good", "fine", "bad", "poor", "film", "book", "the", "was", "a", "very")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts of two classes, a BERT and a Llama, with a tokenizer of words."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    root = tmp_path_factory.mktemp("texts")
+    words = Tokenizer(
+        models.WordLevel({"[PAD]": 0, "[UNK]": 1} | {word: n for n, word in enumerate(WORDS, 2)}, "[UNK]")
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    sizes = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "pad_token_id": 0}
+    torch.manual_seed(3)
+    bert = transformers.BertConfig(
+        **sizes, intermediate_size=32, max_position_embeddings=32, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    llama = transformers.LlamaConfig(**sizes, intermediate_size=32, max_position_embeddings=32)
+    for name, model in (
+        ("bert", transformers.BertForMaskedLM(bert)),
+        ("llama", transformers.LlamaForCausalLM(llama)),
+    ):
+        model.save_pretrained(root / name)
+        words.save(str(root / name / "tokenizer.json"))
+    rows = [
+        {"text": f"{'the film was ' * (n % 4)}{WORDS[n % 4]} {WORDS[6 + n % 3]}", "label": ("pos", "neg")[n % 4 // 2]}
+        for n in range(60)
+    ]
+    (root / "data").mkdir()
+    (root / "data/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:48]))
+    lines = "".join(f"{row['text']},{row['label']}\n" for row in rows[48:])
+    (root / "data/val.csv").write_text(f"text,label\n{lines}")
+    return root
+
+
+def texts(folder: Path, run_dir: Path, *more: str, model: str = "bert") -> list[str]:
+    return [
+        "task=text_classification", f"task.path={folder / 'data'}", f"task.model={folder / model}",
+        "task.sequence_length=16", f"run.dir={run_dir}", "trainer.steps=4", "trainer.global_batch=12",
+        "trainer.micro_batch=3", "trainer.log_every=1", "trainer.eval_every=4", "schedule=constant",
+        "schedule.warmup_steps=0", "precision=fp32", "optim.lr=0.003", "optim.weight_decay=0", "launch.device=cpu",
+        "trainer.max_grad_norm=0", *more,
+    ]  # fmt: skip
+
+
+def train(argv: list[str], code: int = 0) -> None:
+    """On this rank."""
+    assert main(argv) == code
+
+
+class Watched(TextClassification):
+    """Keeps the batches it trains on."""
+
+    batches: list[TextBatch]
+
+    def loss(self, model: torch.nn.Module, batch: TextBatch) -> Any:
+        if model.training:
+            self.batches.append(batch)
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("model", ["bert", "llama"])
+def test_training_is_that_of_transformers(folder: Path, tmp_path: Path, model: str) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    train(texts(folder, tmp_path / "first", "trainer.steps=1", "optim.lr=0", model=model))
+    start = checkpoint(tmp_path / "first")
+    theirs = AutoModelForSequenceClassification.from_pretrained(start)
+    assert theirs.config.id2label == {0: "neg", 1: "pos"}
+    Watched.batches = []
+    argv = texts(folder, tmp_path / "run", f"task.model={start}", "trainer.seed=7")
+    assert main([word for word in argv if not word.startswith("task=")], declaration(Watched)) == 0
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0.0)
+    for step, line in enumerate(metrics(tmp_path / "run")):
+        batches = Watched.batches[4 * step : 4 * step + 4]
+        scores = torch.cat([theirs(input_ids=each.tokens, attention_mask=each.mask).logits for each in batches])
+        labels = torch.cat([each.labels for each in batches])
+        loss, accuracy = F.cross_entropy(scores, labels), (scores.argmax(1) == labels).double().mean()
+        assert (line["loss"], line["accuracy"]) == pytest.approx((loss.item(), accuracy.item()), abs=1e-5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert step == 3
+    assert (checkpoint(tmp_path / "run") / "tokenizer.json").is_file()
+
+
+def test_layouts_agree_and_a_stopped_run_resumes_bitwise(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
+    train(texts(folder, tmp_path / "whole", "trainer.deterministic=true"))
+    argv = texts(folder, tmp_path / "stopped", "trainer.deterministic=true")
+    train([*argv, "trainer.stop_at=2"], 75)
+    train(argv)
+    whole, stopped = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
+    assert all(whole[name].equal(stopped[name]) for name in whole)
+    (evaluated,) = metrics(tmp_path / "whole", "eval")
+    for layout in ("ddp", "fsdp"):
+        argv = texts(folder, tmp_path / layout, f"parallel={layout}")
+        cluster.run(2, "tests.test_text_classification:train", argv=argv)
+        for kind in ("step", "eval"):
+            ours, theirs = ([line["loss"] for line in metrics(tmp_path / name, kind)] for name in ("whole", layout))
+            assert theirs == pytest.approx(ours, rel=1e-5)
+    assert evaluated["accuracy"] >= 0.5
+
+
+def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = {"column": '{"text": "a", "kind": 1}', "text": '{"text": 5, "label": 1}', "json": "{", "empty": ""}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(row)
+    (tmp_path / "classes").mkdir()
+    for name, label in (("train", "a"), ("val", "b")):
+        (tmp_path / "classes" / f"{name}.csv").write_text(f"text,label\ngood,{label}\n")
+    for words, told in (
+        ([f"task.path={tmp_path / 'column.jsonl'}"], "row 1 has the columns text, kind; use task.label_column="),
+        ([f"task.path={tmp_path / 'text.jsonl'}"], "row 1: needs a text"),
+        ([f"task.path={tmp_path / 'json.jsonl'}"], "line 1 is no JSON"),
+        ([f"task.path={tmp_path / 'empty.jsonl'}"], "holds no rows"),
+        ([f"task.path={tmp_path / 'none'}"], "there is no such file or folder"),
+        ([f"task.path={tmp_path / 'classes'}"], "has the class b, which the training data do not have: a"),
+        ([f"task.model={tmp_path / 'none'}"], "no tokenizer.json"),
+        (["task.sequence_length=64"], "takes 32 tokens; use task.sequence_length=32"),
+        (["adapter=lora"], "the head of task=text_classification is new"),
+        (["parallel=fsdp", "parallel.tensor=2", "launch.processes=2"], "declares no roles"),
+    ):
+        assert main(texts(folder, tmp_path / "run", "dry_run=true", *words)) == 78, words
+        *_, line = capfd.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+        assert told in line
+    assert main(texts(folder, tmp_path / "run", "dry_run=true")) == 0
+    assert "48 texts, 12 to evaluate on, at most 16 tokens each" in capfd.readouterr().out

@@ -609,6 +609,9 @@ class TrainerSection(Section):
     ema_decay: Number = Field(default=0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights, such as 0.999; 0: none. Evaluations use the average, and
     it is the model of every checkpoint; training goes on from the weights, which are saved beside it."""
+    quantize_aware: Literal["none", "int8_dynamic_int4", "int4_weight_only"] = "none"
+    """Compute the linear layers of the blocks as after quantization, so that training makes up for it: weights in 4
+    bits, in groups of 32; ``int8_dynamic_int4``: and each token's inputs in 8. Checkpoints stay plain."""
     compile: bool = False
     """Compile each block with ``torch.compile`` when training first runs it. Needs a C++ compiler; on a GPU Triton."""
     max_grad_norm: Number = Field(default=1.0, ge=0)
@@ -926,6 +929,7 @@ class RunConfig(Section):
                 f"precision=float8 with adapter.method={self.adapter.method}: only trained weights are multiplied in "
                 "float8, and those of the model are frozen; use precision=bf16"
             )
+        yield from self._quantizing_mistakes()
         if self.plan.model_fields_set and not self.dry_run:
             key = min(self.plan.model_fields_set)
             yield f"plan.{key}={getattr(self.plan, key)} is read by serried plan and dry_run=true alone; leave it out"
@@ -945,4 +949,24 @@ class RunConfig(Section):
             yield (
                 f"profile.steps=[{first},{last}] goes beyond trainer.{key}={end}; "
                 f"use 'profile.steps=[{max(1, end - (last - first))},{end}]'"
+            )
+
+    def _quantizing_mistakes(self) -> Iterator[str]:
+        if (how := self.trainer.quantize_aware) == "none":
+            return
+        without = "or trainer.quantize_aware=none"
+        if self.precision.name in ("fp16", "float8"):
+            yield (
+                f"trainer.quantize_aware={how} with precision={self.precision.name}, which has products of its own; "
+                f"use precision=bf16, {without}"
+            )
+        if self.adapter.method != "none":
+            yield (
+                f"trainer.quantize_aware={how} with adapter.method={self.adapter.method}: weights that are quantized "
+                f"must be trained themselves; use adapter=none, {without}"
+            )
+        if self.parallel.tensor != 1:
+            yield (
+                f"trainer.quantize_aware={how} with parallel.tensor={self.parallel.tensor}, whose ranks would divide "
+                f"what has one scale; use parallel.tensor=1, {without}"
             )

@@ -5,14 +5,12 @@ numbers that are too small for the type beside the largest with the same scale.
 """
 
 import dataclasses
-import logging
-import warnings
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
+from serried.parallel.products import check_torchao, import_torchao
 
 MULTIPLE = 16
 """Of which outputs and inputs of a layer must be a multiple, on GPUs."""
@@ -21,11 +19,7 @@ _CAPABILITY = (8, 9)
 
 def check_float8(device: torch.device) -> None:
     """Raise ``UserError`` if float8 cannot be used here."""
-    if find_spec("torchao") is None:
-        raise UserError(
-            "precision=float8 needs the library torchao, which is not installed here; use: pip install -e '.[lowbit]', "
-            "or precision=bf16"
-        )
+    check_torchao("precision=float8", "precision=bf16")
     if device.type == "cuda" and torch.version.hip is None:
         refuse_old(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
@@ -44,7 +38,7 @@ class Float8:
 
     def __init__(self, recipe: str) -> None:
         """``recipe``: a name of torchao's."""
-        _quietly_import()
+        import_torchao()
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         # No module is public whose weights keep their place: so its function is taken, with what it is called with.
@@ -66,18 +60,3 @@ class Float8:
             x.to(torch.bfloat16), weight.to(torch.bfloat16).t(), self._products, self._config
         )
         return output
-
-
-def _quietly_import() -> None:
-    """Import torchao without what it says of GPU kernels that are not needed."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [each.level for each in loggers]
-    try:
-        for each in loggers:
-            each.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import torchao  # noqa: F401
-    finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)

@@ -1,15 +1,19 @@
-"""Linear layers of the blocks that compute their products in another way, such as in float8.
+"""Linear layers of the blocks that compute their products in another way, such as in float8, by torchao.
 
 A layer keeps its class, the names of its parameters and its hooks; its attribute ``product`` takes the place of
 ``F.linear``, also where the tensor axis replaces its forward. So checkpoints and sharding need not know of it.
 """
 
+import logging
+import warnings
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from serried.configs.errors import UserError
 from serried.parallel.adapters import is_linear
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
@@ -85,3 +89,27 @@ def set_product(model: nn.Module, names: Sequence[str], product: Product) -> Non
 def _forward(module: Any, x: Tensor) -> Tensor:
     output: Tensor = module.product(x, module.weight)
     return output if module.bias is None else output + module.bias.to(output.dtype)
+
+
+def check_torchao(setting: str, instead: str, library: str = "torchao") -> None:
+    """Raise ``UserError`` if the library that ``setting`` needs is not installed."""
+    if find_spec(library) is None:
+        raise UserError(
+            f"{setting} needs the library {library}, which is not installed here; use: pip install -e '.[lowbit]', or "
+            f"{instead}"
+        )
+
+
+def import_torchao() -> None:
+    """Import torchao without what it says of GPU kernels that are not needed."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [each.level for each in loggers]
+    try:
+        for each in loggers:
+            each.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import torchao.quantization.qat  # noqa: F401
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)

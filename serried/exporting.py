@@ -114,7 +114,8 @@ def _base_to_merge(given: Mapping[str, str], checkpoint: Path) -> Path | None:
 
 def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Format") -> int:
     """Write the file of a format that is not Hugging Face's, run it, and put it in its place."""
-    dtype = given.get("dtype", next(iter(kind.bounds)))
+    trained_for = _quantization_of(saved.folder) or ""
+    dtype = given.get("dtype") or (trained_for if trained_for in kind.bounds else next(iter(kind.bounds)))
     if dtype not in kind.bounds:
         raise UserError(f"dtype={dtype} is none of format={name}; use dtype={' or dtype='.join(kind.bounds)}")
     for key in ("shard_size", "merge"):
@@ -135,7 +136,7 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
         partial.mkdir(parents=True)
         difference = _write_and_compare(saved, partial, out.name, name, kind, dtype)
         files = sorted(partial.glob(f"{out.name}*"), reverse=True)  # what names the others comes last
-        total = sum(file.stat().st_size for file in files)
+        total = sum(each.stat().st_size for file in files for each in (file, *file.rglob("*")) if each.is_file())
         for file in files:
             file.rename(out.parent / file.name)
     except OSError as error:
@@ -156,7 +157,8 @@ def _write_and_compare(saved: Saved, partial: Path, file_name: str, name: str, k
     """
     import torch
 
-    source, file = _source(saved, partial), partial / file_name
+    quantized = dtype if name == "torchao" else "none"  # it is compared with the model as it is then
+    source, file = _source(saved, partial, quantized), partial / file_name
     rows = read_json(source.folder / "config.json")["vocab_size"]
     tokens = torch.arange(_PROMPT[0] * _PROMPT[1]).mul(7).remainder(rows).view(_PROMPT)
     with torch.no_grad(), _quiet():
@@ -183,8 +185,19 @@ def _difference(found: "Tensor", expected: "Tensor", what: str, bound: float) ->
     return difference
 
 
-def _source(saved: Saved, partial: Path) -> "Source":
-    """Return the model to export; adapters are first merged into a folder in ``partial``."""
+def _quantization_of(checkpoint: Path) -> str | None:
+    """Return the quantization that the model of ``checkpoint`` was trained for."""
+    from serried.trainer.checkpoint.saved_state import STATE, read_state
+
+    if not (checkpoint / STATE).is_file():
+        return None
+    trainer = read_state(checkpoint)["config"].get("trainer")
+    return trainer.get("quantize_aware") if isinstance(trainer, dict) else None
+
+
+def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
+    """Return the model to export, computing as if it was ``quantized``; adapters are first merged into a folder in
+    ``partial``."""
     import torch
 
     from serried.parallel.mesh import Layout
@@ -207,6 +220,8 @@ def _source(saved: Saved, partial: Path) -> "Source":
             f"{saved.folder} is a {architecture or 'model of its own'} and gives no logits of tokens; use format=hf"
         )
     config = as_saved(config_of_model(folder, []), folder, world_size=1, is_resharded=True, is_other_data=True)
+    trainer = config.trainer.model_copy(update={"quantize_aware": quantized})
+    config = config.model_copy(update={"trainer": trainer})
     task = CausalLM(config)
 
     def opened(of: Path) -> "nn.Module":

@@ -214,10 +214,13 @@ def _beginning(start: Start) -> str:
 
 def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout, *, starts: bool) -> str:
     name = config.precision.name
+    chosen, rounded = chosen_layers(config, model, plan, layout), ""
+    if chosen and name != "float8":
+        rounded = f"; rounded as by {config.trainer.quantize_aware} in {chosen.describe()}"
     if name == "fp32":
-        return "fp32"
-    products = f"{name} products"
-    if chosen := chosen_layers(config, model, plan, layout):
+        return f"fp32{rounded}"
+    products = f"{name} products{rounded}"
+    if chosen and name == "float8":
         is_emulated = starts and (config.launch.device == "cpu" or not torch.cuda.is_available())
         how = config.precision.recipe + ", emulated on this CPU" * is_emulated
         products = f"float8 products ({how}) in {chosen.describe()}, bf16 products elsewhere"

@@ -5,10 +5,11 @@ from torch import Tensor, nn
 
 from serried.configs.errors import UserError
 from serried.configs.schema import PrecisionSection, RunConfig
+from serried.parallel.fake_quantized import FakeQuantized, quantized_layers
 from serried.parallel.float8 import MULTIPLE, Float8, check_float8
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
-from serried.parallel.products import Chosen, choose_linear, set_product
+from serried.parallel.products import Chosen, check_torchao, choose_linear, set_product
 
 LOW_DTYPES: dict[str, torch.dtype | None] = {
     "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16,
@@ -17,25 +18,40 @@ LOW_DTYPES: dict[str, torch.dtype | None] = {
 
 
 def chosen_layers(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout) -> Chosen | None:
-    """Return the layers that compute in float8; None: the precision is another.
+    """Return the layers that compute in float8, or as after quantization; None: neither is asked for.
 
     Raises:
         UserError: there are none.
     """
-    if config.precision.name != "float8":
+    if config.precision.name == "float8":
+        chosen = choose_linear(model, plan, layout, rows=MULTIPLE, columns=MULTIPLE)
+        what, instead = "precision=float8", "precision=bf16"
+    elif (quantize_aware := config.trainer.quantize_aware) != "none":
+        chosen = quantized_layers(model, plan)
+        what, instead = f"trainer.quantize_aware={quantize_aware}", "trainer.quantize_aware=none"
+    else:
         return None
-    chosen = choose_linear(model, plan, layout, rows=MULTIPLE, columns=MULTIPLE)
     if not chosen.names:
-        raise UserError(f"precision=float8 would be that of {chosen.describe()}; use precision=bf16")
+        raise UserError(f"{what} would be that of {chosen.describe()}; use {instead}")
     return chosen
 
 
+def check_products(config: RunConfig, device: torch.device) -> None:
+    """Raise ``UserError`` if the library or the device for the products of ``config`` is not there."""
+    if config.precision.name == "float8":
+        check_float8(device)
+    elif config.trainer.quantize_aware != "none":
+        check_torchao(f"trainer.quantize_aware={config.trainer.quantize_aware}", "trainer.quantize_aware=none")
+
+
 def set_products(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout, device: torch.device) -> None:
-    """Let the layers of ``model`` compute as the precision of ``config`` says. Call it before the model is sharded."""
+    """Let the layers of ``model`` compute as ``config`` says. Call it before the model is sharded."""
     chosen = chosen_layers(config, model, plan, layout)
     if chosen is not None:
-        check_float8(device)
-        set_product(model, chosen.names, Float8(config.precision.recipe))
+        check_products(config, device)
+        is_float8 = config.precision.name == "float8"
+        product = Float8(config.precision.recipe) if is_float8 else FakeQuantized(config.trainer.quantize_aware)
+        set_product(model, chosen.names, product)
 
 
 class GradScaler:

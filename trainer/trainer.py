@@ -14,7 +14,6 @@ from torch import nn
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.parallel.checks import check_layout
-from serried.parallel.float8 import check_float8
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.quantized import whole_numel
 from serried.records.environment import environment
@@ -35,6 +34,7 @@ from serried.trainer.model import Model, build_model
 from serried.trainer.overview import overview, saved_bytes
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.peak_flops import device_name, peak_flops
+from serried.trainer.precision import check_products
 from serried.trainer.profile import StepProfiler, remember_allocations
 from serried.trainer.pulse import END
 from serried.trainer.reference import ReferencePass
@@ -59,8 +59,7 @@ class Trainer:
         check_layout(config, layout, accumulation)
         if config.trainer.compile:
             check_compiler(session.device)
-        if config.precision.name == "float8":
-            check_float8(session.device)
+        check_products(config, session.device)
         set_determinism(config.trainer.deterministic)
         self._data = data = data or Data(task, session, console)
         check_data(start, data.fingerprint, config)

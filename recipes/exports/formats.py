@@ -57,6 +57,12 @@ FORMATS = {
         "gguf_file", "gguf", ("gguf",), {"fp16": _HALF, "fp32": _FP32, "bf16": _HALF, "q8_0": _BYTE, "q4_0": 0.5}
     ),
     "onnx": Format("onnx_file", "onnx", ("onnx", "onnxscript", "onnxruntime"), {"fp32": _FP32, "int8": 0.2}),
+    "torchao": Format(
+        "torchao_folder",
+        "torchao",
+        ("torchao", "transformers"),
+        {"int8_dynamic_int4": _HALF, "int4_weight_only": _FP32},
+    ),
     "torch_export": Format("torch_export", "pt2", (), {"fp32": _FP32, "bf16": _HALF}),
     "executorch": Format("executorch_file", "pte", ("executorch",), {"fp32": _FP32}),
 }

@@ -233,8 +233,8 @@ def export(words: list[str]) -> int:
     """Write a checkpoint in a format that other software opens.
 
     format       hf (default): a model folder for transformers, or of adapters for PEFT; gguf: for llama.cpp; onnx;
-                 torch_export; executorch; torchao: a folder of quantized weights for transformers. All but the first are
-                 run, and their logits compared with the checkpoint's
+                 torch_export; executorch; torchao: a folder of quantized weights for transformers. All but the first
+                 are run, and their logits compared with the checkpoint's
     out          folder to write with format=hf, else the file
     dtype        of the weights. hf: fp32, bf16 or fp16, as saved by default; gguf: fp16 (default), fp32, bf16, q8_0 or
                  q4_0; onnx: fp32 (default) or int8; torch_export: fp32 (default) or bf16; torchao: int8_dynamic_int4 or

@@ -129,7 +129,7 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
         ("model_name_or_path=meta-llama/Llama-3.2-1B", "did you mean model.path=meta-llama/Llama-3.2-1B"),
         ("target_modules=q_proj,v_proj", "did you mean 'adapter.modules=[q_proj,v_proj]'"),
         ("optim=adamw_torch", "optim=adamw"),
-        ("precision=fp8", "float8 arithmetic is not in this version yet"),
+        ("precision=fp8", "use precision=float8"),
     ],
 )
 def test_a_figure_in_a_suggestion_is_computed_from_the_rest_of_the_command(typed: str, expected: str) -> None:

@@ -87,7 +87,6 @@ MISTAKES = [
     _mistake("keep none", "checkpoint.keep=0", "checkpoint.keep", "1"),
     _mistake("checkpoint mode", "checkpoint.mode=asynchronous", "async", "sync"),
     # not yet
-    _mistake("float8", "precision=float8", "not in this version yet", "bf16"),
     _mistake("hf data", "data=huggingface", "Did you mean data=hf?"),
     _mistake("no dataset", "data=hf", "data.path=OWNER/NAME_OR_FOLDER"),
     _mistake("idle subset", "data.subset=en", "add data=hf"),

@@ -585,12 +585,17 @@ class ScheduleSection(Section):
     """Steps over which the learning rate rises from near 0 to ``optim.lr``."""
 
 
+HARNESS = "lm_eval:"
+"""What names of tasks of lm-evaluation-harness begin with."""
+
+
 class TrainerSection(Section):
     """The loop. A step is one optimizer step; batches are counted in sequences."""
 
     free = (
-        "epochs", "micro_batch", "deterministic", "log_every", "eval_every", "eval_batches", "patience", "stop_at",
-        "max_minutes", "workers", "sample_tokens", "activation_checkpoint", "activation_checkpoint_every", "compile",
+        "epochs", "micro_batch", "deterministic", "log_every", "eval_every", "eval_batches", "evaluate", "patience",
+        "stop_at", "max_minutes", "workers", "sample_tokens", "activation_checkpoint", "activation_checkpoint_every",
+        "compile",
     )  # fmt: skip
 
     steps: PositiveCount
@@ -626,6 +631,9 @@ class TrainerSection(Section):
     """Steps between evaluations on the validation data, with the last step; 0: none. When null a tenth of the run."""
     eval_batches: PositiveCount = 8
     """Number of validation batches of ``global_batch`` sequences per evaluation; fewer if the data has fewer."""
+    evaluate: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness, as in ``[lm_eval:arc_easy]``, scored with each evaluation on at most as many
+    documents; a path to a ``.yaml`` is a task of your own."""
     patience: CountOrZero = 0
     """Finish after this many evaluations in a row without a better ``checkpoint.best_metric``; 0: never."""
     stop_at: PositiveCount | None = None
@@ -638,6 +646,12 @@ class TrainerSection(Section):
     """Tokens of text to generate from the trained model at the end; 0: none."""
 
     def _mistakes(self) -> Iterator[str]:
+        for name in self.evaluate:
+            if not name.removeprefix(HARNESS) or not name.startswith(HARNESS):
+                known = name.rpartition(":")[2] or "arc_easy"
+                yield f"trainer.evaluate={name} is none that can be run; use trainer.evaluate=[{HARNESS}{known}]"
+        if self.evaluate and self.eval_every == 0:
+            yield "trainer.evaluate is set but trainer.eval_every=0 evaluates nothing; leave trainer.eval_every out"
         if self.compile and self.activation_checkpoint == "offload":
             yield (
                 "trainer.compile=true with trainer.activation_checkpoint=offload, whose copies to the host cannot be "

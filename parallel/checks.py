@@ -44,6 +44,12 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
             f"adapter.method=dora with parallel.tensor={layout.tensor}, whose ranks divide the rows that it measures; "
             "use parallel.tensor=1, or adapter=lora"
         )
+    if config.trainer.evaluate and layout.pipeline * layout.context > 1:
+        axis = "pipeline" if layout.pipeline > 1 else "context"
+        raise UserError(
+            f"trainer.evaluate with parallel.{axis}={getattr(layout, axis)}, whose ranks have no logits of whole "
+            f"sequences; use parallel.{axis}=1, or leave trainer.evaluate out and use lm_eval on an exported model"
+        )
     if config.trainer.compile:
         _check_compile(config, layout)
     if layout.world == 1 and section.expert > 1:

@@ -385,6 +385,13 @@ class CausalLM(TextTask):
             yield Piece(stream.add(token), 1)
         yield Piece(stream.rest(), 0)
 
+    def text_ids(self, text: str, *, begins: bool) -> list[int]:
+        tokenizer = self._tokenizer()
+        return [*(tokenizer.start_ids if begins else ()), *tokenizer.encode(text).tolist()]
+
+    def first_id(self) -> int:
+        return [*self._tokenizer().start_ids, self._tokenizer().end_id][0]
+
     def _beginning(self, tokenizer: Tokenizer) -> list[int]:
         """What stands before the first token of every document."""
         return [tokenizer.end_id, *tokenizer.start_ids]

@@ -116,6 +116,9 @@ class Reward(PairTask):
     def sample(self, *_: Any, **__: Any) -> str:
         raise UserError(_NO_TEXT)
 
+    def text_ids(self, *_: Any, **__: Any) -> list[int]:
+        raise UserError(_NO_TEXT)
+
     def write(self, *_: Any, **__: Any) -> Iterator[Any]:
         raise UserError(_NO_TEXT)
 

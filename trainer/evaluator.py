@@ -2,18 +2,21 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from serried.configs.errors import UserError
+from serried.configs.schema import DEFAULT_VALIDATION
 from serried.trainer.context import Context
 from serried.trainer.evaluation import evaluate_by_source
 from serried.trainer.metrics import Meter
 from serried.trainer.pulse import EVALUATE
 from serried.trainer.report import Report
 from serried.trainer.shutdown import Shutdown
-from serried.trainer.task import Dataset, to_device
+from serried.trainer.task import Dataset, TextTask, to_device
 from serried.trainer.training_state import TrainingState
 
 
@@ -22,10 +25,12 @@ class Evaluator:
 
     def __init__(
         self, context: Context, state: TrainingState, validation: dict[str, Dataset], report: Report,
-        meter: Meter, shutdown: Shutdown,
+        meter: Meter, shutdown: Shutdown, benchmarks: Any = None,
     ) -> None:  # fmt: skip
+        """``benchmarks``: what ``open_benchmarks`` returned."""
         self._context, self._state, self._validation = context, state, validation
         self._report, self._meter, self._shutdown = report, meter, shutdown
+        self._benchmarks = benchmarks
 
     def evaluate(self, step: int, names: Iterable[str] | None = None) -> None:
         """Evaluate each validation set (or those in ``names``) on ``trainer.eval_batches`` batches.
@@ -61,6 +66,9 @@ class Evaluator:
             self._context.pulse.enter(EVALUATE, step)
             return to_device(batch, session.device)
 
+        def until_stopped(batches: Iterable[Any]) -> Iterable[Any]:
+            return self._shutdown.unless_stopped(map(on_device, batches))
+
         losses, weights, samples = {}, {}, trainer.eval_batches * trainer.global_batch
         metrics: dict[str, list[float]] = {}
         found = evaluate_by_source(
@@ -69,7 +77,7 @@ class Evaluator:
             dataset,
             samples=samples,
             micro_batch=trainer.micro_batch,
-            on_device=lambda batches: self._shutdown.unless_stopped(map(on_device, batches)),
+            on_device=until_stopped,
         )
         with self._state.evaluated():
             for source, sums in found:
@@ -79,6 +87,9 @@ class Evaluator:
                 for metric, (total, weight) in sums.metrics.items():
                     metrics.setdefault(metric, [0.0, 0.0])
                     metrics[metric] = [metrics[metric][0] + total, metrics[metric][1] + weight]
+            scores = self._scores(until_stopped) if name == DEFAULT_VALIDATION and self._benchmarks else {}
+            if scores is None:
+                return False
         seconds = time.perf_counter() - started
         self._meter.pause(name, seconds)
         total = sum(weights.values())
@@ -87,7 +98,44 @@ class Evaluator:
             return True
         by_source = {source: losses[source] / weights[source] for source in losses if source and weights[source]}
         means = {metric: sums / weight if weight else math.nan for metric, (sums, weight) in metrics.items()}
-        means = {"loss": sum(losses.values()) / total, **means}
+        means = {"loss": sum(losses.values()) / total, **means, **scores}
         counted = min(len(dataset), samples) if self._context.task.unit == "samples" else int(total)
         self._report.evaluated(step, name, means, counted, seconds, by_source)
         return True
+
+    def _scores(self, until_stopped: Callable[[Iterable[Any]], Iterable[Any]]) -> dict[str, float] | None:
+        """Return the metrics of ``trainer.evaluate``; None if the ranks have agreed to stop meanwhile."""
+        from serried.trainer.benchmarks import Stopped
+
+        micro_batch = self._context.config.trainer.micro_batch
+        try:
+            found: dict[str, float] = self._benchmarks.scores(self._state.parallel, micro_batch, until_stopped)
+            return found
+        except Stopped:
+            return None
+
+
+def open_benchmarks(context: Context, validation: Collection[str]) -> Any:
+    """Return the tasks of lm-evaluation-harness that the run names, which is imported only if it names one; else None.
+    A collective.
+
+    Raises:
+        UserError: it is not installed, there is nothing to record their metrics with, or a task cannot be used.
+    """
+    trainer, task = context.config.trainer, context.task
+    if not trainer.evaluate:
+        return None
+    if find_spec("lm_eval") is None:
+        raise UserError("trainer.evaluate needs the library lm-eval; use: pip install -e '.[eval]'")
+    if not isinstance(task, TextTask):
+        raise UserError(f"trainer.evaluate needs a model of text, and {type(task).__name__} is no serried.TextTask")
+    if DEFAULT_VALIDATION not in validation:
+        raise UserError(
+            "trainer.evaluate: its metrics are recorded with the validation loss, and there is no validation data; use "
+            "data.validation_fraction=0.01"
+        )
+    task.text_ids("", begins=True)  # refuses a model that has no logits of tokens
+    context.console.doing("loading benchmarks")
+    from serried.trainer.benchmarks import Benchmarks
+
+    return Benchmarks(trainer.evaluate, trainer.eval_batches * trainer.global_batch, task, context.session)

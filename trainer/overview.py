@@ -92,6 +92,7 @@ def overview(
         ("memory", _memory(config, task, layout, accumulation, model, plan)),
         *([("reference", text)] if (text := task.describe_reference()) else []),
         ("data", _data(task, training) + (_passes(config, training) if training is not None else "")),
+        *([("evaluate", _benchmarks(trainer))] if trainer.evaluate else []),
         ("save", _saving(config, layout, model)),
         ("run", f"{config.run.dir}, {_beginning(start)}" if start else str(config.run.dir)),
     ]
@@ -101,6 +102,14 @@ def overview(
         lines.append(("WARNING", _STATISTICS))
     lines += [("WARNING", text) for text in task.notes(start is not None and start.source is None)]
     return [f"{name:<10} {text}" for name, text in lines]
+
+
+def _benchmarks(trainer: TrainerSection) -> str:
+    documents = trainer.eval_batches * trainer.global_batch
+    return (
+        f"{', '.join(trainer.evaluate)}: at most {documents:,} documents each, every {trainer.evaluates_every:,} "
+        f"steps; the logits of {trainer.micro_batch} whole requests are not in the line memory"
+    )
 
 
 def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) -> str:

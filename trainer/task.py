@@ -354,6 +354,14 @@ class TextTask(Task):
         them. A chat begins and ends with a message of the user."""
         raise NotImplementedError(f"{type(self).__name__} must define prompt_ids()")
 
+    def text_ids(self, text: str, *, begins: bool) -> Sequence[int]:
+        """Return the token ids of ``text``, behind what the tokenizer puts before a text if it ``begins`` one."""
+        raise NotImplementedError(f"{type(self).__name__} must define text_ids()")
+
+    def first_id(self) -> int:
+        """Return the token id that stands before a text that nothing comes before."""
+        raise NotImplementedError(f"{type(self).__name__} must define first_id()")
+
     def write(
         self, model: nn.Module, said: Sequence[str], *, tokens: int, temperature: float, top_p: float, seed: int,
         device: torch.device,

@@ -26,7 +26,7 @@ from serried.trainer.checkpoint.save import lack_of_space
 from serried.trainer.compilation import check_compiler
 from serried.trainer.context import Context
 from serried.trainer.data import Data
-from serried.trainer.evaluator import Evaluator
+from serried.trainer.evaluator import Evaluator, open_benchmarks
 from serried.trainer.health import digest
 from serried.trainer.loop import Loop
 from serried.trainer.metrics import PROFILING, Meter
@@ -64,6 +64,7 @@ class Trainer:
         self._data = data = data or Data(task, session, console)
         check_data(start, data.fingerprint, config)
         data.start(start, config.trainer.global_batch)
+        benchmarks = open_benchmarks(context, data.validation)
         remember_allocations(config, session.device, console)
         model, self._base = _build_model(context, start)
         teacher, reference = task.teacher_folder(), task.reference_numbers()
@@ -107,7 +108,7 @@ class Trainer:
         self.loop = Loop(
             context, data, state,
             log=StepLog(context, state, report, meter, data.samples, data.sources),
-            evaluator=Evaluator(context, state, data.validation, report, meter, self._shutdown),
+            evaluator=Evaluator(context, state, data.validation, report, meter, self._shutdown, benchmarks),
             saver=saver,
             shutdown=self._shutdown,
             profiler=StepProfiler(

@@ -494,7 +494,8 @@ class ParallelSection(Section):
     """With ``pipeline``: blocks of each stage; when null as even as can be, the last stages having fewer."""
     reshard_after_forward: bool | None = None
     """Free gathered parameters after forward (ZeRO-3); false keeps them (ZeRO-2: faster, more memory). When null true,
-    but false with ``pipeline``, which would gather again for each micro-batch."""
+    but false with ``pipeline``, which would gather again for each micro-batch, and all parameters as one unit on a CPU
+    if they take less than 1 GiB."""
     sync_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch: saves the memory of unsharded gradients, costs communication."""
 

@@ -78,10 +78,11 @@ def parallelize(
         for each in context_points(stage, plan):
             each.context.hidden_parts = layout.tensor if layout.sequence else 1
         prepare(stage)
-        units = _units_of_stage(stage, plan) if plan.units else units_of(stage)
+        units = () if plan.is_one_unit else _units_of_stage(stage, plan) if plan.units else units_of(stage)
         experts = [each.experts for each in mixtures(stage, plan).values()] if layout.expert > 1 else []
         whole = list(unshardable(stage).values())
-        sync = Sharded(stage, groups, ParallelPlan(units), gathered_dtype, section, whole, experts)
+        divided = ParallelPlan(units, is_one_unit=plan.is_one_unit)
+        sync = Sharded(stage, groups, divided, gathered_dtype, section, whole, experts)
         _allocate(sync.root, stage, tied, device, is_meta=is_meta)
         return sync
 

@@ -118,7 +118,7 @@ class Sharded:
         options: dict[str, Any] = {"mp_policy": policy}
         if whole:
             options["ignored_params"] = set(whole)
-        reshard = section.frees_after_forward
+        reshard = section.frees_after_forward and not plan.is_one_unit
         for each in experts:
             over: dict[str, Any] = {"mesh": groups.expert_fsdp, "shard_placement_fn": groups.expert_shard_dim}
             fully_shard(each, reshard_after_forward=reshard, **over, **options)

@@ -61,6 +61,8 @@ def overrides(text: Path, run_dir: Path, *more: str) -> list[str]:
     given = dict(argument.split("=", 1) for argument in (*small, *more))
     if given.get("model", "").startswith("gpt2"):
         del given["model.kv_heads"]  # as many as there are heads
+    if given.get("parallel") in ("fsdp", "hsdp") and "parallel.pipeline" not in given:
+        given.setdefault("parallel.reshard_after_forward", "true")  # several units, as on a GPU
     return [f"{key}={value}" for key, value in given.items()]
 
 

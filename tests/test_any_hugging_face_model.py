@@ -147,7 +147,11 @@ def test_runs_agree_on_every_layout_and_resume_on_another(cluster: Cluster, fold
 
     for ranks, name, more in (
         (2, "ddp", ["trainer.stop_at=2"]),
-        (3, "fsdp", ["parallel=fsdp", "trainer.activation_checkpoint=selective"]),
+        (
+            3,
+            "fsdp",
+            ["parallel=fsdp", "parallel.reshard_after_forward=true", "trainer.activation_checkpoint=selective"],
+        ),
     ):
         argv = sft(folder, tmp_path / name, *more)
         answers = cluster.run(ranks, "tests.runs:train_reported", argv=argv)

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from tests.cluster import Cluster
-from tests.runs import metrics, overrides, weights
+from tests.runs import metrics, overrides, tiny_overrides, weights
 
 CUBE = ["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2", "parallel.shard=2"]
 """On 8 processes."""
@@ -78,3 +78,25 @@ def test_an_fp16_overflow_on_one_stage_halves_the_scale_everywhere(
     steps, _ = train(cluster, text, tmp_path / "run", *how, fault=fault)
     assert [line["skipped"] for line in steps] == [False, True, False, False]
     assert [line["scale"] for line in steps] == [256, 256, 128, 128]
+
+
+def test_fsdp_of_a_small_model_on_a_cpu_is_one_unit_with_the_bits_of_several(
+    cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    """Unless the user chooses; and a run resumes from one to the other."""
+    for name, *more in (
+        ("several", "parallel.reshard_after_forward=true"),
+        ("one", "parallel.reshard_after_forward=null", "trainer.stop_at=4"),
+        ("one", "parallel.reshard_after_forward=true"),
+    ):
+        argv = tiny_overrides(text, tmp_path / name, "parallel=fsdp", "model.layers=2", "precision=bf16", *more)
+        answers = cluster.run(2, "tests.runs:train_reported", argv=argv)
+        assert {answer.value for answer in answers} <= {0, 75}, answers[0].printed
+        assert ("gathered at once" in answers[0].printed) == (more[0].endswith("null"))
+    lines = ([(each["loss"], each["grad_norm"]) for each in metrics(tmp_path / name)] for name in ("several", "one"))
+    several, one = lines
+    assert one == several
+    for stem in ("model", "optimizer"):
+        ours, theirs = weights(tmp_path / "one", stem), weights(tmp_path / "several", stem)
+        assert ours.keys() == theirs.keys()
+        assert all(ours[name].equal(theirs[name]) for name in theirs)

@@ -30,6 +30,7 @@ SHORT = [
     "model=llama8b", "model.layers=4", "model.vocab_size=128256", "data.sequence_length=4096", "precision=bf16",
     "trainer.micro_batch=1", "trainer.global_batch=32",
 ]  # fmt: skip
+SMALL = ["model.dim=512", "model.heads=8", "model.hidden_dim=1536", "model.vocab_size=4096"]
 LAYOUTS = {
     "one process": (1, ["parallel=single"]),
     "one process, fp32": (1, ["parallel=single", "precision=fp32"]),
@@ -38,6 +39,7 @@ LAYOUTS = {
     "fsdp, one micro-batch": (8, ["parallel=fsdp", "trainer.global_batch=8"]),
     "fsdp, reduced each time": (8, ["parallel=fsdp", "parallel.sync_every_micro_batch=true"]),
     "fsdp, stays gathered": (8, ["parallel=fsdp", "parallel.reshard_after_forward=false"]),
+    "fsdp, one unit": (8, ["parallel=fsdp", "launch.device=cpu", *SMALL, "trainer.global_batch=8"]),
     "fsdp, selective": (8, ["parallel=fsdp", "trainer.activation_checkpoint=selective"]),
     "hsdp": (8, ["parallel=hsdp", "parallel.replicate=2"]),
     "tensor": (8, ["parallel=fsdp", "parallel.tensor=4"]),

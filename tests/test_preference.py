@@ -162,7 +162,7 @@ def test_layouts_agree_and_a_resumed_run_has_the_same_bits(cluster: Cluster, mod
     want = runs.metrics(tmp_path / "whole")
     for name, *layout in (
         ("ddp", "parallel=ddp", f"data.cache_dir={tmp_path / 'cache'}"),
-        ("fsdp", "parallel=fsdp", "trainer.micro_batch=1"),
+        ("fsdp", "parallel=fsdp", "parallel.reshard_after_forward=true", "trainer.micro_batch=1"),
         ("tensor", "parallel=fsdp", "parallel.tensor=2", f"data.cache_dir={tmp_path / 'other'}"),
     ):
         cluster.run(2, "tests.test_preference:train", argv=dpo(model, tmp_path / name, *layout))

@@ -78,7 +78,7 @@ def test_training_is_that_of_transformers_classifier_and_layouts_agree(
     assert all(whole[name].equal(stopped[name]) for name in whole)
     for name, *layout in (
         ("ddp", "parallel=ddp"),
-        ("fsdp", "parallel=fsdp"),
+        ("fsdp", "parallel=fsdp", "parallel.reshard_after_forward=true"),
         ("pipe", "parallel=fsdp", "parallel.pipeline=2"),
     ):
         argv = reward(model, tmp_path / name, f"model.path={first}", *layout)

@@ -63,7 +63,8 @@ def overview(
     step_weight = trainer.global_batch * task.weight_per_sample()
     mesh = layout.describe(len(plan.blocks), accumulation)
     if layout.shard * layout.context > 1:
-        mesh += ", ZeRO-3 (gathers for use)" if parallel.frees_after_forward else ", ZeRO-2 (stays gathered)"
+        gathers = ", ZeRO-3 (gathers for use)" if parallel.frees_after_forward else ", ZeRO-2 (stays gathered)"
+        mesh += ", ZeRO-2 (small and on a CPU: gathered at once)" if plan.is_one_unit else gathers
     schedule = config.schedule
     ratio = learning_rate(trainer.steps, trainer.steps, 1.0, schedule)
     decay = f" to {ratio:g}x" if ratio != 1 and schedule.warmup_steps < trainer.steps else ""

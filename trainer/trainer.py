@@ -175,7 +175,7 @@ def _build_model(context: Context, start: Start) -> tuple[Model, Base | None]:
     context.console.doing("building the model")
     config, task, session = context.config, context.task, context.session
     torch.manual_seed(config.trainer.seed)  # the initial values of a model that draws its own
-    model = build_model(config, task)
+    model = build_model(config, task, session.device.type)
     is_meta = any(parameter.is_meta for parameter in model.module.parameters())
     if not is_meta:
         bits = digest(parameter.detach() for parameter in model.module.parameters())

@@ -89,7 +89,7 @@ def planned_flows(
     gathered = gathered_type(plan, LOW_DTYPES[config.precision.name]) if layout.is_sharded else None
     how = Exchanges(
         accumulation,
-        config.parallel.frees_after_forward,
+        config.parallel.frees_after_forward and not plan.is_one_unit,
         config.parallel.sync_every_micro_batch,
         gathered.itemsize if gathered else _FP32_BYTES,
     )
@@ -102,6 +102,7 @@ class _Sizes:
 
     def __init__(self, config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelPlan) -> None:
         self.plan, self.layout, self.model = plan, layout, model
+        self._units = () if plan.is_one_unit else plan.units or units_of(model)
         self.specs = shard_specs(model, plan, layout)
         self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.packed = {name for name, parameter in model.named_parameters() if is_packed(parameter)}
@@ -129,7 +130,7 @@ class _Sizes:
     def units(self, pipeline: int) -> tuple[list[Unit], Unit]:
         """Return what FSDP2 gathers on the ranks at a coordinate of the pipeline: its units, and what is in none."""
         here = [name for name, spec in self.specs.items() if pipeline in spec.holders and spec.shape]
-        groups = [tuple(f"{module}." for module in unit) for unit in self.plan.units or units_of(self.model)]
+        groups = [tuple(f"{module}." for module in unit) for unit in self._units]
         found = [self._unit([name for name in here if name.startswith(prefixes)]) for prefixes in groups]
         in_units = tuple(prefix for prefixes in groups for prefix in prefixes)
         return [unit for unit in found if unit.shapes], self._unit(
@@ -143,8 +144,10 @@ class _Sizes:
 
     def of_units(self, names: Collection[str]) -> list[int]:
         """Gathered, of each unit, with the parameters ``names`` alone."""
+        if self.plan.is_one_unit:
+            return [sum(self.gathered[name] for name in names)]
         counts = []
-        for unit in self.plan.units or units_of(self.model):
+        for unit in self._units:
             prefixes = tuple(f"{module}." for module in unit)
             counts.append(sum(self.gathered[name] for name in names if name.startswith(prefixes)))
         return counts
@@ -200,7 +203,7 @@ def _gathered(config: RunConfig, sizes: _Sizes, names: Collection[str]) -> tuple
     last = units[-1] if units else whole
     if sizes.layout.shard * sizes.layout.context == 1:  # a copy in the low type, made when it is used
         return whole - sum(units) + max(units, default=0), 0
-    if not config.parallel.frees_after_forward:
+    if sizes.plan.is_one_unit or not config.parallel.frees_after_forward:
         return whole, last
     rest, most = whole - sum(units), max(first + second for first, second in pairwise([0, *units, 0]))
     return rest + most, max(0, 2 * last - most)

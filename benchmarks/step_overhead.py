@@ -185,16 +185,22 @@ def _built(config: TextRunConfig, recipe: CausalLM, session: Session) -> Trainer
     return Trainer(Context(config, recipe, session, console, folder, Pulse()), config_yaml(config), Start())
 
 
-def by_hand(config: Any, recipe: CausalLM, device: torch.device) -> Iterator[None]:
+def by_hand(config: Any, recipe: CausalLM, device: torch.device, *, compiles: bool = False) -> Iterator[None]:
     """The loop one would write for this job alone."""
     model: Any = recipe.build_model()
-    strategy, world = config.parallel.strategy, _world()
-    if world > 1 and strategy == "fsdp":
-        from torch.distributed.fsdp import fully_shard
-
+    strategy, world, is_low = config.parallel.strategy, _world(), config.precision.name == "bf16"
+    if compiles:
         for block in model.layers:
-            fully_shard(block)
-        fully_shard(model)
+            block.compile(dynamic=False)
+    shards = world > 1 and strategy == "fsdp"
+    if shards:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        policy = low if is_low else MixedPrecisionPolicy()
+        for block in model.layers:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
     model.to_empty(device=device)
     layout = resolve_layout(config.parallel, world)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -219,7 +225,8 @@ def by_hand(config: Any, recipe: CausalLM, device: torch.device) -> Iterator[Non
                 model.set_requires_gradient_sync(last)
             skip = model.no_sync() if not last and hasattr(model, "no_sync") else nullcontext()
             with skip:
-                loss = model(batch.tokens, batch.targets) / (batch.targets != IGNORE).sum() / count
+                with torch.autocast(device.type, torch.bfloat16, enabled=is_low and not shards):
+                    loss = model(batch.tokens, batch.targets) / (batch.targets != IGNORE).sum() / count
                 loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), config.trainer.max_grad_norm)

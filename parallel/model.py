@@ -171,9 +171,12 @@ class DistributedModel:
         if value.shape == parameter.tensor.shape:
             return parameter._replace(tensor=value)
         if len(value.shape) == len(parameter.spec.shape):
-            spec = replace(parameter.spec, shape=tuple(value.shape))
+            sizes = zip(value.shape, parameter.tensor.shape, parameter.spec.shape, strict=True)
+            # Tensor ranks divide what has fewer columns as they do the parameter.
+            whole = (of if each == ours else each * of // ours for each, ours, of in sizes)
+            spec = replace(parameter.spec, shape=tuple(whole))
             box = spec.box(self.layout, self.place)
-            if tuple(local(value).shape) == box.sizes:  # such as running means of rows
+            if tuple(local(value).shape) == box.sizes:  # such as running means of rows, or codes of fewer bits
                 return HeldTensor(parameter.name, value, spec, box)
         assert local(value) is value, f"{parameter.name}: state of {list(value.shape)} is divided in another way"
         return _whole(parameter.name, value, parameter.spec)

@@ -184,7 +184,7 @@ def test_own_optimizer_resumes_bitwise_with_its_tensors_and_numbers(
     assert state["groups"]["matrices"] == {"updates": 6}
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "rmsprop", "adafactor", "lion", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "rmsprop", "adafactor", "lion", "muon", "adamw8bit"])
 def test_state_that_was_saved_is_restored(name: str) -> None:
     section = check(compose([f"optim={name}"]).model_dump(mode="json")).optim
 
@@ -230,7 +230,7 @@ def test_plain_state_reaches_both_copies_of_a_parameter_and_passes_over_other_st
     assert [optimizer.state[each] for _, each in copies] == [{"count": 3}, {"count": 3}]
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "rmsprop", "adafactor", "lion", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "rmsprop", "adafactor", "lion", "muon", "adamw8bit"])
 def test_a_stage_with_nothing_to_train_takes_steps_that_do_nothing(name: str) -> None:
     chosen = compose([f"optim={name}", "optim.groups.other.parameters=elsewhere"]).optim
     optimizer = build_optimizer([("here", nn.Parameter(torch.ones(2), requires_grad=False))], chosen)
@@ -239,7 +239,7 @@ def test_a_stage_with_nothing_to_train_takes_steps_that_do_nothing(name: str) ->
 
 
 def test_bytes_of_state_are_those_of_the_optimizer() -> None:
-    expected = {"adamw": 8, "sgd": 4, "lion": 4, "adafactor": 0, "muon": 4}
+    expected = {"adamw": 8, "sgd": 4, "lion": 4, "adafactor": 0.125, "muon": 4}
     assert {name: state_bytes(compose([f"optim={name}"]).optim) for name in expected} == expected
     assert state_bytes(compose(["optim=sgd", "optim.momentum=0"]).optim) == 0
     assert state_bytes(compose(["optim=muon"]).optim, is_in_block=False) == 8

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
 
 from serried.parallel.held import local
 from serried.parallel.matrices import Matrices
+from serried.trainer.beside_adamw import BesideAdamW
 
 _STEPS = 5
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -26,46 +26,27 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     return x.mT if matrices.shape[-2] > matrices.shape[-1] else x
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon for matrices, AdamW for all other parameters.
-
-    As a fused optimizer of torch does, ``step`` reads ``grad_scale`` and ``found_inf`` on the device.
-    """
-
-    _step_supports_amp_scaling = True
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
+class Muon(BesideAdamW):
+    """Muon for matrices, AdamW for all other parameters."""
 
     def __init__(
         self, groups: list[dict[str, Any]], matrices: Matrices, *, lr: float, momentum: float, adjust_lr: str,
         betas: tuple[float, float], eps: float,
     ) -> None:  # fmt: skip
-        """Groups with ``is_adamw`` have no matrices, all others have nothing else."""
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "adjust_lr": adjust_lr})
+        defaults = {"lr": lr, "momentum": momentum, "adjust_lr": adjust_lr}
+        super().__init__(groups, matrices.__contains__, defaults, betas, eps)
         self._matrices = matrices
-        others = [group for group in self.param_groups if group["is_adamw"]]
-        self._adamw = AdamW(others, lr=lr, betas=betas, eps=eps, fused=True) if others else None
-        if self._adamw is not None:
-            self._adamw.state = self.state
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters; their gradients are overwritten."""
-        assert closure is None
-        if self._adamw is not None:
-            self._adamw.grad_scale, self._adamw.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
-            self._adamw.step()
-        of = [(each, group) for group in self.param_groups if not group["is_adamw"] for each in group["params"]]
-        updates = {parameter: self._momentum(parameter, group["momentum"]) for parameter, group in of}
+    def update(self, own: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Update the matrices; their gradients are overwritten."""
+        updates = {parameter: self._momentum(parameter, group["momentum"]) for parameter, group in own}
         self._matrices.replace(updates, orthogonalized)
-        for parameter, group in of:
+        for parameter, group in own:
             if parameter.grad is not None:
                 weights, lr = local(parameter), group["lr"]
                 updated = weights.mul(1 - lr * group["weight_decay"])
-                updated.add_(
-                    updates[parameter], alpha=-lr * _factor(*self._matrices.shape(parameter), group["adjust_lr"])
-                )
-                self._set(weights, updated)
+                factor = _factor(*self._matrices.shape(parameter), group["adjust_lr"])
+                self.set(weights, updated.add_(updates[parameter], alpha=-lr * factor))
 
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
         """Return what is to be orthogonalized, this rank's part, in place of the gradient."""
@@ -79,12 +60,8 @@ class Muon(torch.optim.Optimizer):
             gradient.div_(self.grad_scale)
         following = mean.lerp(gradient, 1 - momentum)
         gradient.lerp_(following, momentum)  # Nesterov's look ahead
-        self._set(mean, following)
+        self.set(mean, following)
         return gradient
-
-    def _set(self, tensor: Tensor, value: Tensor) -> None:
-        """Set ``tensor``, unless the step is rejected."""
-        tensor.copy_(value if self.found_inf is None else torch.where(self.found_inf.bool(), tensor, value))
 
 
 def _factor(rows: int, columns: int, adjust_lr: str) -> float:

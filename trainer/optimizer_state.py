@@ -41,8 +41,11 @@ def tensor_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[st
 
 
 def _is_sharded_like(parameter: DTensor, value: Tensor) -> bool:
+    """Return whether ranks hold the same rows of both, of which ``value`` may have other columns."""
     is_alike = isinstance(value, DTensor) and value.placements == parameter.placements
-    return is_alike and value.shape == parameter.shape
+    if not is_alike or any(each.is_shard(parameter.ndim - 1) for each in parameter.placements):
+        return is_alike and value.shape == parameter.shape
+    return value.shape[:-1] == parameter.shape[:-1]
 
 
 def ensure_state(optimizer: torch.optim.Optimizer, has_state: Callable[[Tensor], bool]) -> None:
@@ -131,7 +134,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def state_bytes(section: OptimSection, *, is_in_block: bool = True) -> int:
+def state_bytes(section: OptimSection, *, is_in_block: bool = True) -> float:
     """Return the bytes of optimizer state per element, measured on a small matrix, of a block or not."""
     matrix = nn.Parameter(torch.zeros(_PROBE_ROWS, _PROBE_ROWS))
     try:
@@ -140,12 +143,13 @@ def state_bytes(section: OptimSection, *, is_in_block: bool = True) -> int:
         create_state(optimizer)
     except Exception:  # it may run on another device only: as many as AdamW has
         return 2 * _FP32_BYTES
-    return round(sum(value.nbytes for value in tensor_state(optimizer, matrix).values() if value.ndim) / matrix.numel())
+    state = (value.nbytes for value in tensor_state(optimizer, matrix).values() if value.ndim)
+    return sum(state) / matrix.numel()
 
 
 def state_bytes_by_name(
     section: OptimSection, shapes: Mapping[str, Sequence[int]], blocks: Collection[str]
-) -> dict[str, int]:
+) -> dict[str, float]:
     """Return the bytes of optimizer state per element of each parameter. ``blocks``: names of the model's blocks."""
     matrices = matrix_names(shapes, blocks)
     each = {is_in_block: state_bytes(section, is_in_block=is_in_block) for is_in_block in (False, True)}

@@ -200,9 +200,8 @@ def saved_bytes(config: RunConfig, model: nn.Module) -> int:
         config.optim, {name: parameter.shape for name, parameter in named.items()}, blocks_of(model)
     )
     averages = trained if config.trainer.ema_decay else ()
-    return sum(named[name].numel() * (_FP32_BYTES + states[name]) for name in (named if is_whole else trained)) + sum(
-        named[name].nbytes for name in averages
-    )
+    held = sum(named[name].numel() * (_FP32_BYTES + states[name]) for name in (named if is_whole else trained))
+    return int(held) + sum(named[name].nbytes for name in averages)
 
 
 def _saving(config: RunConfig, layout: Layout, model: nn.Module) -> str:

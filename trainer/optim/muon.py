@@ -27,17 +27,7 @@ def build(groups: list[dict[str, Any]], section: MuonSection, matrices: Any) -> 
     """Build Muon."""
     from serried.trainer.muon import Muon
 
-    found = []
-    for group in groups:
-        parts = {
-            is_adamw: [each for each in group["params"] if (each not in matrices) == is_adamw]
-            for is_adamw in (False, True)
-        }
-        for is_adamw, parameters in parts.items():
-            name = f"{group['name']}.adamw" if is_adamw and parts[False] else group["name"]
-            if parameters or (is_adamw and not group["params"]):
-                found.append({**group, "params": parameters, "name": name, "is_adamw": is_adamw})
     return Muon(
-        found, matrices, lr=section.lr, momentum=section.momentum, adjust_lr=section.adjust_lr, betas=section.betas,
+        groups, matrices, lr=section.lr, momentum=section.momentum, adjust_lr=section.adjust_lr, betas=section.betas,
         eps=section.eps,
     )  # fmt: skip

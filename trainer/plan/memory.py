@@ -186,7 +186,7 @@ def _of_stages(
         parameters=sum(sizes.held[name] * copies[name] * sizes.width(name, frozen) for name in here),
         gradients=gradients,
         gradients_while_accumulating=whole * _FP32_BYTES,
-        optimizer_state=sum(sizes.held[name] * copies[name] * sizes.state_bytes[name] for name in trained),
+        optimizer_state=int(sum(sizes.held[name] * copies[name] * sizes.state_bytes[name] for name in trained)),
         gathered=gathers * width if uses_copies else 0,
         activations=int(_ALLOWANCE * (activations or 0)),
         gradients_at_peak=(whole * _FP32_BYTES or gradients) if has_earlier else 0,

@@ -1,0 +1,109 @@
+"""AdamW with state of 8 and 4 bits: near AdamW, with as many bytes as told, and on every layout the same codes."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.parity import CUTS, compare, run
+from serried.configs.compose import compose
+from serried.trainer.optimizer import build_optimizer, take_step
+from serried.trainer.optimizer_state import state_bytes, tensor_state
+from serried.trainer.quantized_adamw import QuantizedAdamW
+from tests.cluster import Cluster
+from tests.runs import weights
+from tests.test_any_layout import train
+
+
+def trained(optim: str, verdicts: list[bool]) -> list[torch.Tensor]:
+    """A matrix and a vector, and their state, after steps that are rejected or not."""
+    torch.manual_seed(1)
+    named = {"matrix": nn.Parameter(torch.randn(5, 32)), "norm": nn.Parameter(torch.ones(8))}
+    optimizer = build_optimizer(named.items(), compose([f"optim={optim}", "optim.lr=0.01"]).optim)
+    for rejected in verdicts:
+        for parameter in named.values():
+            parameter.grad = torch.full_like(parameter, math.nan) if rejected else torch.randn_like(parameter)
+        take_step(optimizer, torch.tensor(2.0), torch.tensor(float(rejected)))
+    return [
+        *(each.detach() for each in named.values()),
+        *(s for p in named.values() for s in tensor_state(optimizer, p).values()),
+    ]
+
+
+@pytest.mark.parametrize(("optim", "nearness"), [("adamw8bit", 0.04), ("adamw4bit", 0.25)])
+def test_updates_are_near_those_of_adamw(optim: str, nearness: float) -> None:
+    before, ours, theirs = trained(optim, []), trained(optim, [False] * 5), trained("adamw", [False] * 5)
+    moved = (theirs[0] - before[0]).norm()
+    assert 0 < (ours[0] - theirs[0]).norm() < nearness * moved
+    assert ours[1].equal(theirs[1]), "vectors have plain AdamW"
+
+
+@pytest.mark.parametrize("optim", ["adamw8bit", "adamw4bit"])
+def test_a_rejected_step_changes_no_bit(optim: str) -> None:
+    for ours, theirs in zip(trained(optim, [False, True]), trained(optim, [False]), strict=True):
+        assert ours.equal(theirs)
+    assert not trained(optim, [False, False])[0].equal(trained(optim, [False])[0])
+
+
+def test_bytes_of_state() -> None:
+    assert {name: state_bytes(compose([f"optim={name}"]).optim) for name in ("adamw8bit", "adamw4bit")} == {
+        "adamw8bit": 2.25, "adamw4bit": 1.25,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_was_written_is_read_to_the_precision_of_its_bits_and_writes_the_same_codes(bits: int) -> None:
+    matrix = nn.Parameter(torch.zeros(3, 64))
+    optimizer = QuantizedAdamW(
+        [{"params": [matrix], "name": "matrices", "weight_decay": 0.0}], bits=bits, lr=1.0, betas=(0.0, 0.0), eps=1e-8
+    )
+    matrix.grad = torch.randn(3, 64) * torch.tensor([[1e-6], [1.0], [0.0]])
+    optimizer.step()
+    state = dict(optimizer.state[matrix])
+    mean = optimizer._read(state, "exp_avg")
+    largest = matrix.grad.unflatten(1, (-1, 16)).abs().amax(-1, keepdim=True).expand(-1, -1, 16).flatten(1)
+    assert ((mean - matrix.grad).abs() <= largest * (0.035 if bits == 8 else 0.13)).all()
+    codes = {key: value.clone() for key, value in state.items()}
+    optimizer._write(state, "exp_avg", mean)
+    assert all(value.equal(codes[key]) for key, value in state.items())
+
+
+SHAPE = ("model.hidden_dim=64",)  # divided by two it has whole blocks
+
+
+@pytest.mark.parametrize(
+    ("optim", "layouts"),
+    [
+        ("adamw8bit", ("tensor x2 x fsdp x2",)),
+        pytest.param("adamw4bit", ("tensor x2", "fsdp x3", "pipeline x2, 1f1b"), marks=pytest.mark.slow),
+    ],
+)
+def test_the_curve_is_that_of_the_single_process(
+    optim: str, layouts: tuple[str, ...], cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    chosen = (f"optim={optim}", *SHAPE)
+    reference = run(cluster, CUTS[0], 1, "fp32", text, tmp_path / "single", *chosen)
+    for number, cut in enumerate(each for each in CUTS if each.name in layouts):
+        curve = run(cluster, cut, cut.accumulations[-1], "fp32", text, tmp_path / str(number), *chosen)
+        difference = compare(curve, reference)
+        assert difference.same_samples, cut.name
+        assert max(difference.loss, difference.grad_norm) < 1e-3, cut.name
+
+
+@pytest.mark.slow
+def test_codes_resume_bitwise_and_on_another_layout(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    chosen = ("optim=adamw8bit", *SHAPE)
+    train(cluster, "tensor x2", text, tmp_path / "whole", *chosen)
+    train(cluster, "tensor x2", text, tmp_path / "run", *chosen, "trainer.stop_at=2", code=75)
+    train(cluster, "fsdp x3", text, tmp_path / "other", *chosen, f"checkpoint.resume={tmp_path / 'run'}")
+    train(cluster, "tensor x2", text, tmp_path / "run", *chosen)
+    for stem in ("model", "optimizer"):
+        whole, resumed = (weights(tmp_path / name, stem) for name in ("whole", "run"))
+        assert all(tensor.equal(resumed[name]) for name, tensor in whole.items())
+    moved = weights(tmp_path / "other", "optimizer")
+    assert {tensor.dtype for tensor in moved.values()} == {torch.uint8, torch.bfloat16, torch.float32}
+    for name, tensor in weights(tmp_path / "whole", "optimizer").items():
+        if tensor.dtype == torch.uint8:  # rounding of another order of sums may move a code to the next
+            assert (moved[name] != tensor).float().mean() < 0.01, name

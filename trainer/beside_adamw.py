@@ -1,0 +1,58 @@
+"""An optimizer with a rule of its own for some parameters, and AdamW for all others."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+_IS_ADAMW = "is_adamw"
+
+
+class BesideAdamW(torch.optim.Optimizer):
+    """The base of such an optimizer.
+
+    As a fused optimizer of torch does, ``step`` reads ``grad_scale`` and ``found_inf`` on the device.
+    """
+
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self, groups: list[dict[str, Any]], is_own: Callable[[Tensor], bool], defaults: dict[str, Any],
+        betas: tuple[float, float], eps: float,
+    ) -> None:  # fmt: skip
+        """``is_own`` says which parameters are not for AdamW, which has ``betas`` and ``eps``."""
+        super().__init__([part for group in groups for part in _split(group, is_own)], defaults)
+        others = [group for group in self.param_groups if group[_IS_ADAMW]]
+        self._adamw = AdamW(others, lr=defaults["lr"], betas=betas, eps=eps, fused=True) if others else None
+        if self._adamw is not None:
+            self._adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters; their gradients may be overwritten."""
+        assert closure is None
+        if self._adamw is not None:
+            self._adamw.grad_scale, self._adamw.found_inf = self.grad_scale, self.found_inf  # type: ignore[attr-defined]
+            self._adamw.step()
+        own = [(each, group) for group in self.param_groups if not group[_IS_ADAMW] for each in group["params"]]
+        self.update(own)
+
+    def update(self, own: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Update these parameters, each with its group."""
+        raise NotImplementedError
+
+    def set(self, tensor: Tensor, value: Tensor) -> None:
+        """Set ``tensor``, unless the step is rejected."""
+        tensor.copy_(value if self.found_inf is None else torch.where(self.found_inf.bool(), tensor, value))
+
+
+def _split(group: dict[str, Any], is_own: Callable[[Tensor], bool]) -> Iterator[dict[str, Any]]:
+    own, others = ([each for each in group["params"] if is_own(each) == wanted] for wanted in (True, False))
+    if own:
+        yield {**group, "params": own, _IS_ADAMW: False}
+    if others or not own:
+        yield {**group, "params": others, _IS_ADAMW: True, "name": group["name"] + ".adamw" * bool(own)}

@@ -1,0 +1,113 @@
+"""AdamW whose running means of matrices are held in 8 or 4 bits (https://arxiv.org/abs/2110.02861, 2309.01507).
+
+A number is a code, for a fraction of the largest of 16 neighbours in its row, for which there is a scale in bf16.
+Blocks lie within rows, so that ranks which divide a matrix hold whole ones: the codes do not depend on the layout. In
+place of the mean square its root is held, whose range is half as many octaves.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from serried.parallel.held import local
+from serried.trainer.beside_adamw import BesideAdamW
+
+_BLOCK = 16
+_ELEMENTS_AT_ONCE = 2**24
+"""Of a matrix, in fp32: limits the working memory."""
+_MEAN, _ROOT = "exp_avg", "exp_avg_root"
+
+
+class QuantizedAdamW(BesideAdamW):
+    """AdamW with ``bits`` 8 or 4 for matrices whose columns are whole blocks, plain AdamW for all other parameters."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, bits: int, lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        self._bits, self._betas, self._eps = bits, betas, eps
+        super().__init__(groups, _is_in_blocks, {"lr": lr}, betas, eps)
+
+    def update(self, own: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Update the matrices, some rows at a time."""
+        for parameter, group in own:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                if not state:
+                    self._begin(parameter, state)
+                self.set(state["step"], state["step"] + 1)
+                weights = local(parameter)
+                flat = {key: local(each).flatten(0, -2) for key, each in state.items() if each.ndim}
+                flat |= {"weights": weights.flatten(0, -2), "gradient": local(parameter.grad).flatten(0, -2)}
+                rows = max(1, _ELEMENTS_AT_ONCE // weights.shape[-1])
+                for pieces in zip(*(each.split(rows) for each in flat.values()), strict=True):
+                    self._update(dict(zip(flat, pieces, strict=True)), state["step"], group)
+
+    def _begin(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        columns = parameter.shape[-1]
+        state["step"] = torch.zeros((), device=parameter.device)
+        for key in (_MEAN, _ROOT):
+            state[key] = _zeros(parameter, columns * self._bits // 8, torch.uint8)
+            state[f"{key}_scale"] = _zeros(parameter, columns // _BLOCK, torch.bfloat16)
+
+    def _update(self, rows: dict[str, Tensor], step: Tensor, group: dict[str, Any]) -> None:
+        weights, gradient = rows["weights"], rows["gradient"]
+        if self.grad_scale is not None:
+            gradient = gradient / self.grad_scale
+        mean = self._read(rows, _MEAN).lerp_(gradient, 1 - self._betas[0])
+        square = self._read(rows, _ROOT).square_().lerp_(gradient.square(), 1 - self._betas[1])
+        root = square.sqrt_()
+        denominator = (root / (1 - self._betas[1] ** step).sqrt()).add_(self._eps)
+        change = mean.div(1 - self._betas[0] ** step).div_(denominator)
+        self.set(weights, weights.mul(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-group["lr"]))
+        self._write(rows, _MEAN, mean)
+        self._write(rows, _ROOT, root)
+
+    def _read(self, rows: dict[str, Tensor], key: str) -> Tensor:
+        codes, scale = rows[key], rows[f"{key}_scale"]
+        if self._bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+        values = _values(self._bits, key == _MEAN, codes.device)[codes.int()]
+        return (values.unflatten(-1, (-1, _BLOCK)) * scale.float().unsqueeze(-1)).flatten(-2)
+
+    def _write(self, rows: dict[str, Tensor], key: str, numbers: Tensor) -> None:
+        blocks = numbers.unflatten(-1, (-1, _BLOCK))
+        scale = blocks.abs().amax(-1).to(torch.bfloat16)
+        fractions = blocks / scale.float().clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+        values = _values(self._bits, key == _MEAN, numbers.device)
+        codes = torch.bucketize(fractions.flatten(-2), (values[1:] + values[:-1]) / 2, out_int32=True).to(torch.uint8)
+        if self._bits == 4:
+            codes = codes[..., ::2] | codes[..., 1::2] << 4
+        self.set(rows[key], codes)
+        self.set(rows[f"{key}_scale"], scale)
+
+
+def _is_in_blocks(parameter: Tensor) -> bool:
+    return parameter.ndim > 1 and parameter.shape[-1] % _BLOCK == 0
+
+
+def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros divided as ``parameter`` is, but for the number of columns."""
+    here = torch.zeros(*local(parameter).shape[:-1], columns, dtype=dtype, device=parameter.device)
+    if not isinstance(parameter, DTensor):
+        return here
+    shape = torch.Size((*parameter.shape[:-1], columns))
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        here, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=strides
+    )
+
+
+@cache
+def _values(bits: int, signed: bool, device: torch.device) -> Tensor:
+    """Return what the codes stand for, in order: floats of few bits, the largest 1. Those with a sign have a zero."""
+    per_octave = 2 ** (bits // 2 - signed)
+    count = 2 ** (bits - signed)
+    octaves = torch.arange(count) // per_octave
+    magnitudes = (1 - torch.arange(count) % per_octave / (2 * per_octave)) * 2.0**-octaves
+    if not signed:
+        return magnitudes.flip(0).to(device)
+    magnitudes = magnitudes[:-1]
+    return torch.cat((-magnitudes, torch.zeros(1), magnitudes.flip(0))).to(device)

@@ -137,6 +137,11 @@ class HuggingFaceSection(ModelSection):
                 f"data.sequence_length={longest} or less, or change that file"
             )
 
+    def divisible(self) -> Mapping[str, Mapping[str, int]]:
+        named = ("num_attention_heads", "num_key_value_heads")
+        sizes = {f"config.json's {key}": self.architecture.get(key) for key in named}
+        return {"tensor": {key: size for key, size in sizes.items() if isinstance(size, int)}}
+
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         if found.get("is_encoder_decoder"):

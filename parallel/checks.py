@@ -56,7 +56,7 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
         raise UserError(f"parallel.expert={section.expert} with one process; use more, with parallel=fsdp")
     model, data = getattr(config, "model", None), getattr(config, "data", None)
     if isinstance(model, HuggingFaceSection):
-        _check_only_data_axes(layout, model)
+        _check_axes_of_any_model(layout, model)
     divisible = model.divisible() if model is not None else {}
     if layout.expert > 1 and divisible and not divisible.get("expert"):
         raise UserError(f"parallel.expert={layout.expert}: the model has no experts; use parallel.expert=1")
@@ -85,15 +85,20 @@ def _check_compile(config: RunConfig, layout: Layout) -> None:
         )
 
 
-def _check_only_data_axes(layout: Layout, model: HuggingFaceSection) -> None:
+def _check_axes_of_any_model(layout: Layout, model: HuggingFaceSection) -> None:
     kind = model.architecture["model_type"]
     native = f"model=auto, which reads {kind} natively, or " if kind in models.names() else ""
     for axis in (*MODEL_AXES, "expert"):
-        if getattr(layout, axis) > 1:
+        if getattr(layout, axis) > 1 and axis != "tensor":
             raise UserError(
                 f"parallel.{axis}={getattr(layout, axis)} with model=hf, which runs transformers' own code: only data "
-                f"axes divide it; use {native}parallel.{axis}=1 with parallel=fsdp"
+                f"axes and parallel.tensor divide it; use {native}parallel.{axis}=1 with parallel=fsdp"
             )
+    if layout.tensor > 1 and layout.sequence:
+        raise UserError(
+            f"parallel.tensor={layout.tensor} with model=hf, whose own code sees the whole stream; use "
+            f"{native}parallel.sequence=false"
+        )
 
 
 def _divided_by_tensor(config: RunConfig, divisible: Mapping[str, Mapping[str, int]]) -> dict[str, int]:

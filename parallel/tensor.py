@@ -229,6 +229,11 @@ def _check_ends(plan: ParallelPlan, layout: Layout) -> None:
 
 def _check_forward(name: str, module: nn.Module, role: str, layout: Layout) -> None:
     """Raise ``UserError`` where the forward that a role puts in place would compute something else."""
+    if role not in (*_SLICED_DIMS, "source", "region"):
+        raise UserError(
+            f"parallel.tensor={layout.tensor}: the model's plan has {role} for {name}, which is not known here; use "
+            "parallel.tensor=1, or a native family"
+        )
     forward = type(module).forward
     if role == "vocabulary":
         fits = forward is nn.Embedding.forward

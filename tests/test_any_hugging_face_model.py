@@ -249,7 +249,48 @@ def test_folder_without_a_model_is_refused(folder: Path, tmp_path: Path) -> None
         compose(["model=hf", f"model.path={tmp_path}", "model.max_sequence_length=300"])
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline", "expert"])
+LORA = ("recipe=lora", "adapter.modules=[q_proj,o_proj]", "adapter.rank=4", "optim.lr=0.01")
+
+
+@pytest.mark.parametrize(
+    ("name", "of_run"),
+    [
+        ("phi", ()),
+        pytest.param("gpt_neox", (), marks=pytest.mark.slow),
+        pytest.param("granite", LORA, marks=pytest.mark.slow),
+        pytest.param("qwen3", (), marks=pytest.mark.slow),
+    ],
+)
+def test_tensor_ranks_divide_a_model_by_its_own_plan(
+    name: str, of_run: tuple[str, ...], cluster: Cluster, folder: Path, tmp_path: Path
+) -> None:
+    """Biases; fused queries, keys and values; adapters; norms of heads."""
+    saved(name, tmp_path / "model")
+    more = [f"model.path={tmp_path / 'model'}", "precision=fp32", "trainer.steps=3", *of_run]
+    assert runs.run_here(sft(folder, tmp_path / "single", *more)).code == 0
+    more += ["parallel=fsdp", "parallel.tensor=2", "parallel.sequence=false"]
+    for ranks in (2, 4) if name == "phi" else (2,):
+        argv = sft(folder, tmp_path / f"on{ranks}", *more)
+        answers = cluster.run(ranks, "tests.runs:train_reported", argv=argv)
+        assert {answer.value for answer in answers} == {0}, answers[0].printed
+        assert losses(tmp_path / f"on{ranks}") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
+    stem = "adapter_model" if of_run else "model"
+    whole, divided = (runs.weights(tmp_path / run, stem) for run in ("single", "on2"))
+    assert {key: value.shape for key, value in whole.items()} == {key: value.shape for key, value in divided.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("olmoe", "colwise_gather_output for model.layers.0.self"), ("opt", "no roles")]
+)
+def test_plan_that_is_not_known_is_refused_by_name(name: str, why: str, folder: Path, tmp_path: Path) -> None:
+    saved(name, tmp_path / "model")
+    more = ["parallel=fsdp", "parallel.tensor=2", "parallel.sequence=false", "launch.processes=2", "dry_run=true"]
+    ended = runs.run_here(sft(folder, tmp_path / "run", f"model.path={tmp_path / 'model'}", *more))
+    assert ended.code == 78
+    assert why in ended.printed.splitlines()[-1]
+
+
+@pytest.mark.parametrize("axis", ["context", "pipeline", "expert"])
 def test_axes_that_divide_a_model_are_refused(axis: str, folder: Path, tmp_path: Path) -> None:
     def refusal(path: Path) -> str:
         config = compose(["model=hf", f"model.path={path}", "parallel=fsdp", f"parallel.{axis}=2"])

@@ -33,6 +33,12 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 """Keys of models that compute masks of their own in some layers."""
 
 
+_ROLES = {"colwise": "column", "rowwise": "row"}
+"""Styles of transformers' ``base_model_tp_plan``, and what they are here."""
+_WHOLE_IN_REGIONS = ("replicated_with_grad_allreduce",)
+"""Styles of what every rank has whole within a region, such as norms of each head."""
+
+
 class HuggingFaceModel(ModelFamily):
     """``model=hf``."""
 
@@ -112,12 +118,13 @@ class HuggingFaceModel(ModelFamily):
         return output
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
-        """Name the repeated blocks alone. With units FSDP2 would gather parameters in low precision, for which code
-        that was written for autocast is not made."""
+        """Name the repeated blocks, and what tensor ranks divide. With units FSDP2 would gather parameters in low
+        precision, for which code that was written for autocast is not made."""
         lists = {name: len(each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
         outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
         longest = max(outer, key=lists.__getitem__, default="")
-        return ParallelPlan(blocks=tuple(f"{longest}.{index}" for index in range(lists.get(longest, 0))))
+        blocks = tuple(f"{longest}.{index}" for index in range(lists.get(longest, 0)))
+        return ParallelPlan(blocks=blocks, roles=_roles_of(model))
 
     def initial_std(self, name: str) -> float | None:
         return self._drawn.get(name, 0.0)
@@ -129,7 +136,7 @@ class HuggingFaceModel(ModelFamily):
         kind = self.section.architecture.get("model_type")
         native = f"model=auto reads {kind} natively" if kind in models.names() else "no native family reads it"
         return [
-            "model=hf runs transformers' own code, on data-parallel layouts; slower than a native family: fp32 weights "
+            "model=hf runs transformers' own code; slower than a native family: fp32 weights "
             "are gathered whatever the precision, packed documents need a mask of the whole sequence, text is "
             f"generated without a cache; {native}"
         ]
@@ -146,6 +153,19 @@ class HuggingFaceModel(ModelFamily):
         del end_token  # the folder's own stays
         own = {"vocab_size": self.vocab_size, "dtype": "float32", "torch_dtype": "float32"}
         return _without_code(self.section.architecture) | own
+
+
+def _roles_of(model: Any) -> dict[str, str]:
+    """Return the roles of modules by transformers' own plan for tensor parallelism; empty if it has none.
+
+    A style that is no role here remains in the plan, and is refused when tensor ranks would need it.
+    """
+    roles = {}
+    for glob, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items():
+        if style not in _WHOLE_IN_REGIONS:
+            roles[f"{model.base_model_prefix}.{glob}"] = _ROLES.get(style, style)
+    inner = [glob for glob, role in roles.items() if role in _ROLES.values()]
+    return roles | {region: "region" for glob in inner if (region := glob.rpartition(".")[0]) not in roles}
 
 
 def _without_code(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def lightning(job: Job) -> Iterator[None]:
             return loss
 
         def configure_optimizers(self) -> Any:
-            optimizer = _adamw(self)
+            optimizer = _adamw(self, fused=not job.is_low)  # refused with clipping under autocast
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100_000)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -212,8 +212,8 @@ def lightning(job: Job) -> Iterator[None]:
 STARTS = {"HF Trainer": hugging_face, "accelerate": accelerated, "Lightning": lightning}
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+def _adamw(model: nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
 
 
 def race(argv: list[str], budget: float, steps_in_a_turn: int, compiles: bool) -> dict[str, list[float]]:

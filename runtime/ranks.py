@@ -37,6 +37,15 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def sleep_while_waiting(load: float) -> None:
+    """Let OpenMP's threads sleep soon when they wait for each other, if a ``load`` of other work takes the cores.
+
+    Threads that spin would take them from the threads they wait for. libgomp reads the variable when torch is imported.
+    """
+    if load > usable_cores() and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def threads_per_process(section: LaunchSection, local_world: int) -> int:
     """Return the number of threads for one process: ``launch.threads``, the user's ``OMP_NUM_THREADS``, or its share
     of the cores.

@@ -1,5 +1,6 @@
 """Train a recipe: ``python train.py --help``, ``torchrun --nproc_per_node=8 train.py recipe=llama8b``."""
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from serried.runtime.program import (
     remember_words,
     typed_command,
 )
-from serried.runtime.ranks import planned_processes, say
+from serried.runtime.ranks import planned_processes, say, sleep_while_waiting
 from serried.runtime.session import Session, run_in_session
 from serried.task_class import installed
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str], declaration: Declaration = BUILT_IN) -> int:
     """Train the declared task as the command line says, and return the exit code. Mistakes are printed, not raised."""
+    sleep_while_waiting(os.getloadavg()[0])
     try:
         check_surroundings(arguments)
         words, folders = config_dirs(arguments)

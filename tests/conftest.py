@@ -8,6 +8,7 @@ from pathlib import Path
 
 # Tests and what they start share the cores: threads would wait for each other. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # of those that ask for several
 
 import pytest
 from hypothesis import settings

@@ -18,7 +18,14 @@ from serried.configs.schema import LaunchSection
 from serried.launch.processes import PASSED_ON
 from serried.runtime.ending import note_repeated
 from serried.runtime.program import check_surroundings
-from serried.runtime.ranks import planned_processes, speaks, threads_per_process, torchrun_says, usable_cores
+from serried.runtime.ranks import (
+    planned_processes,
+    sleep_while_waiting,
+    speaks,
+    threads_per_process,
+    torchrun_says,
+    usable_cores,
+)
 from serried.runtime.session import open_session
 from tests.cluster import ROOT, Cluster
 from tests.forks import typed
@@ -295,6 +302,26 @@ def test_threads_are_the_users_choice_or_a_share_of_the_cores(
         monkeypatch.setenv(name, value)
     share = max(1, usable_cores() // 2)
     assert threads_per_process(LaunchSection(threads=threads), 2) == (expected or share)
+
+
+@pytest.mark.parametrize(
+    ("load", "given", "found"),
+    [
+        (0.1, {}, None),
+        (1000.0, {}, "1000"),
+        (1000.0, {"GOMP_SPINCOUNT": "7"}, "7"),
+        (1000.0, {"OMP_WAIT_POLICY": "active"}, None),
+    ],
+)
+def test_threads_sleep_while_they_wait_on_a_busy_machine(
+    load: float, given: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    sleep_while_waiting(load)
+    assert os.environ.get("GOMP_SPINCOUNT") == found
 
 
 def test_a_removed_current_folder_and_words_that_are_no_text_are_refused(

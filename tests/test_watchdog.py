@@ -215,12 +215,12 @@ def hanging(how: str, rank: int, step: int) -> Iterator[None]:
         step_now = number
         train(self, number, batches)
 
-    def faulty_read(self: BatchLoader, number: int, ids: Any) -> Any:
+    def faulty_read(self: BatchLoader, number: int, *samples: Any) -> Any:
         if number + 1 == step and (how, mine) in (("sleep", True), ("fail", False)):
             time.sleep(1000)
         if number + 1 == step and how == "fail":
             raise ZeroDivisionError("here")
-        return read(self, number, ids)
+        return read(self, number, *samples)
 
     def faulty_forward(self: Transformer, *arguments: Any, **named: Any) -> Any:
         maybe_sleep("forward")

@@ -508,8 +508,8 @@ class ParallelSection(Section):
 class PrecisionSection(Section):
     """Arithmetic of forward and backward. Parameters, gradient sums and optimizer state are fp32 always."""
 
-    name: Literal["fp32", "bf16", "fp16", "float8"]
-    """Dtype of matrix products; ``float8``: of the linear layers of the blocks, and bf16 elsewhere."""
+    name: Literal["fp32", "bf16", "fp16", "float8", "int8"]
+    """Dtype of matrix products; ``float8`` and ``int8``: of the linear layers of the blocks, and bf16 elsewhere."""
     recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"] = "rowwise"
     """float8: numbers with a scale of their own: each row, or each whole tensor (faster, coarser); or each row, with
     the gradients of weights in bf16."""
@@ -939,10 +939,10 @@ class RunConfig(Section):
     plan: PlanSection = Field(default_factory=PlanSection, exclude=True)
 
     def _mistakes(self) -> Iterator[str]:
-        if self.precision.name == "float8" and self.adapter.method != "none":
+        if self.precision.name in ("float8", "int8") and self.adapter.method != "none":
             yield (
-                f"precision=float8 with adapter.method={self.adapter.method}: only trained weights are multiplied in "
-                "float8, and those of the model are frozen; use precision=bf16"
+                f"precision={self.precision.name} with adapter.method={self.adapter.method}: only trained weights are "
+                f"multiplied in {self.precision.name}, and those of the model are frozen; use precision=bf16"
             )
         yield from self._quantizing_mistakes()
         if self.plan.model_fields_set and not self.dry_run:
@@ -970,7 +970,7 @@ class RunConfig(Section):
         if (how := self.trainer.quantize_aware) == "none":
             return
         without = "or trainer.quantize_aware=none"
-        if self.precision.name in ("fp16", "float8"):
+        if self.precision.name in ("fp16", "float8", "int8"):
             yield (
                 f"trainer.quantize_aware={how} with precision={self.precision.name}, which has products of its own; "
                 f"use precision=bf16, {without}"

@@ -155,7 +155,7 @@ class Distillation(CausalLM):
             return sum(parameter.numel() for parameter in self._teacher.build().parameters())
 
     def describe_reference(self) -> str:
-        width = 2 if self.run.precision.name in ("bf16", "float8") else 4
+        width = 2 if self.run.precision.name in ("bf16", "float8", "int8") else 4
         return (
             f"the teacher {self.config.teacher}: {self._teacher.describe()}; {self._teacher_parameters:,} parameters, "
             f"{size(width * self._teacher_parameters)} in all, divided as the model's; frozen, in no checkpoint"

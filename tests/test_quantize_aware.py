@@ -17,7 +17,7 @@ from serried.parallel.products import check_torchao, set_product
 from tests import runs
 from tests.cluster import Cluster
 from tests.runs import metrics, run_here, tiny_overrides
-from tests.test_float8 import WIDE, block
+from tests.test_eight_bits import WIDE, block
 
 HOW = ("int8_dynamic_int4", "int4_weight_only")
 

@@ -9,6 +9,7 @@ from serried.configs.formats import short, size
 from serried.configs.schema import RunConfig, TrainerSection
 from serried.parallel.apply import check_plan
 from serried.parallel.compile import check_blocks
+from serried.parallel.eight_bits import is_eight_bits
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.quantized import whole_numel
@@ -224,15 +225,15 @@ def _beginning(start: Start) -> str:
 def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout, *, starts: bool) -> str:
     name = config.precision.name
     chosen, rounded = chosen_layers(config, model, plan, layout), ""
-    if chosen and name != "float8":
+    if chosen and not is_eight_bits(name):
         rounded = f"; rounded as by {config.trainer.quantize_aware} in {chosen.describe()}"
     if name == "fp32":
         return f"fp32{rounded}"
     products = f"{name} products{rounded}"
-    if chosen and name == "float8":
+    if chosen and is_eight_bits(name):
         is_emulated = starts and (config.launch.device == "cpu" or not torch.cuda.is_available())
-        how = config.precision.recipe + ", emulated on this CPU" * is_emulated
-        products = f"float8 products ({how}) in {chosen.describe()}, bf16 products elsewhere"
+        how = ", ".join([config.precision.recipe] * (name == "float8") + ["emulated on this CPU"] * is_emulated)
+        products += f"{f' ({how})' * bool(how)} in {chosen.describe()}, bf16 products elsewhere"
     extra = f", loss scale from {config.precision.initial_scale:g}" if name == "fp16" else ""
     held = "fp32 parameters"
     if config.adapter.method != "none":

@@ -5,27 +5,27 @@ from torch import Tensor, nn
 
 from serried.configs.errors import UserError
 from serried.configs.schema import PrecisionSection, RunConfig
+from serried.parallel.eight_bits import MULTIPLE, Float8, Int8, check_eight_bits, is_eight_bits
 from serried.parallel.fake_quantized import FakeQuantized, quantized_layers
-from serried.parallel.float8 import MULTIPLE, Float8, check_float8
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
-from serried.parallel.products import Chosen, check_torchao, choose_linear, set_product
+from serried.parallel.products import Chosen, Product, check_torchao, choose_linear, set_product
 
 LOW_DTYPES: dict[str, torch.dtype | None] = {
-    "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16,
+    "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16, "int8": torch.bfloat16,
 }  # fmt: skip
 """Type of products, or of all but some of them; None: fp32."""
 
 
 def chosen_layers(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout) -> Chosen | None:
-    """Return the layers that compute in float8, or as after quantization; None: neither is asked for.
+    """Return the layers that compute in 8 bits, or as after quantization; None: neither is asked for.
 
     Raises:
         UserError: there are none.
     """
-    if config.precision.name == "float8":
+    if is_eight_bits(name := config.precision.name):
         chosen = choose_linear(model, plan, layout, rows=MULTIPLE, columns=MULTIPLE)
-        what, instead = "precision=float8", "precision=bf16"
+        what, instead = f"precision={name}", "precision=bf16"
     elif (quantize_aware := config.trainer.quantize_aware) != "none":
         chosen = quantized_layers(model, plan)
         what, instead = f"trainer.quantize_aware={quantize_aware}", "trainer.quantize_aware=none"
@@ -38,8 +38,8 @@ def chosen_layers(config: RunConfig, model: nn.Module, plan: ParallelPlan, layou
 
 def check_products(config: RunConfig, device: torch.device) -> None:
     """Raise ``UserError`` if the library or the device for the products of ``config`` is not there."""
-    if config.precision.name == "float8":
-        check_float8(device)
+    if is_eight_bits(config.precision.name):
+        check_eight_bits(config.precision.name, device)
     elif config.trainer.quantize_aware != "none":
         check_torchao(f"trainer.quantize_aware={config.trainer.quantize_aware}", "trainer.quantize_aware=none")
 
@@ -49,9 +49,13 @@ def set_products(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout
     chosen = chosen_layers(config, model, plan, layout)
     if chosen is not None:
         check_products(config, device)
-        is_float8 = config.precision.name == "float8"
-        product = Float8(config.precision.recipe) if is_float8 else FakeQuantized(config.trainer.quantize_aware)
-        set_product(model, chosen.names, product)
+        set_product(model, chosen.names, _product(config))
+
+
+def _product(config: RunConfig) -> Product:
+    if config.precision.name == "float8":
+        return Float8(config.precision.recipe)
+    return Int8() if config.precision.name == "int8" else FakeQuantized(config.trainer.quantize_aware)
 
 
 class GradScaler:

@@ -29,6 +29,7 @@ _TAKES = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
 _HUGGING_FACE = "hf"
 _PROMPT = (2, 13)
 """Sequences and tokens that the exported model is compared on."""
+_SPARE_BYTES = 4 * 2**20  # graphs, tokenizers, headers
 
 
 def export_model(words: list[str]) -> int:
@@ -140,7 +141,9 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
         for file in files:
             file.rename(out.parent / file.name)
     except OSError as error:
-        raise UserError(f"cannot write out={out}: {error.strerror}; nothing is left there; use out=FILE") from None
+        raise UserError(
+            f"cannot write out={out}: {error.strerror or error}; nothing is left there; use out=FILE"
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return say(
@@ -159,6 +162,7 @@ def _write_and_compare(saved: Saved, partial: Path, file_name: str, name: str, k
 
     quantized = dtype if name == "torchao" else "none"  # it is compared with the model as it is then
     source, file = _source(saved, partial, quantized), partial / file_name
+    _check_space(source.folder, partial)
     rows = read_json(source.folder / "config.json")["vocab_size"]
     tokens = torch.arange(_PROMPT[0] * _PROMPT[1]).mul(7).remainder(rows).view(_PROMPT)
     with torch.no_grad(), _quiet():
@@ -173,6 +177,17 @@ def _write_and_compare(saved: Saved, partial: Path, file_name: str, name: str, k
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"format={name} cannot express {saved.folder}: {reason}; use format=hf") from None
     return _difference(found, expected, f"format={name} dtype={dtype}", kind.bounds[dtype])
+
+
+def _check_space(folder: Path, partial: Path) -> None:
+    """Raise ``UserError`` unless there is space for the file and a copy in fp32: some libraries abort when there is
+    none."""
+    from serried.records.tensors import TensorFolder
+
+    numbers = sum(spec.numel for spec in TensorFolder(folder).specs.values())
+    needed, free = 8 * numbers + _SPARE_BYTES, shutil.disk_usage(partial).free
+    if free < needed:
+        raise UserError(f"exporting needs {size(needed)} in {partial.parent}, and {size(free)} are free; use out=FILE")
 
 
 def _difference(found: "Tensor", expected: "Tensor", what: str, bound: float) -> float:

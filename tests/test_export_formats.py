@@ -1,5 +1,6 @@
 """``serried export format=...``: other software computes what the checkpoint does, and mistakes are one line."""
 
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,7 @@ def test_adapters_are_merged(models: Path, tmp_path: Path) -> None:  # noqa: F81
 
 
 def test_mistakes_are_one_line_and_leave_nothing(
-    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import transformers
 
@@ -180,6 +181,10 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert "exists" in refusal(str(llama), f"out={tmp_path / 'used'}", "format=torch_export")
     assert "LlamaForSequenceClassification" in refusal(str(tmp_path / "reward"), out, "format=torch_export")
     assert "cannot write" in refusal(str(llama), f"out={tmp_path / 'used' / 'out'}", "format=torch_export")
+    with monkeypatch.context() as patch:
+        usage = shutil.disk_usage(tmp_path)
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        assert "1000B are free" in refusal(str(llama), out, "format=torch_export")
     pytest.importorskip("gguf")
     assert "model.family=gpt2 is not written as GGUF" in refusal(str(tmp_path / "gpt2"), out, "format=gguf")
 

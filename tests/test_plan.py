@@ -18,12 +18,12 @@ from serried.parallel.traffic import Flow
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM
 from serried.runtime.session import open_session
-from serried.trainer.model import build_model
+from serried.trainer.model import build_model, sharded
 from serried.trainer.optimizer import build_optimizer
 from serried.trainer.plan.memory import FormulaMemory, planned_flows, planned_memory
 from serried.trainer.plan.parts import Fits, Work
 from serried.trainer.plan.traced import TracedStage, _Tracer, flows_of, memory_of, trace_step
-from serried.trainer.training_state import sharded, train_step
+from serried.trainer.training_state import train_step
 from tests.cluster import ROOT, Cluster
 
 SHORT = [
@@ -127,7 +127,7 @@ def allocated(argv: list[str], path: str) -> int:
         task, layout = CausalLM(config), resolve_layout(config.parallel, session.world_size)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
             model = build_model(config, task)
-            parallel = sharded(config, model, layout, session.device, Phases(), task.initial_std)
+            parallel = sharded(config, model, layout, session.device, task.initial_std, phases=Phases())
             optimizer = build_optimizer([(held.name, held.tensor) for held in parallel.parameters], config.optim)
             step = train_step(config, task, task.weight_per_sample(), parallel, optimizer, None)
             for _ in range(2):

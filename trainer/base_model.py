@@ -134,8 +134,9 @@ def _digest(module: nn.Module) -> str:
 
 def _weight_files(folder: Path, checkpoint: Path | None) -> list[str]:
     if not folder.is_dir():
-        of = f", which {checkpoint} adapts," if checkpoint is not None else ""
-        raise UserError(f"the base model {folder}{of} is not there; {_MOVED}")
+        if checkpoint is None:
+            raise UserError(f"the model {folder} is not there; give the folder where it is now")
+        raise UserError(f"the base model {folder}, which {checkpoint} adapts, is not there; {_MOVED}")
     return [name for name in TensorFolder(folder).files if name.endswith(".safetensors")]
 
 

@@ -12,7 +12,6 @@ import torch
 
 from serried.configs.errors import EXIT_FINISHED, UserError
 from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig
-from serried.parallel.apply import parallelize
 from serried.parallel.mesh import Layout, resolve_layout
 from serried.parallel.model import DistributedModel
 from serried.runtime.console import Console
@@ -23,8 +22,7 @@ from serried.trainer.checkpoint.retention import ADAPTER, ADAPTER_CONFIG, MODEL
 from serried.trainer.checkpoint.saved_state import STATE
 from serried.trainer.checkpoint.state import load_weights
 from serried.trainer.loader import evaluation_batches
-from serried.trainer.model import build_model, frozen_type
-from serried.trainer.precision import LOW_DTYPES, set_products
+from serried.trainer.model import build_model, sharded
 from serried.trainer.sampler import evaluation_samples
 from serried.trainer.task import Dataset, Task, TextTask, to_device
 
@@ -246,18 +244,7 @@ def load_model(
     weights: Path | None = checkpoint
     if model.adapters is not None:
         weights = base_of(checkpoint, model.module)
-    set_products(config, model.module, model.plan, layout, device)
-    parallel = parallelize(
-        model.module,
-        model.plan,
-        None,
-        seed=config.trainer.seed,
-        layout=layout,
-        section=config.parallel,
-        low_dtype=LOW_DTYPES[config.precision.name],
-        device=device,
-        frozen_dtype=frozen_type(config, model.plan),
-    )
+    parallel = sharded(config, model, layout, device)
     model.start(parallel, weights, config.trainer.seed)
     if model.adapters is not None:
         load_weights(checkpoint, parallel, model.exported, model.stem)

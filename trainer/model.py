@@ -1,23 +1,30 @@
 """The model of a run, and what a checkpoint holds of it: all of it, or the adapters that are trained."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from serried.configs.errors import UserError
-from serried.configs.schema import RunConfig
-from serried.parallel.apply import gathered_type
+from serried.configs.schema import RunConfig, TrainerSection
+from serried.parallel.activations import checkpoint_blocks
+from serried.parallel.apply import gathered_type, parallelize
+from serried.parallel.compile import compile_blocks
+from serried.parallel.groups import Groups
 from serried.parallel.held import HeldTensor
 from serried.parallel.initialize import initialize
+from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
+from serried.parallel.phases import Phases
 from serried.parallel.plan import ParallelPlan
 from serried.trainer.adapters import Adapters
 from serried.trainer.checkpoint.retention import ADAPTER, MODEL
 from serried.trainer.checkpoint.state import Exported, check_names, load_weights
-from serried.trainer.precision import LOW_DTYPES
+from serried.trainer.compilation import Compilation
+from serried.trainer.precision import LOW_DTYPES, set_products
 from serried.trainer.task import Task, TextTask
 
 _ONE_UNIT_BYTES = 2**30
@@ -122,3 +129,42 @@ def frozen_type(config: RunConfig, plan: ParallelPlan) -> torch.dtype | None:
     if config.adapter.method == "none" and not config.task.has_teacher:
         return None
     return gathered_type(plan, LOW_DTYPES[config.precision.name])
+
+
+def sharded(
+    config: RunConfig,
+    model: Model,
+    layout: Layout,
+    device: torch.device,
+    std_of: Callable[[str], float | None] | None = None,
+    *,
+    phases: Phases | None = None,
+    groups: Groups | None = None,
+    compilation: Compilation | None = None,
+) -> DistributedModel:
+    """Return ``model`` sharded as ``config`` says; see ``parallelize``. ``phases``: None if it is not trained."""
+    set_products(config, model.module, model.plan, layout, device)
+    return parallelize(
+        model.module,
+        model.plan,
+        std_of,
+        seed=config.trainer.seed,
+        layout=layout,
+        section=config.parallel,
+        low_dtype=LOW_DTYPES[config.precision.name],
+        device=device,
+        phases=phases,
+        frozen_dtype=frozen_type(config, model.plan),
+        prepare=partial(_prepare, config.trainer if phases is not None else None, model.plan, compilation),
+        groups=groups,
+    )
+
+
+def _prepare(
+    section: TrainerSection | None, plan: ParallelPlan, compilation: Compilation | None, module: nn.Module
+) -> None:  # fmt: skip
+    """Let the blocks of ``module``, the model or a stage of it, run as ``section`` says."""
+    if section is not None:
+        checkpoint_blocks(module, plan, section.activation_checkpoint, section.activation_checkpoint_every)
+    if compilation is not None:
+        compilation.blocks += compile_blocks(module, plan)

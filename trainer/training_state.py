@@ -1,23 +1,18 @@
 """Model, optimizer and step of a run: everything that training changes and a checkpoint restores."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from serried.configs.schema import RunConfig, TrainerSection
-from serried.parallel.activations import checkpoint_blocks
-from serried.parallel.apply import parallelize
-from serried.parallel.compile import compile_blocks
-from serried.parallel.groups import Groups
+from serried.configs.schema import RunConfig
 from serried.parallel.matrices import Matrices
 from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
-from serried.parallel.phases import Phases
-from serried.parallel.plan import Objective, ParallelPlan
+from serried.parallel.plan import Objective
 from serried.trainer.base_model import Base
 from serried.trainer.checkpoint.plan import Part
 from serried.trainer.checkpoint.resume import Start
@@ -26,10 +21,10 @@ from serried.trainer.checkpoint.state import load_state, state_parts
 from serried.trainer.compilation import Compilation
 from serried.trainer.context import Context
 from serried.trainer.loader import PADDING_ID, read_batch
-from serried.trainer.model import Model, frozen_type
+from serried.trainer.model import Model, sharded
 from serried.trainer.optimizer import build_optimizer
 from serried.trainer.optimizer_state import group_values, load_plain_state, plain_state
-from serried.trainer.precision import LOW_DTYPES, GradScaler, set_products
+from serried.trainer.precision import LOW_DTYPES, GradScaler
 from serried.trainer.reference import ReferencePass
 from serried.trainer.step import TrainStep
 from serried.trainer.task import Dataset, to_device
@@ -50,7 +45,7 @@ class TrainingState:
         self.compilation = Compilation(context.console) if config.trainer.compile else None
         std_of = None if start.source or base else task.initial_std
         self.parallel = sharded(
-            config, model, layout, device, context.pulse.phases, std_of, compilation=self.compilation
+            config, model, layout, device, std_of, phases=context.pulse.phases, compilation=self.compilation
         )
         if self.compilation is not None:
             self.compilation.announce()
@@ -141,34 +136,6 @@ class TrainingState:
         return named
 
 
-def sharded(
-    config: RunConfig,
-    model: Model,
-    layout: Layout,
-    device: torch.device,
-    phases: Phases,
-    std_of: Callable[[str], float | None] | None,
-    groups: Groups | None = None,
-    compilation: Compilation | None = None,
-) -> DistributedModel:
-    """Return ``model`` sharded as ``config`` says; see ``parallelize``."""
-    set_products(config, model.module, model.plan, layout, device)
-    return parallelize(
-        model.module,
-        model.plan,
-        std_of,
-        seed=config.trainer.seed,
-        layout=layout,
-        section=config.parallel,
-        low_dtype=LOW_DTYPES[config.precision.name],
-        device=device,
-        phases=phases,
-        frozen_dtype=frozen_type(config, model.plan),
-        prepare=partial(_prepare, config.trainer, model.plan, compilation),
-        groups=groups,
-    )
-
-
 def train_step(
     config: RunConfig, objective: Objective, weight: int, parallel: DistributedModel, optimizer: torch.optim.Optimizer,
     average: WeightAverage | None,
@@ -184,12 +151,3 @@ def train_step(
         health=config.health,
         average=average,
     )
-
-
-def _prepare(
-    section: TrainerSection, plan: ParallelPlan, compilation: Compilation | None, module: nn.Module
-) -> None:  # fmt: skip
-    """Let the blocks of ``module``, the model or a stage of it, run as ``section`` says."""
-    checkpoint_blocks(module, plan, section.activation_checkpoint, section.activation_checkpoint_every)
-    if compilation is not None:
-        compilation.blocks += compile_blocks(module, plan)

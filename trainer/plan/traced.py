@@ -31,14 +31,14 @@ from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 from serried.parallel.shard_specs import chunk
 from serried.parallel.traffic import Flow
 from serried.parallel.units import blocks_of
-from serried.trainer.model import Model, build_model
+from serried.trainer.model import Model, build_model, sharded
 from serried.trainer.optimizer import build_optimizer
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.parts import Amount, Memory, Work
 from serried.trainer.plan.trace import GRADIENTS, Exchange, StepTrace
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task, map_tensors
-from serried.trainer.training_state import sharded, train_step
+from serried.trainer.training_state import train_step
 from serried.trainer.weight_average import WeightAverage
 
 _CPU = torch.device("cpu")
@@ -273,7 +273,7 @@ def _trace_rank(
             batches = [map_tensors(partial(torch.empty_like, device=_CPU), batch) for batch in batches]
             phases = Phases()
             phases.listener = trace.enter
-            parallel = sharded(config, model, layout, _CPU, phases, None, groups)
+            parallel = sharded(config, model, layout, _CPU, phases=phases, groups=groups)
             _answer_what_needs_data(parallel, model.plan, layout, border)
             plan = model.plan
             del model  # of which a pipeline's stages are copies

@@ -225,6 +225,8 @@ def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
 
     folder = saved.folder
     if (folder / ADAPTER_CONFIG).is_file():
+        if saved.run is None:
+            raise UserError(f"{folder} holds adapters without a run; merge them with PEFT, and export the merged model")
         base = _base_to_merge({"merge": "true"}, folder)
         write(folder, folder := partial / "merged", dtype=None, shard_bytes=2**40, base=base)
     else:

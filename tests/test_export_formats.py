@@ -163,6 +163,8 @@ def test_mistakes_are_one_line_and_leave_nothing(
     reward = transformers.LlamaConfig(**SIZES, num_labels=1, pad_token_id=1)
     transformers.LlamaForSequenceClassification(reward).save_pretrained(tmp_path / "reward")
     (tmp_path / "used").write_text("mine")
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
     before = sorted(tmp_path.iterdir())
 
     def refusal(*words: str) -> str:
@@ -185,6 +187,7 @@ def test_mistakes_are_one_line_and_leave_nothing(
         usage = shutil.disk_usage(tmp_path)
         patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
         assert "1000B are free" in refusal(str(llama), out, "format=torch_export")
+    assert "adapters without a run" in refusal(str(tmp_path / "adapters"), out, "format=torch_export")
     pytest.importorskip("gguf")
     assert "model.family=gpt2 is not written as GGUF" in refusal(str(tmp_path / "gpt2"), out, "format=gguf")
 

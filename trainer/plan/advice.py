@@ -122,6 +122,9 @@ def _that_keep_the_numbers(planned: Planned, stage: str, usable: float) -> Itera
 
 def _that_change_them(planned: Planned, stage: str) -> Iterator[Advice]:
     config = planned.config
+    if config.optim.name == "adamw":
+        saved = planned.saved_by("optim", name="adamw8bit")
+        yield Advice("optim=adamw8bit", saved, " of optimizer state, in a new run; other rounding")
     if stage not in (FORWARD, BACKWARD, EVALUATE):
         return
     if config.precision.name == "fp32":

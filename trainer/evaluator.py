@@ -112,6 +112,7 @@ class Evaluator:
             found: dict[str, float] = self._benchmarks.scores(self._state.parallel, micro_batch, until_stopped)
             return found
         except Stopped:
+            self._state.parallel.reshard()  # the forward that came last may have left something gathered
             return None
 
 

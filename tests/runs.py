@@ -219,6 +219,21 @@ def tiny_overrides(text: Path, run_dir: Path, *more: str) -> list[str]:
     return overrides(text, run_dir, *tiny, "checkpoint.every=2", "schedule.warmup_steps=1", *more)
 
 
+@contextmanager
+def kept_batches(task: type, method: str = "terms") -> Iterator[list[Any]]:
+    """Inside this context, the list gets each batch that ``task`` trains on here, in the order of training."""
+    batches: list[Any] = []
+    original = getattr(task, method)
+
+    def kept(self: Any, of_model: Any, batch: Any) -> Any:
+        if torch.is_grad_enabled():
+            batches.append(batch)
+        return original(self, of_model, batch)
+
+    with patch.object(task, method, kept):
+        yield batches
+
+
 class Ended(NamedTuple):
     """A run that has ended."""
 

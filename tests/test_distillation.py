@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import serried
 from serried.configs.compose import compose
-from serried.configs.declaration import BUILT_IN
 from serried.configs.errors import UserError
 from serried.parallel.plan import Vocabulary
 from serried.program import main
-from serried.recipes.data.dataset import Batch
 from serried.recipes.distillation import Distillation, _End, distillation_sums
 from serried.recipes.models.head import IGNORE
 from tests import runs
@@ -71,29 +68,18 @@ def train(argv: list[str], code: int = 0) -> None:
     assert main(argv) == code
 
 
-class Watched(Distillation):
-    """Keeps the batches it trains on."""
-
-    batches: list[Batch]
-
-    def terms(self, output: Tensor, batch: Batch) -> Any:
-        if torch.is_grad_enabled():
-            self.batches.append(batch)
-        return super().terms(output, batch)
-
-
 def test_training_is_that_of_a_hand_written_loss_and_layouts_agree(
     cluster: Cluster, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    Watched.batches = []
-    assert main(distill(models, tmp_path / "run"), BUILT_IN._replace(task=Watched)) == 0
+    with runs.kept_batches(Distillation) as trained_on:
+        assert main(distill(models, tmp_path / "run")) == 0
     ours = runs.metrics(tmp_path / "run")
     student, teacher = (AutoModelForCausalLM.from_pretrained(models / name) for name in ("student", "teacher"))
     optimizer = torch.optim.AdamW(student.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0.0)
     for step, line in enumerate(ours):
-        batches = Watched.batches[2 * step : 2 * step + 2]
+        batches = trained_on[2 * step : 2 * step + 2]
         tokens, targets = (torch.cat([each[place] for each in batches]) for place in (0, 1))
         is_target = targets != IGNORE
         logits = student(tokens).logits[is_target]

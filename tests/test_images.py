@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +15,8 @@ from serried.program import main
 from serried.recipes.data.images import Image, cropped_at_random, cropped_to_centre, open_images
 from serried.recipes.image_classification import ImageClassification
 from serried.recipes.models.image_models import normalization
-from serried.task_class import declaration
 from tests.cluster import Cluster
-from tests.runs import checkpoint, metrics, weights
+from tests.runs import checkpoint, kept_batches, metrics, weights
 
 CLASSES = ("blue", "green", "red")
 
@@ -68,17 +66,6 @@ def train(argv: list[str], code: int = 0) -> None:
     assert main(argv) == code
 
 
-class Watched(ImageClassification):
-    """Keeps the batches it trains on."""
-
-    batches: list[Any]
-
-    def loss(self, model: torch.nn.Module, batch: Any) -> Any:
-        if model.training:
-            self.batches.append(batch)
-        return super().loss(model, batch)
-
-
 def test_training_is_that_of_transformers_and_layouts_agree(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForImageClassification
 
@@ -86,15 +73,14 @@ def test_training_is_that_of_transformers_and_layouts_agree(cluster: Cluster, fo
     start = checkpoint(tmp_path / "first")
     theirs = AutoModelForImageClassification.from_pretrained(start)
     assert theirs.config.id2label == dict(enumerate(CLASSES))
-    Watched.batches = []
     more = [f"task.model={start}", "task.pretrained=true", "task.label_smoothing=0.1", "trainer.seed=7"]
-    argv = images(folder, tmp_path / "run", *more)
-    assert main([word for word in argv if not word.startswith("task=")], declaration(Watched)) == 0
+    with kept_batches(ImageClassification, "loss") as trained_on:
+        train(images(folder, tmp_path / "run", *more))
     ours = metrics(tmp_path / "run")
     optimizer = torch.optim.AdamW(theirs.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     mean, std = (torch.tensor(each).view(3, 1, 1) for each in normalization(ImageSection()))
     for step, line in enumerate(ours[:3]):
-        pixels, labels = (torch.cat(each) for each in zip(*Watched.batches[4 * step : 4 * step + 4], strict=True))
+        pixels, labels = (torch.cat(each) for each in zip(*trained_on[4 * step : 4 * step + 4], strict=True))
         scores = theirs((pixels / 255 - mean) / std).logits
         loss = F.cross_entropy(scores, labels, label_smoothing=0.1)
         accuracy = (scores.argmax(1) == labels).double().mean()

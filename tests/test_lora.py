@@ -13,7 +13,6 @@ from torch.nn import functional as F
 import serried
 from serried import cli
 from serried.configs.compose import compose
-from serried.configs.declaration import BUILT_IN
 from serried.configs.errors import UserError
 from serried.configs.schema import AdapterSection
 from serried.parallel.plan import ParallelPlan
@@ -64,17 +63,6 @@ def lora(models: Path, run_dir: Path, *more: str, model: str = "llama") -> list[
     return [f"{key}={value}" for key, value in dict(word.split("=", 1) for word in given).items()]
 
 
-class Watched(CausalLM):
-    """Keeps the batches it trains on."""
-
-    batches: list[Batch]
-
-    def terms(self, output: Tensor, batch: Batch) -> Any:
-        if torch.is_grad_enabled():
-            self.batches.append(batch)
-        return super().terms(output, batch)
-
-
 def train_watched(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Batch], dict[str, Tensor]]:
     """Train; return the batches, and the first values of A, which the first step leaves as they are: B is zero."""
     first: dict[str, Tensor] = {}
@@ -88,11 +76,10 @@ def train_watched(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[lis
                         first[part.fragments[0].name] = part.local.detach().clone()
             yield step
 
-    Watched.batches = []
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, runs.kept_batches(CausalLM) as batches:
         patched.setattr(Trainer, "steps", watched)
-        assert main(argv, BUILT_IN._replace(task=Watched)) == 0
-    return Watched.batches, first
+        assert main(argv) == 0
+    return batches, first
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Reward models: transformers' classifier with the loss of Bradley and Terry, on any layout."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -9,10 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serried.configs.compose import compose
-from serried.configs.declaration import BUILT_IN
 from serried.configs.errors import UserError
 from serried.program import main
-from serried.recipes.data.pair_dataset import PairBatch
 from serried.recipes.models.head import IGNORE
 from serried.recipes.reward import Reward
 from tests import runs
@@ -26,17 +23,6 @@ def reward(model: Path, run_dir: Path, *more: str) -> list[str]:
     return dpo(model, run_dir, "recipe=reward", "trainer.max_grad_norm=0", *more)
 
 
-class Watched(Reward):
-    """Keeps the batches it trains on."""
-
-    batches: list[PairBatch]
-
-    def terms(self, output: Tensor, batch: PairBatch) -> Any:
-        if torch.is_grad_enabled():
-            self.batches.append(batch)
-        return super().terms(output, batch)
-
-
 def test_training_is_that_of_transformers_classifier_and_layouts_agree(
     cluster: Cluster, model: Path, tmp_path: Path
 ) -> None:
@@ -44,9 +30,9 @@ def test_training_is_that_of_transformers_classifier_and_layouts_agree(
 
     train(reward(model, tmp_path / "first", "trainer.steps=1", "optim.lr=0"))
     first = runs.checkpoint(tmp_path / "first")
-    Watched.batches = []
     argv = reward(model, tmp_path / "run", f"model.path={first}", "trainer.deterministic=true")
-    assert main(argv, BUILT_IN._replace(task=Watched)) == 0
+    with runs.kept_batches(Reward) as trained_on:
+        assert main(argv) == 0
     ours = runs.metrics(tmp_path / "run")
     theirs = AutoModelForSequenceClassification.from_pretrained(first)
     assert (type(theirs).__name__, theirs.config.num_labels) == ("LlamaForSequenceClassification", 1)
@@ -57,7 +43,7 @@ def test_training_is_that_of_transformers_classifier_and_layouts_agree(
         return theirs(tokens[: end + 1].unsqueeze(0)).logits[0, 0]
 
     for step, line in enumerate(ours):
-        batches = Watched.batches[2 * step : 2 * step + 2]
+        batches = trained_on[2 * step : 2 * step + 2]
         tokens, targets = (torch.cat([each[place] for each in batches]) for place in (0, 1))
         scores = torch.stack([score(*each) for each in zip(tokens, targets, strict=True)]).view(-1, 2)
         margins = scores[:, 0] - scores[:, 1]

@@ -2,17 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from serried.program import main
-from serried.recipes.text_classification import TextBatch, TextClassification
-from serried.task_class import declaration
+from serried.recipes.text_classification import TextClassification
 from tests.cluster import Cluster
-from tests.runs import checkpoint, metrics, weights
+from tests.runs import checkpoint, kept_batches, metrics, weights
 
 WORDS = ("good", "fine", "bad", "poor", "film", "book", "the", "was", "a", "very")
 
@@ -67,17 +65,6 @@ def train(argv: list[str], code: int = 0) -> None:
     assert main(argv) == code
 
 
-class Watched(TextClassification):
-    """Keeps the batches it trains on."""
-
-    batches: list[TextBatch]
-
-    def loss(self, model: torch.nn.Module, batch: TextBatch) -> Any:
-        if model.training:
-            self.batches.append(batch)
-        return super().loss(model, batch)
-
-
 @pytest.mark.parametrize("model", ["bert", "llama"])
 def test_training_is_that_of_transformers(folder: Path, tmp_path: Path, model: str) -> None:
     from transformers import AutoModelForSequenceClassification
@@ -86,12 +73,11 @@ def test_training_is_that_of_transformers(folder: Path, tmp_path: Path, model: s
     start = checkpoint(tmp_path / "first")
     theirs = AutoModelForSequenceClassification.from_pretrained(start)
     assert theirs.config.id2label == {0: "neg", 1: "pos"}
-    Watched.batches = []
-    argv = texts(folder, tmp_path / "run", f"task.model={start}", "trainer.seed=7")
-    assert main([word for word in argv if not word.startswith("task=")], declaration(Watched)) == 0
+    with kept_batches(TextClassification, "loss") as trained_on:
+        train(texts(folder, tmp_path / "run", f"task.model={start}", "trainer.seed=7"))
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0.0)
     for step, line in enumerate(metrics(tmp_path / "run")):
-        batches = Watched.batches[4 * step : 4 * step + 4]
+        batches = trained_on[4 * step : 4 * step + 4]
         scores = torch.cat([theirs(input_ids=each.tokens, attention_mask=each.mask).logits for each in batches])
         labels = torch.cat([each.labels for each in batches])
         loss, accuracy = F.cross_entropy(scores, labels), (scores.argmax(1) == labels).double().mean()

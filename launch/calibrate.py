@@ -30,10 +30,10 @@ def calibrate(section: LaunchSection, out: Path, precision: str, shapes: Callabl
         chosen = session.gather([list(each) for each in shapes()[:_MOST_SHAPES]] if session.is_main else None)[0]
         with warnings.catch_warnings():  # torch renames its collectives
             warnings.simplefilter("ignore", FutureWarning)
-            found = session.gather(_measured(session, [(m, n, k) for m, n, k in chosen], precision))
+            found = session.gather(measure(session, [(m, n, k) for m, n, k in chosen], precision))
 
         def write() -> int:
-            rates = _of_all(found) | {"date": datetime.now(UTC).date().isoformat(), "precision": precision}
+            rates = of_all(found) | {"date": datetime.now(UTC).date().isoformat(), "precision": precision}
             try:
                 out.write_text(json.dumps(rates, indent=1) + "\n", "utf-8")
             except OSError as error:
@@ -48,7 +48,7 @@ def calibrate(section: LaunchSection, out: Path, precision: str, shapes: Callabl
     return run_in_session(section, work)
 
 
-def _measured(session: Session, shapes: Sequence[Shape], precision: str) -> dict[str, Any]:
+def measure(session: Session, shapes: Sequence[Shape], precision: str) -> dict[str, Any]:
     """Measure on this rank, at the same time as all others. A collective."""
     versions = probes.versions()
     session.gather("imported")
@@ -80,7 +80,7 @@ def _network(session: Session) -> dict[str, Any]:
     return {"links": local, "network": None if is_one_node else everyone, "hidden": probes.hidden_share(session)}
 
 
-def _of_all(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def of_all(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the medians of all ranks."""
     first = found[0]
     rates = dict(first)

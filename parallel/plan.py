@@ -85,10 +85,12 @@ class Share(NamedTuple):
     """Share of the blocks, times the micro-batches that are between their forward and their backward at a time."""
     has_end: bool = True
     """Whether the end of the model is here, where the loss is."""
-    trains_end: bool = True
-    """Whether the weights of that end are trained; with adapters they are not."""
+    trains_weights: bool = True
+    """Whether the model's own weights are trained; with adapters they are not."""
     forward_extra: int = 0
-    """Bytes that the end of a forward holds beyond the beginning of a backward, whatever the model."""
+    """Bytes that the end of a forward holds beyond what is gathered, whatever the model."""
+    backward_less: int = 0
+    """Bytes that the beginning of a backward holds less than what is gathered."""
     borders: int = 0
     """Buffers for what a pipeline's stages send each other, each of a micro-batch."""
     checkpoint: str = "none"

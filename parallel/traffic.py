@@ -82,15 +82,6 @@ def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges
         yield Flow("replicate", "all_reduce", "backward", sent, times * len(reduced), copies)
 
 
-def pipeline_flows(layout: Layout, stages: Sequence[int], accumulation: int, border: int) -> Iterator[Flow]:
-    """Yield the messages of a rank that has ``stages``; ``border``: bytes of what passes from one to the next, in a
-    micro-batch."""
-    for when, end in (("forward", layout.stages - 1), ("backward", 0)):
-        calls = accumulation * sum(stage != end for stage in stages)
-        if calls:
-            yield Flow("pipeline", "send", when, calls * border, calls, layout.pipeline)
-
-
 def _shard(shapes: Sequence[tuple[int, ...]], ranks: int) -> int:
     """Elements of a rank's part, padded so that all have as many."""
     return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes)

@@ -27,7 +27,7 @@ from serried.trainer.training_state import train_step
 from tests.cluster import ROOT, Cluster
 
 SHORT = [
-    "model=llama8b", "model.layers=4", "model.vocab_size=128256", "data.sequence_length=4096", "precision=bf16",
+    "model=llama8b", "model.layers=3", "model.vocab_size=128256", "data.sequence_length=4096", "precision=bf16",
     "trainer.micro_batch=1", "trainer.global_batch=32",
 ]  # fmt: skip
 SMALL = ["model.dim=512", "model.heads=8", "model.hidden_dim=1536", "model.vocab_size=4096"]
@@ -44,7 +44,13 @@ LAYOUTS = {
     "hsdp": (8, ["parallel=hsdp", "parallel.replicate=2"]),
     "tensor": (8, ["parallel=fsdp", "parallel.tensor=4"]),
     "context": (8, ["parallel=fsdp", "parallel.context=4"]),
-    "pipeline": (4, ["parallel=fsdp", "parallel.pipeline=2"]),
+    "pipeline": (4, ["parallel=fsdp", "parallel.pipeline=2", "model.layers=4"]),
+    "micro-batches of 4": (8, ["parallel=fsdp", "trainer.micro_batch=4"]),
+    "micro-batches of 4, full": (8, ["parallel=fsdp", "trainer.micro_batch=4", "trainer.activation_checkpoint=full"]),
+    "tied": (8, ["parallel=fsdp", "model.tie_embeddings=true"]),
+    "full, tensor": (8, ["parallel=fsdp", "parallel.tensor=4", "trainer.activation_checkpoint=full"]),
+    "adapters": (8, ["parallel=fsdp", "adapter=lora"]),
+    "adapters, full": (8, ["parallel=fsdp", "adapter=lora", "trainer.activation_checkpoint=full"]),
 }
 
 
@@ -70,10 +76,10 @@ def sent(flows: Sequence[Flow], *axes: str) -> dict[tuple[str, str, str], tuple[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_formula_is_the_trace_to_a_twentieth_and_never_below(name: str) -> None:
+def test_the_formula_is_at_most_3_percent_above_the_trace_and_never_below(name: str) -> None:
     processes, argv = LAYOUTS[name]
     stages, formula, flows = both(*argv, processes=processes)
-    assert 1 <= formula.total / memory_of(stages).peak < 1.05
+    assert 1 <= formula.total / memory_of(stages).peak < 1.03
     if name not in ("ddp", "context", "pipeline"):  # traced as one process; other collectives in the same group
         axes = ("fsdp", "replicate")
         assert sent(flows_of(stages), *axes) == sent(flows, *axes)

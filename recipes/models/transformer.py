@@ -326,12 +326,13 @@ def activation_bytes(
     tokens, width = sequences * sequence_length // share.context, dtype.itemsize
     queries, keys = config.heads * config.attention_head_dim, config.kv_heads * config.attention_head_dim
     stream = width * config.dim / share.sequence
-    norm = 8 * config.dim + 4  # its input and the normalised input in fp32, 1 / root mean square
+    of_norm = 8 if share.trains_weights else 4  # its input, and for its weight's gradient the normalised one, in fp32
+    norm = of_norm * config.dim + 4  # and 1 / root mean square
     into = width * config.dim  # its output, which the matrices read: of all tokens
     # q, the mix, the scores' log-sum, k, v
     attention = width * 2 * (queries + keys * share.context / share.keys) + 4 * config.heads
     if normalizes_heads:
-        attention += 8 * (queries + keys)  # as those of the stream
+        attention += of_norm * (queries + keys)  # as those of the stream
     feed_forward = 4 * width * config.hidden_dim  # gate, its SiLU, up, their product
     layer = stream_norms * norm / share.sequence + 2 * into + (attention + feed_forward) / share.tensor
     # Queries, values, gate and what leaves the feed-forward; the mix, the scores' log-sum; what other ranks sent.
@@ -352,15 +353,19 @@ def end_bytes(dim: int, vocab_size: int, tokens: int, dtype: torch.dtype, share:
     """Bytes that the last norm and the head need, for so many ``tokens`` of a context rank."""
     width, rows = dtype.itemsize, -(-vocab_size // share.tensor)
     # Of the head's forward: both gradients, and the tokens.
-    of_weight = 4 * rows * dim if share.trains_end else 0
-    ends = tokens * ((8 * dim + 4) / share.sequence + width * dim + 8) + of_weight
-    if width < 4:  # the head's input in it
-        ends += width * dim * 2 * tokens
+    of_weight = 4 * rows * dim if share.trains_weights else 0
+    of_norm = 8 if share.trains_weights else 4
+    ends = tokens * ((of_norm * dim + 4) / share.sequence + width * dim + 8) + of_weight
+    has_copies = autocast or dtype == torch.float16
+    inputs = width * dim * 2 * tokens if width < 4 else 0  # of the head, in it; without copies gone after the forward
     logits = 8 * rows * min(tokens, chunk_tokens(rows))  # two copies of a chunk's logits in fp32
     copy = width * rows * dim if width < 4 else 0  # of the weight in the forward, of its gradient in the backward
     scaled = of_weight + width * dim * tokens  # both gradients, times that of the loss
-    copies = autocast or dtype == torch.float16
-    return EndBytes(ends, logits + copy * copies, scaled + copy * share.trains_end)
+    return EndBytes(
+        ends + inputs * has_copies,
+        logits + (copy if has_copies else inputs),
+        scaled + copy * share.trains_weights,
+    )
 
 
 def hugging_face_name(name: str) -> str:

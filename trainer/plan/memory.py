@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -23,8 +24,14 @@ from serried.trainer.plan.parts import Amount, Memory
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task
 
+RECEIVE_BUFFERS = "receive buffers"
+"""Part of the memory of a pipeline's ranks."""
+WHY_RECEIVE_BUFFERS = (
+    "torch has one for each micro-batch of a step and each stage; fewer samples in a step need fewer: a lower "
+    "trainer.global_batch, more data ranks, or parallel.stages_per_rank=1"
+)
 _FP32_BYTES = 4
-_ALLOWANCE = 1.03
+_ALLOWANCE = 1.015
 """For what the estimates of activations leave out, so that they are not below what a trace finds."""
 
 
@@ -44,6 +51,8 @@ class FormulaMemory(NamedTuple):
     """Those that are there when a backward begins: of earlier micro-batches."""
     reducing: int
     """Gradients of a unit on their way to the ranks that hold them."""
+    received: int
+    """Of the activations, the buffers of a pipeline's messages: torch has one for each micro-batch of a step."""
 
     @property
     def total(self) -> int:
@@ -70,13 +79,14 @@ def formula_memory(found: FormulaMemory) -> Memory:
     """Return ``found`` as the parts of its peak."""
     begins = found.activations + found.gradients_at_peak >= found.gradients + found.reducing
     gradients = found.gradients_at_peak if begins else found.gradients
-    passing = found.activations if begins else found.reducing
+    passing = found.activations - found.received if begins else found.reducing
     parts = {
         "parameters": Amount(found.parameters, "exact"),
         "optimizer state": Amount(found.optimizer_state, "exact"),
         "gradients": Amount(gradients, "exact"),
         "gathered": Amount(found.gathered, "formula"),
         "activations": Amount(passing, "formula"),
+        RECEIVE_BUFFERS: Amount(found.received if begins else 0, "formula"),
     }
     return Memory({kind: part for kind, part in parts.items() if part.value}, "backward", {})
 
@@ -170,15 +180,19 @@ def _of_stages(
     gathers, more = _gathered(config, sizes, here)
     uses_copies = is_divided or (layout.is_sharded and width < _FP32_BYTES)  # a single shard of fp32 is used as it is
     frozen = frozen_type(config, sizes.plan)
-    activations = task.activation_bytes(
+    share = share_of(layout, accumulation, sizes.plan, pipeline, config.trainer)._replace(
+        forward_extra=more * width if uses_copies else 0,
+        trains_weights=config.adapter.method == "none",
+    )
+    estimate = partial(
+        task.activation_bytes,
         config.trainer.micro_batch,
         low_dtype or torch.float32,
         # fp16's products keep no copies of weights
         autocast=low_dtype == torch.bfloat16 and not layout.is_sharded and (frozen is None or config.task.has_teacher),
-        share=share_of(layout, accumulation, sizes.plan, pipeline, config.trainer)._replace(
-            forward_extra=more * width if uses_copies else 0, trains_end=config.adapter.method == "none"
-        ),
     )
+    activations = int(_ALLOWANCE * (estimate(share=share) or 0))
+    received = activations - int(_ALLOWANCE * (estimate(share=share._replace(borders=0)) or 0)) if share.borders else 0
     gradients = share_trained * _FP32_BYTES
     has_earlier = accumulation > 1 or layout.is_replicated  # DDP keeps its buckets
     reduced = max(sizes.of_units(trained), default=0) if is_divided else 0
@@ -188,9 +202,10 @@ def _of_stages(
         gradients_while_accumulating=whole * _FP32_BYTES,
         optimizer_state=int(sum(sizes.held[name] * copies[name] * sizes.state_bytes[name] for name in trained)),
         gathered=gathers * width if uses_copies else 0,
-        activations=int(_ALLOWANCE * (activations or 0)),
+        activations=activations,
         gradients_at_peak=(whole * _FP32_BYTES or gradients) if has_earlier else 0,
         reducing=reduced * (_FP32_BYTES + width),
+        received=received,
     )
 
 

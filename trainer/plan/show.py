@@ -8,6 +8,7 @@ from serried.configs.schema import RunConfig
 from serried.parallel.phases import BACKWARD
 from serried.parallel.traffic import Flow
 from serried.trainer.plan.advice import Planned, advice
+from serried.trainer.plan.memory import RECEIVE_BUFFERS, WHY_RECEIVE_BUFFERS
 from serried.trainer.plan.parts import Fits, Memory
 from serried.trainer.plan.planned_time import Timed
 from serried.trainer.plan.step_plan import FRAGMENTED_SHARE, RESERVED_BYTES, StepPlan, with_assumed
@@ -15,6 +16,7 @@ from serried.trainer.plan.time_lines import time_lines
 from serried.trainer.task import Task
 
 _ADVICE_LINES = 3
+_MUCH = 0.1
 _WORTH_NAMING = 0.005
 
 
@@ -25,6 +27,9 @@ def plan_lines(config: RunConfig, task: Task, plan: StepPlan) -> Iterator[tuple[
         yield "fits", _fits(fits, memory)
         memory = with_assumed(memory)
     yield ("" if fits is not None else "needs"), _parts(memory)
+    buffers = memory.parts.get(RECEIVE_BUFFERS)
+    if buffers is not None and buffers.value > _MUCH * memory.peak:
+        yield "WARNING", f"{size(buffers.value)} are {RECEIVE_BUFFERS}: {WHY_RECEIVE_BUFFERS}"
     if plan.flows:
         yield from _travels(plan.flows)
     if fits is not None and fits.answer != "yes":

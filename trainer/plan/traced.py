@@ -34,6 +34,7 @@ from serried.parallel.units import blocks_of
 from serried.trainer.model import Model, build_model, sharded
 from serried.trainer.optimizer import build_optimizer
 from serried.trainer.parameter_groups import freeze
+from serried.trainer.plan.memory import RECEIVE_BUFFERS
 from serried.trainer.plan.parts import Amount, Memory, Work
 from serried.trainer.plan.trace import GRADIENTS, Exchange, StepTrace
 from serried.trainer.precision import LOW_DTYPES
@@ -200,9 +201,8 @@ class _Tracer:
         if found is not None:  # a stage has a buffer for each message of a step
             stages = layout.stages_of(rank * layout.pipeline // layout.world)
             borders = sum((each > 0) + (each < layout.stages - 1) for each in stages)
-            peak.parts["other"] = (
-                peak.parts.get("other", 0) + (self._accumulation - micro_batches) * borders * found.nbytes
-            )
+            peak.parts["other"] = peak.parts.get("other", 0) - micro_batches * borders * found.nbytes
+            peak.parts[RECEIVE_BUFFERS] = self._accumulation * borders * found.nbytes
         work = {
             phase: tally.work() if phase == OPTIMIZER else Work().plus(tally.work(), 1 / micro_batches)
             for phase, tally in trace.work.items()

@@ -88,9 +88,7 @@ class Share(NamedTuple):
     trains_weights: bool = True
     """Whether the model's own weights are trained; with adapters they are not."""
     forward_extra: int = 0
-    """Bytes that the end of a forward holds beyond what is gathered, whatever the model."""
-    backward_less: int = 0
-    """Bytes that the beginning of a backward holds less than what is gathered."""
+    """Bytes that the end of a forward holds beyond the beginning of a backward, whatever the model."""
     borders: int = 0
     """Buffers for what a pipeline's stages send each other, each of a micro-batch."""
     checkpoint: str = "none"

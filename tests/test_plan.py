@@ -47,7 +47,6 @@ LAYOUTS = {
     "pipeline": (4, ["parallel=fsdp", "parallel.pipeline=2", "model.layers=4"]),
     "micro-batches of 4": (8, ["parallel=fsdp", "trainer.micro_batch=4"]),
     "micro-batches of 4, full": (8, ["parallel=fsdp", "trainer.micro_batch=4", "trainer.activation_checkpoint=full"]),
-    "tied": (8, ["parallel=fsdp", "model.tie_embeddings=true"]),
     "full, tensor": (8, ["parallel=fsdp", "parallel.tensor=4", "trainer.activation_checkpoint=full"]),
     "adapters": (8, ["parallel=fsdp", "adapter=lora"]),
     "adapters, full": (8, ["parallel=fsdp", "adapter=lora", "trainer.activation_checkpoint=full"]),

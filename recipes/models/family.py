@@ -62,7 +62,7 @@ def most_bytes(share: Share, layers: int, block: BlockBytes, end: EndBytes, *, c
     checkpointed = 0 if share.checkpoint == "none" else -(-layers // share.every)
     of_blocks = share.blocks * (checkpointed * kept[share.checkpoint] + (layers - checkpointed) * block.all)
     of_blocks += share.borders * block.stream
-    of_end = end.all + max(end.forward + share.forward_extra, end.backward - share.backward_less)
+    of_end = end.all + max(end.forward + share.forward_extra, end.backward)
     if not share.has_end:
         of_end = 4 * block.products  # gradients of what is in the last block
     begins = of_blocks + copies + of_end

@@ -345,16 +345,20 @@ def activation_bytes(
     rope = 8 * sequence_length * config.attention_head_dim
     matrices = config.dim * (2 * queries + 2 * keys + 3 * config.hidden_dim)
     copies = width * config.layers * matrices if autocast else 0
-    end = end_bytes(config.dim, vocab_size, tokens, dtype, share, autocast=autocast)
+    end = end_bytes(config.dim, vocab_size, tokens, dtype, share, autocast=autocast, of_norm=of_norm)
     return rope + most_bytes(share, config.layers, block, end, copies=copies)
 
 
-def end_bytes(dim: int, vocab_size: int, tokens: int, dtype: torch.dtype, share: Share, *, autocast: bool) -> EndBytes:
-    """Bytes that the last norm and the head need, for so many ``tokens`` of a context rank."""
+def end_bytes(
+    dim: int, vocab_size: int, tokens: int, dtype: torch.dtype, share: Share, *, autocast: bool, of_norm: int = 8
+) -> EndBytes:
+    """Bytes that the last norm and the head need, for so many ``tokens`` of a context rank.
+
+    ``of_norm``: that the norm keeps of each number that it reads.
+    """
     width, rows = dtype.itemsize, -(-vocab_size // share.tensor)
     # Of the head's forward: both gradients, and the tokens.
     of_weight = 4 * rows * dim if share.trains_weights else 0
-    of_norm = 8 if share.trains_weights else 4
     ends = tokens * ((of_norm * dim + 4) / share.sequence + width * dim + 8) + of_weight
     has_copies = autocast or dtype == torch.float16
     inputs = width * dim * 2 * tokens if width < 4 else 0  # of the head, in it; without copies gone after the forward

@@ -46,7 +46,6 @@ LAYOUTS = {
     "context": (8, ["parallel=fsdp", "parallel.context=4"]),
     "pipeline": (4, ["parallel=fsdp", "parallel.pipeline=2", "model.layers=4"]),
     "micro-batches of 4": (8, ["parallel=fsdp", "trainer.micro_batch=4"]),
-    "micro-batches of 4, full": (8, ["parallel=fsdp", "trainer.micro_batch=4", "trainer.activation_checkpoint=full"]),
     "full, tensor": (8, ["parallel=fsdp", "parallel.tensor=4", "trainer.activation_checkpoint=full"]),
     "adapters": (8, ["parallel=fsdp", "adapter=lora"]),
     "adapters, full": (8, ["parallel=fsdp", "adapter=lora", "trainer.activation_checkpoint=full"]),

@@ -107,9 +107,14 @@ def test_layouts_agree_and_a_stopped_run_resumes_bitwise(cluster: Cluster, folde
 
 
 def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    rows = {"column": '{"text": "a", "kind": 1}', "text": '{"text": 5, "label": 1}', "json": "{", "empty": ""}
-    for name, row in rows.items():
+    import datasets
+
+    wrong = {"column": '{"text": "a", "kind": 1}', "text": '{"text": 5, "label": 1}', "json": "{", "empty": ""}
+    for name, row in wrong.items():
         (tmp_path / f"{name}.jsonl").write_text(row)
+    for name, label in (("rows", "pos"), ("null", None)):
+        rows = datasets.Dataset.from_dict({"text": ["good film"] * 6, "label": ["neg"] * 5 + [label]})
+        rows.to_parquet(tmp_path / name / "train-00000-of-00001.parquet")
     (tmp_path / "classes").mkdir()
     for name, label in (("train", "a"), ("val", "b")):
         (tmp_path / "classes" / f"{name}.csv").write_text(f"text,label\ngood,{label}\n")
@@ -120,6 +125,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         ([f"task.path={tmp_path / 'empty.jsonl'}"], "holds no rows"),
         ([f"task.path={tmp_path / 'none'}"], "there is no such file or folder"),
         ([f"task.path={tmp_path / 'classes'}"], "has the class b, which the training data do not have: a"),
+        ([f"task.path={tmp_path / 'null'}"], "has the label None, which is no class"),
         ([f"task.model={tmp_path / 'none'}"], "no tokenizer.json"),
         (["task.sequence_length=64"], "takes 32 tokens; use task.sequence_length=32"),
         (["adapter=lora"], "the head of task=text_classification is new"),
@@ -129,5 +135,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         *_, line = capfd.readouterr().err.splitlines()
         assert line.startswith("error: ")
         assert told in line
+    train(texts(folder, tmp_path / "rows_run", f"task.path={tmp_path / 'rows'}", "trainer.steps=1"))
+    assert "6 texts, none to evaluate on" in capfd.readouterr().out
     assert main(texts(folder, tmp_path / "run", "dry_run=true")) == 0
     assert "48 texts, 12 to evaluate on, at most 16 tokens each" in capfd.readouterr().out

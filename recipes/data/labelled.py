@@ -107,6 +107,8 @@ def open_dataset(section: LabelledSection, name: str, columns: Mapping[str, str]
         check_column(key, column, training.column_names, typed)
     split = validation_split(section, list(splits))
     named = getattr(training.features[label], "names", None)
+    for each in (TRAINING, split) if split else (TRAINING,):
+        _check_labels(splits[each][label], named, f"split {each} of {typed}")
     classes = Classes(named or training[label])
     if split:
         others = getattr(splits[split].features[label], "names", None) if named else splits[split][label]
@@ -118,6 +120,13 @@ def open_dataset(section: LabelledSection, name: str, columns: Mapping[str, str]
         return splits[name].select_columns([*columns.values()])
 
     return Rows(chosen(TRAINING), chosen(split) if split else None, names, number_of)
+
+
+def _check_labels(values: Iterable[Any], named: Sequence[str] | None, where: str) -> None:
+    """Raise ``UserError`` if a label is neither text nor a whole number, or none of the ``named`` classes."""
+    for value in set(values):
+        if not isinstance(value, str | int) or (named and value not in range(len(named))):
+            raise UserError(f"{where} has the label {value}, which is no class; leave such rows out")
 
 
 def check_column(key: str, column: str, names: Sequence[str], where: str) -> None:

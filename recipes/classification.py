@@ -53,7 +53,8 @@ class Classification(Task):
     def _of_transformers(self, model: Any) -> Any:
         """Return ``model``, whose checkpoints are to open in transformers."""
         self._fragments = fragments_of(model)
-        self._export = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+        described = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
+        self._export = {**described, "architectures": [type(model).__name__]}
         return model
 
     def _terms(self, model: nn.Module, output: Any, labels: Tensor) -> LossTerms:

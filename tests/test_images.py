@@ -155,10 +155,13 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
     for place in ("odd/train/red", "odd/val/rde"):
         pillow.new("RGB", (8, 8)).save(tmp_path / place / "a.png")
     (tmp_path / "broken/train/red/a.png").write_text("no image")
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file/train").write_text("")
     with pytest.raises(UserError, match=r"cannot read .*/red/a\.png as an image"):
         open_images(ImageSection(path=str(tmp_path / "broken"))).training[0]
     for words, told in (
         ([f"task.path={tmp_path / 'empty'}"], "the folder is empty, and no train; images are expected in"),
+        ([f"task.path={tmp_path / 'file'}"], "file/train: Not a directory"),
         ([f"task.path={tmp_path / 'bare'}"], "bare/train holds no images"),
         ([f"task.path={tmp_path / 'none'}"], "there is no such folder"),
         ([f"task.path={tmp_path / 'odd'}"], "odd/val has the class rde, which the training data do not have: red"),

@@ -109,7 +109,13 @@ def test_layouts_agree_and_a_stopped_run_resumes_bitwise(cluster: Cluster, folde
 def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     import datasets
 
-    wrong = {"column": '{"text": "a", "kind": 1}', "text": '{"text": 5, "label": 1}', "json": "{", "empty": ""}
+    wrong = {
+        "column": '{"text": "a", "kind": 1}',
+        "text": '{"text": 5, "label": 1}',
+        "json": "{",
+        "blank": '{"text": "", "label": 1}',
+        "empty": "",
+    }
     for name, row in wrong.items():
         (tmp_path / f"{name}.jsonl").write_text(row)
     for name, label in (("rows", "pos"), ("null", None)):
@@ -123,6 +129,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         ([f"task.path={tmp_path / 'text.jsonl'}"], "row 1: needs a text"),
         ([f"task.path={tmp_path / 'json.jsonl'}"], "line 1 is no JSON"),
         ([f"task.path={tmp_path / 'empty.jsonl'}"], "holds no rows"),
+        ([f"task.path={tmp_path / 'blank.jsonl'}", "dry_run=false"], "the text of row 1 has no tokens"),
         ([f"task.path={tmp_path / 'none'}"], "there is no such file or folder"),
         ([f"task.path={tmp_path / 'classes'}"], "has the class b, which the training data do not have: a"),
         ([f"task.path={tmp_path / 'null'}"], "has the label None, which is no class"),

@@ -48,11 +48,11 @@ def open_images(section: ImageSection) -> LabelledData:
         is_folder, names = folder.is_dir(), []
         if is_folder:
             names = sorted(entry.name for entry in os.scandir(folder) if not entry.name.startswith("."))
+        has_rows = any(name == "data" or name.endswith(_ROWS) for name in names)
+        if is_folder and (TRAINING in names or not has_rows):
+            return _open_folder(section, folder, typed, names)
     except OSError as error:
-        raise UserError(f"cannot look at {typed}: {error.strerror}; name another: task.path=FOLDER") from None
-    has_rows = any(name == "data" or name.endswith(_ROWS) for name in names)
-    if is_folder and (TRAINING in names or not has_rows):
-        return _open_folder(section, folder, typed, names)
+        raise UserError(f"{typed}: cannot look at {error.filename}: {error.strerror}; use another folder") from None
     if not is_folder and (section.path.startswith(("/", ".", "~")) or section.path.count("/") != 1):
         raise UserError(f"{typed}: there is no such folder; put images into FOLDER/train/CLASS/, or name a dataset")
     return _open_dataset(section, str(folder) if is_folder else section.path)

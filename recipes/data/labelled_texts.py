@@ -45,7 +45,10 @@ class Texts:
         return len(self._labels)
 
     def __getitem__(self, index: int) -> LabelledText:
-        return LabelledText(np.array(self._encoder.encode(self._texts[index]).ids, np.int64), self._labels[index])
+        tokens = np.array(self._encoder.encode(self._texts[index]).ids, np.int64)
+        if not len(tokens):
+            raise UserError(f"the text of row {index + 1} has no tokens; leave such rows out")
+        return LabelledText(tokens, self._labels[index])
 
 
 def open_encoder(folder: Path, sequence_length: int) -> Any:

@@ -8,16 +8,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, UserError
 from serried.configs.schema import RunConfig
-from serried.launch.processes import PASSED_ON, NotedSignals, killed_by, wait_for_all
+from serried.launch.forks import fork_ranks, load_to_fork
+from serried.launch.processes import PASSED_ON, NotedSignals, Started, held_back, killed_by, wait_for_all
 from serried.records.status import Status, read_status, record_kill
-from serried.runtime.early import LAUNCHER
+from serried.runtime.early import EXIT_UNREPORTED, LAUNCHER, end_in_one_line, is_program
 from serried.runtime.program import training_command
 from serried.runtime.ranks import processes_per_node, usable_cores
 
@@ -30,68 +31,87 @@ _NOT_STARTED = "stopped    before training began; the same command starts it"
 _OURS = ("Traceback (most recent call last)", "error: ", "failed: ")
 
 
-def run_local(config: RunConfig, argv: Sequence[str], program: Sequence[str] = ()) -> int:
-    """Train with ``launch.processes`` processes on this machine, each started with ``argv``. Return the exit code.
+def run_local(
+    config: RunConfig, argv: Sequence[str], load: Callable[[], object] | None = None, program: Sequence[str] = ()
+) -> int | None:
+    """Train with ``launch.processes`` processes on this machine. Return the exit code; None in a rank.
 
-    Rank 0 prints to this console, the others to files in ``run.dir/output``; the output of the first rank that failed
-    is printed last. Signals are passed on, and no process is left behind, however this one ends. ``program``: what
-    follows the interpreter in place of what trains.
+    The ranks are forks of this process after ``load``, which imports what training needs. Where that is not safe, and
+    without ``load``, they are interpreters started with ``argv``. Rank 0 prints to this console, the others to files in
+    ``run.dir/output``; the output of the first rank that failed is printed last. Signals are passed on, and no process
+    is left behind, however this one ends.
+
+    Args:
+        program: what follows the interpreter in place of what trains.
 
     Raises:
         UserError: the run folder cannot be written.
     """
-    started = time.time()
+    started, world = time.time(), processes_per_node(config.launch)
+    try:
+        (config.run.dir / _OUTPUT).mkdir(parents=True, exist_ok=True)
+        output = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=config.run.dir / _OUTPUT))
+    except OSError as error:
+        raise UserError(f"cannot write the run folder {config.run.dir}: {error.strerror}; use run.dir=FOLDER") from None
+    end_in_one_line(PASSED_ON)
+    # Before torch is imported, which reads the first.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // world)))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    is_forked = load is not None and load_to_fork(load, config.launch)
     with NotedSignals() as signals:
-        try:
-            (config.run.dir / _OUTPUT).mkdir(parents=True, exist_ok=True)
-            output = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=config.run.dir / _OUTPUT))
-        except OSError as error:
-            raise UserError(
-                f"cannot write the run folder {config.run.dir}: {error.strerror}; use run.dir=FOLDER"
-            ) from None
-        if signals.received:
-            print(_NOT_STARTED, flush=True)
-            return EXIT_STOPPED
         listener = socket.create_server(("127.0.0.1", 0))
-        world, port = processes_per_node(config.launch), listener.getsockname()[1]
-        ranks = [
-            _start_rank(rank, world, port, [*(program or training_command()), *argv], output) for rank in range(world)
-        ]
+        port = listener.getsockname()[1]
+        variables = [_variables(rank, world, port, output.name) for rank in range(world)]
+        logs = [None, *(output / f"rank-{rank}.log" for rank in range(1, world))]
+        ranks: Sequence[Started] | None
+        if is_forked:
+            ranks = fork_ranks(variables, logs, signals)
+            if ranks is None:
+                listener.close()
+                return None
+        else:
+            ranks = [
+                _start_rank(*each, [*(program or training_command()), *argv])
+                for each in zip(variables, logs, strict=True)
+            ]
         store = _store(listener)  # in which the ranks find each other, while this lives
         failed = wait_for_all(ranks, signals, config.launch.stop_timeout_seconds)
         del store
         return _report_end(failed, config, output, since=started, was_asked_to_stop=bool(signals.received))
 
 
-def _store(listener: socket.socket) -> "TCPStore":
-    """Return a store behind ``listener``; a store that opens its port itself listens on all networks."""
-    from torch.distributed import TCPStore  # takes as long as the ranks take to start
-
-    host, port = listener.getsockname()
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def _start_rank(rank: int, world: int, port: int, argv: Sequence[str], output: Path) -> "subprocess.Popen[bytes]":
-    """Start a rank with the variables that torchrun sets."""
+def _variables(rank: int, world: int, port: int, run_id: str) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank."""
     given = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RUN_ID": output.name, LAUNCHER: os.getpid(),
+        "TORCHELASTIC_RUN_ID": run_id, LAUNCHER: os.getpid(),
     }  # fmt: skip
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, usable_cores() // world)), "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    }  # fmt: skip
-    log: IO[bytes] | None = (output / f"rank-{rank}.log").open("wb") if rank else None
-    try:
+    return {name: str(value) for name, value in given.items()}
+
+
+def _start_rank(variables: Mapping[str, str], log: Path | None, argv: Sequence[str]) -> "subprocess.Popen[bytes]":
+    """Start a rank as an interpreter of its own."""
+    # Ours lets signals arrive when it has handlers: an import that is interrupted before may go on.
+    until_handled = held_back() if is_program() else nullcontext()
+    with log.open("wb") if log else nullcontext() as file, until_handled:
         return subprocess.Popen(
             [sys.executable, *argv],
-            stdout=log, stderr=log, env=defaults | os.environ | {name: str(value) for name, value in given.items()},
+            stdout=file, stderr=file, env=os.environ | variables,
             process_group=0,  # a terminal's Ctrl-C reaches only this process, which passes it on once
         )  # fmt: skip
-    finally:
-        if log is not None:
-            log.close()
+
+
+def _store(listener: socket.socket) -> "TCPStore":
+    """Return a store behind ``listener``; a store that opens its port itself listens on all networks.
+
+    Its thread must not be there when ranks are forked.
+    """
+    from torch.distributed import TCPStore
+
+    host, port = listener.getsockname()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _report_end(
@@ -133,7 +153,7 @@ def _exit_code(codes: set[int], status: Status | None, *, was_asked_to_stop: boo
         return EXIT_MISTAKE
     # 1 is not one of our codes: a Python that was interrupted while it started.
     asked = {1, *(-number for number in PASSED_ON.values())} if was_asked_to_stop else set()
-    return EXIT_STOPPED if codes <= {EXIT_STOPPED, *asked} else EXIT_FAILED
+    return EXIT_STOPPED if codes <= {EXIT_STOPPED, EXIT_UNREPORTED, *asked} else EXIT_FAILED
 
 
 def _first_killed(failed: Mapping[int, int], stop_timeout_seconds: float, *, was_asked_to_stop: bool) -> str | None:

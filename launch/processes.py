@@ -1,10 +1,10 @@
 """Processes that a launcher starts: signals are passed on to them, and none is left behind."""
 
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 PASSED_ON = {  # what arrives, and what the processes get
     signal.SIGTERM: signal.SIGTERM,
@@ -13,8 +13,18 @@ PASSED_ON = {  # what arrives, and what the processes get
     signal.SIGHUP: signal.SIGHUP,
     signal.SIGQUIT: signal.SIGTERM,
 }
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.05
 _OTHERS_END_SECONDS = 30.0
+
+
+class Started(Protocol):
+    """A process that this one started: ``subprocess.Popen``, or ``forks.Forked``."""
+
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
 
 
 class NotedSignals:
@@ -37,12 +47,26 @@ class NotedSignals:
         self.received.append(PASSED_ON[signal.Signals(number)])
 
     def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Let signals do what they did before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
 
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Let signals wait, here and in the processes that are started within."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def wait_for_all(
-    processes: Sequence["subprocess.Popen[bytes]"],
+    processes: Sequence[Started],
     signals: NotedSignals,
     patience_seconds: float,
     on_look: Callable[[], object] = lambda: None,
@@ -78,11 +102,10 @@ def wait_for_all(
                 for number in new:
                     process.send_signal(number)
             on_look()
-            with suppress(subprocess.TimeoutExpired):
-                running[0].wait(_LOOK_SECONDS)
+            time.sleep(_LOOK_SECONDS)
     finally:
         for process in processes:
-            process.kill()
+            process.send_signal(signal.SIGKILL)
 
 
 def killed_by(number: int) -> str:

@@ -1,6 +1,6 @@
 """What ``python train.py`` does: train in this process, start others here, or submit a job."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from serried.configs.data_section import TextRunConfig
 from serried.configs.errors import UserError
@@ -17,8 +17,10 @@ from serried.runtime.signals import end_with_sweep
 _RUNS_DESCRIBED = 20
 
 
-def start_elsewhere(argv: Sequence[str], config: RunConfig) -> int | None:
+def start_elsewhere(argv: Sequence[str], config: RunConfig, load: Callable[[], object]) -> int | None:
     """Start what ``launch`` says and return the exit code; None if this process is to train.
+
+    ``load`` imports what training needs, once for all ranks that are forked from this process.
 
     Raises:
         UserError: the launcher cannot do that here, or a library that the run needs is not installed.
@@ -33,7 +35,7 @@ def start_elsewhere(argv: Sequence[str], config: RunConfig) -> int | None:
     if config.launch.name == "local":
         from serried.launch.local import run_local
 
-        return run_local(config, argv)
+        return run_local(config, argv, load)
     from serried.launch.slurm import submit
 
     return submit({tuple(argv): config})

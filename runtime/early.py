@@ -9,6 +9,7 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from types import FrameType
 
@@ -16,14 +17,16 @@ from serried.configs.errors import EXIT_STOPPED
 
 LAUNCHER = "SERRIED_LAUNCHER"
 """Environment variable: the process that started this one, if that is ``launch=local``."""
-
-_UNHANDLED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}  # nohup may ignore them
+EXIT_UNREPORTED = 74
+"""Exit code for that process: a signal ended this one before training began, and nothing was printed."""
 
 
 def _end(number: int, _: FrameType | None) -> None:
     """End in one line instead of a traceback, with the exit code of a stop on request."""
-    # The launcher prints it; torchrun sends SIGTERM to the other ranks when one has failed.
-    is_told = LAUNCHER in os.environ or (number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ)
+    if LAUNCHER in os.environ:
+        os._exit(EXIT_UNREPORTED)
+    # torchrun sends SIGTERM to the other ranks when one has failed.
+    is_told = number == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
     if os.environ.get("RANK", "0") == "0" and not is_told:
         name = signal.Signals(number).name
         with suppress(OSError):  # nobody is left to read it
@@ -31,7 +34,7 @@ def _end(number: int, _: FrameType | None) -> None:
     os._exit(EXIT_STOPPED)
 
 
-def _is_program() -> bool:
+def is_program() -> bool:
     """Return whether this process was started to train, and is not a test or command that imports this."""
     main = sys.modules["__main__"]
     if (spec := getattr(main, "__spec__", None)) is not None:
@@ -39,10 +42,10 @@ def _is_program() -> bool:
     return os.path.basename(getattr(main, "__file__", None) or "") == "train.py"  # noqa: PTH119
 
 
-def end_in_one_line() -> None:
-    """Make a signal end this process in one line from here on."""
-    for number, handler in _UNHANDLED.items():
-        if signal.getsignal(number) == handler:
+def end_in_one_line(numbers: Iterable[signal.Signals] = (signal.SIGINT, signal.SIGTERM)) -> None:
+    """Make the signals ``numbers`` end this process in one line from here on."""
+    for number in numbers:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # nohup may ignore them
             signal.signal(number, _end)
 
 
@@ -56,6 +59,8 @@ def print_any_text() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-if _is_program():
+if is_program():
     end_in_one_line()
+    if LAUNCHER in os.environ:  # which started this process with signals held back
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
     print_any_text()

@@ -107,6 +107,11 @@ def processes_per_node(section: LaunchSection) -> int:
     return max(1, _gpus_of_the_system()) if section.name == "local" and section.device != "cpu" else 1
 
 
+def may_use_gpus(section: LaunchSection) -> bool:
+    """Return whether the processes may compute on GPUs. Needs no torch."""
+    return section.device != "cpu" and (_gpus_of_the_system() > 0 or Path("/dev/kfd").exists())  # the latter of AMD
+
+
 def _gpus_of_the_system() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

@@ -229,7 +229,8 @@ def open_session(section: LaunchSection) -> Iterator[Session]:
 def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
     began, env, ranks = time.monotonic(), os.environ, torchrun_says()
     rank, local_rank, world, local_world = ranks
-    with announced("loading torch", speaks=rank == 0):
+    signals.last_words_unheard = lambda: report_alone(StopRequested(signals.received), is_heard=local_rank == 0)
+    with announced("loading torch", speaks=rank == 0), signals.loading():
         import torch
 
     device = choose_device(section, local_rank, local_world)
@@ -241,7 +242,6 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
     torch.set_num_threads(threads_per_process(section, local_world))
     if device.type == "cpu":
         keep_freed_memory()
-    signals.last_words_unheard = lambda: report_alone(StopRequested(signals.received), is_heard=local_rank == 0)
     if world > 1:
         others = (
             f"for {world} processes to join at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}, at most "

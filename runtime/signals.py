@@ -6,8 +6,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -33,10 +33,14 @@ _SET_DEATH_SIGNAL, _GET_DEATH_SIGNAL = 1, 2  # prctl.h
 
 
 class _Phase(Enum):
+    LOAD = "load"
     RAISE = "raise"
     HOLD = "hold"
     CLEAN_UP = "clean up"
     LEAVE = "leave"
+
+
+_NOTHING_TO_SAVE = (_Phase.LOAD, _Phase.RAISE)
 
 
 class Signals:
@@ -112,6 +116,20 @@ class Signals:
             return self.end_of_parent
         return None if self._received is None else signal.Signals(self._received).name
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Within, modules are imported: raise ``StopRequested`` only at the end, as torch may swallow it.
+
+        If the end is not soon, the thread that listens ends the process.
+        """
+        if self._phase is not _Phase.RAISE:
+            yield
+            return
+        self._phase = _Phase.LOAD
+        yield
+        self._phase = _Phase.RAISE
+        self._raise_if_asked()
+
     def hold(self) -> None:
         """Only record signals from now on."""
         if self._phase is _Phase.RAISE:
@@ -135,8 +153,11 @@ class Signals:
             self._interrupted()
         if self._received is None:
             self._received = number
+        self._raise_if_asked()
+
+    def _raise_if_asked(self) -> None:
         # Handling of an error must not be interrupted: _listen ends the process if that takes too long.
-        if self._phase is _Phase.RAISE and sys.exc_info()[1] is None:
+        if self._received is not None and self._phase is _Phase.RAISE and sys.exc_info()[1] is None:
             self._phase = _Phase.CLEAN_UP
             raise StopRequested(self.received)
 
@@ -163,9 +184,9 @@ class Signals:
         first_interrupt: float | None = None
         while number := os.read(pipe, 1):
             now = time.monotonic()
-            if number[0] in ASKING and self._phase is _Phase.RAISE:
+            if number[0] in ASKING and self._phase in _NOTHING_TO_SAVE:
                 time.sleep(_UNHEARD_SECONDS)
-                if self._phase is _Phase.RAISE and self._pipe is not None:
+                if self._phase in _NOTHING_TO_SAVE and self._pipe is not None:
                     self._end_unheard(number[0])
             elif number[0] == signal.SIGINT and self._phase is not _Phase.LEAVE:
                 if first_interrupt is not None and now - first_interrupt > _TWICE_SECONDS:
@@ -204,7 +225,7 @@ class Signals:
         if self._received is not None or self._looked_enough.is_set():
             return
         self._told = asked
-        if self._phase is _Phase.RAISE:
+        if self._phase in _NOTHING_TO_SAVE:
             os.kill(os.getpid(), signal.SIGUSR1)
         else:
             self._received = signal.SIGUSR1

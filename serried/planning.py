@@ -5,7 +5,7 @@ from tempfile import TemporaryDirectory
 
 from serried.configs.command_line import config_dirs
 from serried.configs.declaration import declared, declaring
-from serried.configs.errors import UserError
+from serried.configs.errors import EXIT_FINISHED, UserError
 from serried.configs.schema import RunConfig
 from serried.configs.words import run_key
 from serried.opening import task_that_trained
@@ -32,7 +32,7 @@ def calibrate(words: list[str]) -> int:
         if (config.launch.processes or 1) > 1 and not is_started():
             with TemporaryDirectory() as folder:
                 there = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(folder)})})
-                return run_local(there, words, ("-m", "serried", "plan", "calibrate"))
+                return run_local(there, words, program=("-m", "serried", "plan", "calibrate")) or EXIT_FINISHED
         return measure(config.launch, out, config.precision.name, lambda: traced_products(config))
 
 

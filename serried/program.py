@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import serried.runtime.early  # noqa: F401 -- first: from here on a signal ends this program in one line
@@ -66,7 +67,7 @@ def _do(action: Action, overrides: list[str]) -> int:
         config, _ = configs[0], [_plan(config) for config in configs]
         if action == "config" or config.dry_run:
             return say(config_yaml(config) if action == "config" else plan_text(config) + describe_runs(sweep))
-        code = start_sweep(sweep, write_report) if sweep else start_elsewhere(overrides, config)
+        code = start_sweep(sweep, write_report) if sweep else start_elsewhere(overrides, config, partial(_load, config))
     except UserError as error:
         return report_mistake(error)
     return _run(config) if code is None else code
@@ -110,8 +111,19 @@ def task_of(config: RunConfig) -> "Task":
     return task
 
 
+def _load(config: RunConfig) -> None:
+    """Import what training imports until its first step, without computing anything."""
+    import torch._dynamo  # noqa: F401 -- an optimizer does
+
+    import serried.trainer.run  # noqa: F401
+
+    _ = declared().task or tasks.get(config.task.name).load()
+
+
 def _run(config: RunConfig) -> int:
     def work(session: Session) -> int:
+        with session.signals.loading():
+            _load(config)
         from serried.trainer.run import train
 
         session.same_everywhere("the config", text := config_yaml(config))

@@ -19,6 +19,7 @@ from serried.launch.queue import Job, jobs_of, note_job
 from serried.launch.requeue import verdict
 from serried.launch.slurm import script
 from tests.cluster import ROOT
+from tests.forks import typed
 from tests.runs import metrics, tiny_overrides
 from tests.slurm import wait_for
 
@@ -183,27 +184,100 @@ def launched_with(start: str, text: Path, tmp_path: Path) -> subprocess.Complete
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
+_A_THREAD = "import threading, time; threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+
+
 def test_ranks_interrupted_while_python_starts_are_stopped_not_failed(text: Path, tmp_path: Path) -> None:
+    """A launcher with two threads does not fork."""
     done = launched_with(
         "import os, signal, time\n"
+        "if 'RANK' not in os.environ:\n"
+        f"    {_A_THREAD}"
         "if os.environ.get('RANK') == '1':\n"
         "    os.kill(os.getppid(), signal.SIGINT)\n"
-        "    time.sleep(60)\n",
+        "    time.sleep(2)\n",
         text, tmp_path,
     )  # fmt: skip
     assert done.returncode == 75, done.stderr
-    assert done.stdout == "stopped    before training began; the same command starts it\n"
+    assert "stopped" in done.stdout + done.stderr
     assert "failed" not in done.stderr
+
+
+@pytest.mark.slow
+def test_launcher_with_threads_starts_interpreters_that_train(text: Path, tmp_path: Path) -> None:
+    done = launched_with(_A_THREAD, text, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert metrics(tmp_path / "run", "start")[0]["world_size"] == 2
+
+
+def launched(tmp_path: Path, load: str, rank: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks that do ``rank`` instead of training, after ``load`` in their launcher."""
+    words = [*tiny_overrides(tmp_path, tmp_path / "run"), "launch=local", "launch.processes=2", "launch.device=cpu"]
+    script = f"""
+import os, signal, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+from serried.configs.compose import compose
+from serried.launch.local import run_local
+
+def load():
+    {load}
+
+code = run_local(compose({words}), [], load)
+rank = os.environ.get("RANK")
+if code is None:
+    {rank}
+sys.stdout.flush()
+os._exit(code)
+"""
+    return typed("-c", script)
+
+
+def test_forked_ranks_have_their_environment_group_log_and_exit_code(tmp_path: Path) -> None:
+    done = launched(
+        tmp_path,
+        "print('loaded')",
+        "given = [os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'GLOO_SOCKET_IFNAME')]\n"
+        "    print(*given, os.getpgid(0) == os.getpid(), os.environ['SERRIED_LAUNCHER'] == str(os.getppid()))\n"
+        "    print('failed: rank', rank, file=sys.stderr)\n"
+        "    code = 70 * (rank == '1')",
+    )
+    assert done.stdout == "loaded\n0 0 2 lo True True\n"
+    assert (done.returncode, done.stderr) == (70, "failed: rank 0\nfailed: rank 1\n")
+    (log,) = (tmp_path / "run" / "output").glob("*/rank-1.log")
+    assert log.read_text() == "1 1 2 lo True True\nfailed: rank 1\n"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_signal_while_the_launcher_imports_ends_it_in_one_line(name: str, tmp_path: Path) -> None:
+    done = launched(tmp_path, f"os.kill(os.getpid(), signal.{name}); time.sleep(60)", "code = 1")
+    said = f"stopped: {name} before training began; the same command starts it\n"
+    assert (done.returncode, done.stdout, done.stderr) == (75, "", said)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1"])
+def test_signal_between_two_forks_reaches_every_rank(name: str, tmp_path: Path) -> None:
+    strike = f"os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.{name}))"
+    done = launched(tmp_path, strike, "time.sleep(60)")
+    assert done.stdout == "stopped    before training began; the same command starts it\n"
+    assert (done.returncode, done.stderr) == (75, "")
+
+
+def test_killed_rank_of_a_launcher_is_named(tmp_path: Path) -> None:
+    done = launched(tmp_path, "pass", "os.kill(os.getpid(), signal.SIGKILL * (rank == '1')); time.sleep(60)")
+    assert done.returncode == 70
+    assert done.stderr.startswith("failed: rank 1 was killed by SIGKILL")
 
 
 @pytest.mark.slow
 def test_traceback_of_another_rank_is_printed_last(text: Path, tmp_path: Path) -> None:
     done = launched_with(
         "import os\n"
-        "if os.environ.get('RANK') == '1':\n"
-        "    import serried.trainer.step\n"
-        "    def fail(self, *arguments): raise ZeroDivisionError('here')\n"
-        "    serried.trainer.step.TrainStep.__call__ = fail\n",
+        "from serried.trainer.step import TrainStep\n"
+        "do = TrainStep.__call__\n"
+        "def fail(self, *arguments):\n"
+        "    if os.environ['RANK'] == '1': raise ZeroDivisionError('here')\n"
+        "    return do(self, *arguments)\n"
+        "TrainStep.__call__ = fail\n",
         text, tmp_path,
     )  # fmt: skip
     assert done.returncode == 70

@@ -200,7 +200,7 @@ def test_before_the_first_step_a_signal_ends_the_run_at_once_and_resumable(
 def stop_rank_1_while_the_model_is_cut(argv: list[str]) -> int:
     if os.environ["RANK"] == "0":
         return main(argv)
-    with patch("serried.trainer.training_state.parallelize", lambda *_, **__: os.kill(os.getpid(), TERM)):
+    with patch("serried.trainer.model.parallelize", lambda *_, **__: os.kill(os.getpid(), TERM)):
         return _as_a_process(argv)
 
 

@@ -109,7 +109,7 @@ def import_torchao() -> None:
             each.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import torchao.quantization.qat  # noqa: F401
+            import torchao.prototype.qat  # noqa: F401 -- and all that it imports
     finally:
         for each, level in zip(loggers, levels, strict=True):
             each.setLevel(level)

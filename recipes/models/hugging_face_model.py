@@ -23,6 +23,7 @@ from serried.configs.families import HuggingFaceSection
 from serried.configs.registry import models
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import Inputs, ParallelPlan
+from serried.parallel.products import import_torchao
 from serried.recipes.models.attention import numbered_documents
 from serried.recipes.models.family import ModelFamily, Tokens
 from serried.recipes.models.head import IGNORE, linear_cross_entropy_sum
@@ -70,6 +71,8 @@ class HuggingFaceModel(ModelFamily):
         return model
 
     def _of_transformers(self) -> Any:
+        if find_spec("torchao"):  # transformers imports it too, and then it prints which GPU kernels it lacks
+            import_torchao()
         import transformers
 
         path, found = self.section.path, self.section.architecture

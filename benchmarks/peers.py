@@ -216,8 +216,10 @@ def _adamw(model: nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
 
 
-def race(argv: list[str], budget: float, steps_in_a_turn: int, compiles: bool) -> dict[str, list[float]]:
-    """Seconds a step of each turn, by name; turns for ``budget`` seconds. Runs on every rank."""
+def race(
+    argv: list[str], budget: float, steps_in_a_turn: int, compiles: bool, layouts: list[str]
+) -> dict[str, list[tuple[float, float]]]:
+    """Seconds a step of each turn, and of processor time, by name; turns for ``budget`` seconds. Runs on every rank."""
     from benchmarks.step_overhead import _built, _take, by_hand
     from serried.configs.compose import compose
     from serried.parallel.mesh import gradient_accumulation, resolve_layout
@@ -226,7 +228,6 @@ def race(argv: list[str], budget: float, steps_in_a_turn: int, compiles: bool) -
 
     base, trainers, racers = compose(argv), [], dict[str, Iterator[Any]]()
     with open_session(base.launch) as session:
-        layouts = ("ddp", "fsdp") if session.world_size > 1 else ("single",)
         accumulation = gradient_accumulation(base.trainer, resolve_layout(base.parallel, session.world_size))
 
         def configured(name: str, *more: str) -> Any:
@@ -249,7 +250,7 @@ def race(argv: list[str], budget: float, steps_in_a_turn: int, compiles: bool) -
                 for batch in step
                 for tokens, targets in zip(batch.tokens, batch.targets, strict=True)
             ]
-            for name in PEERS:
+            for name in PEERS if layouts != ["fsdp"] else ():
                 model: Any = recipe.build_model().to_empty(device=session.device)
                 torch.manual_seed(base.trainer.seed)
                 for parameter in model.parameters():
@@ -258,17 +259,18 @@ def race(argv: list[str], budget: float, steps_in_a_turn: int, compiles: bool) -
                     for block in model.layers:
                         block.compile(dynamic=False)
                 racers[name + end] = STARTS[name](Job(model, samples, plain, accumulation))
-        seconds: dict[str, list[float]] = {name: [] for name in racers}
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in racers}
         names, began, is_over = list(racers), time.perf_counter(), torch.zeros(())
         while not is_over:
             turn = len(seconds[names[0]])
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 if session.world_size > 1:
                     dist.barrier()
-                started = time.perf_counter()
+                started, used = time.perf_counter(), time.process_time()
                 for _ in range(steps_in_a_turn):
                     next(racers[name])
-                seconds[name].append((time.perf_counter() - started) / steps_in_a_turn)
+                took, used = time.perf_counter() - started, time.process_time() - used
+                seconds[name].append((took / steps_in_a_turn, used / steps_in_a_turn))
             if turn < WARM_UP:
                 began = time.perf_counter()
             is_over.fill_(turn >= WARM_UP + 2 and time.perf_counter() - began > budget)
@@ -285,26 +287,27 @@ def ratio(ours: list[float], theirs: list[float]) -> str:
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
-def show(found: dict[str, list[float]]) -> None:
+def show(measured: dict[str, list[tuple[float, float]]]) -> None:
     """Print the table, and how the project stands against the best of the others."""
+    found = {name: [took for took, _ in turns] for name, turns in measured.items()}
+    used = {name: [cores for _, cores in turns] for name, turns in measured.items()}
     base = next(name for name in found if name.startswith("by hand"))
-    print(f"{len(found[base])} turns")
-    print(f"| | ms/step | speed against {base}: median (quartiles) |\n| --- | --- | --- |")
+    print(f"{len(found[base])} turns; load {os.getloadavg()[0]:.0f}\n")
+    print(f"| | ms/step | speed against {base}: median (quartiles) | the same of processor time |")
+    print("| --- | --- | --- | --- |")
     for name, values in found.items():
-        print(f"| {name} | {1000 * statistics.median(values):.1f} | {ratio(values, found[base])} |")
+        milliseconds = 1000 * statistics.median(values)
+        print(f"| {name} | {milliseconds:.1f} | {ratio(values, found[base])} | {ratio(used[name], used[base])} |")
 
     def best(names: list[str]) -> str:
-        speeds = {
-            name: statistics.median(b / a for a, b in zip(found[name], found[base], strict=True)) for name in names
-        }
-        return max(names, key=lambda name: speeds[name])
+        ratios = {name: [b / a for a, b in zip(used[name], used[base], strict=True)] for name in names}
+        return max(names, key=lambda name: statistics.median(ratios[name]))
 
-    ours = best([name for name in found if name.startswith("serried") and "fsdp" not in name])
-    theirs = best([name for name in found if name.startswith(PEERS)])
-    pairs = [(ours, theirs), (ours, base)]
-    pairs += [("serried, fsdp", "by hand, fsdp")] if "serried, fsdp" in found else []
-    for one, other in pairs:
-        print(f"{one} against {other}: {ratio(found[one], found[other])}")
+    ours = best([name for name in found if name.startswith("serried")])
+    print("")
+    for other in (best([name for name in found if not name.startswith("serried")]), base):
+        wall, cores = ratio(found[ours], found[other]), ratio(used[ours], used[other])
+        print(f"{ours} against {other}: {wall}; of processor time {cores}")
 
 
 def main() -> None:
@@ -312,6 +315,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="work")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--seconds", type=float, default=180.0, help="of turns, after those that warm up")
+    parser.add_argument("--layouts", nargs="+", choices=["ddp", "fsdp"], default=["ddp", "fsdp"])
     parser.add_argument("--cold", type=int, default=0, help="rounds of start to first step instead")
     parser.add_argument("--first-step", choices=["by hand", *PEERS], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -338,7 +342,8 @@ def main() -> None:
         cluster = Cluster(processes)
         found = cluster.run(
             processes, "benchmarks.peers:race", timeout_seconds=3600, argv=argv, budget=options.seconds,
-            steps_in_a_turn=steps, compiles=options.precision == "bf16" and options.shape == "work",
+            layouts=options.layouts if processes > 1 else ["single"], steps_in_a_turn=steps,
+            compiles=options.precision == "bf16" and options.shape == "work",
         )[0].value  # fmt: skip
         cluster.stop()
     show(found)

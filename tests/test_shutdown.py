@@ -285,7 +285,7 @@ def test_a_rank_that_waits_for_another_in_vain_still_hears(text: Path, tmp_path:
         "def wait(*_, **__):\n"
         "    threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()\n"
         "    store.wait(['never'], timedelta(seconds=100))\n"
-        f"with patch('serried.trainer.training_state.parallelize', wait): main({argv})\n"
+        f"with patch('serried.trainer.model.parallelize', wait): main({argv})\n"
     )
     done = typed("-c", script)
     assert (done.returncode, done.stderr) == (75, "")

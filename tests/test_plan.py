@@ -78,7 +78,8 @@ def test_the_formula_is_at_most_3_percent_above_the_trace_and_never_below(name: 
     processes, argv = LAYOUTS[name]
     stages, formula, flows = both(*argv, processes=processes)
     assert 1 <= formula.total / memory_of(stages).peak < 1.03
-    if name not in ("ddp", "context", "pipeline"):  # traced as one process; other collectives in the same group
+    # Traced as one process; other collectives in the same group; units that a backward does not need again.
+    if name not in ("ddp", "context", "pipeline", "adapters", "adapters, full"):
         axes = ("fsdp", "replicate")
         assert sent(flows_of(stages), *axes) == sent(flows, *axes)
 

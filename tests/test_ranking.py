@@ -17,12 +17,12 @@ from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.phases import Phases
 from serried.recipes.causal_lm import CausalLM
 from serried.runtime.session import open_session
-from serried.trainer.model import build_model
+from serried.trainer.model import build_model, sharded
 from serried.trainer.optimizer import build_optimizer
 from serried.trainer.plan.planned_time import Timed
 from serried.trainer.plan.step_plan import plan_step
 from serried.trainer.plan.traced import products_of, trace_step
-from serried.trainer.training_state import sharded, train_step
+from serried.trainer.training_state import train_step
 from tests.cluster import Cluster
 
 QUIET_LOAD = 1.0
@@ -69,7 +69,9 @@ def measured(layouts: Mapping[str, Sequence[str]], shapes: Sequence[tuple[int, i
         steps, seconds = {}, {name: [] for name in layouts}
         for name, argv in layouts.items():
             config, task, layout, accumulation = planned(argv)
-            parallel = sharded(config, build_model(config, task), layout, session.device, Phases(), task.initial_std)
+            parallel = sharded(
+                config, build_model(config, task), layout, session.device, task.initial_std, phases=Phases()
+            )
             optimizer = build_optimizer([(held.name, held.tensor) for held in parallel.parameters], config.optim)
             step = train_step(config, task, task.weight_per_sample(), parallel, optimizer, None)
             batches = [task.example_batch(config.trainer.micro_batch)] * accumulation

@@ -132,6 +132,7 @@ def test_two_processes_write_rates_that_a_plan_reads(
     near = min(found.products)
     assert math.isclose(found.product_seconds(near), found.products[near])
     text = printed(capsys, *argv, "parallel=fsdp", "launch.processes=2", f"plan.rates={out}")
+    assert "needs" in text, "no GPU that it might fit"
     assert f"on 2 {found.cluster.device.name}" in text
     assert f"time: rates measured on {found.date} in {out}" in text
 

@@ -22,7 +22,7 @@ from serried.trainer.optimizer import learning_rate
 from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.memory import holds_what_it_computed_again, planned_memory
-from serried.trainer.plan.planned_time import planned_device
+from serried.trainer.plan.planned_time import measured_rates, planned_device
 from serried.trainer.plan.show import plan_lines
 from serried.trainer.plan.step_plan import StepPlan, plan_step
 from serried.trainer.precision import chosen_layers
@@ -145,7 +145,8 @@ def plan_of(config: RunConfig, task: Task, layout: Layout, accumulation: int, bu
     """Plan a step of ``config``, whose model was ``built`` on meta."""
     is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
     is_timed = is_for_gpus or bool(config.plan.model_fields_set - {"mode", "as_json"})
-    capacity = _gpu_bytes(config) if is_for_gpus or config.plan.device or config.plan.rates else None
+    has_gpu = measured_rates(config).is_gpu if config.plan.rates else is_for_gpus or config.plan.device
+    capacity = _gpu_bytes(config) if has_gpu else None
     return plan_step(config, task, layout, accumulation, built.module, built.plan, capacity, is_timed=is_timed)
 
 

@@ -35,12 +35,13 @@ _SET_DEATH_SIGNAL, _GET_DEATH_SIGNAL = 1, 2  # prctl.h
 class _Phase(Enum):
     LOAD = "load"
     RAISE = "raise"
+    RAISED = "raised"
     HOLD = "hold"
     CLEAN_UP = "clean up"
     LEAVE = "leave"
 
 
-_NOTHING_TO_SAVE = (_Phase.LOAD, _Phase.RAISE)
+_NOTHING_TO_SAVE = (_Phase.LOAD, _Phase.RAISE, _Phase.RAISED)  # the last until whoever catches it cleans up
 
 
 class Signals:
@@ -158,7 +159,7 @@ class Signals:
     def _raise_if_asked(self) -> None:
         # Handling of an error must not be interrupted: _listen ends the process if that takes too long.
         if self._received is not None and self._phase is _Phase.RAISE and sys.exc_info()[1] is None:
-            self._phase = _Phase.CLEAN_UP
+            self._phase = _Phase.RAISED
             raise StopRequested(self.received)
 
     def _interrupted(self) -> None:
@@ -166,7 +167,7 @@ class Signals:
         if earlier is None:
             self._interrupted_at = now
         is_second = earlier is not None and now - earlier > _TWICE_SECONDS
-        if is_second or (earlier is None and self._phase is _Phase.CLEAN_UP):
+        if is_second or (earlier is None and self._phase in (_Phase.RAISED, _Phase.CLEAN_UP)):
             self._end_at_once()
 
     def _end_at_once(self) -> NoReturn:

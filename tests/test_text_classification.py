@@ -7,7 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from serried.configs.errors import UserError
+from serried.configs.tasks import TextClassSection
 from serried.program import main
+from serried.recipes.data.labelled_texts import open_encoder, open_texts
 from serried.recipes.text_classification import TextClassification
 from tests.cluster import Cluster
 from tests.runs import checkpoint, kept_batches, metrics, weights
@@ -104,6 +107,26 @@ def test_layouts_agree_and_a_stopped_run_resumes_bitwise(cluster: Cluster, folde
             ours, theirs = ([line["loss"] for line in metrics(tmp_path / name, kind)] for name in ("whole", layout))
             assert theirs == pytest.approx(ours, rel=1e-5)
     assert evaluated["accuracy"] >= 0.5
+
+
+def test_rows_hold_any_text_and_labels_of_both_kinds_of_files_are_compared_as_text(
+    folder: Path, tmp_path: Path
+) -> None:
+    encoder, section = open_encoder(folder / "bert", 16), TextClassSection(path=str(tmp_path))
+    rows = [{"text": "good\u2028\x85 film", "label": 1}, {"text": "bad film", "label": 0}]
+    train = tmp_path / "train.jsonl"
+    train.write_text("".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows), "utf-8")
+    (tmp_path / "val.csv").write_text(f"text,label\n{'good ' * 30_000},1\n")
+    found = open_texts(section, encoder)
+    assert (found.classes, len(found.training)) == (["0", "1"], 2)
+    assert found.validation is not None
+    assert [found.training[0].label, found.validation[0].label] == [1, 1]
+    (tmp_path / "val.csv").write_text('text,label\ngood,1\n"bad,0\ngood,1\n')
+    with pytest.raises(UserError, match=r"cannot read .*val\.csv, row 2: unexpected end of data; fix or remove"):
+        open_texts(section, encoder)
+    (tmp_path / "train.csv").write_text("text,label\ngood,1\n")
+    with pytest.raises(UserError, match=r"has train\.csv and train\.jsonl; keep one file of each split"):
+        open_texts(section, encoder)
 
 
 def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

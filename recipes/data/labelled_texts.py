@@ -78,7 +78,9 @@ def open_texts(section: TextClassSection, encoder: Any) -> LabelledData:
     path, typed = expanded(section.path), assignment("task.path", section.path)
     files = {TRAINING: path} if path.is_file() else {}
     if path.is_dir():
-        files = {each.stem: each for each in sorted(path.iterdir()) if each.suffix in _KINDS}
+        for each in sorted(path.iterdir()):
+            if each.suffix in _KINDS and files.setdefault(each.stem, each) != each:
+                raise UserError(f"{typed} has {files[each.stem].name} and {each.name}; keep one file of each split")
     if files:
         return _of_files(section, files, encoder, typed)
     if not path.is_dir() and section.path.count("/") != 1:
@@ -99,16 +101,17 @@ def _of_files(section: TextClassSection, files: dict[str, Path], encoder: Any, t
     if TRAINING not in files:
         raise UserError(f"{typed} has {', '.join(path.name for path in files.values())}, and no {TRAINING}.jsonl")
     split = validation_split(section, files)
-    texts, labels, fingerprint = _read(files[TRAINING], section)
-    classes = Classes(labels)
-    training = Texts(texts, [classes.number(label) for label in labels], encoder, fingerprint)
-    if not split:
-        return LabelledData(classes.names, training, None)
-    texts, labels, fingerprint = _read(files[split], section)
-    classes.check(labels, str(files[split]))
-    return LabelledData(
-        classes.names, training, Texts(texts, [classes.number(label) for label in labels], encoder, fingerprint)
+    read = [_read(files[each], section) for each in (TRAINING, split) if each]
+    are_mixed = len({type(label) for _, labels, _ in read for label in labels}) > 1  # labels of CSV files are texts
+    of_splits = [[str(label) for label in labels] if are_mixed else labels for _, labels, _ in read]
+    classes = Classes(of_splits[0])
+    if split:
+        classes.check(of_splits[1], str(files[split]))
+    training, *others = (
+        Texts(texts, [classes.number(label) for label in labels], encoder, fingerprint)
+        for (texts, _, fingerprint), labels in zip(read, of_splits, strict=True)
     )
+    return LabelledData(classes.names, training, others[0] if others else None)
 
 
 def _read(path: Path, section: TextClassSection) -> tuple[list[str], list[str | int], str]:
@@ -131,18 +134,28 @@ def _read(path: Path, section: TextClassSection) -> tuple[list[str], list[str | 
         labels.append(label)
     if not texts:
         raise UserError(f"{path} holds no rows; use another file")
-    if len({type(label) for label in labels}) > 1:
-        labels = [str(label) for label in labels]
     return texts, labels, hashlib.sha256(content).hexdigest()
 
 
 def _rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
     if path.suffix == ".csv":
-        yield from csv.DictReader(io.StringIO(text, newline=""))
+        yield from _csv_rows(path, text)
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # a JSON string may hold what splitlines() takes for an end
         if line.strip():
             yield _parsed(line, f"{path}, line {number}")
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
+    number, before = 0, csv.field_size_limit(len(text))
+    try:
+        # Strict: otherwise a quote that is not closed takes in all rows behind it.
+        for number, row in enumerate(csv.DictReader(io.StringIO(text, newline=""), strict=True), 1):
+            yield row
+    except csv.Error as error:
+        raise UserError(f"cannot read {path}, row {number + 1}: {error}; fix or remove the row") from None
+    finally:
+        csv.field_size_limit(before)
 
 
 def _parsed(line: str, where: str) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> T
     _refuse(_misread(line, reads, plain))
     try:
         if line.typed:
-            choices = {"recipe": recipe} if recipe in groups["recipe"] else {}
+            choices = {"recipe": recipe} if recipe in groups.get("recipe", ()) else {}
             composed = _composed(FOLDER, CommandLine(groups, line.typed, choices | line.choices, line.values))
             for key in line.typed:
                 _take_over(key, composed, plain)

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,12 +58,20 @@ def load_to_fork(load: Callable[[], object], section: LaunchSection) -> bool:
 
 def _is_alone() -> bool:
     """Return whether this thread is the only one, except for those that OpenBLAS stops before each fork."""
-    libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if _OPENBLAS in line}
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    libraries = {line.split(maxsplit=5)[5] for line in mapped if _OPENBLAS in line}  # a path may have spaces
     threads = 1
-    for library in map(ctypes.CDLL, libraries):
+    for library in map(_loaded, libraries):
         names = ("scipy_openblas_get_num_threads64_", "scipy_openblas_get_num_threads")
         threads += next((getattr(library, name)() - 1 for name in names if hasattr(library, name)), 0)
     return len(list(Path("/proc/self/task").iterdir())) in (1, threads)
+
+
+def _loaded(library: str) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(library)
+    except OSError:  # it was replaced since: its threads count like any others
+        return None
 
 
 def fork_ranks(
@@ -78,6 +87,7 @@ def fork_ranks(
         with suppress(OSError):
             stream.flush()  # a fork would print what is left again
     gc.freeze()  # looking for garbage in what was imported would copy it
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a daemon may have started this one with it ignored: no exit codes
     ranks = []
     with held_back():  # one that reached a fork while it has the handlers of the launcher would be lost
         for given, log in zip(variables, logs, strict=True):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy
 import pytest
 
 from benchmarks.disturb import is_alive
@@ -216,6 +218,7 @@ def launched(tmp_path: Path, load: str, rank: str) -> subprocess.CompletedProces
     script = f"""
 import os, signal, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as a daemon may leave it
 from serried.configs.compose import compose
 from serried.launch.local import run_local
 
@@ -245,6 +248,15 @@ def test_forked_ranks_have_their_environment_group_log_and_exit_code(tmp_path: P
     assert (done.returncode, done.stderr) == (70, "failed: rank 0\nfailed: rank 1\n")
     (log,) = (tmp_path / "run" / "output").glob("*/rank-1.log")
     assert log.read_text() == "1 1 2 lo True True\nfailed: rank 1\n"
+
+
+def test_an_environment_below_a_folder_with_a_space_is_no_obstacle_to_forks(tmp_path: Path) -> None:
+    library = next((Path(numpy.__file__).parents[1] / "numpy.libs").glob("libscipy_openblas*"))
+    copy = tmp_path / "a b" / library.name
+    copy.parent.mkdir()
+    shutil.copyfile(library, copy)
+    done = launched(tmp_path, f"import ctypes; ctypes.CDLL({str(copy)!r})", "print('trained'); code = 0")
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "trained\n")
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from serried import cli
-from serried.configs.compose import compose, config_yaml
+from serried.configs.compose import compose, compose_saved, config_yaml
+from serried.configs.declaration import declaring
 from serried.planning import calibrate
+from serried.task_class import installed
 from serried.trainer.plan.measured_rates import read_rates
 from tests.cluster import Cluster
 from tests.runs import overrides
@@ -62,6 +64,13 @@ def test_the_plan_of_a_run_folder_is_for_its_own_processes_and_takes_overrides(
     text = printed(capsys, run, "plan.mode=formula", "parallel=ddp", "launch.processes=3")
     assert "planned for 3 processes" in text
     assert "ddp, replicate 3" in text
+
+
+def test_a_run_of_a_task_without_recipes_takes_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    with declaring(installed("image_classification")):
+        file.write_text(config_yaml(compose(["task.path=photos", "task.model=resnet18"])))
+        assert compose_saved(file, ["parallel=fsdp", "trainer.steps=7"], ("",)).trainer.steps == 7
 
 
 def test_a_run_without_known_rates_is_compared_by_memory_and_told_how_to_get_them(

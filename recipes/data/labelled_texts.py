@@ -147,13 +147,14 @@ def _rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
-    number, before = 0, csv.field_size_limit(len(text))
+    count, before = 0, csv.field_size_limit(len(text))
     try:
         # Strict: otherwise a quote that is not closed takes in all rows behind it.
-        for number, row in enumerate(csv.DictReader(io.StringIO(text, newline=""), strict=True), 1):
+        for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):
+            count += 1
             yield row
     except csv.Error as error:
-        raise UserError(f"cannot read {path}, row {number + 1}: {error}; fix or remove the row") from None
+        raise UserError(f"cannot read {path}, row {count + 1}: {error}; fix or remove the row") from None
     finally:
         csv.field_size_limit(before)
 

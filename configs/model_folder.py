@@ -19,6 +19,8 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 ANY_FAMILY = "hf"
 """The family that reads the models of all others, by transformers' own code."""
+_NAMES_CODE = ("auto_map", "attn_implementation", "experts_implementation")
+"""Keys of ``config.json`` that may name code to be downloaded, as those do that begin with an underscore."""
 _NOT_A_MODEL = ("MANIFEST.json", "state.json", "checkpoints")
 """Contents of a checkpoint or run folder, which is resumed with all of its state."""
 _SHOWN = 4
@@ -27,6 +29,15 @@ _MODEL, _TEACHER = "model.path", "task.teacher"
 _ANY_OTHER = f"; model={ANY_FAMILY} trains it with transformers' own code"
 _FREE = ("name", "path", "max_sequence_length")
 """Keys of ``model`` that may differ from those of the weights."""
+
+
+def without_code(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a stranger's ``config.json`` without keys that name code, in its parts too."""
+    return {
+        key: without_code(value) if isinstance(value, dict) else value
+        for key, value in found.items()
+        if key not in _NAMES_CODE and not key.startswith("_")
+    }
 
 
 def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from serried.configs.divisors import divisors, nearest_divisors
 from serried.configs.errors import UserError
-from serried.configs.families import HuggingFaceSection
+from serried.configs.families import DIVIDED_MODELS, HuggingFaceSection
 from serried.configs.model_folder import teacher_section
 from serried.configs.registry import models
 from serried.configs.schema import RunConfig
@@ -94,6 +94,11 @@ def _check_axes_of_any_model(layout: Layout, model: HuggingFaceSection) -> None:
                 f"parallel.{axis}={getattr(layout, axis)} with model=hf, which runs transformers' own code: only data "
                 f"axes and parallel.tensor divide it; use {native}parallel.{axis}=1 with parallel=fsdp"
             )
+    if layout.tensor > 1 and kind not in DIVIDED_MODELS:
+        raise UserError(
+            f"parallel.tensor={layout.tensor} with model=hf divides only {', '.join(DIVIDED_MODELS)}, and this model "
+            f"is a {kind}; use {native}parallel.tensor=1 with parallel=fsdp"
+        )
     if layout.tensor > 1 and layout.sequence:
         raise UserError(
             f"parallel.tensor={layout.tensor} with model=hf, whose own code sees the whole stream; use "

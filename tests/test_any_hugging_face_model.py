@@ -14,6 +14,7 @@ from torch import nn
 from serried import cli
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
+from serried.configs.families import DIVIDED_MODELS
 from serried.parallel.checks import check_layout
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.program import main
@@ -255,10 +256,8 @@ LORA = ("recipe=lora", "adapter.modules=[q_proj,o_proj]", "adapter.rank=4", "opt
 @pytest.mark.parametrize(
     ("name", "of_run"),
     [
-        ("phi", ()),
-        pytest.param("gpt_neox", (), marks=pytest.mark.slow),
-        pytest.param("granite", LORA, marks=pytest.mark.slow),
-        pytest.param("qwen3", (), marks=pytest.mark.slow),
+        pytest.param(name, LORA if name == "granite" else (), marks=[pytest.mark.slow] * (name != "phi"))
+        for name in DIVIDED_MODELS
     ],
 )
 def test_tensor_ranks_divide_a_model_by_its_own_plan(
@@ -279,38 +278,42 @@ def test_tensor_ranks_divide_a_model_by_its_own_plan(
     assert {key: value.shape for key, value in whole.items()} == {key: value.shape for key, value in divided.items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "why"), [("olmoe", "colwise_gather_output for model.layers.0.self"), ("opt", "no roles")]
-)
-def test_plan_that_is_not_known_is_refused_by_name(name: str, why: str, folder: Path, tmp_path: Path) -> None:
-    saved(name, tmp_path / "model")
-    more = ["parallel=fsdp", "parallel.tensor=2", "parallel.sequence=false", "launch.processes=2", "dry_run=true"]
-    ended = runs.run_here(sft(folder, tmp_path / "run", f"model.path={tmp_path / 'model'}", *more))
-    assert ended.code == 78
-    assert why in ended.printed.splitlines()[-1]
+def refusal(path: Path, axis: str) -> str:
+    config = compose(["model=hf", f"model.path={path}", "parallel=fsdp", f"parallel.{axis}=2"])
+    layout = resolve_layout(config.parallel, 2)
+    with pytest.raises(UserError) as error:
+        check_layout(config, layout, gradient_accumulation(config.trainer, layout))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "cohere", "olmoe", "opt"])
+def test_tensor_ranks_are_refused_for_a_model_that_no_test_divides(name: str, tmp_path: Path) -> None:
+    """Plain columns and rows, in the first two, around code that needs the whole width."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "vocab_size": ROWS}))
+    known = ", ".join(DIVIDED_MODELS)
+    assert refusal(tmp_path, "tensor") == (
+        f"parallel.tensor=2 with model=hf divides only {known}, and this model is a {name}; use parallel.tensor=1 with "
+        "parallel=fsdp"
+    )
 
 
 @pytest.mark.parametrize("axis", ["context", "pipeline", "expert"])
 def test_axes_that_divide_a_model_are_refused(axis: str, folder: Path, tmp_path: Path) -> None:
-    def refusal(path: Path) -> str:
-        config = compose(["model=hf", f"model.path={path}", "parallel=fsdp", f"parallel.{axis}=2"])
-        layout = resolve_layout(config.parallel, 2)
-        with pytest.raises(UserError) as error:
-            check_layout(config, layout, gradient_accumulation(config.trainer, layout))
-        return str(error.value)
-
-    assert refusal(folder / "opt").endswith(f"use parallel.{axis}=1 with parallel=fsdp")
+    assert refusal(folder / "opt", axis).endswith(f"use parallel.{axis}=1 with parallel=fsdp")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": ROWS}))
-    assert "use model=auto, which reads llama natively" in refusal(tmp_path)
+    assert "use model=auto, which reads llama natively" in refusal(tmp_path, axis)
 
 
 def test_keys_that_name_code_are_not_followed(folder: Path) -> None:
     section = compose(["model=hf", f"model.path={folder / 'opt'}", "data.tokenizer=bytes"]).model
     harmful = {"auto_map": {"AutoModel": "x"}, "_attn_implementation": "someone/kernels", "attn_implementation": "a/b"}
+    harmful["task_specific_params"] = dict(harmful)
     section = section.model_copy(update={"architecture": section.architecture | harmful})
     family = HuggingFaceModel(section, ROWS)
     assert family.build().config._attn_implementation == "sdpa"
-    assert not harmful.keys() & family.export_config(None).keys()
+    exported = family.export_config(None)
+    assert harmful.keys() & exported.keys() == {"task_specific_params"}
+    assert exported["task_specific_params"] == {}
 
 
 def test_preferences_are_computed_from_logits(folder: Path, tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from serried.configs.errors import UserError
-from serried.configs.tasks import TextClassSection
+from serried.configs.tasks import LabelledSection, TextClassSection
 from serried.program import main
 from serried.recipes.data.labelled_texts import open_encoder, open_texts
+from serried.recipes.models.classifier import build_classifier
 from serried.recipes.text_classification import TextClassification
 from tests.cluster import Cluster
 from tests.runs import checkpoint, kept_batches, metrics, weights
@@ -90,6 +91,16 @@ def test_training_is_that_of_transformers(folder: Path, tmp_path: Path, model: s
         optimizer.zero_grad()
     assert step == 3
     assert (checkpoint(tmp_path / "run") / "tokenizer.json").is_file()
+
+
+def test_keys_that_name_code_are_not_followed(folder: Path, tmp_path: Path) -> None:
+    found = json.loads((folder / "bert/config.json").read_text())
+    harmful = {"attn_implementation": "someone/kernels", "_attn_implementation": "a/b", "experts_implementation": "c/d"}
+    (tmp_path / "config.json").write_text(json.dumps(found | harmful))
+    section = LabelledSection(path="unread", model=str(tmp_path))
+    config = build_classifier(section, ["a", "b"], "SequenceClassification", {}).config
+    assert config._attn_implementation == "sdpa"
+    assert config._experts_implementation != "c/d"
 
 
 def test_layouts_agree_and_a_stopped_run_resumes_bitwise(cluster: Cluster, folder: Path, tmp_path: Path) -> None:

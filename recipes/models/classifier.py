@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from serried.configs.errors import UserError
-from serried.configs.model_folder import CONFIG, model_folder
+from serried.configs.model_folder import CONFIG, model_folder, without_code
 from serried.configs.plain_data import NotPlainData, read_json
 from serried.configs.tasks import LabelledSection
 
@@ -38,7 +38,8 @@ def build_classifier(
     kind = found.pop("model_type", None)
     if kind not in transformers.CONFIG_MAPPING:
         raise UserError(f"task.model={section.model} is of model_type {kind}, which transformers does not have")
-    kept = {key: value for key, value in found.items() if not key.startswith("_") and key not in ("auto_map", "dtype")}
+    kept = without_code(found)
+    kept.pop("dtype", None)
     labels = {
         "id2label": {str(number): name for number, name in enumerate(classes)},
         "label2id": {name: number for number, name in enumerate(classes)},

@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from serried.configs.errors import UserError
-from serried.configs.families import HuggingFaceSection
+from serried.configs.families import DIVIDED_MODELS, HuggingFaceSection
+from serried.configs.model_folder import without_code
 from serried.configs.registry import models
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import Inputs, ParallelPlan
@@ -28,8 +29,6 @@ from serried.recipes.models.attention import numbered_documents
 from serried.recipes.models.family import ModelFamily, Tokens
 from serried.recipes.models.head import IGNORE, linear_cross_entropy_sum
 
-_NAMES_CODE = ("auto_map", "attn_implementation", "experts_implementation")
-"""Keys of ``config.json`` that may name code to be downloaded, as those do that begin with an underscore."""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 """Keys of models that compute masks of their own in some layers."""
 
@@ -78,7 +77,7 @@ class HuggingFaceModel(ModelFamily):
         path, found = self.section.path, self.section.architecture
         kind = found.get("model_type")
         try:
-            self._config = transformers.AutoConfig.for_model(**_without_code(found))
+            self._config = transformers.AutoConfig.for_model(**without_code(found))
             self._config.use_cache = False
             model = transformers.AutoModelForCausalLM.from_config(self._config, dtype=torch.float32)
         except Exception as error:  # of any kind: the code of hundreds of models reads a file of anyone's
@@ -155,24 +154,22 @@ class HuggingFaceModel(ModelFamily):
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         del end_token  # the folder's own stays
         own = {"vocab_size": self.vocab_size, "dtype": "float32", "torch_dtype": "float32"}
-        return _without_code(self.section.architecture) | own
+        return without_code(self.section.architecture) | own
 
 
 def _roles_of(model: Any) -> dict[str, str]:
-    """Return the roles of modules by transformers' own plan for tensor parallelism; empty if it has none.
+    """Return the roles of modules by transformers' own plan for tensor parallelism; empty if tests do not cover it.
 
     A style that is no role here remains in the plan, and is refused when tensor ranks would need it.
     """
+    if model.config.model_type not in DIVIDED_MODELS:
+        return {}
     roles = {}
     for glob, style in (getattr(model.config, "base_model_tp_plan", None) or {}).items():
         if style not in _WHOLE_IN_REGIONS:
             roles[f"{model.base_model_prefix}.{glob}"] = _ROLES.get(style, style)
     inner = [glob for glob, role in roles.items() if role in _ROLES.values()]
     return roles | {region: "region" for glob in inner if (region := glob.rpartition(".")[0]) not in roles}
-
-
-def _without_code(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in found.items() if key not in _NAMES_CODE and not key.startswith("_")}
 
 
 class _Forward:

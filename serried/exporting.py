@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from serried.configs.errors import UserError
 from serried.configs.formats import size
@@ -115,7 +115,7 @@ def _base_to_merge(given: Mapping[str, str], checkpoint: Path) -> Path | None:
 
 def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Format") -> int:
     """Write the file of a format that is not Hugging Face's, run it, and put it in its place."""
-    trained_for = _quantization_of(saved.folder) or ""
+    trained_for = str(_section_of(saved.folder, "trainer").get("quantize_aware"))
     dtype = given.get("dtype") or (trained_for if trained_for in kind.bounds else next(iter(kind.bounds)))
     if dtype not in kind.bounds:
         raise UserError(f"dtype={dtype} is none of format={name}; use dtype={' or dtype='.join(kind.bounds)}")
@@ -200,14 +200,12 @@ def _difference(found: "Tensor", expected: "Tensor", what: str, bound: float) ->
     return difference
 
 
-def _quantization_of(checkpoint: Path) -> str | None:
-    """Return the quantization that the model of ``checkpoint`` was trained for."""
+def _section_of(checkpoint: Path, name: str) -> Mapping[str, Any]:
+    """Return a section of the config of the run that wrote ``checkpoint``; {}: it is not known."""
     from serried.trainer.checkpoint.saved_state import STATE, read_state
 
-    if not (checkpoint / STATE).is_file():
-        return None
-    trainer = read_state(checkpoint)["config"].get("trainer")
-    return trainer.get("quantize_aware") if isinstance(trainer, dict) else None
+    section = read_state(checkpoint)["config"].get(name) if (checkpoint / STATE).is_file() else None
+    return section if isinstance(section, dict) else {}
 
 
 def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
@@ -222,6 +220,7 @@ def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
     from serried.trainer.checkpoint.export import export as write
     from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
     from serried.trainer.evaluation import check_weights, load_model
+    from serried.trainer.parameter_groups import freeze
 
     folder = saved.folder
     if (folder / ADAPTER_CONFIG).is_file():
@@ -237,14 +236,24 @@ def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
             f"{saved.folder} is a {architecture or 'model of its own'} and gives no logits of tokens; use format=hf"
         )
     config = as_saved(config_of_model(folder, []), folder, world_size=1, is_resharded=True, is_other_data=True)
-    trainer = config.trainer.model_copy(update={"quantize_aware": quantized})
-    config = config.model_copy(update={"trainer": trainer})
+    trainer, optim = config.trainer.model_copy(update={"quantize_aware": quantized}), config.optim
+    if _section_of(saved.folder, "trainer").get("quantize_aware") == quantized != "none":
+        optim = type(optim).model_validate(_section_of(saved.folder, "optim"))  # frozen layers were not rounded
+    config = config.model_copy(update={"trainer": trainer, "optim": optim})
     task = CausalLM(config)
+    module = task.build_model()
+    freeze(module, optim)
+    fragments = (
+        task.exported(name, parameter.shape)
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad
+    )
+    frozen = {fragment.name for each in fragments for fragment in each}
 
     def opened(of: Path) -> "nn.Module":
         return load_model(config, task, Layout("single"), torch.device("cpu"), of).module
 
-    return Source(folder, config.model, opened)
+    return Source(folder, config.model, opened, frozen)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """trainer.quantize_aware: layers compute as torchao's after quantization, and the export does what was trained."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -81,12 +82,19 @@ def test_a_run_is_exported_as_it_was_trained_and_plain(
     how: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trained = tmp_path / "run"
-    assert run_here(tiny_overrides(text, trained, *WIDE, f"trainer.quantize_aware={how}")).code == 0
+    old = ("optim.groups.old.parameters=*.mlp.*", "optim.groups.old.frozen=true", "trainer.eval_every=6")
+    assert run_here(tiny_overrides(text, trained, *WIDE, *old, f"trainer.quantize_aware={how}")).code == 0
+    assert cli.evaluate([str(trained), "json=true"]) == 0
+    (found,) = (json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{"))
+    assert found["loss"] == pytest.approx(metrics(trained, "eval")[-1]["loss"], rel=1e-6)
     assert cli.main(["export", str(trained), "format=torchao", f"out={tmp_path / 'quantized'}"]) == 0
     printed = capfd.readouterr().out
     assert f"torchao, {how}, " in printed
     assert "its logits differ from the model's by 0.0e+00" in printed
     assert (tmp_path / "quantized" / "tokenizer.json").is_file()
+    kept = json.loads((tmp_path / "quantized" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.0.mlp.up_proj" in kept["modules_to_not_convert"]
+    assert "model.layers.0.self_attn.q_proj" not in kept["modules_to_not_convert"]
     assert cli.main(["export", str(trained), f"out={tmp_path / 'plain'}"]) == 0
     exported, saved = runs.load_file(tmp_path / "plain" / "model.safetensors"), runs.weights(trained)
     assert all(exported[name].equal(saved[name]) for name in saved)

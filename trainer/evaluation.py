@@ -23,6 +23,7 @@ from serried.trainer.checkpoint.saved_state import STATE
 from serried.trainer.checkpoint.state import load_weights
 from serried.trainer.loader import evaluation_batches
 from serried.trainer.model import build_model, sharded
+from serried.trainer.parameter_groups import freeze
 from serried.trainer.sampler import evaluation_samples
 from serried.trainer.task import Dataset, Task, TextTask, to_device
 
@@ -241,6 +242,7 @@ def load_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.trainer.seed)  # a base model that draws its own values must have the same
         model = build_model(config, task)
+    freeze(model.module, config.optim)  # frozen layers compute in their own way
     weights: Path | None = checkpoint
     if model.adapters is not None:
         weights = base_of(checkpoint, model.module)

@@ -1,6 +1,6 @@
 """The formats of ``serried export`` beside Hugging Face's: what each needs, and how closely its files must agree."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +19,8 @@ class Source:
     """Its architecture, the section ``model``."""
     opened: Callable[[Path], nn.Module]
     """Folder with such weights -> the model with them: tokens [B, S] -> logits [B, S, V]."""
+    frozen: Collection[str] = ()
+    """Weights in ``folder`` that the training for a quantization left as they are."""
 
 
 class Exporter(Protocol):

@@ -23,7 +23,11 @@ def write(source: Source, file: Path, dtype: str) -> None:
         model: Any = transformers.AutoModelForCausalLM.from_config(config)
     head = model.get_output_embeddings()
     linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
-    others = [name for name, each in linear.items() if each is head or each.in_features % GROUP]
+    others = [
+        name
+        for name, each in linear.items()
+        if each is head or each.in_features % GROUP or f"{name}.weight" in source.frozen
+    ]
     quantized = transformers.TorchAoConfig(torchao_config(dtype), modules_to_not_convert=others)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         source.folder, dtype=torch.float32, quantization_config=quantized

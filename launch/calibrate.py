@@ -27,7 +27,7 @@ def calibrate(section: LaunchSection, out: Path, precision: str, shapes: Callabl
     """
 
     def work(session: Session) -> int:
-        chosen = session.gather([list(each) for each in shapes()[:_MOST_SHAPES]] if session.is_main else None)[0]
+        chosen = session.once(lambda: shapes()[:_MOST_SHAPES])
         with warnings.catch_warnings():  # torch renames its collectives
             warnings.simplefilter("ignore", FutureWarning)
             found = session.gather(measure(session, [(m, n, k) for m, n, k in chosen], precision))

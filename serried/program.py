@@ -92,9 +92,14 @@ def plan_text(config: RunConfig) -> str:
 
 def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
     """Return the shapes of the matrix products in a step of ``config``, those that compute the most first."""
-    from serried.trainer.plan.traced import products_of, trace_step
+    from serried.trainer.plan.traced import CannotTrace, products_of, trace_step
 
-    return products_of(trace_step(config, task_of(config), *_plan(config)))
+    try:
+        return products_of(trace_step(config, task_of(config), *_plan(config)))
+    except CannotTrace as error:
+        raise UserError(
+            f"the step cannot be traced, which tells what to time: {error}; calibrate another run"
+        ) from None
 
 
 def comparison_text(config: RunConfig, ran: "Figures") -> str:

@@ -20,10 +20,13 @@ from serried.configs.declaration import declaring
 from serried.configs.errors import UserError
 from serried.configs.plain_data import read_yaml
 from serried.configs.registry import optimizers, register_optimizer, tasks
-from serried.configs.schema import Section
+from serried.configs.schema import LaunchSection, Section
+from serried.runtime.console import Console
 from serried.runtime.program import remember_flags, remember_words, typed_words
+from serried.runtime.session import Session
 from serried.task_class import declaration
 from serried.trainer.checkpoint.resume import CHECKPOINTS
+from serried.trainer.data import Data
 from tests.cluster import ROOT, Cluster
 from tests.runs import metrics, steps_saved, weights
 
@@ -218,6 +221,33 @@ class Tiny(serried.Task):
 
     def loss(self, model: nn.Module, batch: Any) -> serried.LossTerms:
         return serried.LossTerms(model(batch).square().sum(), len(batch))
+
+
+class WithValidation(Tiny):
+    """Validates on as many samples as ``samples``."""
+
+    samples = 4
+
+    def dataset(self, split: str) -> list | None:
+        return super().dataset("train")[: self.samples] if split == "validation" else super().dataset(split)
+
+
+class Asked(Session):
+    """Keeps what ranks would compare."""
+
+    def same_everywhere(self, what: str, value: str) -> None:
+        self.compared = {**getattr(self, "compared", {}), what: value}
+
+
+def test_ranks_compare_their_validation_data_which_a_resume_does_not() -> None:
+    found = []
+    for samples in (4, 5):
+        task, session = WithValidation(), Asked((0, 0, 1, 1), torch.device("cpu"), LaunchSection())
+        task.samples = samples
+        found.append((Data(task, session, Console(False, 0)).fingerprint, session.compared))
+    (first, compared), (second, others) = found
+    assert first == second == compared["the training data"] == "list-20"
+    assert compared["the validation data"] != others["the validation data"]
 
 
 class NoData(Tiny):

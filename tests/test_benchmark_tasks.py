@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 from serried import cli
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
+from serried.configs.schema import LaunchSection
 from serried.parallel.checks import check_layout
 from serried.parallel.mesh import resolve_layout
+from serried.runtime.session import open_session
 from tests.cluster import Cluster
 from tests.runs import metrics, overrides, run_here
 
@@ -97,6 +100,31 @@ def test_scores_are_those_of_the_exported_model_on_any_layout(
         cluster.run(ranks, "tests.runs:train_small", argv=argv)
         found = metrics(tmp_path / f"x{ranks}", "eval")[-1]
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_shuffled_documents_are_the_same_on_every_rank_and_other_documents_are_noticed(
+    tasks: Path, tmp_path: Path
+) -> None:
+    from serried.trainer.benchmarks import Benchmarks
+
+    (tmp_path / "shuffling.py").write_text(
+        "import random\n\ndef shuffled(docs):\n    return docs.select(random.sample(range(len(docs)), len(docs)))\n"
+    )
+    text = (tasks / "rolling.yaml").read_text().replace("rolling", "shuffling", 1)
+    (tmp_path / "shuffling.yaml").write_text(f"{text}process_docs: !function shuffling.shuffled\n")
+
+    def asked(documents: int) -> str:
+        with open_session(LaunchSection(device="cpu")) as session:
+            task: Any = None
+            return Benchmarks([f"lm_eval:{tmp_path / 'shuffling.yaml'}"], documents, task, session).requests()
+
+    random.seed(1)
+    before = random.getstate()
+    first = asked(7)
+    assert random.getstate() == before, "training draws as it would without"
+    random.seed(2)
+    assert asked(7) == first
+    assert asked(6) != first
 
 
 def test_mistakes_are_one_line_before_training(text: Path, tasks: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Image classification: one curve on every layout, the same pixels after a resume, and one line for a mistake."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -203,6 +204,14 @@ def test_models_of_a_library_train_by_name(
         assert all(saved[name].equal(opened[name]) for name in opened)
     assert main(images(folder, tmp_path / "other", f"task.library={library}", f"task.model={model}x")) == 78
     assert f"did you mean task.model={model}?" in capfd.readouterr().err
+
+
+def test_a_class_without_images_is_part_of_the_fingerprint(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "train", tmp_path / "train")
+    first = open_images(ImageSection(path=str(tmp_path))).training
+    assert first.fingerprint == open_images(ImageSection(path=str(folder))).training.fingerprint
+    (tmp_path / "train" / "amber").mkdir()
+    assert open_images(ImageSection(path=str(tmp_path))).training.fingerprint != first.fingerprint
 
 
 def test_label_of_a_batch_is_that_of_its_images(folder: Path) -> None:

@@ -9,7 +9,9 @@ import pytest
 from serried import cli
 from serried.configs.compose import compose, compose_saved, config_yaml
 from serried.configs.declaration import declaring
+from serried.configs.errors import UserError
 from serried.planning import calibrate
+from serried.program import traced_products
 from serried.task_class import installed
 from serried.trainer.plan.measured_rates import read_rates
 from tests.cluster import Cluster
@@ -126,6 +128,13 @@ def test_rates_of_another_device_than_the_runs_are_refused(
     (run / "metrics.jsonl").write_text(lines)
     error = printed(capsys, "compare", run, "plan.mode=formula", f"plan.rates={rates}", code=78)
     assert f"plan.rates={rates} are of A CPU, and the run was on NVIDIA A100-SXM4-80GB" in error
+
+
+def test_a_step_that_cannot_be_traced_has_no_products_to_time() -> None:
+    words = ["parallel=fsdp", "parallel.context=2", "parallel.context_method=ring", "launch.processes=2"]
+    argv = [*words, "launch=local", "launch.device=cuda", "data.tokenizer=bytes", *(f"model.{each}" for each in TINY)]
+    with pytest.raises(UserError, match="cannot be traced, which tells what to time: ring attention"):
+        traced_products(compose(argv))
 
 
 def test_two_processes_write_rates_that_a_plan_reads(

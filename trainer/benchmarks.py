@@ -5,14 +5,17 @@ all are added up, and every rank lets the harness make its metrics of them. So t
 Imported only by runs that have such tasks: the harness imports much.
 """
 
+import hashlib
 import logging
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from functools import cache
 from io import StringIO
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lm_eval.api.model import TemplateLM
@@ -33,7 +36,7 @@ _IGNORE = -100
 """Target of a token that is not scored."""
 _LENGTHS = 64
 """Batches are padded to a multiple of so many tokens: every new length is compiled again, where blocks are."""
-_FEW_SHOT_SEED = 1234  # the harness's own
+_SEED, _FEW_SHOT_SEED = 0, 1234  # the harness's own
 
 OnDevice = Callable[[Iterable[Any]], Iterable[Any]]
 """Batches -> those on the device, until a rank asks to stop."""
@@ -52,7 +55,7 @@ class Benchmarks:
         ``documents``: of each task, at most.
 
         Raises:
-            UserError: a task is unknown, has no log-likelihoods, or cannot be loaded.
+            UserError: a task is unknown, has no log-likelihoods, or cannot be loaded; or the ranks see different data.
         """
         self._documents, self._task, self._tasks = documents, task, dict[str, Any]()
         self._groups = dict[str, Any]()
@@ -63,6 +66,18 @@ class Benchmarks:
             self._groups |= found["groups"]
             of_name = name.removeprefix(HARNESS)
             self._shown += [of_name] if of_name in found["groups"] else [*found["tasks"]]
+        session.same_everywhere("the data of trainer.evaluate", self.requests())
+
+    def requests(self) -> str:
+        """Return how many requests each task makes, and a digest of them, in lines."""
+        lines = []
+        for name, task in self._tasks.items():
+            task.set_fewshot_seed(_FEW_SHOT_SEED)
+            with _quiet(), _seeded():
+                task.build_all_requests(limit=self._documents)
+            asked = [(each.request_type, each.args) for each in task.instances]
+            lines.append(f"{name}: {len(asked)} requests, {hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}")
+        return "\n".join(lines)
 
     def scores(self, parallel: DistributedModel, micro_batch: int, on_device: OnDevice) -> dict[str, float]:
         """Return the metrics as TASK.METRIC. A collective.
@@ -73,7 +88,7 @@ class Benchmarks:
         scorer = _Scorer(self._task, parallel, micro_batch, on_device)
         for task in self._tasks.values():
             task.set_fewshot_seed(_FEW_SHOT_SEED)
-        with _quiet():
+        with _quiet(), _seeded():
             found: Any = evaluate(
                 scorer, {"tasks": self._tasks, "groups": self._groups}, limit=self._documents, bootstrap_iters=0,
                 log_samples=False,
@@ -98,7 +113,7 @@ def _load(names: Sequence[str]) -> list[Any]:
                 + (f"did you mean {' or '.join(close)}?" if close else "its tasks: lm_eval ls tasks")
             )
         try:
-            with _quiet():
+            with _quiet(), _seeded():
                 found.append(manager.load(spec))
         except Exception as error:  # of any kind: a task may be code, and its data may be anywhere
             reason = " ".join(str(error).split())[:200]
@@ -226,6 +241,20 @@ class _Found:
         if dist.is_initialized():
             dist.all_reduce(self._numbers)
         return [(log_prob, others == 0) for log_prob, others in self._numbers.tolist()]
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Inside this context Python and NumPy draw the same numbers on every rank, which tasks shuffle by; those of
+    training go on behind it."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    random.seed(_SEED)
+    np.random.seed(_FEW_SHOT_SEED)
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 @contextmanager

@@ -37,6 +37,8 @@ class Data:
         self.validation: dict[str, Dataset] = {name: dataset for name, dataset in found.items() if dataset is not None}
         self.fingerprint = fingerprint(self.training)
         session.same_everywhere("the training data", self.fingerprint)
+        seen = (f"{name}: {fingerprint(dataset)}, {len(dataset)} samples" for name, dataset in self.validation.items())
+        session.same_everywhere("the validation data", "\n".join(seen))  # by which all take as many batches
         self.sources = list(self.training.parts) if isinstance(self.training, Mixture) else []
         self._stream = self.training if isinstance(self.training, Stream) else None
         self._session = session

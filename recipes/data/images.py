@@ -75,6 +75,8 @@ class FolderImages:
                 self._names.append(os.path.relpath(path, folder))
                 labels.append(label)
                 key.update(f"{self._names[-1]}\0{size_bytes}\n".encode("utf-8", "surrogateescape"))
+        for label in sorted(set(range(len(self.classes))) - set(labels)):  # the names of others are those of folders
+            key.update(f"{self.classes[label]}\n".encode("utf-8", "surrogateescape"))
         self.unknown = sorted(found.keys() - set(self.classes))
         self._labels, self.fingerprint = np.array(labels, np.int32), key.hexdigest()
 

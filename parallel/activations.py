@@ -30,7 +30,6 @@ from torch.utils.checkpoint import (
 
 from serried.configs.errors import UserError
 from serried.parallel.plan import ParallelPlan
-from serried.parallel.units import blocks_of
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default, _aten._scaled_mm.default}
@@ -53,7 +52,7 @@ def checkpoint_blocks(module: nn.Module, plan: ParallelPlan, mode: str, every: i
     """
     if mode == "none":
         return
-    blocks = plan.blocks or blocks_of(module)
+    blocks = plan.blocks_in(module)
     if not blocks:
         raise UserError(
             f"trainer.activation_checkpoint={mode}: the model has no repeated blocks that could be computed again; "

@@ -16,7 +16,6 @@ from serried.configs.errors import UserError
 from serried.parallel.context import Ring, context_points
 from serried.parallel.expert import mixtures
 from serried.parallel.plan import ParallelPlan
-from serried.parallel.units import blocks_of
 
 
 def check_blocks(module: nn.Module, plan: ParallelPlan, checkpoint: str = "none") -> Sequence[str]:
@@ -30,7 +29,7 @@ def check_blocks(module: nn.Module, plan: ParallelPlan, checkpoint: str = "none"
             f"trainer.compile=true with trainer.activation_checkpoint={checkpoint} and a mixture of experts, which "
             "cannot be compiled; use trainer.activation_checkpoint=none, or trainer.compile=false"
         )
-    names = plan.blocks or blocks_of(module)
+    names = plan.blocks_in(module)
     if not names:
         raise UserError(
             "trainer.compile=true: the model has no repeated blocks to compile; return ParallelPlan(blocks=...) from "

@@ -20,9 +20,7 @@ from serried.configs.errors import UserError
 from serried.parallel.held import HeldTensor
 from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
-from serried.parallel.plan import ParallelPlan
 from serried.parallel.shard_specs import Box, ShardSpec
-from serried.parallel.units import blocks_of
 
 _ROUND_ELEMENTS = 2**25
 """That a rank owns in a round, unless one matrix is larger: what limits the memory for whole matrices."""
@@ -76,15 +74,14 @@ class Matrices:
         self._rounds = _rounds(dealt, [each.box for each in held], me, self._ranks, layout.block)
 
     @classmethod
-    def of(cls, model: DistributedModel, plan: ParallelPlan, low_dtype: torch.dtype | None) -> "Matrices":
-        """Return those of ``model``, whose blocks are in ``plan`` or found. A collective of all ranks.
+    def of(cls, model: DistributedModel, blocks: Collection[str], low_dtype: torch.dtype | None) -> "Matrices":
+        """Return those of ``model`` in its ``blocks``, see ``ParallelPlan.blocks_in``. A collective of all ranks.
 
         They are formed in bf16 if the model computes in a ``low_dtype``, and else in fp32.
 
         Raises:
             UserError: the model has no blocks.
         """
-        blocks = plan.blocks or blocks_of(model.module)
         if not blocks:
             raise UserError(
                 "this optimizer is for the matrices of repeated blocks, and the model has none; return "

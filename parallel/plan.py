@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
+from serried.parallel.units import blocks_of
 
 Number = Tensor | float
 
@@ -151,6 +152,11 @@ class ParallelPlan:
                 )
             blocks |= dict.fromkeys(found)
         return replace(self, blocks=tuple(blocks))
+
+    def blocks_in(self, model: nn.Module) -> tuple[str, ...]:
+        """Return the names of the repeated blocks of ``model``: those declared, or found. Ask before the model is
+        sharded, which changes the classes by which they are found."""
+        return self.blocks or tuple(blocks_of(model))
 
     def is_expert(self, parameter: str) -> bool:
         """Return whether the parameter of this name has the experts of a mixture along its first dim."""

@@ -17,7 +17,6 @@ from serried.configs.errors import UserError
 from serried.parallel.adapters import is_linear
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
-from serried.parallel.units import blocks_of
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """x [..., I] and a weight [O, I] -> [..., O]."""
@@ -48,7 +47,7 @@ class Chosen(NamedTuple):
 def choose_linear(model: nn.Module, plan: ParallelPlan, layout: Layout, *, rows: int, columns: int) -> Chosen:
     """Choose the trained linear layers of the blocks whose weight, or this rank's part of it, has a multiple of
     ``rows`` outputs and of ``columns`` inputs. Call it before the model is sharded."""
-    blocks = tuple(f"{name}." for name in plan.blocks or blocks_of(model))
+    blocks = tuple(f"{name}." for name in plan.blocks_in(model))
     names: list[str] = []
     others: dict[str, list[str]] = {}
     for name, module in model.named_modules():

@@ -195,7 +195,8 @@ def checkpoints_bytes(config: RunConfig) -> int:
     from serried.trainer.model import build_model
     from serried.trainer.overview import saved_bytes
 
-    return (config.checkpoint.keep + 1) * saved_bytes(config, build_model(config, CausalLM(config)).module)
+    built = build_model(config, CausalLM(config))
+    return (config.checkpoint.keep + 1) * saved_bytes(config, built.module, built.plan)
 
 
 @_command("[key=value ...] [-m]")

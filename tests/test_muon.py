@@ -15,11 +15,14 @@ from serried.configs.registry import optimizers
 from serried.configs.schema import ParallelSection
 from serried.parallel.apply import parallelize
 from serried.parallel.matrices import Matrices, deal, matrix_names
-from serried.parallel.mesh import Layout
+from serried.parallel.mesh import Layout, resolve_layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.shard_specs import ShardSpec, Slice
+from serried.runtime.session import open_session
+from serried.trainer.model import build_model, sharded
 from serried.trainer.optimizer import build_optimizer, take_step
 from serried.trainer.parameter_groups import parameter_groups
+from serried.trainer.task import Task
 from tests.cluster import Cluster
 from tests.runs import metrics
 from tests.test_any_layout import train
@@ -118,7 +121,32 @@ def test_a_model_without_blocks_is_one_line() -> None:
         device=torch.device("cpu"),
     )  # fmt: skip
     with pytest.raises(UserError, match="the matrices of repeated blocks, and the model has none; return ParallelPlan"):
-        Matrices.of(model, ParallelPlan(), None)
+        Matrices.of(model, (), None)
+
+
+class TiedTask(Task):
+    """A model without a plan, whose head is tied to the last of its blocks: FSDP2 wraps the other blocks only."""
+
+    def build_model(self) -> nn.Module:
+        model = nn.Module()
+        model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(4))
+        model.head = nn.Linear(8, 8)
+        model.head.weight = model.blocks[3].get_submodule("0").weight
+        return model
+
+
+def names_of_matrices(strategy: str) -> list[str]:
+    config = compose([f"parallel={strategy}", "parallel.reshard_after_forward=true"])
+    with open_session(config.launch) as session:
+        built = build_model(config, TiedTask())
+        parallel = sharded(config, built, resolve_layout(config.parallel, session.world_size), session.device)
+        matrices = Matrices.of(parallel, built.blocks, None)
+        return [each.name for each in parallel.parameters if each.tensor in matrices]
+
+
+def test_matrices_are_the_same_when_fsdp_wraps_some_blocks(cluster: Cluster) -> None:
+    names = [cluster.run(2, "tests.test_muon:names_of_matrices", strategy=each)[0].value for each in ("ddp", "fsdp")]
+    assert names[0] == names[1] == [f"blocks.{number}.0.weight" for number in range(4)]
 
 
 # whole runs -----------------------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ class Model:
     """On meta or with values."""
     plan: ParallelPlan
     adapters: Adapters | None
+    blocks: tuple[str, ...]
+    """Names of its repeated blocks, see ``ParallelPlan.blocks_in``."""
 
     @property
     def exported(self) -> Exported:
@@ -107,9 +109,10 @@ def build_model(config: RunConfig, task: Task, device: str | None = None) -> Mod
         raise UserError(f"{type(task).__name__}.build_model() returned {module!r}, which is no torch.nn.Module")
     plan = task.parallel_plan(module).for_model(module)
     plan = replace(plan, is_one_unit=_is_one_unit(config, module, device or config.launch.device))
-    if config.adapter.method == "none":
-        return Model(task, module, plan, None)
-    return Model(task, module, plan, Adapters(config.adapter, module, plan, task.exported))
+    blocks, adapters = plan.blocks_in(module), None
+    if config.adapter.method != "none":
+        adapters = Adapters(config.adapter, module, plan, task.exported)
+    return Model(task, module, plan, adapters, blocks)
 
 
 def _is_one_unit(config: RunConfig, module: nn.Module, device: str) -> bool:

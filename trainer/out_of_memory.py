@@ -206,7 +206,7 @@ def _advice(planned: Planned, stage: str, usage: _Usage, asked: int) -> list[str
     """Lines with an override each, what keeps the numbers first, and of these what saves most."""
     config, more = planned.config, []
     if usage.others is None and config.checkpoint.mode == "async" and stage != SET_UP:
-        copy = saved_bytes(config, planned.model) // planned.world_size
+        copy = saved_bytes(config, planned.model, planned.plan) // planned.world_size
         more.append(Advice("checkpoint.mode=sync", copy, " where a save is under way"))
     found = advice(planned, stage, _USABLE_SHARE * usage.capacity, more)
     lines = [f"{each.override:<42} saves about {size(each.saved)}{each.note}" for each in found]

@@ -13,7 +13,6 @@ from serried.parallel.eight_bits import is_eight_bits
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.quantized import whole_numel
-from serried.parallel.units import blocks_of
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data import training_data, with_steps
 from serried.trainer.fitting import fitting
@@ -95,7 +94,7 @@ def overview(
         *([("reference", text)] if (text := task.describe_reference()) else []),
         ("data", _data(task, training) + (_passes(config, training) if training is not None else "")),
         *([("evaluate", _benchmarks(trainer))] if trainer.evaluate else []),
-        ("save", _saving(config, layout, model)),
+        ("save", _saving(config, layout, model, plan)),
         ("run", f"{config.run.dir}, {_beginning(start)}" if start else str(config.run.dir)),
     ]
     if training is not None:
@@ -193,26 +192,25 @@ def _trained(config: RunConfig, model: nn.Module) -> str:
     return f", of which {sum(counts):,} ({sum(counts) / whole:.2%}) are trained{what}"
 
 
-def saved_bytes(config: RunConfig, model: nn.Module) -> int:
+def saved_bytes(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> int:
     """Return the bytes of a checkpoint, over all ranks."""
     named = dict(model.named_parameters())
     trained = {name for name, parameter in named.items() if parameter.requires_grad}
     is_whole = config.adapter.method == "none" and not config.task.has_teacher
-    states = state_bytes_by_name(
-        config.optim, {name: parameter.shape for name, parameter in named.items()}, blocks_of(model)
-    )
+    shapes = {name: parameter.shape for name, parameter in named.items()}
+    states = state_bytes_by_name(config.optim, shapes, plan.blocks_in(model))
     averages = trained if config.trainer.ema_decay else ()
     held = sum(named[name].numel() * (_FP32_BYTES + states[name]) for name in (named if is_whole else trained))
     return int(held) + sum(named[name].nbytes for name in averages)
 
 
-def _saving(config: RunConfig, layout: Layout, model: nn.Module) -> str:
+def _saving(config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelPlan) -> str:
     checkpoint = config.checkpoint
     rest = [f"the newest {checkpoint.keep} stay"]
     rest += [f"every {checkpoint.keep_every} steps one for good"] if checkpoint.keep_every else []
     rest += ["the best stays"] if checkpoint.keep_best else []
     when = f"every {checkpoint.every} steps and at the end" if checkpoint.every else "at the end"
-    whole = saved_bytes(config, model)
+    whole = saved_bytes(config, model, plan)
     copy = f" (a copy of {size(whole / layout.world)} a rank in host memory)" if checkpoint.mode == "async" else ""
     return f"{when}, {checkpoint.mode}{copy}, {size(whole)} each; {', '.join(rest)}"
 

@@ -80,7 +80,7 @@ class Trainer:
             console.say(line)
         for line in task.describe_sample():
             console.say(line)
-        needed = saved_bytes(config, module)
+        needed = saved_bytes(config, module, plan)
         for note in session.once(partial(_begin, context.folder, start, config_yaml, needed)):
             console.say(note)
         console.open(config.run.dir)

@@ -52,7 +52,7 @@ class TrainingState:
         self.module = self.parallel.module
         self.optimizer = build_optimizer(
             [(held.name, held.tensor) for held in self.parallel.parameters], config.optim,
-            partial(Matrices.of, self.parallel, model.plan, LOW_DTYPES[config.precision.name]),
+            partial(Matrices.of, self.parallel, model.blocks, LOW_DTYPES[config.precision.name]),
         )  # fmt: skip
         self._configured = group_values(self.optimizer)
         self._lr_scales = self._scales_of_groups()

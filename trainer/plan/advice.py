@@ -35,7 +35,7 @@ class Planned:
         self.config, self.world_size = config, world_size
         self._task = task
         built = build_model(config, task)
-        self.model, self._plan = built.module, built.plan
+        self.model, self.plan = built.module, built.plan
         freeze(self.model, config.optim)
         self.memory = self.of(config, world_size)
 
@@ -44,7 +44,7 @@ class Planned:
         layout = resolve_layout(config.parallel, world_size)
         accumulation = gradient_accumulation(config.trainer, layout)
         check_layout(config, layout, accumulation)
-        return planned_memory(config, self._task, layout, accumulation, self.model, self._plan)
+        return planned_memory(config, self._task, layout, accumulation, self.model, self.plan)
 
     def saved_by(self, section: str, ranks: int = 1, **values: object) -> int:
         """Bytes that other ``values`` in a section would save, on ``ranks`` times as many ranks; 0: none."""
@@ -55,7 +55,7 @@ class Planned:
 
     def axes_left(self, layout: Layout) -> list[str]:
         """Axes along which the model may be divided further, on as many ranks."""
-        plan = self._plan
+        plan = self.plan
         declared = {"tensor": plan.roles, "context": plan.context, "pipeline": plan.blocks}
         return [axis for axis, names in declared.items() if names and layout.shard % 2 == 0]
 

@@ -17,7 +17,7 @@ from serried.parallel.mesh import V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.plan import ParallelPlan, Share
 from serried.parallel.quantized import is_packed
 from serried.parallel.traffic import Exchanges, Flow, Unit, fsdp_flows
-from serried.parallel.units import blocks_of, units_of
+from serried.parallel.units import units_of
 from serried.trainer.model import frozen_type
 from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.plan.parts import Amount, Memory
@@ -118,7 +118,7 @@ class _Sizes:
         self.packed = {name for name, parameter in model.named_parameters() if is_packed(parameter)}
         average = _FP32_BYTES if config.trainer.ema_decay else 0
         shapes = {name: spec.shape for name, spec in self.specs.items()}
-        states = state_bytes_by_name(config.optim, shapes, plan.blocks or blocks_of(model))
+        states = state_bytes_by_name(config.optim, shapes, plan.blocks_in(model))
         self.state_bytes = {name: each + average for name, each in states.items()}
         first = layout.coordinates(0)  # no rank of a block holds more
         self.held = {name: spec.box(layout, first).numel for name, spec in self.specs.items()}

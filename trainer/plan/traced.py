@@ -30,7 +30,6 @@ from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 from serried.parallel.shard_specs import chunk
 from serried.parallel.traffic import Flow
-from serried.parallel.units import blocks_of
 from serried.trainer.model import Model, build_model, sharded
 from serried.trainer.optimizer import build_optimizer
 from serried.trainer.parameter_groups import freeze
@@ -158,7 +157,7 @@ class _Tracer:
         self._config, self._task, self._layout = config, task, layout
         self._accumulation = accumulation
         model = build_model(config, task)
-        self._names = model.plan.blocks or tuple(blocks_of(model.module))
+        self._names = model.blocks
         self._leading = _unlike_the_last(model.module, self._names)
         self._batch = task.example_batch(config.trainer.micro_batch)
 
@@ -275,11 +274,11 @@ def _trace_rank(
             phases.listener = trace.enter
             parallel = sharded(config, model, layout, _CPU, phases=phases, groups=groups)
             _answer_what_needs_data(parallel, model.plan, layout, border)
-            plan = model.plan
+            repeated = model.blocks
             del model  # of which a pipeline's stages are copies
             optimizer = build_optimizer(
                 [(held.name, held.tensor) for held in parallel.parameters], config.optim,
-                partial(Matrices.of, parallel, plan, LOW_DTYPES[config.precision.name]),
+                partial(Matrices.of, parallel, repeated, LOW_DTYPES[config.precision.name]),
             )  # fmt: skip
             decay = config.trainer.ema_decay
             average = WeightAverage(decay, parallel.parameters, _CPU) if decay else None
@@ -385,11 +384,11 @@ class _Named:
 
 def _shortened(model: Model, blocks: int) -> Model:
     """Return ``model`` without the blocks after the first ``blocks``."""
-    names = model.plan.blocks or blocks_of(model.module)
-    for name in names[blocks:]:
+    removed = model.blocks[blocks:]
+    for name in removed:
         owner, _, last = name.rpartition(".")
         delattr(model.module.get_submodule(owner), last)
-    return replace(model, plan=_without(model.plan, names[blocks:]))
+    return replace(model, plan=_without(model.plan, removed), blocks=model.blocks[:blocks])
 
 
 def _without(plan: ParallelPlan, removed: Sequence[str]) -> ParallelPlan:

@@ -1,11 +1,13 @@
 """AdamW with state of 8 and 4 bits: near AdamW, with as many bytes as told, and on every layout the same codes."""
 
+import contextlib
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # there is no public one
 
 from benchmarks.parity import CUTS, compare, run
 from serried.configs.compose import compose
@@ -68,6 +70,28 @@ def test_what_was_written_is_read_to_the_precision_of_its_bits_and_writes_the_sa
     codes = {key: value.clone() for key, value in state.items()}
     optimizer._write(state, "exp_avg", mean)
     assert all(value.equal(codes[key]) for key, value in state.items())
+
+
+def test_what_has_no_rows_of_fp32_has_plain_adamw() -> None:
+    named = {
+        "channels_last": nn.Parameter(torch.ones(4, 16, 3, 16).to(memory_format=torch.channels_last)),
+        "fp64": nn.Parameter(torch.ones(4, 16, dtype=torch.float64)),
+    }
+    optimizer = build_optimizer(named.items(), compose(["optim=adamw8bit", "optim.lr=0.1"]).optim)
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    take_step(optimizer, torch.ones(()), torch.zeros(()))
+    assert all((each < 0.95).all() for each in named.values())
+
+
+def test_a_step_after_one_of_fake_tensors_moves_the_weights() -> None:
+    for mode in (FakeTensorMode(), contextlib.nullcontext()):
+        with mode:
+            matrix = nn.Parameter(torch.ones(4, 16))
+            optimizer = build_optimizer([("matrix", matrix)], compose(["optim=adamw8bit", "optim.lr=0.1"]).optim)
+            matrix.grad = torch.ones_like(matrix)
+            take_step(optimizer, torch.ones(()), torch.zeros(()))
+    assert (matrix < 0.95).all()
 
 
 SHAPE = ("model.hidden_dim=64",)  # divided by two it has whole blocks

@@ -5,7 +5,6 @@ Blocks lie within rows, so that ranks which divide a matrix hold whole ones: the
 place of the mean square its root is held, whose range is half as many octaves.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ class QuantizedAdamW(BesideAdamW):
         self, groups: list[dict[str, Any]], *, bits: int, lr: float, betas: tuple[float, float], eps: float
     ) -> None:
         self._bits, self._betas, self._eps = bits, betas, eps
+        self._tables: dict[tuple[bool, torch.device], Tensor] = {}
         super().__init__(groups, _is_in_blocks, {"lr": lr}, betas, eps)
 
     def update(self, own: list[tuple[Tensor, dict[str, Any]]]) -> None:
@@ -69,23 +69,31 @@ class QuantizedAdamW(BesideAdamW):
         codes, scale = rows[key], rows[f"{key}_scale"]
         if self._bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-        values = _values(self._bits, key == _MEAN, codes.device)[codes.int()]
+        values = self._values(key, codes.device)[codes.int()]
         return (values.unflatten(-1, (-1, _BLOCK)) * scale.float().unsqueeze(-1)).flatten(-2)
 
     def _write(self, rows: dict[str, Tensor], key: str, numbers: Tensor) -> None:
         blocks = numbers.unflatten(-1, (-1, _BLOCK))
         scale = blocks.abs().amax(-1).to(torch.bfloat16)
         fractions = blocks / scale.float().clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
-        values = _values(self._bits, key == _MEAN, numbers.device)
+        values = self._values(key, numbers.device)
         codes = torch.bucketize(fractions.flatten(-2), (values[1:] + values[:-1]) / 2, out_int32=True).to(torch.uint8)
         if self._bits == 4:
             codes = codes[..., ::2] | codes[..., 1::2] << 4
         self.set(rows[key], codes)
         self.set(rows[f"{key}_scale"], scale)
 
+    def _values(self, key: str, device: torch.device) -> Tensor:
+        """Return what the codes of ``key`` stand for, in order."""
+        which = (key == _MEAN, device)
+        if which not in self._tables:
+            self._tables[which] = torch.tensor(_numbers(self._bits, signed=key == _MEAN), device=device)
+        return self._tables[which]
+
 
 def _is_in_blocks(parameter: Tensor) -> bool:
-    return parameter.ndim > 1 and parameter.shape[-1] % _BLOCK == 0
+    is_plain = parameter.dtype == torch.float32 and local(parameter).is_contiguous()  # others have no rows to write to
+    return is_plain and parameter.ndim > 1 and parameter.shape[-1] % _BLOCK == 0
 
 
 def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
@@ -100,14 +108,12 @@ def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     )
 
 
-@cache
-def _values(bits: int, signed: bool, device: torch.device) -> Tensor:
+def _numbers(bits: int, *, signed: bool) -> list[float]:
     """Return what the codes stand for, in order: floats of few bits, the largest 1. Those with a sign have a zero."""
     per_octave = 2 ** (bits // 2 - signed)
-    count = 2 ** (bits - signed)
-    octaves = torch.arange(count) // per_octave
-    magnitudes = (1 - torch.arange(count) % per_octave / (2 * per_octave)) * 2.0**-octaves
+    codes = range(2 ** (bits - signed))
+    magnitudes = [(1 - code % per_octave / (2 * per_octave)) * 2.0 ** -(code // per_octave) for code in codes]
     if not signed:
-        return magnitudes.flip(0).to(device)
+        return magnitudes[::-1]
     magnitudes = magnitudes[:-1]
-    return torch.cat((-magnitudes, torch.zeros(1), magnitudes.flip(0))).to(device)
+    return [*(-each for each in magnitudes), 0.0, *magnitudes[::-1]]

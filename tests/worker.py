@@ -1,5 +1,6 @@
 """A rank for the tests: a process that takes one task after another, so that tests do not wait for interpreters."""
 
+import faulthandler
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ from tests.forks import settle, torchruns_variables
 def serve(pipe: Connection) -> None:
     """Read tasks and answer them. While a task runs, its prints go to the file that the task names."""
     settle()
+    faulthandler.enable()  # a crash shows where, in the file of the task
     pipe.send(json.dumps({"ready": os.getpid()}))
     while True:
         try:

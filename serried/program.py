@@ -98,7 +98,7 @@ def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
         return products_of(trace_step(config, task_of(config), *_plan(config)))
     except CannotTrace as error:
         raise UserError(
-            f"the step cannot be traced, which tells what to time: {error}; calibrate another run"
+            f"no products are known to time, as the step cannot be traced: {error}; use another model or layout"
         ) from None
 
 

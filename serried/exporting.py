@@ -134,12 +134,11 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
     partial = out.with_name(f".{out.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-        partial.mkdir(parents=True)
-        difference = _write_and_compare(saved, partial, out.name, name, kind, dtype)
-        files = sorted(partial.glob(f"{out.name}*"), reverse=True)  # what names the others comes last
-        total = sum(each.stat().st_size for file in files for each in (file, *file.rglob("*")) if each.is_file())
-        for file in files:
-            file.rename(out.parent / file.name)
+        written = partial / "written"
+        written.mkdir(parents=True)
+        difference = _write_and_compare(saved, written / out.name, name, kind, dtype)
+        total = sum(each.stat().st_size for each in written.rglob("*") if each.is_file())
+        _move_all(written, out.parent)
     except OSError as error:
         raise UserError(
             f"cannot write out={out}: {error.strerror or error}; nothing is left there; use out=FILE"
@@ -152,8 +151,22 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
     )
 
 
-def _write_and_compare(saved: Saved, partial: Path, file_name: str, name: str, kind: "Format", dtype: str) -> float:
-    """Write ``file_name`` in ``partial``. Returns how far its logits are from the model's.
+def _move_all(written: Path, folder: Path) -> None:
+    """Move what is in ``written`` to ``folder``.
+
+    Raises:
+        UserError: something of that name is there.
+    """
+    files = sorted(written.iterdir(), reverse=True)  # what names the others comes last
+    for file in files:
+        if (folder / file.name).exists():
+            raise UserError(f"{folder / file.name} exists, which belongs to out=; use another file, or remove it first")
+    for file in files:
+        file.rename(folder / file.name)
+
+
+def _write_and_compare(saved: Saved, file: Path, name: str, kind: "Format", dtype: str) -> float:
+    """Write ``file``. Returns how far its logits are from the model's.
 
     Raises:
         UserError: they are too far, or the format cannot express the model.
@@ -161,7 +174,8 @@ def _write_and_compare(saved: Saved, partial: Path, file_name: str, name: str, k
     import torch
 
     quantized = dtype if name == "torchao" else "none"  # it is compared with the model as it is then
-    source, file = _source(saved, partial, quantized), partial / file_name
+    partial = file.parent.parent
+    source = _source(saved, partial, quantized)
     _check_space(source.folder, partial)
     rows = read_json(source.folder / "config.json")["vocab_size"]
     tokens = torch.arange(_PROMPT[0] * _PROMPT[1]).mul(7).remainder(rows).view(_PROMPT)

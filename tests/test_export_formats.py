@@ -1,5 +1,6 @@
 """``serried export format=...``: other software computes what the checkpoint does, and mistakes are one line."""
 
+import json
 import shutil
 import zipfile
 from pathlib import Path
@@ -12,11 +13,11 @@ from torch import Tensor
 from serried import cli
 from serried.configs.errors import UserError
 from serried.configs.schema import LlamaSection
-from serried.exporting import _difference
+from serried.exporting import _difference, _move_all
 from serried.program import main
 from serried.recipes.data.hugging_face_tokenizer import train_tokenizer
 from serried.recipes.data.tokenizer import hugging_face_files
-from serried.recipes.exports.gguf_file import _rope_factors
+from serried.recipes.exports.gguf_file import _rope_factors, _splitting
 from tests.test_lora import lora, models  # noqa: F401 -- a fixture
 
 pytestmark = pytest.mark.slow
@@ -93,6 +94,63 @@ def test_gguf_has_matrices_in_the_dtype_and_vectors_in_fp32(llama: Path, dtype: 
     assert kinds["blk.1.attn_q.weight"] == {"fp16": "F16"}.get(dtype, dtype.upper())
     assert kinds["output_norm.weight"] == "F32"
     assert kinds["output.weight"] == ("Q8_0" if dtype == "q4_0" else kinds["blk.1.attn_q.weight"])
+
+
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN2_SPLIT = LLAMA3_SPLIT.replace("{1,3}", "")
+
+
+def tokenizer_json(*parts: Any, **of_model: Any) -> dict[str, Any]:
+    """``tokenizer.json`` of a tokenizer that splits text by these ``parts``."""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import BPE
+
+    tokenizer = Tokenizer(BPE(**of_model))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*parts]) if len(parts) > 1 else parts[0]
+    found: dict[str, Any] = json.loads(tokenizer.to_str())
+    return found
+
+
+def test_gguf_names_only_ways_to_split_text_that_are_known() -> None:
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Split
+
+    alone, after = ByteLevel(add_prefix_space=False), ByteLevel(add_prefix_space=False, use_regex=False)
+    llama3, qwen2, gpt4o = (
+        Split(Regex(each), "isolated") for each in (LLAMA3_SPLIT, QWEN2_SPLIT, rf"\p{{Lu}}*\p{{Ll}}+|{LLAMA3_SPLIT}")
+    )
+    assert _splitting(tokenizer_json(alone)) == "gpt-2"
+    assert _splitting(tokenizer_json(llama3, after, ignore_merges=True)) == "llama-bpe"
+    assert _splitting(tokenizer_json(qwen2, after)) == "qwen2"
+    for other in (
+        tokenizer_json(Digits(individual_digits=True), alone),  # SmolLM
+        tokenizer_json(gpt4o, after, ignore_merges=True),
+        tokenizer_json(Split(Regex(r"\p{N}{1,3}"), "isolated"), qwen2, after),  # DeepSeek
+        tokenizer_json(llama3, after),  # DBRX
+        tokenizer_json(qwen2, alone),
+        tokenizer_json(ByteLevel(add_prefix_space=True)),
+        tokenizer_json(after),
+        {"pre_tokenizer": None, "model": {}},
+    ):
+        with pytest.raises(UserError, match=r"splits text in a way .*; use format=hf and .*convert_hf_to_gguf\.py"):
+            _splitting(other)
+
+
+def test_all_files_of_an_export_are_moved_or_none(tmp_path: Path) -> None:
+    written, name = tmp_path / "written", "m[1].onnx"
+    written.mkdir()
+    for each in (name, f"{name}.data"):
+        (written / each).write_text("new")
+    (tmp_path / f"{name}.data").write_text("mine")
+    with pytest.raises(UserError, match=r"m\[1\]\.onnx\.data exists"):
+        _move_all(written, tmp_path)
+    assert not (tmp_path / name).exists()
+    (tmp_path / f"{name}.data").unlink()
+    _move_all(written, tmp_path)
+    assert {each.name for each in tmp_path.iterdir() if each.is_file()} == {name, f"{name}.data"}
 
 
 def test_gguf_has_the_rotary_factors_of_llama3() -> None:

@@ -27,7 +27,7 @@ class Exporter(Protocol):
     """The module of a format."""
 
     def write(self, source: Source, file: Path, dtype: str) -> None:
-        """Write the model to ``file``; more files may lie beside it, with its name in front of theirs."""
+        """Write the model to ``file``; all that is beside it then belongs to it."""
 
     def run(self, source: Source, file: Path, tokens: Tensor) -> Tensor:
         """Return the logits [B, S, V] that ``file`` computes for ``tokens`` [B, S]."""

@@ -23,8 +23,16 @@ _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3
 _TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 _BLOCK = 32
 """Numbers of Q8_0 and Q4_0 that share a scale."""
-_PATTERNS = {r"\p{N}{1,3}": "llama-bpe", r"|\p{N}|": "qwen2"}
-"""Part of the pattern that a tokenizer splits text with -> its name in llama.cpp."""
+_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITTINGS = {
+    (_PATTERN.replace("DIGITS", r"\p{N}{1,3}"), True): "llama-bpe",
+    (_PATTERN.replace("DIGITS", r"\p{N}"), False): "qwen2",
+    (None, False): "gpt-2",
+}
+"""Pattern that a tokenizer splits text with (None: GPT-2's, which is built in) and whether a word that is a token is
+taken as it is (``ignore_merges``) -> its name in llama.cpp."""
 _FREQUENCIES = "rope_freqs.weight"
 
 
@@ -205,9 +213,23 @@ def _scores(model: dict[str, Any], texts: list[str]) -> list[float]:
 
 
 def _splitting(tokenizer: dict[str, Any]) -> str:
-    """Return llama.cpp's name of how text is split before pairs are joined."""
-    text = json.dumps(tokenizer.get("pre_tokenizer"))
-    for part, name in _PATTERNS.items():
-        if json.dumps(part)[1:-1] in text:
-            return name
-    return "gpt-2" if '"use_regex": true' in text else "default"
+    """Return llama.cpp's name of how text is split before pairs are joined.
+
+    Raises:
+        UserError: none is known that splits it so.
+    """
+    found = tokenizer.get("pre_tokenizer") or {}
+    *before, last = found.get("pretokenizers") or [found]
+    pattern = None
+    is_plain = last.get("type") == "ByteLevel" and not last.get("add_prefix_space", True)
+    if before:
+        pattern = before[0].get("pattern", {}).get("Regex")
+        is_plain &= before[0].get("behavior") == "Isolated" and not before[0].get("invert")
+    is_plain &= len(before) < 2 and last.get("use_regex", True) == (not before)
+    name = _SPLITTINGS.get((pattern, bool(tokenizer["model"].get("ignore_merges"))))
+    if name is None or not is_plain or (before and pattern is None):
+        raise UserError(
+            "format=gguf: the tokenizer splits text in a way that is not known here, only those of GPT-2, Llama 3 and "
+            "Qwen 2 are; use format=hf and llama.cpp's convert_hf_to_gguf.py"
+        )
+    return name

@@ -1,6 +1,7 @@
 """ONNX, as ONNX Runtime and many others read it."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -25,11 +26,10 @@ def write(source: Source, file: Path, dtype: str) -> None:
     if dtype == "fp32":
         program.save(file, external_data=is_large)
         return
-    whole = file.with_name(f"{file.name}.fp32")
-    program.save(whole, external_data=is_large)
-    quantize_dynamic(whole, file, weight_type=QuantType.QInt8, per_channel=True, use_external_data_format=is_large)
-    for each in file.parent.glob(f"{whole.name}*"):
-        each.unlink()
+    with TemporaryDirectory(dir=file.parent) as folder:
+        whole = Path(folder) / "fp32.onnx"
+        program.save(whole, external_data=is_large)
+        quantize_dynamic(whole, file, weight_type=QuantType.QInt8, per_channel=True, use_external_data_format=is_large)
 
 
 def run(source: Source, file: Path, tokens: Tensor) -> Tensor:

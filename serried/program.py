@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str], declaration: Declaration = BUILT_IN) -> int:
     """Train the declared task as the command line says, and return the exit code. Mistakes are printed, not raised."""
-    sleep_while_waiting(os.getloadavg()[0])
+    with suppress(OSError):  # the load is unknown, as in some containers
+        sleep_while_waiting(os.getloadavg()[0])
     try:
         check_surroundings(arguments)
         words, folders = config_dirs(arguments)

@@ -16,6 +16,7 @@ from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema import LaunchSection
 from serried.launch.processes import PASSED_ON
+from serried.program import main
 from serried.runtime.ending import note_repeated
 from serried.runtime.program import check_surroundings
 from serried.runtime.ranks import (
@@ -322,6 +323,17 @@ def test_threads_sleep_while_they_wait_on_a_busy_machine(
         monkeypatch.setenv(name, value)
     sleep_while_waiting(load)
     assert os.environ.get("GOMP_SPINCOUNT") == found
+
+
+def test_a_system_that_does_not_tell_its_load_trains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unknown() -> None:
+        raise OSError
+
+    monkeypatch.setattr(os, "getloadavg", unknown)
+    assert main(["--help"]) == 0
+    capsys.readouterr()
 
 
 def test_a_removed_current_folder_and_words_that_are_no_text_are_refused(

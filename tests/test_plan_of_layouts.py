@@ -1,6 +1,7 @@
 """What the plan says of a layout of several axes: mesh, batch, and the memory of the rank that needs the most."""
 
 import pytest
+import torch
 
 from serried.configs.compose import compose
 from serried.parallel.axes import shard_specs
@@ -73,3 +74,14 @@ def test_a_plan_names_processes_and_data_ranks_apart() -> None:
     text = dry_run(config, CausalLM(config), layout, gradient_accumulation(config.trainer, layout))
     assert "mesh       fsdp, shard 8, tensor 8, ZeRO-3 (gathers for use); planned for 64 processes" in text
     assert " per pass x 8 data ranks x " in text
+
+
+def test_a_plan_without_another_device_is_for_this_cpu_where_there_is_no_gpu() -> None:
+    def text_of(*words: str) -> str:
+        config = compose(["recipe=tiny", "parallel=fsdp", "launch.processes=2", "dry_run=true", *words])
+        layout = resolve_layout(config.parallel, 2)
+        return dry_run(config, CausalLM(config), layout, gradient_accumulation(config.trainer, layout))
+
+    is_cpu = not torch.cuda.is_available()
+    assert ("ZeRO-2 (small and on a CPU: gathered at once)" in text_of()) == is_cpu
+    assert "ZeRO-3 (gathers for use)" in text_of("plan.device=h100", "plan.mode=formula")

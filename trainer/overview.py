@@ -118,7 +118,7 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) ->
     if config.trainer.epochs is not None:  # the number of steps depends on the data
         task.open_data(task.prepare(lambda _: None))
         config = with_steps(config, training_data(task))
-    built = build_model(config, task)
+    built = build_model(config, task, _device_type(config))
     model, plan = built.module, built.plan
     freeze(model, config.optim)
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
@@ -138,6 +138,14 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) ->
         much = f"{size(needed)} per rank are more than the {size(limit)} of a GPU"
         lines.append(f"WARNING    does not fit: {much}; {remedy}")
     return "\n".join([*lines, "dry run: no model was allocated and no process started"])
+
+
+def _device_type(config: RunConfig) -> str:
+    """Type of the device that the run is planned for: this machine's, unless it runs elsewhere or the plan is for
+    another."""
+    is_here = config.launch.name != "slurm" and not config.plan.model_fields_set
+    is_cpu = config.launch.device == "auto" and is_here and not torch.cuda.is_available()
+    return "cpu" if is_cpu else config.launch.device
 
 
 def plan_of(config: RunConfig, task: Task, layout: Layout, accumulation: int, built: Model) -> StepPlan:

@@ -48,14 +48,18 @@ def choose_linear(model: nn.Module, plan: ParallelPlan, layout: Layout, *, rows:
     """Choose the trained linear layers of the blocks whose weight, or this rank's part of it, has a multiple of
     ``rows`` outputs and of ``columns`` inputs. Call it before the model is sharded."""
     blocks = tuple(f"{name}." for name in plan.blocks_in(model))
+    encoders = {name for name, module in model.named_modules() if isinstance(module, nn.TransformerEncoderLayer)}
     names: list[str] = []
     others: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if not (is_linear(module) and name.startswith(blocks)):
             continue
         reason = _obstacle(module, plan.role(name), layout.tensor, rows, columns)
-        if name.rpartition(".")[2] in _ROUTERS:
+        parent, _, last = name.rpartition(".")
+        if last in _ROUTERS:
             reason = "a router"
+        if parent in encoders:
+            reason = "in a TransformerEncoderLayer, whose evaluation reads the weight without calling it"
         if reason:
             others.setdefault(reason, []).append(name)
         else:
@@ -97,6 +101,21 @@ def check_torchao(setting: str, instead: str, library: str = "torchao") -> None:
             f"{setting} needs the library {library}, which is not installed here; use: pip install -e '.[lowbit]', or "
             f"{instead}"
         )
+
+
+def product_of_torchao(setting: str, instead: str, make: Callable[[], Product]) -> Product:
+    """Return what ``make`` takes from torchao.
+
+    Raises:
+        UserError: this version has it not.
+    """
+    try:
+        return make()
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"{setting} needs torchao>=0.18, and the one that is installed lacks what it uses ({error}); use: pip "
+            f"install -U 'torchao>=0.18', or {instead}"
+        ) from None
 
 
 def import_torchao() -> None:

@@ -46,6 +46,13 @@ def test_trained_linear_layers_of_blocks_with_fitting_parts_are_chosen() -> None
     assert divided.others["8 inputs, no multiple of 16"] == ["blocks.0.2"]
 
 
+def test_an_encoder_layer_that_reads_weights_in_evaluation_computes_in_its_own_way() -> None:
+    model = nn.ModuleDict({"blocks": nn.Sequential(*(nn.TransformerEncoderLayer(32, 2, 64) for _ in range(2)))})
+    chosen = choose_linear(model, ParallelPlan(blocks=("blocks.0", "blocks.1")), Layout("single"), rows=16, columns=16)
+    assert not chosen.names
+    assert sum(map(len, chosen.others.values())) == 4
+
+
 def products(product: Product, x: Tensor, weight: Tensor, gradient: Tensor) -> list[Tensor]:
     """The result and the gradients."""
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()

@@ -14,7 +14,7 @@ from serried.configs.errors import UserError
 from serried.parallel.compile import compile_blocks
 from serried.parallel.fake_quantized import FakeQuantized, torchao_config
 from serried.parallel.plan import ParallelPlan
-from serried.parallel.products import check_torchao, set_product
+from serried.parallel.products import check_torchao, product_of_torchao, set_product
 from tests import runs
 from tests.cluster import Cluster
 from tests.runs import metrics, run_here, tiny_overrides
@@ -150,3 +150,9 @@ def test_a_missing_library_is_one_line_with_the_command_that_installs_it() -> No
     check_torchao("trainer.quantize_aware=x", "trainer.quantize_aware=none")
     with pytest.raises(UserError, match=r"pip install -e '\.\[lowbit\]', or precision=bf16"):
         check_torchao("precision=float8", "precision=bf16", library="no_such_library")
+
+
+@pytest.mark.parametrize("lacks", ["import torchao.no_such_module", "torch.no_such_dtype"])
+def test_a_torchao_that_lacks_what_is_used_is_one_line(lacks: str) -> None:
+    with pytest.raises(UserError, match=r"^precision=float8 needs torchao>=0\.18, .* or precision=bf16$"):
+        product_of_torchao("precision=float8", "precision=bf16", lambda: exec(lacks))

@@ -1,5 +1,7 @@
 """The type of matrix products, and fp16's loss scale with one verdict for all ranks."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +11,7 @@ from serried.parallel.eight_bits import MULTIPLE, Float8, Int8, check_eight_bits
 from serried.parallel.fake_quantized import FakeQuantized, quantized_layers
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
-from serried.parallel.products import Chosen, Product, check_torchao, choose_linear, set_product
+from serried.parallel.products import Chosen, Product, check_torchao, choose_linear, product_of_torchao, set_product
 
 LOW_DTYPES: dict[str, torch.dtype | None] = {
     "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16, "int8": torch.bfloat16,
@@ -23,15 +25,14 @@ def chosen_layers(config: RunConfig, model: nn.Module, plan: ParallelPlan, layou
     Raises:
         UserError: there are none.
     """
-    if is_eight_bits(name := config.precision.name):
+    if is_eight_bits(config.precision.name):
         chosen = choose_linear(model, plan, layout, rows=MULTIPLE, columns=MULTIPLE)
-        what, instead = f"precision={name}", "precision=bf16"
-    elif (quantize_aware := config.trainer.quantize_aware) != "none":
+    elif config.trainer.quantize_aware != "none":
         chosen = quantized_layers(model, plan)
-        what, instead = f"trainer.quantize_aware={quantize_aware}", "trainer.quantize_aware=none"
     else:
         return None
     if not chosen.names:
+        what, instead = _setting(config)
         raise UserError(f"{what} would be that of {chosen.describe()}; use {instead}")
     return chosen
 
@@ -41,7 +42,7 @@ def check_products(config: RunConfig, device: torch.device) -> None:
     if is_eight_bits(config.precision.name):
         check_eight_bits(config.precision.name, device)
     elif config.trainer.quantize_aware != "none":
-        check_torchao(f"trainer.quantize_aware={config.trainer.quantize_aware}", "trainer.quantize_aware=none")
+        check_torchao(*_setting(config))
 
 
 def set_products(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout, device: torch.device) -> None:
@@ -49,7 +50,14 @@ def set_products(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout
     chosen = chosen_layers(config, model, plan, layout)
     if chosen is not None:
         check_products(config, device)
-        set_product(model, chosen.names, _product(config))
+        set_product(model, chosen.names, product_of_torchao(*_setting(config), partial(_product, config)))
+
+
+def _setting(config: RunConfig) -> tuple[str, str]:
+    """Return the override that asks for products of torchao, and one that does not."""
+    if is_eight_bits(config.precision.name):
+        return f"precision={config.precision.name}", "precision=bf16"
+    return f"trainer.quantize_aware={config.trainer.quantize_aware}", "trainer.quantize_aware=none"
 
 
 def _product(config: RunConfig) -> Product:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from serried.configs.errors import UserError
 from serried.parallel.held import HeldTensor
@@ -61,13 +61,14 @@ class Matrices:
 
     def __init__(
         self, held: Sequence[HeldTensor], layout: Layout, rank: int, group: dist.ProcessGroup | None,
-        dtype: torch.dtype,
+        dtype: torch.dtype, transposed: Collection[str] = (),
     ) -> None:  # fmt: skip
         """``held``: parameters that are such matrices, the same on all ranks of ``group``, those of the pipeline stage
-        of ``rank``; None: all ranks. ``dtype``: in which whole matrices are formed."""
+        of ``rank``; None: all ranks. ``dtype``: in which whole matrices are formed. ``transposed``: names of those that
+        are [inputs, outputs]."""
         self.dtype = dtype
         self._parameters = [each.tensor for each in held]
-        self._shapes = {each.tensor: (each.spec.shape[-2], each.spec.shape[-1]) for each in held}
+        self._shapes = {each.tensor: each.spec.shape[-2:][:: -1 if each.name in transposed else 1] for each in held}
         self._ranks, self._group = layout.world // layout.pipeline, group
         pipeline, me = divmod(rank, self._ranks)
         dealt = deal([each.spec for each in held], layout, pipeline)
@@ -80,18 +81,13 @@ class Matrices:
         They are formed in bf16 if the model computes in a ``low_dtype``, and else in fp32.
 
         Raises:
-            UserError: the model has no blocks.
+            UserError: the model has none.
         """
-        if not blocks:
-            raise UserError(
-                "this optimizer is for the matrices of repeated blocks, and the model has none; return "
-                "ParallelPlan(blocks=...) from parallel_plan(), or use optim=adamw"
-            )
-        held = [each for each in model.parameters if each.tensor.requires_grad]
-        names = matrix_names({each.name: each.spec.shape for each in held}, blocks)
+        names = check_matrices({name: spec.shape for name, spec in model.specs.items()}, blocks)
+        held = [each for each in model.parameters if each.tensor.requires_grad and each.name in names]
         rank = dist.get_rank() if dist.is_initialized() else 0
         dtype = torch.float32 if low_dtype is None else torch.bfloat16  # fp16 has too few exponents for gradients
-        return cls([each for each in held if each.name in names], model.layout, rank, model.groups.stage, dtype)
+        return cls(held, model.layout, rank, model.groups.stage, dtype, _transposed(model.modules))
 
     @classmethod
     def whole(cls, parameters: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> "Matrices":
@@ -108,8 +104,9 @@ class Matrices:
         return parameter in self._shapes
 
     def shape(self, parameter: Tensor) -> tuple[int, int]:
-        """Return rows and columns of the whole matrix."""
-        return self._shapes[parameter]
+        """Return outputs and inputs of the whole matrix: rows and columns, but for a ``Conv1D``."""
+        outputs, inputs = self._shapes[parameter]
+        return outputs, inputs
 
     @torch.no_grad()
     def replace(self, parts: Mapping[Tensor, Tensor], function: Callable[[Tensor], Tensor]) -> None:
@@ -147,6 +144,26 @@ def matrix_names(shapes: Mapping[str, Sequence[int]], blocks: Collection[str]) -
         for name, shape in shapes.items()
         if name.startswith(prefixes) and (len(shape) == 2 or (len(shape) == 3 and _EXPERTS in name.split(".")))
     }
+
+
+def check_matrices(shapes: Mapping[str, Sequence[int]], blocks: Collection[str]) -> set[str]:
+    """Return ``matrix_names``.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not (names := matrix_names(shapes, blocks)):
+        raise UserError(
+            "this optimizer is for the matrices of repeated blocks, and the model has none; return "
+            "ParallelPlan(blocks=...) from parallel_plan(), or use optim=adamw"
+        )
+    return names
+
+
+def _transposed(modules: Iterable[nn.Module]) -> set[str]:
+    """Return the names of the weights of ``Conv1D`` layers, which FSDP2 may have wrapped."""
+    named = (each for module in modules for each in module.named_modules())
+    return {f"{name}.weight" for name, each in named if "Conv1D" in (kind.__name__ for kind in type(each).__mro__)}
 
 
 def deal(specs: Sequence[ShardSpec], layout: Layout, pipeline: int) -> list[Dealt]:

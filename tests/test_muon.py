@@ -18,9 +18,10 @@ from serried.parallel.matrices import Matrices, deal, matrix_names
 from serried.parallel.mesh import Layout, resolve_layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.shard_specs import ShardSpec, Slice
+from serried.recipes.models.gpt2 import Conv1D
 from serried.runtime.session import open_session
 from serried.trainer.model import build_model, sharded
-from serried.trainer.optimizer import build_optimizer, take_step
+from serried.trainer.optimizer import build_optimizer, check_optimizer, take_step
 from serried.trainer.parameter_groups import parameter_groups
 from serried.trainer.task import Task
 from tests.cluster import Cluster
@@ -112,6 +113,24 @@ def test_matrices_are_those_of_blocks_and_of_each_expert() -> None:
         "blocks.0.mlp.experts.up": (8, 4, 4), "blocks.10.q.weight": (4, 4), "head.weight": (9, 4),
     }  # fmt: skip
     assert matrix_names(shapes, ["blocks.0"]) == {"blocks.0.q.weight", "blocks.0.mlp.experts.up"}
+
+
+def test_blocks_without_matrices_are_one_line() -> None:
+    model = nn.Sequential(nn.Sequential(*(nn.Sequential(nn.Conv2d(2, 2, 3)) for _ in range(2))), nn.Linear(2, 2))
+    with pytest.raises(UserError, match="the matrices of repeated blocks, and the model has none"):
+        check_optimizer(compose(["optim=muon"]).optim, model, ParallelPlan(), Layout("single"))
+
+
+def test_shape_of_a_conv1d_is_outputs_and_inputs() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.ModuleDict({"up": Conv1D(2, 6), "down": nn.Linear(6, 2)}) for _ in range(2))
+    parallel = parallelize(
+        model, ParallelPlan(), None, seed=1, layout=Layout("single"), section=ParallelSection(strategy="single"),
+        low_dtype=None, device=torch.device("cpu"),
+    )  # fmt: skip
+    matrices = Matrices.of(parallel, ("blocks.0", "blocks.1"), None)
+    found = {each.name: matrices.shape(each.tensor) for each in parallel.parameters if each.tensor in matrices}
+    assert (found["blocks.0.up.weight"], found["blocks.0.down.weight"]) == ((6, 2), (2, 6))
 
 
 def test_a_model_without_blocks_is_one_line() -> None:

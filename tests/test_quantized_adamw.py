@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # there is no public o
 
 from benchmarks.parity import CUTS, compare, run
 from serried.configs.compose import compose
+from serried.configs.errors import UserError
+from serried.parallel.mesh import Layout
+from serried.parallel.shard_specs import ShardSpec, Slice
 from serried.trainer.optimizer import build_optimizer, take_step
 from serried.trainer.optimizer_state import state_bytes, tensor_state
-from serried.trainer.quantized_adamw import QuantizedAdamW
+from serried.trainer.quantized_adamw import QuantizedAdamW, check_columns
 from tests.cluster import Cluster
 from tests.runs import weights
 from tests.test_any_layout import train
@@ -92,6 +96,14 @@ def test_a_step_after_one_of_fake_tensors_moves_the_weights() -> None:
             matrix.grad = torch.ones_like(matrix)
             take_step(optimizer, torch.ones(()), torch.zeros(()))
     assert (matrix < 0.95).all()
+
+
+def test_tensor_ranks_that_divide_blocks_are_one_line() -> None:
+    spec = ShardSpec("down.weight", (8, 48), (Slice(1, ("tensor",)),))
+    layout = Layout("fsdp", tensor=2)
+    with pytest.raises(UserError, match=r"tensor=2 divides down.weight into parts of 24 columns.*blocks of 16; use"):
+        check_columns("adamw8bit", [spec], layout)
+    check_columns("adamw8bit", [replace(spec, shape=(8, 64)), replace(spec, shape=(8, 40))], layout)
 
 
 SHAPE = ("model.hidden_dim=64",)  # divided by two it has whole blocks

@@ -64,7 +64,7 @@ class Muon(BesideAdamW):
         return gradient
 
 
-def _factor(rows: int, columns: int, adjust_lr: str) -> float:
+def _factor(outputs: int, inputs: int, adjust_lr: str) -> float:
     if adjust_lr == "original":
-        return math.sqrt(max(1, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1, outputs / inputs))
+    return 0.2 * math.sqrt(max(outputs, inputs))

@@ -7,13 +7,18 @@ import inspect
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from serried.configs.registry import optimizers, schedules
 from serried.configs.schema import OptimSection, ScheduleSection
-from serried.parallel.matrices import Matrices
+from serried.parallel.axes import shard_specs
+from serried.parallel.matrices import Matrices, check_matrices
+from serried.parallel.mesh import Layout
+from serried.parallel.plan import ParallelPlan
+from serried.trainer.optim.quantized_adamw import QuantizedAdamSection
 from serried.trainer.parameter_groups import parameter_groups
+from serried.trainer.quantized_adamw import check_columns
 
 
 def build_optimizer(
@@ -25,12 +30,34 @@ def build_optimizer(
     """
     named, build = list(named), optimizers.get(section.name).load()
     more = {}
-    if "matrices" in inspect.signature(build).parameters:
+    if _takes_matrices(section):
         more["matrices"] = matrices() if matrices is not None else Matrices.whole(each for _, each in named)
     optimizer: torch.optim.Optimizer = build(parameter_groups(named, section), section, **more)
     if takes_verdict(optimizer) and parameters_of(optimizer):
         create_state(optimizer)  # changes nothing, and memory is known early
     return optimizer
+
+
+def _takes_matrices(section: OptimSection) -> bool:
+    return "matrices" in inspect.signature(optimizers.get(section.name).load()).parameters
+
+
+def check_optimizer(section: OptimSection, model: nn.Module, plan: ParallelPlan, layout: Layout) -> str:
+    """Return for which of the trained parameters of ``model`` an optimizer of matrices is used, for the plan; "" for
+    others. ``model`` is not sharded yet.
+
+    Raises:
+        UserError: the optimizer is not for this model, or not on this layout.
+    """
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    if isinstance(section, QuantizedAdamSection) and layout.tensor > 1:
+        specs = shard_specs(model, plan, layout)
+        check_columns(section.name, [specs[name] for name in trained], layout)
+    if not _takes_matrices(section):
+        return ""
+    names = check_matrices({name: each.shape for name, each in trained.items()}, plan.blocks_in(model))
+    inside, total = (sum(trained[name].numel() for name in which) for which in (names, trained))
+    return f" for {inside:,} of {total:,} parameters"
 
 
 def takes_verdict(optimizer: torch.optim.Optimizer) -> bool:

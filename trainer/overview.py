@@ -17,7 +17,7 @@ from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data import training_data, with_steps
 from serried.trainer.fitting import fitting
 from serried.trainer.model import Model, build_model, frozen_type
-from serried.trainer.optimizer import learning_rate
+from serried.trainer.optimizer import check_optimizer, learning_rate
 from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.memory import holds_what_it_computed_again, planned_memory
@@ -65,7 +65,7 @@ def overview(
     if layout.shard * layout.context > 1:
         gathers = ", ZeRO-3 (gathers for use)" if parallel.frees_after_forward else ", ZeRO-2 (stays gathered)"
         mesh += ", ZeRO-2 (small and on a CPU: gathered at once)" if plan.is_one_unit else gathers
-    schedule = config.schedule
+    schedule, used_for = config.schedule, check_optimizer(config.optim, model, plan, layout)
     ratio = learning_rate(trainer.steps, trainer.steps, 1.0, schedule)
     decay = f" to {ratio:g}x" if ratio != 1 and schedule.warmup_steps < trainer.steps else ""
     short_run = " (the run ends inside it)" if schedule.warmup_steps >= trainer.steps else ""
@@ -85,7 +85,7 @@ def overview(
         ),
         (
             "optimizer",
-            f"{config.optim.name}, peak lr {config.optim.lr:g}, {schedule.name}{decay}, "
+            f"{config.optim.name}{used_for}, peak lr {config.optim.lr:g}, {schedule.name}{decay}, "
             f"warm-up {schedule.warmup_steps} steps{short_run}, "
             + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping")
             + (f"; evaluated and saved: average of weights, decay {trainer.ema_decay:g}" if trainer.ema_decay else ""),

@@ -5,13 +5,17 @@ Blocks lie within rows, so that ranks which divide a matrix hold whole ones: the
 place of the mean square its root is held, whose range is half as many octaves.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from serried.configs.errors import UserError
 from serried.parallel.held import local
+from serried.parallel.mesh import Layout
+from serried.parallel.shard_specs import ShardSpec
 from serried.trainer.beside_adamw import BesideAdamW
 
 _BLOCK = 16
@@ -89,6 +93,18 @@ class QuantizedAdamW(BesideAdamW):
         if which not in self._tables:
             self._tables[which] = torch.tensor(_numbers(self._bits, signed=key == _MEAN), device=device)
         return self._tables[which]
+
+
+def check_columns(optim: str, specs: Iterable[ShardSpec], layout: Layout) -> None:
+    """Raise ``UserError`` where tensor ranks would not hold the blocks that a whole matrix has."""
+    for spec in specs:
+        columns = [box.sizes[-1] for box, _ in spec.sources(layout)] if len(spec.shape) > 1 else []
+        odd = [each for each in columns if (each % _BLOCK == 0) != (spec.shape[-1] % _BLOCK == 0)]
+        if odd:
+            raise UserError(
+                f"parallel.tensor={layout.tensor} divides {spec.name} into parts of {odd[0]} columns, and "
+                f"optim={optim} holds blocks of {_BLOCK}; use parallel.tensor=1 or optim=adamw"
+            )
 
 
 def _is_in_blocks(parameter: Tensor) -> bool:

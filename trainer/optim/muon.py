@@ -15,7 +15,7 @@ class MuonSection(OptimSection):
     """Share of earlier gradients in the next update."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Factor on the learning rate of a matrix: ``match_rms_adamw`` 0.2 sqrt(larger dim), for rates that suit AdamW
-    (arXiv 2502.16982); ``original`` sqrt(max(1, rows / columns))."""
+    (arXiv 2502.16982); ``original`` sqrt(max(1, outputs / inputs))."""
     betas: tuple[Number, Number] = (0.9, 0.95)
     """AdamW's."""
     eps: Number = Field(default=1e-8, gt=0)

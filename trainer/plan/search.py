@@ -17,6 +17,7 @@ from serried.parallel.checks import check_layout
 from serried.parallel.compile import check_blocks
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.trainer.model import build_model
+from serried.trainer.optimizer import check_optimizer
 from serried.trainer.optimizer_state import state_bytes
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.devices import DEVICES
@@ -157,11 +158,12 @@ class _Search:
 
     def _check_model(self, config: RunConfig, layout: Layout) -> None:
         """Raise UserError if the model cannot be divided or compiled so. Asks once for what is alike."""
-        kind = (layout.tensor > 1, layout.stages, config.trainer.activation_checkpoint)
+        kind = (layout.tensor, layout.stages, config.trainer.activation_checkpoint)
         if kind not in self._refused:
             self._refused[kind] = None
             try:
                 check_plan(self.model, self.plan, layout)
+                check_optimizer(config.optim, self.model, self.plan, layout)
                 if config.trainer.compile:
                     check_blocks(self.model, self.plan, config.trainer.activation_checkpoint)
             except UserError as error:

@@ -11,7 +11,7 @@ from typing import Any
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from benchmarks.disturb import family, is_alive
+from benchmarks.disturb import family, is_alive, parent
 from serried.configs.compose import compose, config_yaml
 from serried.records.run_folder import RunFolder
 from serried.records.trackers.processes import Trackers
@@ -69,7 +69,8 @@ def trackers(run_dir: Path, name: str = "") -> list[int]:
             continue
         if "serried.records.trackers" in words and str(run_dir) in words and (name in words or not name):
             found.append(int(path.name))
-    return found
+    # A child that has not started its own program yet shows the words of its parent.
+    return [pid for pid in found if parent(pid) not in found]
 
 
 def await_trackers(run_dir: Path) -> None:

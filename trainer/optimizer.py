@@ -16,7 +16,6 @@ from serried.parallel.axes import shard_specs
 from serried.parallel.matrices import Matrices, check_matrices
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
-from serried.trainer.optim.quantized_adamw import QuantizedAdamSection
 from serried.trainer.parameter_groups import parameter_groups
 from serried.trainer.quantized_adamw import check_columns
 
@@ -49,6 +48,9 @@ def check_optimizer(section: OptimSection, model: nn.Module, plan: ParallelPlan,
     Raises:
         UserError: the optimizer is not for this model, or not on this layout.
     """
+    # Here: the first to import an optimizer would decide in which order they are all registered.
+    from serried.trainer.optim.quantized_adamw import QuantizedAdamSection
+
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     if isinstance(section, QuantizedAdamSection) and layout.tensor > 1:
         specs = shard_specs(model, plan, layout)

@@ -122,7 +122,7 @@ class GemmaSection(MistralSection):
 
 DIVIDED_MODELS = ("gpt_neox", "granite", "phi", "qwen3")
 """Kinds of models that tensor ranks divide with ``model=hf``: those that tests compare with one process. Code between
-the layers may need the whole width, of which transformers' plan says nothing."""
+the layers may need the whole width, and transformers' plan does not say so."""
 
 
 class HuggingFaceSection(ModelSection):

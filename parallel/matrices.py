@@ -110,7 +110,7 @@ class Matrices:
 
     @torch.no_grad()
     def replace(self, parts: Mapping[Tensor, Tensor], function: Callable[[Tensor], Tensor]) -> None:
-        """Replace matrices, of which ``parts`` has what this rank holds, by ``function`` of them, in place.
+        """Replace matrices by ``function`` of them, in place. ``parts`` holds this rank's parts.
 
         ``parts``: of each parameter a plain tensor with the shape that is here. ``function`` gets [matrices, rows,
         columns] of ``self.dtype`` and returns as many. All ranks must call this together, with all parameters.

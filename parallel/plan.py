@@ -128,8 +128,8 @@ class ParallelPlan:
     """Names of the mixtures of experts: modules with ``experts``, whose parameters have the experts along their first
     dim, a ``dispatch`` (``Dispatch``) and a router ``gate`` (``Router``)."""
     is_one_unit: bool = False
-    """Whether FSDP2 gathers all parameters at once, and keeps them for the step, whatever ``units`` says. The trainer
-    sets it."""
+    """Whether FSDP2 gathers all parameters at once, and keeps them for the step, even if ``units`` names several. The
+    trainer sets it."""
 
     def for_model(self, model: nn.Module) -> "ParallelPlan":
         """Return the plan with the names of modules of ``model`` in place of the globs in ``blocks``.

@@ -41,7 +41,7 @@ class _Phase(Enum):
     LEAVE = "leave"
 
 
-_NOTHING_TO_SAVE = (_Phase.LOAD, _Phase.RAISE, _Phase.RAISED)  # the last until whoever catches it cleans up
+_NOTHING_TO_SAVE = (_Phase.LOAD, _Phase.RAISE, _Phase.RAISED)  # the last until the code that catches it cleans up
 
 
 class Signals:

@@ -68,7 +68,7 @@ def task_of_text(run: Path, command: str) -> Declaration:
 
 
 def task_that_trained(run: Path) -> Declaration:
-    """Return the declaration of the task that trained ``run``, of whatever kind.
+    """Return the declaration of the task that trained ``run``, of any kind.
 
     Raises:
         UserError: it is a script's.

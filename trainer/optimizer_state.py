@@ -41,7 +41,7 @@ def tensor_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[st
 
 
 def _is_sharded_like(parameter: DTensor, value: Tensor) -> bool:
-    """Return whether ranks hold the same rows of both, of which ``value`` may have other columns."""
+    """Return whether ranks hold the same rows of both; ``value`` may have other columns."""
     is_alike = isinstance(value, DTensor) and value.placements == parameter.placements
     if not is_alike or any(each.is_shard(parameter.ndim - 1) for each in parameter.placements):
         return is_alike and value.shape == parameter.shape

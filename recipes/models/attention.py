@@ -116,7 +116,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None, soft_cap: float | None = None,
     kernel: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """Attention of q [B, H, Q, E] on k, v [B, K, S, E], K key/value heads, of which H is a multiple.
+    """Attention of q [B, H, Q, E] on k, v [B, K, S, E], with K key/value heads; H is a multiple of K.
 
     ``scale`` of the scores: 1 / sqrt(E) if None. With a ``soft_cap`` a score x becomes cap x tanh(x / cap). Only
     FlexAttention has a kernel for that; without it all scores are held, in fp32. ``kernel="sdpa"`` never takes

@@ -108,7 +108,7 @@ def _of_timm(section: ImageSection, classes: Sequence[str]) -> Any:
 
 
 def _sizes(section: ImageSection) -> dict[str, int]:
-    """Return what a model of timm must be told of the size of images."""
+    """Return the arguments that give a model of timm the size of images."""
     found = _library(section).get_pretrained_cfg(section.model)
     return {"img_size": section.image_size} if found is not None and found.fixed_input_size else {}
 

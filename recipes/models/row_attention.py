@@ -26,7 +26,7 @@ def suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @torch.library.custom_op("serried::scaled_dot_product_by_rows", mutates_args=())
 def attend_by_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of q [B, H, S, E] on k, v [B, K, S, E], K key/value heads, of which H is a multiple."""
+    """Causal attention of q [B, H, S, E] on k, v [B, K, S, E], with K key/value heads; H is a multiple of K."""
     out, queries, values = _empty_like(q), _grouped(q * scale, k), v.flatten(0, 1)
     mixed = out.unflatten(1, (k.shape[1], -1))  # a view
     for rows, probabilities, _, _ in _blocks(queries, k):

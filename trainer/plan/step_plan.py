@@ -1,4 +1,4 @@
-"""The plan of a step, of which all that prints or compares a plan is made."""
+"""The plan of a step: everything that prints or compares a plan reads it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -300,6 +300,12 @@ def test_folders_that_are_no_models_are_refused_and_nothing_is_moved(plain: Path
     assert "model.dim=[]" in refusal(text, run_dir, path)
     (folder / "config.json").unlink()
     assert f"cannot read {folder / 'config.json'}: No such file" in refusal(text, run_dir, path)
+    for step in ("step-00000005", "step-00000010"):
+        (folder / "checkpoints" / step).mkdir(parents=True)
+        (folder / "checkpoints" / step / "config.json").touch()
+    saved = folder / "checkpoints" / "step-00000010"
+    assert f"{path} is a run; use a model that it saved: model.path={saved}" in refusal(text, run_dir, path)
+    shutil.rmtree(folder / "checkpoints")
     assert f"cannot read {folder / 'config.json'}" in refusal(text, run_dir, resume, "model.max_sequence_length=8k")
 
 

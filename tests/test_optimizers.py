@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import serried
+from benchmarks.parity import CUTS, OPTIMIZER_CUTS, OPTIMIZERS, TOLERANCES, compare, run
 from serried.configs.compose import FOLDER, compose, config_yaml
 from serried.configs.errors import UserError
 from serried.configs.help import help_text
@@ -22,11 +23,13 @@ from serried.parallel.plan import LossTerms
 from serried.runtime.session import open_session
 from serried.trainer.optimizer import build_optimizer, create_state, learning_rate, take_step, takes_verdict
 from serried.trainer.optimizer_state import (
+    StateBytes,
     ensure_state,
     group_values,
     load_plain_state,
     plain_state,
     state_bytes,
+    state_bytes_by_name,
     tensor_state,
 )
 from serried.trainer.parameter_groups import freeze, parameter_groups
@@ -107,6 +110,26 @@ def test_nan_on_one_rank_leaves_parameters_and_state_bit_unchanged_on_all(
     answers = cluster.run(2, "tests.test_optimizers:changes_with_own", argv=argv, fault=fault, file=str(own_optimizer))
     for answer in answers:
         assert [what == "nothing" for what in answer.value] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adamw8bit", "adamw4bit", "muon", "adafactor"])
+def test_step_rejected_on_the_device_changes_no_bit_and_the_next_is_as_if_it_had_not_been(optim: str) -> None:
+    def bits(verdicts: list[bool]) -> list[bytes]:
+        torch.manual_seed(2)
+        named = {"matrix": nn.Parameter(torch.randn(6, 32)), "norm": nn.Parameter(torch.ones(4))}
+        named["matrix"].data[0, 0] = -0.0
+        optimizer = build_optimizer(named.items(), compose([f"optim={optim}", "optim.lr=0.1"]).optim)
+        assert takes_verdict(optimizer)
+        for rejected in verdicts:
+            for parameter in named.values():
+                parameter.grad = torch.full_like(parameter, math.nan if rejected else 3.0)
+            take_step(optimizer, torch.tensor(2.0), torch.tensor(float(rejected)))
+        state = [value for each in named.values() for value in tensor_state(optimizer, each).values()]
+        return [each.detach().view(-1).view(torch.uint8).numpy().tobytes() for each in (*named.values(), *state)]
+
+    assert bits([True]) == bits([])
+    assert bits([False, True, False]) == bits([False, False])
+    assert bits([False]) != bits([])
 
 
 def losses_by_hand(argv: list[str]) -> tuple[list[float], list[float]]:
@@ -239,10 +262,14 @@ def test_a_stage_with_nothing_to_train_takes_steps_that_do_nothing(name: str) ->
 
 
 def test_bytes_of_state_are_those_of_the_optimizer() -> None:
-    expected = {"adamw": 8, "sgd": 4, "lion": 4, "adafactor": 0.125, "muon": 4}
-    assert {name: state_bytes(compose([f"optim={name}"]).optim) for name in expected} == expected
-    assert state_bytes(compose(["optim=sgd", "optim.momentum=0"]).optim) == 0
-    assert state_bytes(compose(["optim=muon"]).optim, is_in_block=False) == 8
+    expected = {"adamw": 8, "sgd": 4, "lion": 4, "adafactor": 0, "muon": 4}
+    assert {name: state_bytes(compose([f"optim={name}"]).optim).per_element for name in expected} == expected
+    assert state_bytes(compose(["optim=sgd", "optim.momentum=0"]).optim) == StateBytes(0)
+    assert state_bytes(compose(["optim=muon"]).optim, is_in_block=False) == StateBytes(8)
+    shapes = {"matrix": (10, 30), "experts": (2, 10, 30), "norm": (30,), "scale": ()}
+    assert state_bytes_by_name(compose(["optim=adafactor"]).optim, shapes, ()) == {
+        "matrix": StateBytes(0, 160), "experts": StateBytes(0, 320), "norm": StateBytes(4), "scale": StateBytes(0),
+    }  # fmt: skip
 
 
 def test_state_that_no_checkpoint_can_hold_is_refused() -> None:
@@ -334,6 +361,26 @@ def test_groups_have_the_same_curve_on_every_layout(cluster: Cluster, text: Path
     }  # fmt: skip
     names = [name for name in weights(tmp_path / "fsdp", "optimizer") if "embed" in name]
     assert names == []
+
+
+BOUNDS = {"adamw8bit": 1e-3, "adamw4bit": 1e-3}
+DAILY = ("adafactor", "adamw8bit")
+
+
+@pytest.mark.parametrize(
+    "optim", [pytest.param(each, marks=[] if each in DAILY else pytest.mark.slow) for each in OPTIMIZERS]
+)
+def test_the_curve_of_an_optimizer_is_that_of_the_single_process(
+    optim: str, cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    chosen, steps = (f"optim={optim}", *OPTIMIZERS[optim]), 10 if optim in DAILY else 5
+    cut = next(each for each in OPTIMIZER_CUTS if each.name == "tensor x2 x fsdp x2")
+    reference = run(cluster, CUTS[0], 1, "fp32", text, tmp_path / "single", *chosen, steps=steps)
+    curve = run(cluster, cut, cut.accumulations[-1], "fp32", text, tmp_path / "run", *chosen, steps=steps)
+    difference = compare(curve, reference)
+    assert difference.same_samples
+    assert max(difference.loss, difference.grad_norm) < BOUNDS.get(optim, TOLERANCES["fp32"])
+    assert curve.losses[-1] < 0.98 * curve.losses[0], "a run that learns nothing would agree with anything"
 
 
 # the registry ---------------------------------------------------------------------------------------------------------

@@ -7,18 +7,13 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
+from serried.trainer.transactional import Transactional
+
 _IS_ADAMW = "is_adamw"
 
 
-class BesideAdamW(torch.optim.Optimizer):
-    """The base of such an optimizer.
-
-    As a fused optimizer of torch does, ``step`` reads ``grad_scale`` and ``found_inf`` on the device.
-    """
-
-    _step_supports_amp_scaling = True
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
+class BesideAdamW(Transactional):
+    """The base of such an optimizer."""
 
     def __init__(
         self, groups: list[dict[str, Any]], is_own: Callable[[Tensor], bool], defaults: dict[str, Any],
@@ -44,10 +39,6 @@ class BesideAdamW(torch.optim.Optimizer):
     def update(self, own: list[tuple[Tensor, dict[str, Any]]]) -> None:
         """Update these parameters, each with its group."""
         raise NotImplementedError
-
-    def set(self, tensor: Tensor, value: Tensor) -> None:
-        """Set ``tensor``, unless the step is rejected."""
-        tensor.copy_(value if self.found_inf is None else torch.where(self.found_inf.bool(), tensor, value))
 
 
 def _split(group: dict[str, Any], is_own: Callable[[Tensor], bool]) -> Iterator[dict[str, Any]]:

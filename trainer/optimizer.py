@@ -4,7 +4,9 @@ An optimizer is any ``torch.optim.Optimizer``.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,30 +17,49 @@ from serried.configs.schema import OptimSection, ScheduleSection
 from serried.parallel.axes import shard_specs
 from serried.parallel.matrices import Matrices, check_matrices
 from serried.parallel.mesh import Layout
+from serried.parallel.model import DistributedModel
 from serried.parallel.plan import ParallelPlan
+from serried.parallel.sums import Sums
 from serried.trainer.parameter_groups import parameter_groups
 from serried.trainer.quantized_adamw import check_columns
 
 
-def build_optimizer(
-    named: Iterable[tuple[str, Tensor]], section: OptimSection, matrices: Callable[[], Matrices] | None = None
+def model_optimizer(
+    model: DistributedModel, section: OptimSection, blocks: Collection[str], low_dtype: torch.dtype | None
 ) -> torch.optim.Optimizer:
+    """Build the optimizer that ``section`` chooses for ``model``. A collective of all ranks; see ``Matrices.of``."""
+    return build_optimizer(
+        [(held.name, held.tensor) for held in model.parameters],
+        section,
+        partial(Matrices.of, model, blocks, low_dtype),
+        partial(Sums.of, model),
+    )
+
+
+def build_optimizer(
+    named: Iterable[tuple[str, Tensor]], section: OptimSection, matrices: Callable[[], Matrices] | None = None,
+    sums: Callable[[], Sums] | None = None,
+) -> torch.optim.Optimizer:  # fmt: skip
     """Build the optimizer that ``section`` chooses for the trained ones among ``named`` parameters.
 
-    ``matrices`` returns those of the model; None: all parameters of two dims, which are whole.
+    ``matrices`` and ``sums`` return those of the model; None: those of parameters that are whole, and all of two dims
+    are matrices.
     """
     named, build = list(named), optimizers.get(section.name).load()
-    more = {}
-    if _takes_matrices(section):
-        more["matrices"] = matrices() if matrices is not None else Matrices.whole(each for _, each in named)
+    parameters = [each for _, each in named]
+    more: dict[str, Any] = {}
+    if _takes(section, "matrices"):
+        more["matrices"] = matrices() if matrices is not None else Matrices.whole(parameters)
+    if _takes(section, "sums"):
+        more["sums"] = sums() if sums is not None else Sums.whole(parameters)
     optimizer: torch.optim.Optimizer = build(parameter_groups(named, section), section, **more)
     if takes_verdict(optimizer) and parameters_of(optimizer):
         create_state(optimizer)  # changes nothing, and memory is known early
     return optimizer
 
 
-def _takes_matrices(section: OptimSection) -> bool:
-    return "matrices" in inspect.signature(optimizers.get(section.name).load()).parameters
+def _takes(section: OptimSection, argument: str) -> bool:
+    return argument in inspect.signature(optimizers.get(section.name).load()).parameters
 
 
 def check_optimizer(section: OptimSection, model: nn.Module, plan: ParallelPlan, layout: Layout) -> str:
@@ -55,7 +76,7 @@ def check_optimizer(section: OptimSection, model: nn.Module, plan: ParallelPlan,
     if isinstance(section, QuantizedAdamSection) and layout.tensor > 1:
         specs = shard_specs(model, plan, layout)
         check_columns(section.name, [specs[name] for name in trained], layout)
-    if not _takes_matrices(section):
+    if not _takes(section, "matrices"):
         return ""
     names = check_matrices({name: each.shape for name, each in trained.items()}, plan.blocks_in(model))
     inside, total = (sum(trained[name].numel() for name in which) for which in (names, trained))

@@ -4,8 +4,8 @@ Tensors go into the optimizer's files of a checkpoint as ``<parameter>.<key>``, 
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +28,23 @@ def tensor_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[st
     """Return the tensors that the optimizer keeps for ``parameter``, by name.
 
     Raises:
-        UserError: the parameter is sharded, and one of them is not sharded like it.
+        UserError: the parameter is sharded, and one of them is neither sharded like it nor in ``whole_state``.
     """
     tensors = {key: value for key, value in optimizer.state.get(parameter, {}).items() if isinstance(value, Tensor)}
+    if not isinstance(parameter, DTensor):
+        return tensors
     for key, value in tensors.items():
-        if isinstance(parameter, DTensor) and value.ndim and not _is_sharded_like(parameter, value):
+        if value.ndim and key not in _whole_state(optimizer) and not _is_sharded_like(parameter, value):
             raise UserError(
                 f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for a sharded parameter of shape "
                 f"{list(parameter.shape)}, from which no other layout could resume; use parallel=ddp, or another optim"
             )
     return tensors
+
+
+def _whole_state(optimizer: torch.optim.Optimizer) -> Collection[str]:
+    """Return the names of the state that every rank has whole."""
+    return getattr(optimizer, "whole_state", ())
 
 
 def _is_sharded_like(parameter: DTensor, value: Tensor) -> bool:
@@ -134,23 +141,44 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def state_bytes(section: OptimSection, *, is_in_block: bool = True) -> float:
-    """Return the bytes of optimizer state per element, measured on a small matrix, of a block or not."""
-    matrix = nn.Parameter(torch.zeros(_PROBE_ROWS, _PROBE_ROWS))
+class StateBytes(NamedTuple):
+    """Bytes of the optimizer's state of a parameter."""
+
+    per_element: float
+    """Of what is divided as the parameter is."""
+    whole: int = 0
+    """Of what every rank has whole."""
+
+
+def state_bytes(section: OptimSection, *, is_in_block: bool = True, ndim: int = 2) -> StateBytes:
+    """Return the bytes of optimizer state, measured on a small matrix, of a block or not, or on a vector."""
+    return _measured(section, torch.zeros((_PROBE_ROWS,) * ndim), is_in_block=is_in_block)
+
+
+def _measured(section: OptimSection, values: Tensor, *, is_in_block: bool) -> StateBytes:
+    parameter = nn.Parameter(values)
     try:
-        matrices = partial(Matrices.whole, [matrix] * is_in_block)
-        optimizer = build_optimizer([("", matrix)], section.model_copy(update={"groups": {}}), matrices)
+        matrices = partial(Matrices.whole, [parameter] * is_in_block)
+        optimizer = build_optimizer([("", parameter)], section.model_copy(update={"groups": {}}), matrices)
         create_state(optimizer)
     except Exception:  # it may run on another device only: as many as AdamW has
-        return 2 * _FP32_BYTES
-    state = (value.nbytes for value in tensor_state(optimizer, matrix).values() if value.ndim)
-    return sum(state) / matrix.numel()
+        return StateBytes(2 * _FP32_BYTES)
+    bytes_of = {key: value.nbytes for key, value in tensor_state(optimizer, parameter).items() if value.ndim}
+    whole = sum(bytes_of.pop(key, 0) for key in _whole_state(optimizer))
+    return StateBytes(sum(bytes_of.values()) / parameter.numel(), whole)
 
 
 def state_bytes_by_name(
     section: OptimSection, shapes: Mapping[str, Sequence[int]], blocks: Collection[str]
-) -> dict[str, float]:
-    """Return the bytes of optimizer state per element of each parameter. ``blocks``: names of the model's blocks."""
+) -> dict[str, StateBytes]:
+    """Return the bytes of optimizer state of each parameter. ``blocks``: names of the model's blocks."""
+
+    @cache
+    def of(shape: tuple[int, ...], is_in_block: bool) -> StateBytes:
+        small = state_bytes(section, is_in_block=is_in_block, ndim=min(len(shape), 2))
+        if not small.whole:
+            return small
+        return _measured(section, torch.empty(shape, device="meta"), is_in_block=is_in_block)
+
     matrices = matrix_names(shapes, blocks)
-    each = {is_in_block: state_bytes(section, is_in_block=is_in_block) for is_in_block in (False, True)}
-    return {name: each[name in matrices] for name in shapes}
+    return {name: of(tuple(shape), name in matrices) for name, shape in shapes.items()}

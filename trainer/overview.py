@@ -208,7 +208,10 @@ def saved_bytes(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> int:
     shapes = {name: parameter.shape for name, parameter in named.items()}
     states = state_bytes_by_name(config.optim, shapes, plan.blocks_in(model))
     averages = trained if config.trainer.ema_decay else ()
-    held = sum(named[name].numel() * (_FP32_BYTES + states[name]) for name in (named if is_whole else trained))
+    held = sum(
+        named[name].numel() * (_FP32_BYTES + states[name].per_element) + states[name].whole
+        for name in (named if is_whole else trained)
+    )
     return int(held) + sum(named[name].nbytes for name in averages)
 
 

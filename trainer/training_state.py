@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from serried.configs.schema import RunConfig
-from serried.parallel.matrices import Matrices
 from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import Objective
@@ -22,7 +20,7 @@ from serried.trainer.compilation import Compilation
 from serried.trainer.context import Context
 from serried.trainer.loader import PADDING_ID, read_batch
 from serried.trainer.model import Model, sharded
-from serried.trainer.optimizer import build_optimizer
+from serried.trainer.optimizer import model_optimizer
 from serried.trainer.optimizer_state import group_values, load_plain_state, plain_state
 from serried.trainer.precision import LOW_DTYPES, GradScaler
 from serried.trainer.reference import ReferencePass
@@ -50,10 +48,8 @@ class TrainingState:
         if self.compilation is not None:
             self.compilation.announce()
         self.module = self.parallel.module
-        self.optimizer = build_optimizer(
-            [(held.name, held.tensor) for held in self.parallel.parameters], config.optim,
-            partial(Matrices.of, self.parallel, model.blocks, LOW_DTYPES[config.precision.name]),
-        )  # fmt: skip
+        low_dtype = LOW_DTYPES[config.precision.name]
+        self.optimizer = model_optimizer(self.parallel, config.optim, model.blocks, low_dtype)
         self._configured = group_values(self.optimizer)
         self._lr_scales = self._scales_of_groups()
         weights, held = start.weights if base is None else base.folder, None

@@ -4,7 +4,6 @@ from typing import Any
 
 from pydantic import Field
 
-from serried.configs.errors import UserError
 from serried.configs.registry import register_optimizer
 from serried.configs.schema import Number, OptimSection
 
@@ -21,15 +20,10 @@ class AdafactorSection(OptimSection):
 
 
 @register_optimizer("adafactor", section=AdafactorSection)
-def build(groups: list[dict[str, Any]], section: AdafactorSection) -> Any:
-    """Build torch's Adafactor."""
-    from torch.distributed.tensor import DTensor
-    from torch.optim import Adafactor
+def build(groups: list[dict[str, Any]], section: AdafactorSection, sums: Any) -> Any:
+    """Build Adafactor."""
+    from serried.trainer.adafactor import Adafactor
 
-    if any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"]):
-        raise UserError(
-            "optim=adafactor needs whole matrices, for means over their rows and columns, and this layout shards them; "
-            "use parallel=ddp or optim=lion"
-        )
-
-    return Adafactor(groups, lr=section.lr, beta2_decay=section.beta2_decay, d=section.clip_threshold)
+    return Adafactor(
+        groups, sums, lr=section.lr, beta2_decay=section.beta2_decay, clip_threshold=section.clip_threshold
+    )

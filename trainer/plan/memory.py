@@ -118,10 +118,12 @@ class _Sizes:
         self.packed = {name for name, parameter in model.named_parameters() if is_packed(parameter)}
         average = _FP32_BYTES if config.trainer.ema_decay else 0
         shapes = {name: spec.shape for name, spec in self.specs.items()}
-        states = state_bytes_by_name(config.optim, shapes, plan.blocks_in(model))
-        self.state_bytes = {name: each + average for name, each in states.items()}
         first = layout.coordinates(0)  # no rank of a block holds more
         self.held = {name: spec.box(layout, first).numel for name, spec in self.specs.items()}
+        states = state_bytes_by_name(config.optim, shapes, plan.blocks_in(model))
+        self.state_bytes = {
+            name: self.held[name] * (each.per_element + average) + each.whole for name, each in states.items()
+        }
         self.shapes: dict[str, tuple[int, ...]] = {}
         """What the other axes leave, for FSDP2."""
         self.gathered: dict[str, int] = {}
@@ -200,7 +202,7 @@ def _of_stages(
         parameters=sum(sizes.held[name] * copies[name] * sizes.width(name, frozen) for name in here),
         gradients=gradients,
         gradients_while_accumulating=whole * _FP32_BYTES,
-        optimizer_state=int(sum(sizes.held[name] * copies[name] * sizes.state_bytes[name] for name in trained)),
+        optimizer_state=int(sum(copies[name] * sizes.state_bytes[name] for name in trained)),
         gathered=gathers * width if uses_copies else 0,
         activations=activations,
         gradients_at_peak=(whole * _FP32_BYTES or gradients) if has_earlier else 0,

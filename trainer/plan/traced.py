@@ -23,7 +23,6 @@ from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.parallel.expert import mixtures
 from serried.parallel.groups import Groups
-from serried.parallel.matrices import Matrices
 from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
@@ -31,7 +30,7 @@ from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 from serried.parallel.shard_specs import chunk
 from serried.parallel.traffic import Flow
 from serried.trainer.model import Model, build_model, sharded
-from serried.trainer.optimizer import build_optimizer
+from serried.trainer.optimizer import model_optimizer
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.memory import RECEIVE_BUFFERS
 from serried.trainer.plan.parts import Amount, Memory, Work
@@ -276,10 +275,7 @@ def _trace_rank(
             _answer_what_needs_data(parallel, model.plan, layout, border)
             repeated = model.blocks
             del model  # of which a pipeline's stages are copies
-            optimizer = build_optimizer(
-                [(held.name, held.tensor) for held in parallel.parameters], config.optim,
-                partial(Matrices.of, parallel, repeated, LOW_DTYPES[config.precision.name]),
-            )  # fmt: skip
+            optimizer = model_optimizer(parallel, config.optim, repeated, LOW_DTYPES[config.precision.name])
             decay = config.trainer.ema_decay
             average = WeightAverage(decay, parallel.parameters, _CPU) if decay else None
             weight = task.weight_per_sample()

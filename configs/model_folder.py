@@ -21,6 +21,8 @@ ANY_FAMILY = "hf"
 """The family that reads the models of all others, by transformers' own code."""
 _NAMES_CODE = ("auto_map", "attn_implementation", "experts_implementation")
 """Keys of ``config.json`` that may name code to be downloaded, as those do that begin with an underscore."""
+_NAMES_MODELS = ("architecture", "model_args", "backbone", "use_timm_backbone", "use_pretrained_backbone")
+"""Keys that may name another model, which a library would download, or a file, which timm would unpickle."""
 _NOT_A_MODEL = ("MANIFEST.json", "state.json", "checkpoints")
 """Contents of a checkpoint or run folder, which is resumed with all of its state."""
 _SHOWN = 4
@@ -32,7 +34,16 @@ _FREE = ("name", "path", "max_sequence_length")
 
 
 def without_code(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a stranger's ``config.json`` without keys that name code, in its parts too."""
+    """Return the content of a stranger's ``config.json`` without keys that name code, in its parts too.
+
+    Raises:
+        UserError: it names another model.
+    """
+    if named := next((key for key in _NAMES_MODELS if found.get(key)), None):
+        raise UserError(
+            f"the {CONFIG} of the model has {named}: {shown(found[named])}, by which a library would build, download "
+            "or read what that file names; use a model without it (timm's own: task.library=timm task.model=NAME)"
+        )
     return {
         key: without_code(value) if isinstance(value, dict) else value
         for key, value in found.items()

@@ -92,11 +92,6 @@ class RewardSection(TaskSection):
                 f"parallel.tensor={config.parallel.tensor} cannot divide the one row of the head of task.name=reward; "
                 "use parallel.tensor=1, with parallel=fsdp for large models"
             )
-        if config.adapter.method != "none":
-            yield (
-                f"adapter.method={config.adapter.method} trains adapters alone, and the head of task.name=reward is "
-                "new; use adapter=none"
-            )
         if config.trainer.sample_tokens:
             yield (
                 f"trainer.sample_tokens={config.trainer.sample_tokens} with task.name=reward, which writes no text; "

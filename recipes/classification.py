@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from serried.configs.errors import UserError
 from serried.configs.model_folder import CONFIG
-from serried.configs.schema import RunConfig
+from serried.configs.plain_data import read_json
+from serried.configs.schema import WHOLE, RunConfig
 from serried.configs.tasks import LabelledSection
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import LossTerms
@@ -29,15 +30,28 @@ class Classification(Task):
     config: LabelledSection
     _export: dict[str, Any]
     """Content of ``config.json``."""
+    _classes: list[str] | None = None
+    """Of the saved model that is opened; None: a model is trained."""
 
     def configure(self, run: RunConfig) -> None:
         super().configure(run)
         self._fragments: dict[str, tuple[Fragment, ...]] = {}
-        if run.adapter.method != "none":
+
+    def open_saved(self, checkpoint: Path) -> None:
+        """The samples may be others, or gone: classes are those of the checkpoint. Without adapters it is all of the
+        model."""
+        try:
+            found = read_json(checkpoint / CONFIG)
+            labels = found.get("label_names") or [found["id2label"][str(n)] for n in range(len(found["id2label"]))]
+            self._classes = [str(label) for label in labels]
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"adapter.method={run.adapter.method} trains adapters alone, and the head of task={run.task.name} is "
-                "new; use adapter=none, and optim.groups.NAME.frozen=true for what is to stay"
-            )
+                f"{checkpoint / CONFIG} does not name the classes: {error}; use another checkpoint"
+            ) from None
+        if self.run.adapter.method == "none":
+            of_folder = getattr(self.config, "library", "transformers") == "transformers"
+            own = {"model": str(checkpoint.absolute())} if of_folder else {}
+            self.config = self.config.model_copy(update={"pretrained": False, **own})
 
     def open_samples(self) -> LabelledData:
         """Return the samples. Called when they are first needed: their classes shape the model."""
@@ -45,10 +59,18 @@ class Classification(Task):
 
     @functools.cached_property
     def _data(self) -> LabelledData:
-        return self.open_samples()
+        found = self.open_samples()
+        return found if self._classes is None else found.numbered_as(self._classes, f"task.path={self.config.path}")
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes by number."""
+        return self._data.classes if self._classes is None else self._classes
 
     def dataset(self, split: str) -> LabelledSet | None:
-        return self._data.training if split == "train" else self._data.validation
+        if split == "train" or (split == WHOLE and self._data.validation is None):
+            return self._data.training
+        return self._data.validation
 
     def _of_transformers(self, model: Any) -> Any:
         """Return ``model``, whose checkpoints are to open in transformers."""
@@ -81,7 +103,8 @@ class Classification(Task):
 
     def next_command(self, start: str) -> str:
         del start
-        return f"a plain model folder: serried export run.dir={self.run.run.dir} out=FOLDER"
+        merged = " merge=true" * (self.run.adapter.method != "none")
+        return f"a plain model folder: serried export run.dir={self.run.run.dir} out=FOLDER{merged}"
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         return self._fragments.get(name) or super().exported(name, shape)

@@ -36,7 +36,7 @@ class ImageClassification(Classification):
     def prepare(self, show: Callable[[str], None]) -> str:
         if self.config.pretrained:  # one process per node downloads what is not there
             show(f"looking for the weights of {self.config.model}")
-            build_image_model(self.config, self._data.classes)
+            build_image_model(self.config, self.classes)
             show("")
         return ""
 
@@ -59,14 +59,19 @@ class ImageClassification(Classification):
     # model ----------------------------------------------------------------------------------------------------------
 
     def build_model(self) -> nn.Module:
-        model = build_image_model(self.config, self._data.classes)
+        if self.run.adapter.method != "none":
+            raise UserError(
+                f"adapter.method={self.run.adapter.method} would leave the new head of task={self.run.task.name} as it "
+                "is; use adapter=none, and optim.groups.NAME.frozen=true for what is to stay"
+            )
+        model = build_image_model(self.config, self.classes)
         if self.config.sync_batch_norm:
             if not self.run.dry_run and (self.run.launch.device == "cpu" or not torch.cuda.is_available()):
                 raise UserError("task.sync_batch_norm=true needs GPUs; leave it out")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if self.config.library == "transformers":
             return self._of_transformers(model)
-        self._export = exported_config(self.config, self._data.classes)
+        self._export = exported_config(self.config, self.classes)
         return model
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> LossTerms:
@@ -82,7 +87,7 @@ class ImageClassification(Classification):
 
     def describe_model(self) -> str:
         c = self.config
-        return f"{c.model} of {c.library}, {len(self._data.classes):,} classes" + ", pretrained" * c.pretrained
+        return f"{c.model} of {c.library}, {len(self.classes):,} classes" + ", pretrained" * c.pretrained
 
     def describe_data(self) -> str:
         c = self.config

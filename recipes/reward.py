@@ -6,7 +6,7 @@ the last token of an answer, as in transformers' models for sequence classificat
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,12 @@ class Reward(PairTask):
         setattr(model, _HEAD, ScoreHead(head.weight.shape[1], head.weight.device))
         return model
 
+    def heads(self) -> Sequence[str]:
+        return (_HEAD,)
+
+    def adapter_settings(self) -> Mapping[str, Any]:
+        return {"task_type": "SEQ_CLS"}
+
     def initial_std(self, name: str) -> float | None:
         return 0.02 if name == f"{_HEAD}.weight" else super().initial_std(name)
 
@@ -111,7 +117,8 @@ class Reward(PairTask):
 
     def next_command(self, start: str) -> str:
         opens = "transformers.AutoModelForSequenceClassification.from_pretrained(CHECKPOINT)"
-        return f"scores: {opens}" if self._classifier else super().next_command(start)
+        is_whole = self._classifier and self.run.adapter.method == "none"
+        return f"scores: {opens}" if is_whole else super().next_command(start)
 
     def sample(self, *_: Any, **__: Any) -> str:
         raise UserError(_NO_TEXT)

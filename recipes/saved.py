@@ -1,14 +1,15 @@
 """The configuration of a run as its saved model is to be opened."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from serried.configs.data_section import TextRunConfig
 from serried.configs.errors import UserError
 from serried.configs.plain_data import read_json
-from serried.configs.schema import ParallelSection
+from serried.configs.schema import ParallelSection, RunConfig
 from serried.records.tensors import TensorFolder
 
+_Config = TypeVar("_Config", bound=RunConfig)
 _PREFIX, _END = "base_model.model.", ".lora_A.weight"
 _PLAIN: dict[str, Any] = {
     "peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": [],
@@ -42,10 +43,8 @@ def keys_of_adapters(folder: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"{file} cannot be used: {error}") from None
 
 
-def as_saved(
-    config: TextRunConfig, checkpoint: Path, *, world_size: int, is_resharded: bool, is_other_data: bool
-) -> TextRunConfig:
-    """Return ``config`` of a run, changed to open the model in ``checkpoint``: with its vocabulary.
+def as_saved(config: _Config, checkpoint: Path, *, world_size: int, is_resharded: bool, is_other_data: bool) -> _Config:
+    """Return ``config`` of a run, changed to open the model in ``checkpoint``: with its vocabulary, if it has one.
 
     ``is_resharded``: for the processes of this start. ``is_other_data``: for other data than the run's, tokenized with
     the model's tokenizer, since the run's may be made from its data.
@@ -53,17 +52,17 @@ def as_saved(
     Raises:
         UserError: the checkpoint lacks its config.
     """
+    if is_resharded:
+        config = config.model_copy(update={"parallel": _for_processes(config.parallel, world_size)})
+    if not isinstance(config, TextRunConfig):
+        return config
     rows = config.model.vocab_size
     try:
         if (checkpoint / "config.json").exists() or not (checkpoint / "adapter_config.json").exists():
             rows = read_json(checkpoint / "config.json")["vocab_size"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{checkpoint / 'config.json'} cannot be read: {error}; use another checkpoint") from None
-    model, data, parallel = config.model.model_copy(update={"vocab_size": rows}), config.data, config.parallel
-    if is_resharded:
-        strategy = "single" if world_size == 1 else "ddp" if parallel.strategy in ("single", "ddp") else "fsdp"
-        degrees = {"replicate": -1 if strategy == "ddp" else 1, "shard": -1 if strategy == "fsdp" else 1}
-        parallel = ParallelSection.model_validate({"strategy": strategy, **degrees})
+    model, data = config.model.model_copy(update={"vocab_size": rows}), config.data
     if is_other_data:
         update: dict[str, Any] = {"validation_fraction": 0.0, "validation": {}}
         has_tokenizer = (checkpoint / "tokenizer.json").exists() or not (checkpoint / "adapter_config.json").exists()
@@ -72,4 +71,10 @@ def as_saved(
         if (checkpoint / "chat_template.jinja").exists():
             update["chat_template"] = str(checkpoint / "chat_template.jinja")
         data = data.model_copy(update=update)
-    return config.model_copy(update={"model": model, "data": data, "parallel": parallel})
+    return config.model_copy(update={"model": model, "data": data})
+
+
+def _for_processes(before: ParallelSection, world_size: int) -> ParallelSection:
+    strategy = "single" if world_size == 1 else "ddp" if before.strategy in ("single", "ddp") else "fsdp"
+    degrees = {"replicate": -1 if strategy == "ddp" else 1, "shard": -1 if strategy == "fsdp" else 1}
+    return ParallelSection.model_validate({"strategy": strategy, **degrees})

@@ -2,7 +2,7 @@
 
 import functools
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from serried.configs.errors import UserError
 from serried.configs.model_folder import CONFIG, model_folder
 from serried.configs.plain_data import NotPlainData, read_json
+from serried.configs.schema import RunConfig
 from serried.configs.tasks import TextClassSection
 from serried.parallel.plan import LossTerms
 from serried.recipes.classification import Classification
@@ -47,6 +48,15 @@ class TextClassification(Classification):
         "checkpoint.best_metric": "accuracy", "checkpoint.best_mode": "max",
     }  # fmt: skip
     config: TextClassSection
+
+    def configure(self, run: RunConfig) -> None:
+        super().configure(run)
+        self._heads: list[str] = []
+        if run.adapter.method != "none" and not self.config.pretrained:
+            raise UserError(
+                f"adapter.method={run.adapter.method} with task.pretrained=false: adapters are trained on the weights "
+                "of a model, which stay as they are; use task.pretrained=true"
+            )
 
     # data -----------------------------------------------------------------------------------------------------------
 
@@ -88,9 +98,8 @@ class TextClassification(Classification):
     # model ----------------------------------------------------------------------------------------------------------
 
     def build_model(self) -> nn.Module:
-        classes = self._data.classes
         try:
-            model = build_classifier(self.config, classes, "SequenceClassification", {}, self._padding)
+            model, new = build_classifier(self.config, self.classes, "SequenceClassification", {}, self._padding)
         except UserError:
             raise
         except Exception as error:  # of any kind: the code of hundreds of models
@@ -102,7 +111,23 @@ class TextClassification(Classification):
                 f"tokens; use task.sequence_length={longest}"
             )
         model.config.use_cache = False
-        return self._of_transformers(model)
+        self._heads = _new_modules(model, new)
+        self._of_transformers(model)
+        if self.run.adapter.method != "none":
+            self._check_names()
+        return model
+
+    def _check_names(self) -> None:
+        """Raise ``UserError`` if PEFT, which goes by the names of modules, would not find what a checkpoint names."""
+        for name, (first, *_) in self._fragments.items():
+            if first.name != name:
+                raise UserError(
+                    f"adapter.method={self.run.adapter.method}: transformers saves {name} of task.model="
+                    f"{self.config.model} as {first.name}, where PEFT would not find it; use adapter=none"
+                )
+
+    def heads(self) -> Sequence[str]:
+        return self._heads
 
     def loss(self, model: nn.Module, batch: TextBatch) -> LossTerms:
         return self._terms(model, model(input_ids=batch.tokens, attention_mask=batch.mask), batch.labels)
@@ -111,13 +136,29 @@ class TextClassification(Classification):
 
     def describe_model(self) -> str:
         c = self.config
-        return f"{c.model} of transformers, {len(self._data.classes):,} classes" + ", pretrained" * c.pretrained
+        return f"{c.model} of transformers, {len(self.classes):,} classes" + ", pretrained" * c.pretrained
 
     def describe_data(self) -> str:
         return f"{self._sizes()}, at most {self.config.sequence_length:,} tokens each"
+
+    def adapter_settings(self) -> Mapping[str, Any]:
+        return {"task_type": "SEQ_CLS", "base_model_name_or_path": self.config.model}
 
     def export_files(self, folder: Path) -> None:
         super().export_files(folder)
         for name in _TOKENIZER:
             if (self._folder / name).is_file():
                 shutil.copyfile(self._folder / name, folder / name)
+
+
+def _new_modules(model: Any, new: Collection[str]) -> list[str]:
+    """Return the names of the modules around the base model of ``model``, and of those in it with parameters that are
+    ``new``."""
+    inside = f"{model.base_model_prefix}."
+    return sorted(
+        {
+            name.rpartition(".")[0] if name.startswith(inside) else name.partition(".")[0]
+            for name, _ in model.named_parameters()
+            if name in new or not name.startswith(inside)
+        }
+    )

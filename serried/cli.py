@@ -17,7 +17,7 @@ from serried.configs.plain_data import read_json
 from serried.configs.schema import RunConfig
 from serried.configs.suggest import nearest
 from serried.configs.words import number, pairs, run_key
-from serried.opening import opened
+from serried.opening import opened, opened_any, task_that_trained
 from serried.planning import calibrate, plan_run
 from serried.runs import existing_runs, find_run, is_run, run_folder, runs_of_a_sweep, similar_runs
 from serried.runtime.early import print_any_text
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 _GENERATE_READS = ("precision", "launch.device")
 _EVALUATE_READS = (
-    "data", "precision", "parallel", "launch.device", "launch.start_timeout_seconds", "launch.step_timeout_seconds",
-    "trainer.eval_batches", "trainer.global_batch", "trainer.micro_batch",
+    "data", "task.path", "task.validation", "precision", "parallel", "launch.device",
+    "launch.start_timeout_seconds", "launch.step_timeout_seconds", "trainer.eval_batches", "trainer.global_batch",
+    "trainer.micro_batch",
 )  # fmt: skip
 """Beginnings of the keys of train.py that these commands read too."""
 _HELP = ("--help", "-h")
@@ -403,9 +404,10 @@ def _writer(given: dict[str, str], overrides: list[str], command: str, *, tokens
 
 @_command("RUN [checkpoint=STEP] [json=true] [data=text data.path=FILES] [key=value ...]")
 def evaluate(words: list[str]) -> int:
-    """Print loss, perplexity and bits per byte on the run's validation sets, or on other data.
+    """Print loss, perplexity and bits per byte, or the task's own metrics, on the run's validation sets or other data.
 
     data, data.path, ...   other data, all of it, tokenized as the run's
+    task.path              other samples of a classifier; task.validation=NAME: another split
     trainer.eval_batches   batches of trainer.global_batch sequences; the run's by default
     parallel, precision    as in training; under torchrun on all its processes: torchrun ... -m serried evaluate ...
     json=true              print one line of JSON per set
@@ -419,13 +421,14 @@ def evaluate(words: list[str]) -> int:
     if given.get("json", "false") not in ("true", "false"):
         raise UserError(f"json={given['json']} is not true or false; use json=true")
     keys = [word.partition("=")[0].lstrip("+") for word in overrides]
-    config, checkpoint, new_task = opened(given, overrides, _EVALUATE_READS, "evaluate")
+    config, checkpoint, new_task = opened_any(given, overrides, _EVALUATE_READS, "evaluate", task_that_trained)
     is_other_data = any(
-        key == "data" or (key.startswith("data.") and key.split(".")[1] not in DataSection.model_fields) for key in keys
+        key in ("data", "task.path") or (key.startswith("data.") and key.split(".")[1] not in DataSection.model_fields)
+        for key in keys
     )
     if not is_other_data and not (checkpoint.absolute().parent.parent / "config.yaml").is_file():
         raise UserError(f"{checkpoint} is a model without a run, so name the data: data=text data.path=FILES")
-    if is_other_data and config.data.name == "mixture":
+    if is_other_data and "data" in type(config).model_fields and config.data.name == "mixture":
         raise UserError("data=mixture is several sources; evaluate them one at a time: data=text data.path=FILES")
     is_resharded = not any(key.startswith("parallel") for key in keys)
     config = as_saved(

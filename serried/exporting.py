@@ -10,13 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from serried.configs.declaration import declaring
 from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.plain_data import read_json
-from serried.configs.schema import parse_count
+from serried.configs.schema import RunConfig, parse_count
 from serried.configs.suggest import nearest
 from serried.configs.words import pairs
-from serried.opening import config_of_model, task_of_text
+from serried.opening import config_of_model, task_of_text, task_that_trained
 from serried.runs import Saved, checkpoints_of, choose_checkpoint, find_run, find_saved
 from serried.runtime.ranks import say
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from serried.recipes.exports.formats import Format, Source
+    from serried.records.tensors import TensorFolder
+    from serried.trainer.checkpoint.merge import Built
 
 _TAKES = ("run.dir", "run.name", "out", "checkpoint", "dtype", "shard_size")
 _HUGGING_FACE = "hf"
@@ -48,7 +51,7 @@ def export_model(words: list[str]) -> int:
         return _export_file(given, saved, name, FORMATS[name])
     if saved.run is None and not (saved.folder / MANIFEST).is_file():
         raise UserError(f"{saved.folder} is a plain model folder already; export a run or one of its checkpoints")
-    return _write_model(given, saved.folder, base=_base_to_merge(given, saved.folder))
+    return _write_model(given, saved.folder, base=_base_to_merge(given, saved))
 
 
 def merge_checkpoints(words: list[str]) -> int:
@@ -66,8 +69,9 @@ def merge_checkpoints(words: list[str]) -> int:
 
 
 def _write_model(
-    given: Mapping[str, str], checkpoint: Path, *, base: Path | None = None, averaged_with: Sequence[Path] = ()
-) -> int:
+    given: Mapping[str, str], checkpoint: Path, *, base: "TensorFolder | Built | None" = None,
+    averaged_with: Sequence[Path] = (),
+) -> int:  # fmt: skip
     """Export ``checkpoint`` as the other words say, and say so."""
     import torch
 
@@ -92,12 +96,13 @@ def _write_model(
     return say(f"exported   {what} to {out}: {len(files)} files, {size(sum(f.stat().st_size for f in files))}")
 
 
-def _base_to_merge(given: Mapping[str, str], checkpoint: Path) -> Path | None:
-    """Return the folder of the base model, if ``merge=true`` asks to add the adapters in ``checkpoint`` to it."""
+def _base_to_merge(given: Mapping[str, str], saved: Saved) -> "TensorFolder | Built | None":
+    """Return the base model, if ``merge=true`` asks to add the adapters in a checkpoint to it."""
+    from serried.records.tensors import TensorFolder
     from serried.trainer.base_model import check_base
     from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
 
-    merge = given.get("merge", "false")
+    checkpoint, merge = saved.folder, given.get("merge", "false")
     if merge not in ("true", "false"):
         raise UserError(f"merge={merge} is not true or false; use merge=true")
     if merge == "false":
@@ -105,9 +110,41 @@ def _base_to_merge(given: Mapping[str, str], checkpoint: Path) -> Path | None:
     if not (checkpoint / ADAPTER_CONFIG).is_file():
         raise UserError(f"merge=true: {checkpoint} holds a whole model and no adapters; leave it out")
     base = check_base(checkpoint)
-    if base is None:
-        raise UserError("merge=true: the base model is no folder, but the task's own build_model(); leave it out")
-    return base
+    if base is not None:
+        return TensorFolder(base)
+    if saved.run is None:
+        raise UserError(f"merge=true: {checkpoint} lies in no run folder, which says how its base model is built")
+    return _built_base(saved.run, checkpoint)
+
+
+def _built_base(run: Path, checkpoint: Path) -> "Built":
+    """Return the base model that the task of ``run`` builds itself.
+
+    Raises:
+        UserError: it is another than the one that ``checkpoint`` adapts.
+    """
+    import torch
+
+    from serried.configs.compose import compose_saved
+    from serried.configs.registry import task_of_model
+    from serried.trainer.base_model import base_of
+    from serried.trainer.checkpoint.merge import Built
+    from serried.trainer.model import build_model
+
+    declaration = task_that_trained(run, "export merge=true")
+    with declaring(declaration):
+        config = compose_saved(run / "config.yaml", (), ())
+    task = (declaration.task or task_of_model(config.task.name))()
+    task.configure(config)
+    task.open_saved(checkpoint)
+
+    def built(config: RunConfig) -> "nn.Module":
+        torch.manual_seed(config.trainer.seed)
+        return build_model(config, task).module
+
+    base_of(checkpoint, built(config))  # compared
+    plain = config.adapter.model_copy(update={"method": "none", "quantize": "none"})
+    return Built(built(config.model_copy(update={"adapter": plain})), task.exported)
 
 
 # other formats --------------------------------------------------------------------------------------------------------
@@ -240,7 +277,7 @@ def _source(saved: Saved, partial: Path, quantized: str) -> "Source":
     if (folder / ADAPTER_CONFIG).is_file():
         if saved.run is None:
             raise UserError(f"{folder} holds adapters without a run; merge them with PEFT, and export the merged model")
-        base = _base_to_merge({"merge": "true"}, folder)
+        base = _base_to_merge({"merge": "true"}, saved)
         write(folder, folder := partial / "merged", dtype=None, shard_bytes=2**40, base=base)
     else:
         check_weights(folder)

@@ -25,6 +25,17 @@ def opened(
     Raises:
         UserError: there is no such model, it is of no text task, or an override is wrong.
     """
+    return opened_any(given, overrides, reads, command, task_of_text)
+
+
+def opened_any(
+    given: dict[str, str],
+    overrides: list[str],
+    reads: tuple[str, ...],
+    command: str,
+    task_of: Callable[[Path, str], Declaration],
+) -> tuple[Any, Path, Callable[[Any], Any]]:
+    """As ``opened``, of a task that ``task_of`` finds in a run folder for ``command``."""
     from serried.configs.compose import compose_saved, refuse_misread
     from serried.recipes.causal_lm import CausalLM
 
@@ -32,12 +43,12 @@ def opened(
     if saved.run is None:
         refuse_misread(overrides, reads)
         return config_of_model(saved.folder, overrides), saved.folder, CausalLM
-    declaration = task_of_text(saved.run, command)
+    declaration = task_of(saved.run, command)
     with declaring(declaration._replace(config_dirs=declared().config_dirs)):
         config = compose_saved(saved.run / "config.yaml", overrides, reads)
 
-    def new_task(config: TextRunConfig) -> "TextTask":
-        task: TextTask = (declaration.task or task_of_model(config.task.name))()
+    def new_task(config: Any) -> Any:
+        task = (declaration.task or task_of_model(config.task.name))()
         task.configure(config)
         return task
 
@@ -67,7 +78,7 @@ def task_of_text(run: Path, command: str) -> Declaration:
     )
 
 
-def task_that_trained(run: Path) -> Declaration:
+def task_that_trained(run: Path, command: str) -> Declaration:
     """Return the declaration of the task that trained ``run``, of any kind.
 
     Raises:
@@ -75,10 +86,12 @@ def task_that_trained(run: Path) -> Declaration:
     """
     name = _recorded_task(run)
     if name is not None and name not in tasks.names():
-        raise UserError(
-            f"{run} was trained by the task {name}, which is not installed; plan it in its script: python SCRIPT "
-            "dry_run=true plan.mode=trace"
+        instead = (
+            "plan it in its script: python SCRIPT dry_run=true plan.mode=trace"
+            if command == "plan"
+            else f'so serried {command} cannot open it; in Python: serried.load_model("{run}", task=CLASS)'
         )
+        raise UserError(f"{run} was trained by the task {name}, which is not installed; {instead}")
     return BUILT_IN if name is None else installed(name)
 
 

@@ -46,7 +46,7 @@ def plan_run(word: str | None, overrides: list[str], *, is_compared: bool) -> in
         raise UserError(f"serried plan compare needs a run folder; {existing_runs(Path('runs'), is_run)}")
     run = run_folder(f"runs/{word}" if run_key(word) == "run.name" else word, is_run)
     overrides, folders = config_dirs(overrides)
-    with declaring(task_that_trained(run)._replace(config_dirs=folders)):
+    with declaring(task_that_trained(run, "plan")._replace(config_dirs=folders)):
         reads = ("plan", "dry_run") if is_compared else ("",)
         config: RunConfig = compose_saved(run / "config.yaml", [*overrides, "dry_run=true"], reads)
         ran = figures_of(run)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image as pillow
 
+from serried import cli
 from serried.configs.errors import UserError
 from serried.configs.tasks import ImageSection
 from serried.program import main
@@ -67,7 +68,9 @@ def train(argv: list[str], code: int = 0) -> None:
     assert main(argv) == code
 
 
-def test_training_is_that_of_transformers_and_layouts_agree(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
+def test_training_is_that_of_transformers_and_layouts_agree(
+    cluster: Cluster, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from transformers import AutoModelForImageClassification
 
     train(images(folder, tmp_path / "first", "trainer.steps=1", "optim.lr=0"))
@@ -94,6 +97,9 @@ def test_training_is_that_of_transformers_and_layouts_agree(cluster: Cluster, fo
         optimizer.zero_grad()
     (evaluated,) = metrics(tmp_path / "run", "eval")
     assert evaluated["accuracy"] > 0.5
+    capfd.readouterr()
+    assert cli.evaluate([str(tmp_path / "run"), "json=true"]) == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["accuracy"] == evaluated["accuracy"]
     for layout in ("ddp", "fsdp"):
         argv = images(folder, tmp_path / layout, *more, f"parallel={layout}")
         cluster.run(2, "tests.test_images:train", argv=argv)
@@ -169,7 +175,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         (["task.validation=vla"], "use task.validation=val"),
         (["task.model=nowhere"], "cannot read nowhere/config.json"),
         (["task.pretrained=true"], "the weights cannot be read or downloaded"),
-        (["adapter=lora"], "the head of task=image_classification is new"),
+        (["adapter=lora"], "would leave the new head of task=image_classification as it is"),
         (["task.sync_batch_norm=true", "dry_run=false"], "needs GPUs"),
         (["data.sequence_length=32"], "unknown key data.sequence_length"),
         (["model=resnet50"], "did you mean task.model=resnet50?"),

@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
+import serried
+from serried import cli
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.program import main
@@ -73,11 +76,37 @@ def test_training_is_that_of_transformers_classifier_and_layouts_agree(
         assert found == pytest.approx([line["loss"] for line in ours], abs=1e-5)
 
 
+def test_adapters_and_the_score_open_in_peft_and_merge(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    """Begun on a pipeline, resumed on one process."""
+    import peft
+    from transformers import AutoModelForSequenceClassification
+
+    argv = reward(model, tmp_path / "run", "adapter=lora", "adapter.rank=4")
+    whole = reward(model, tmp_path / "whole", "adapter=lora", "adapter.rank=4")
+    assert main(whole) == 0
+    stopped = [*argv, "trainer.stop_at=2", "parallel=fsdp", "parallel.pipeline=2"]
+    cluster.run(2, "tests.test_preference:train", argv=stopped, code=75)
+    assert main(argv) == 0
+    ours, found = ([line["loss"] for line in runs.metrics(tmp_path / name)] for name in ("whole", "run"))
+    assert found == pytest.approx(ours, abs=1e-5)
+    assert ours[-1] < ours[0]
+    base = AutoModelForSequenceClassification.from_pretrained(model / "llama", num_labels=1)
+    opened = peft.PeftModel.from_pretrained(base, runs.checkpoint(tmp_path / "run")).eval()
+    assert cli.main(["export", str(tmp_path / "run"), f"out={tmp_path / 'merged'}", "merge=true"]) == 0
+    assert not {"lm_head.weight"} & set(load_file(tmp_path / "merged" / "model.safetensors"))
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    some = torch.arange(30).unsqueeze(0)
+    with torch.no_grad():
+        torch.testing.assert_close(opened(some).logits, merged(some).logits, atol=1e-5, rtol=0)
+        scores = serried.load_model(tmp_path / "run")(some)
+    torch.testing.assert_close(scores[:, -1:], merged(some).logits, atol=1e-5, rtol=0)
+    assert cli.evaluate([str(tmp_path / "run"), "json=true"]) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["parallel=fsdp", "parallel.tensor=2"], "parallel.tensor=2 cannot divide the one row of the head"),
-        (["adapter=lora"], "adapter.method=lora trains adapters alone"),
         (["trainer.sample_tokens=9"], "trainer.sample_tokens=9 with task.name=reward, which writes no text"),
         (["task.beta=1"], "task.beta"),
     ],

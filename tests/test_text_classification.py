@@ -1,13 +1,18 @@
 """Sequence classification: transformers' own models and losses, on any layout."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import serried
+from serried import cli
 from serried.configs.errors import UserError
+from serried.configs.model_folder import without_code
 from serried.configs.tasks import LabelledSection, TextClassSection
 from serried.program import main
 from serried.recipes.data.labelled_texts import open_encoder, open_texts
@@ -98,9 +103,25 @@ def test_keys_that_name_code_are_not_followed(folder: Path, tmp_path: Path) -> N
     harmful = {"attn_implementation": "someone/kernels", "_attn_implementation": "a/b", "experts_implementation": "c/d"}
     (tmp_path / "config.json").write_text(json.dumps(found | harmful))
     section = LabelledSection(path="unread", model=str(tmp_path))
-    config = build_classifier(section, ["a", "b"], "SequenceClassification", {}).config
+    config = build_classifier(section, ["a", "b"], "SequenceClassification", {})[0].config
     assert config._attn_implementation == "sdpa"
     assert config._experts_implementation != "c/d"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"use_pretrained_backbone": True},
+        {"backbone": "someone/weights"},
+        {"model_type": "timm_wrapper", "architecture": "hf_hub:someone/weights"},
+        {"model_type": "timm_wrapper", "model_args": {"checkpoint_path": "weights.pth"}},
+        {"vision_config": {"model_type": "timm_wrapper", "architecture": "local-dir:weights"}},
+    ],
+)
+def test_config_that_names_another_model_is_refused(keys: dict[str, Any]) -> None:
+    """A library would download it, or unpickle it."""
+    with pytest.raises(UserError, match="by which a library would build, download or read"):
+        without_code({"model_type": "bert"} | keys)
 
 
 def test_layouts_agree_and_a_stopped_run_resumes_bitwise(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
@@ -118,6 +139,81 @@ def test_layouts_agree_and_a_stopped_run_resumes_bitwise(cluster: Cluster, folde
             ours, theirs = ([line["loss"] for line in metrics(tmp_path / name, kind)] for name in ("whole", layout))
             assert theirs == pytest.approx(ours, rel=1e-5)
     assert evaluated["accuracy"] >= 0.5
+
+
+def test_adapters_and_the_head_train_as_by_peft_and_are_merged(
+    cluster: Cluster, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The folder lacks the head and BERT's pooler: both are trained whole."""
+    import peft
+    from transformers import AutoModelForSequenceClassification
+
+    def base() -> Any:
+        return AutoModelForSequenceClassification.from_pretrained(folder / "bert", num_labels=2)
+
+    own = ["adapter=lora", "adapter.rank=4", "adapter.alpha=8", "trainer.deterministic=true"]
+    train(texts(folder, tmp_path / "first", *own, "trainer.steps=1", "optim.lr=0"))
+    with kept_batches(TextClassification, "loss") as trained_on:
+        train(texts(folder, tmp_path / "run", *own))
+    assert ", and the new head" in capfd.readouterr().out
+    theirs = peft.PeftModel.from_pretrained(base(), checkpoint(tmp_path / "first"), is_trainable=True)
+    trained = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.003, betas=(0.9, 0.95), weight_decay=0.0)
+    for step, line in enumerate(metrics(tmp_path / "run")):
+        batches = trained_on[4 * step : 4 * step + 4]
+        scores = torch.cat([theirs(input_ids=each.tokens, attention_mask=each.mask).logits for each in batches])
+        loss = F.cross_entropy(scores, torch.cat([each.labels for each in batches]))
+        assert line["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert step == 3
+    saved = checkpoint(tmp_path / "run")
+    names = {name.replace(".default", "") for name in peft.get_peft_model_state_dict(theirs)}
+    assert set(weights(tmp_path / "run", "adapter_model")) == names
+    assert cli.main(["export", str(tmp_path / "run"), f"out={tmp_path / 'merged'}", "merge=true"]) == 0
+    batch = {"input_ids": trained_on[0].tokens, "attention_mask": trained_on[0].mask}
+    opened = [
+        peft.PeftModel.from_pretrained(base(), saved),
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged"),
+        serried.load_model(tmp_path / "run"),
+    ]
+    with torch.no_grad():
+        want = theirs.eval()(**batch).logits
+        for model in opened:
+            torch.testing.assert_close(model.eval()(**batch).logits, want, atol=1e-5, rtol=0)
+    assert opened[1].config.id2label == {0: "neg", 1: "pos"}
+    argv = texts(folder, tmp_path / "stopped", *own)
+    cluster.run(2, "tests.test_text_classification:train", argv=[*argv, "trainer.stop_at=2", "parallel=fsdp"], code=75)
+    train(argv)
+    found = [line["loss"] for line in metrics(tmp_path / "stopped")]
+    assert found == pytest.approx([line["loss"] for line in metrics(tmp_path / "run")], abs=1e-5)
+
+
+def test_saved_classifier_is_evaluated_on_its_own_and_on_other_texts(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder, tmp_path / "here")
+    train(texts(tmp_path / "here", tmp_path / "run"))
+    (evaluated,) = metrics(tmp_path / "run", "eval")
+    shutil.rmtree(tmp_path / "here" / "bert")  # the checkpoint has all of the model
+    capfd.readouterr()
+    assert cli.evaluate([str(tmp_path / "run"), "json=true"]) == 0
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert (found["loss"], found["accuracy"]) == pytest.approx((evaluated["loss"], evaluated["accuracy"]), rel=1e-5)
+    assert (found["texts"], found["all_texts"]) == (12, 12)
+    other = tmp_path / "other.csv"
+    other.write_text("text,label\ngood film,pos\nfine book,pos\n")
+    assert cli.evaluate([str(tmp_path / "run"), f"task.path={other}"]) == 0
+    assert "over 2 texts" in capfd.readouterr().out
+    model = serried.load_model(tmp_path / "run").eval()
+    with torch.no_grad():
+        right = sum(int(model(input_ids=torch.tensor([ids])).logits.argmax()) for ids in ([2, 6], [3, 7]))
+    assert cli.evaluate([str(tmp_path / "run"), f"task.path={other}", "json=true"]) == 0
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["accuracy"] == right / 2
+    other.write_text("text,label\ngood film,new\n")
+    assert cli.evaluate([str(tmp_path / "run"), f"task.path={other}"]) == 78
+    assert "has the class new, which the model does not know: neg, pos" in capfd.readouterr().err
 
 
 def test_rows_hold_any_text_and_labels_of_both_kinds_of_files_are_compared_as_text(
@@ -169,7 +265,8 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         ([f"task.path={tmp_path / 'null'}"], "has the label None, which is no class"),
         ([f"task.model={tmp_path / 'none'}"], "no tokenizer.json"),
         (["task.sequence_length=64"], "takes 32 tokens; use task.sequence_length=32"),
-        (["adapter=lora"], "the head of task=text_classification is new"),
+        (["adapter=lora", "task.pretrained=false"], "adapters are trained on the weights of a model"),
+        (["adapter=lora", "adapter.modules=[classifier]"], "matches none of the 12 linear layers"),
         (["parallel=fsdp", "parallel.tensor=2", "launch.processes=2"], "declares no roles"),
     ):
         assert main(texts(folder, tmp_path / "run", "dry_run=true", *words)) == 78, words

@@ -34,13 +34,18 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class Adapters:
     """The adapters of a model, whose own parameters, those of the base model, are frozen."""
 
-    def __init__(self, section: AdapterSection, model: nn.Module, plan: ParallelPlan, exported: Exported) -> None:
-        """Attach adapters to ``model``, on meta or with values. ``exported``: of the base model.
+    def __init__(
+        self, section: AdapterSection, model: nn.Module, plan: ParallelPlan, exported: Exported,
+        heads: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """Attach adapters to ``model``, on meta or with values. ``exported``: of the base model; ``heads``: modules
+        that are trained whole.
 
         Raises:
             UserError: a pattern matches nothing, or what cannot have an adapter.
         """
         self._section, self._of_base = section, exported
+        self._heads = tuple(f"{head}." for head in heads)
         self._weights = {
             name: exported(f"{name}.weight", module.weight.shape)[0]
             for name, module in _linear_layers(model, exported).items()
@@ -51,13 +56,22 @@ class Adapters:
         self.packed: dict[str, tuple[int, ...]] = {}
         """Quantized weights by name, with their shapes before."""
         self._is_conv1d = _attach(section, model, {name: self._weights[name].name for name in self._chosen})
+        for head in heads:
+            model.get_submodule(head).requires_grad_(True)
+        self._saved_modules = _modules_in_checkpoint(model, heads, exported)
         if section.quantize != "none":
             self._quantize(model, plan)
+
+    def is_of_head(self, name: str) -> bool:
+        """Whether a parameter is trained itself, without an adapter."""
+        return name.startswith(self._heads)
 
     def _quantize(self, model: nn.Module, plan: ParallelPlan) -> None:
         blocks = tuple(f"{block}." for block in plan.blocks)
         for name in self._weights:
             module = model.get_submodule(name)
+            if self.is_of_head(f"{name}."):
+                continue
             if name.startswith(blocks or "") and isinstance(module, nn.Linear) and can_quantize(module):
                 self.packed[f"{name}.weight"] = tuple(module.weight.shape)
                 quantize(module)
@@ -73,7 +87,9 @@ class Adapters:
         Layers whose weights share a tensor there, such as queries, keys and values, share A; their B share a tensor.
         """
         owner, _, key = name.rpartition(".")
-        if owner not in self._chosen or key not in _ENDINGS:
+        if self.is_of_head(name):
+            return tuple(each._replace(name=f"{PREFIX}{each.name}") for each in self._of_base(name, shape))
+        if not self._is_of_adapter(name):
             return ()
         weight = self._weights[owner]
         tensor = f"{PREFIX}{_module_of(weight.name)}.{_ENDINGS[key]}"
@@ -83,10 +99,14 @@ class Adapters:
         whole = (weight.shape[dim], *shape[1:])
         return (Fragment.within(tensor, whole, 0, weight.theirs.starts[dim], shape),)
 
-    def exported_base(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
-        """Return where a parameter lies in the base model's folder: nowhere, if it is an adapter's."""
+    def exported_base(self, of_folder: Exported) -> Exported:
+        """Return where parameters lie in the base model's folder: nowhere, if they are an adapter's, else as
+        ``of_folder`` says."""
+        return lambda name, shape: () if self._is_of_adapter(name) else of_folder(name, self.packed.get(name, shape))
+
+    def _is_of_adapter(self, name: str) -> bool:
         owner, _, key = name.rpartition(".")
-        return () if owner in self._chosen and key in _ENDINGS else self._of_base(name, self.packed.get(name, shape))
+        return owner in self._chosen and key in _ENDINGS
 
     @torch.no_grad()
     def load_packed(self, folder: Path, parameters: Iterable[HeldTensor]) -> None:
@@ -121,12 +141,13 @@ class Adapters:
                 lengths = _lengths(held[f"{owner}.weight"].tensor, 0 if self._is_conv1d else 1)
                 each.local.copy_(lengths[each.box.indices()])
 
-    def write_config(self, folder: Path, base: str | None, *, is_text: bool) -> None:
-        """Write ``adapter_config.json``, with which PEFT opens the adapters. ``base``: folder or Hub name."""
+    def write_config(self, folder: Path, base: str | None, further: Mapping[str, Any]) -> None:
+        """Write ``adapter_config.json``, with which PEFT opens the adapters. ``base``: folder or Hub name; ``further``:
+        what the task adds."""
         section = self._section
         config = {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM" if is_text else None,
+            "task_type": None,
             "base_model_name_or_path": base,
             "r": section.rank,
             "lora_alpha": section.alpha,
@@ -135,8 +156,10 @@ class Adapters:
             "use_dora": section.method == "dora",
             "target_modules": self._target_modules(),
             "fan_in_fan_out": self._is_conv1d,
+            "modules_to_save": self._saved_modules or None,
             "bias": "none",
             "inference_mode": True,
+            **further,
         }
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
@@ -151,6 +174,7 @@ class Adapters:
         names = {
             name: {_module_of(weight.name), *([name] if weight.is_whole else [])}
             for name, weight in self._weights.items()
+            if not self.is_of_head(f"{name}.")
         }
         if patterns is None:
             inside = [name for name in names if name.startswith(tuple(f"{block}." for block in plan.blocks))]
@@ -201,6 +225,17 @@ def _attach(section: AdapterSection, model: nn.Module, chosen: Mapping[str, str]
         adapter, module = Adapter(section.alpha / by, section.dropout, is_conv1d), model.get_submodule(name)
         shared[tensor] = attach(module, section.rank, adapter, is_dora=is_dora, shared=shared.get(tensor))
     return is_conv1d
+
+
+def _modules_in_checkpoint(model: nn.Module, heads: Iterable[str], exported: Exported) -> list[str]:
+    """Return the names of the modules ``heads`` as a checkpoint has them."""
+    return sorted(
+        {
+            exported(f"{head}.{name}", parameter.shape)[0].name.removesuffix(f".{name}")
+            for head in heads
+            for name, parameter in model.get_submodule(head).named_parameters()
+        }
+    )
 
 
 def _lengths(weight: torch.Tensor, dim: int) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,11 +81,14 @@ class Evaluated:
     all_sequences: int
     """In the data set."""
     tokens: int
-    """Targets, that is."""
+    """Targets, that is; or how many of ``unit``."""
     text_bytes: int
     """Of the text of the targets, in UTF-8."""
     loss_sum: float
     """Over the targets, in nats."""
+    unit: str = "tokens"
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Means of the task's own metrics."""
 
     @property
     def loss(self) -> float | None:
@@ -125,8 +128,7 @@ def print_evaluation(
         )  # fmt: skip
         if as_json:
             for each in found:
-                values = {name: getattr(each, name) for name in _TOLD}
-                console.say(json.dumps({name: _finite(value) for name, value in values.items()}))
+                console.say(json.dumps({name: _finite(value) for name, value in _numbers(each).items()}))
             return EXIT_FINISHED
         console.say(f"model      {checkpoint}, {config.precision.name}, {session.place()}")
         for each in found:
@@ -139,6 +141,13 @@ def print_evaluation(
 _TOLD = ("set", "loss", "perplexity", "bits_per_byte", "tokens", "text_bytes", "sequences", "all_sequences")
 
 
+def _numbers(found: Evaluated) -> dict[str, Any]:
+    if found.unit == "tokens":
+        return {name: getattr(found, name) for name in _TOLD} | dict(found.metrics)
+    counts = {found.unit: found.tokens, f"all_{found.unit}": found.all_sequences}
+    return {"set": found.set, "loss": found.loss, **found.metrics, **counts}
+
+
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -147,6 +156,10 @@ def describe(found: Evaluated, global_batch: int) -> str:
     """One line for the user."""
     if found.loss is None:
         return f"{found.set:<10} no loss: its {found.sequences:,} sequences hold nothing to predict"
+    named = "".join(f"  {name} {value:.4f}" for name, value in found.metrics.items())
+    if found.unit != "tokens":
+        line = f"{found.set:<10} loss {found.loss:.4f}{named}  over {found.tokens:,} {found.unit}"
+        return line + f" of {found.all_sequences:,}" * (found.sequences < found.all_sequences)
     bits = f"{found.bits_per_byte:.4f}" if found.bits_per_byte is not None else "not known"
     line = (
         f"{found.set:<10} loss {found.loss:.4f}  perplexity {found.perplexity:.4g}  bits/byte {bits}  over "
@@ -176,18 +189,18 @@ def evaluate(
     Raises:
         UserError: the checkpoint is damaged, or of another model or tokenizer than the data.
     """
-    if task.unit != "tokens":
-        raise UserError(
-            f"serried evaluate measures how well text is predicted, and this run was trained on {task.unit}: its own "
-            "evaluations are in metrics.jsonl; for a text: serried export RUN out=FOLDER, then serried evaluate FOLDER "
-            "data=text data.format=text data.path=FILES"
-        )
+    task.open_saved(checkpoint)
     console.doing("preparing data")
     task.open_data(session.once_per_node(partial(task.prepare, console.progress)))
     if isinstance(task, TextTask):
         session.once(partial(task.check_tokenizer, checkpoint))
     console.doing(f"reading {checkpoint}")
     session.once(partial(check_weights, checkpoint))
+    if task.reference_numbers() is not None:
+        raise UserError(
+            "the loss of task.loss=dpo compares with log-probabilities that only training computes; its evaluations "
+            "are in metrics.jsonl"
+        )
     parallel = load_model(config, task, resolve_layout(config.parallel, session.world_size), session.device, checkpoint)
     names = [WHOLE] if is_whole else [DEFAULT_VALIDATION, *task.further_validation()]
     found = []
@@ -219,7 +232,7 @@ def _evaluate_on(
         nonlocal done, text_bytes
         for batch in batches:
             console.doing(f"evaluating {name}: {min(done, total):,} of {total:,} sequences", f"evaluating {name}")
-            text_bytes += task.target_bytes(batch[0]) if isinstance(task, TextTask) else 0
+            text_bytes += task.target_bytes(batch[0]) if isinstance(task, TextTask) and task.unit == "tokens" else 0
             yield to_device(batch, session.device)
             done += micro_batch * parallel.layout.data_ranks
 
@@ -228,7 +241,12 @@ def _evaluate_on(
     for source, sums in found:
         of_source = f"{name}/{source}" if source else name
         all_bytes, text_bytes = sum(dict(session.gather((parallel.place.data_rank, text_bytes))).values()), 0
-        each.append(Evaluated(of_source, sizes[source], len(dataset), int(sums.weight), all_bytes, sums.loss_sum))
+        metrics = {key: total / weight for key, (total, weight) in sums.metrics.items() if weight}
+        each.append(
+            Evaluated(
+                of_source, sizes[source], len(dataset), int(sums.weight), all_bytes, sums.loss_sum, task.unit, metrics
+            )
+        )  # fmt: skip
     if len(each) == 1:
         return each
     tokens, all_bytes = sum(part.tokens for part in each), sum(part.text_bytes for part in each)

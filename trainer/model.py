@@ -25,7 +25,7 @@ from serried.trainer.checkpoint.retention import ADAPTER, MODEL
 from serried.trainer.checkpoint.state import Exported, check_names, load_weights
 from serried.trainer.compilation import Compilation
 from serried.trainer.precision import LOW_DTYPES, set_products
-from serried.trainer.task import Task, TextTask
+from serried.trainer.task import Task
 
 _ONE_UNIT_BYTES = 2**30
 """Most that all parameters may take, for FSDP2 to gather them at once on a CPU."""
@@ -71,8 +71,7 @@ class Model:
         if weights is not None:
             exported = self._exported_from(weights)
             load_weights(weights, parallel, exported, left_out=packed)
-            if self.adapters is None:
-                initialize(self._lacking(parallel, exported), self.task.initial_std, seed)
+            initialize(self._lacking(parallel, exported), self.task.initial_std, seed)
         if (teacher := self.task.teacher_folder()) is not None:
             load_weights(teacher, parallel, self.task.exported_teacher)
         if weights is not None and self.adapters is not None:
@@ -81,11 +80,14 @@ class Model:
             self.adapters.initialize(parallel.parameters, seed)
 
     def _exported_from(self, weights: Path) -> Exported:
-        return self.task.exported_from(weights) if self.adapters is None else self.adapters.exported_base
+        exported = self.task.exported_from(weights)
+        return exported if self.adapters is None else self.adapters.exported_base(exported)
 
     def _lacking(self, parallel: DistributedModel, exported: Exported) -> Iterator[HeldTensor]:
-        """Yield the parameters that a model folder lacks, but a teacher's."""
+        """Yield the parameters that a model folder lacks, but a teacher's and those of adapters."""
         for held in parallel.parameters:
+            if self.adapters is not None and not self.adapters.is_of_head(held.name):
+                continue
             shape = held.spec.shape
             if not exported(held.name, shape) and not self.task.exported_teacher(held.name, shape):
                 yield held
@@ -94,7 +96,7 @@ class Model:
         """Write the files beside the weights of a checkpoint."""
         self.task.export_files(folder)
         if self.adapters is not None:
-            self.adapters.write_config(folder, base, is_text=isinstance(self.task, TextTask))
+            self.adapters.write_config(folder, base, self.task.adapter_settings())
 
 
 def build_model(config: RunConfig, task: Task, device: str | None = None) -> Model:
@@ -111,7 +113,7 @@ def build_model(config: RunConfig, task: Task, device: str | None = None) -> Mod
     plan = replace(plan, is_one_unit=_is_one_unit(config, module, device or config.launch.device))
     blocks, adapters = plan.blocks_in(module), None
     if config.adapter.method != "none":
-        adapters = Adapters(config.adapter, module, plan, task.exported)
+        adapters = Adapters(config.adapter, module, plan, task.exported, task.heads())
     return Model(task, module, plan, adapters, blocks)
 
 

@@ -1,6 +1,7 @@
 """The plan of a run, in at most twelve lines: printed before it starts, and the whole output of a dry run."""
 
 import json
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -70,7 +71,7 @@ def overview(
     decay = f" to {ratio:g}x" if ratio != 1 and schedule.warmup_steps < trainer.steps else ""
     short_run = " (the run ends inside it)" if schedule.warmup_steps >= trainer.steps else ""
     lines = [
-        ("model", f"{task.describe_model()}; {parameters:,} parameters{_trained(config, model)}"),
+        ("model", f"{task.describe_model()}; {parameters:,} parameters{_trained(config, model, task.heads())}"),
         ("mesh", f"{mesh}; {place}"),
         (
             "batch",
@@ -188,7 +189,7 @@ def _repetitions(config: RunConfig, training: Dataset) -> list[str]:
     ]
 
 
-def _trained(config: RunConfig, model: nn.Module) -> str:
+def _trained(config: RunConfig, model: nn.Module, heads: Sequence[str]) -> str:
     counts = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     whole = sum(whole_numel(parameter) for parameter in model.parameters())
     if sum(counts) == whole:
@@ -197,6 +198,7 @@ def _trained(config: RunConfig, model: nn.Module) -> str:
     if section.method != "none":
         layers = sum(hasattr(module, "adapter") for module in model.modules())
         what = f": {section.method} of rank {section.rank}, alpha {section.alpha:g}, in {layers} layers"
+        what += ", and the new head" if heads else ""
     return f", of which {sum(counts):,} ({sum(counts) / whole:.2%}) are trained{what}"
 
 

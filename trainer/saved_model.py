@@ -52,5 +52,6 @@ def open_model(path: Path, declaration: Declaration | None, installed: Callable[
         raise UserError(f"{path} was trained by the task {name}, and {given} does not fit: {why}") from None
     task: Task = (declaration.task or task_of_model(config.task.name))()
     task.configure(config)
+    task.open_saved(checkpoint)
     check_weights(checkpoint)
     return load_model(config, task, Layout("single"), torch.device("cpu"), checkpoint).module

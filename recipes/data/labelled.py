@@ -22,12 +22,38 @@ class LabelledSet(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
+class Renumbered:
+    """A split whose classes have other numbers."""
+
+    def __init__(self, samples: LabelledSet, numbers: Sequence[int]) -> None:
+        self._samples, self._numbers, self.fingerprint = samples, numbers, samples.fingerprint
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self._samples[index]
+        return sample._replace(label=self._numbers[sample.label])
+
+
 class LabelledData(NamedTuple):
     """What ``task.path`` holds."""
 
     classes: Sequence[str]
     training: LabelledSet
     validation: LabelledSet | None
+
+    def numbered_as(self, names: Sequence[str], where: str) -> "LabelledData":
+        """Return the same samples, with the numbers that a model has for the classes ``names``.
+
+        Raises:
+            UserError: there are other classes.
+        """
+        if unknown := [name for name in self.classes if name not in names]:
+            raise UserError(f"{where} has the class {unknown[0]}, which the model does not know: {_some(names)}")
+        numbers = [list(names).index(name) for name in self.classes]
+        validation = self.validation and Renumbered(self.validation, numbers)
+        return LabelledData(names, Renumbered(self.training, numbers), validation)
 
 
 def validation_split(section: LabelledSection, names: Collection[str]) -> str | None:
@@ -67,8 +93,11 @@ class Classes:
 
 def unknown_class(name: str, where: str, classes: Sequence[str]) -> UserError:
     """The error for a class of a validation split alone."""
-    shown = ", ".join(classes[:_SHOWN]) + ", ..." * (len(classes) > _SHOWN)
-    return UserError(f"{where} has the class {name}, which the training data do not have: {shown}")
+    return UserError(f"{where} has the class {name}, which the training data do not have: {_some(classes)}")
+
+
+def _some(classes: Sequence[str]) -> str:
+    return ", ".join(classes[:_SHOWN]) + ", ..." * (len(classes) > _SHOWN)
 
 
 class Rows(NamedTuple):

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from serried.configs.model_folder import CONFIG, without_code
+from serried.configs.plain_data import read_json
 from serried.parallel.fake_quantized import GROUP, torchao_config
 from serried.recipes.exports.formats import Source
 
@@ -18,8 +20,9 @@ def write(source: Source, file: Path, dtype: str) -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    found = without_code(read_json(source.folder / CONFIG))
+    config = transformers.AutoConfig.for_model(**found)
     with torch.device("meta"):
-        config = transformers.AutoConfig.from_pretrained(source.folder)
         model: Any = transformers.AutoModelForCausalLM.from_config(config)
     head = model.get_output_embeddings()
     linear = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
@@ -30,7 +33,7 @@ def write(source: Source, file: Path, dtype: str) -> None:
     ]
     quantized = transformers.TorchAoConfig(torchao_config(dtype), modules_to_not_convert=others)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        source.folder, dtype=torch.float32, quantization_config=quantized
+        source.folder, config=config, dtype=torch.float32, quantization_config=quantized
     )
     model.save_pretrained(file)
     for each in (path for pattern in _OF_TOKENIZER for path in source.folder.glob(pattern)):

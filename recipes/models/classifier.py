@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from serried.configs.tasks import LabelledSection
 
 def build_classifier(
     section: LabelledSection, classes: Sequence[str], of: str, own: Mapping[str, Any], pad_id: int | None = None
-) -> Any:
-    """Return transformers' ``AutoModelFor...`` ``of`` what is classified, as the config of ``task.model`` describes it.
+) -> tuple[Any, Collection[str]]:
+    """Return transformers' ``AutoModelFor...`` ``of`` what is classified, as the config of ``task.model`` describes it,
+    and the names of parameters that are new.
 
     ``own``: values for keys that the config has. ``pad_id``: of a token, if the config names none.
 
@@ -52,14 +53,15 @@ def build_classifier(
     if type(config) not in getattr(transformers, mapping):
         raise UserError(f"task.model={section.model}: transformers has no AutoModelFor{of} of model_type {kind}")
     if not section.pretrained:
-        return auto.from_config(config, dtype=torch.float32).train()
+        model = auto.from_config(config, dtype=torch.float32).train()
+        return model, {name for name, _ in model.named_parameters()}
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # that the head is new is known
-    model = auto.from_pretrained(
+    model, loaded = auto.from_pretrained(
         folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, use_safetensors=True,
-        local_files_only=True,
+        local_files_only=True, output_loading_info=True,
     )  # fmt: skip
-    return model.train()
+    return model.train(), {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
 
 
 def not_built(named: str, pretrained: bool, samples: str, error: Exception) -> UserError:

@@ -114,4 +114,4 @@ def _sizes(section: ImageSection) -> dict[str, int]:
 
 
 def _of_transformers(section: ImageSection, classes: Sequence[str]) -> Any:
-    return build_classifier(section, classes, "ImageClassification", {"image_size": section.image_size})
+    return build_classifier(section, classes, "ImageClassification", {"image_size": section.image_size})[0]

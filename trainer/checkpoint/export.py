@@ -23,7 +23,7 @@ from serried.configs.model_folder import CONFIG, GENERATION
 from serried.configs.plain_data import read_json
 from serried.records.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
 from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_file, fsync_folder, read_manifest
-from serried.trainer.checkpoint.merge import Mean, Merged
+from serried.trainer.checkpoint.merge import Built, Mean, Merged
 from serried.trainer.checkpoint.retention import ADAPTER, ADAPTER_CONFIG, MODEL
 from serried.trainer.checkpoint.saved_state import STATE
 
@@ -39,15 +39,15 @@ def export(
     *,
     dtype: torch.dtype | None,
     shard_bytes: int,
-    base: Path | None = None,
+    base: TensorFolder | Built | None = None,
     averaged_with: Sequence[Path] = (),
 ) -> list[Path]:
     """Write the model of a committed ``checkpoint`` to the folder ``out``. Returns the files there.
 
     The weights are the mean of those of ``checkpoint`` and of the checkpoints of the same run in ``averaged_with``.
 
-    Of a checkpoint of adapters these alone, as PEFT opens them; or, with ``base``, the folder of the base model, that
-    model with the adapters added to it.
+    Of a checkpoint of adapters these alone, as PEFT opens them; or, with ``base``, the base model, that model with the
+    adapters added to it.
 
     Floating-point weights are converted to ``dtype`` (None: stay as they are). A file holds at most ``shard_bytes`` of
     weights, or one tensor that is larger: ``model.safetensors`` if all fits into one, else
@@ -83,7 +83,7 @@ def export(
         weights = Mean([*(TensorFolder(other) for other in averaged_with), saved])
     left_out = {ADAPTER_CONFIG} if base is not None else {CONFIG, GENERATION} if is_adapter else set()
     if base is not None:
-        weights = Merged(TensorFolder(base), saved, read_json(checkpoint / ADAPTER_CONFIG))
+        weights = Merged(base, saved, read_json(checkpoint / ADAPTER_CONFIG))
     of_weights = (".safetensors", ".safetensors.index.json")
     others = [name for name in sorted(records) if name not in left_out and not name.endswith(of_weights)]
     specs = [_converted(spec, dtype) for spec in weights.specs.values()]

@@ -123,7 +123,9 @@ def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> di
             instead = "" if family == ANY_FAMILY or found.get("quantization_config") else any_other
             raise ValueError(f"{error}{instead}") from None
     except OSError as error:
-        of_a_run = sorted(Path(name).glob(f"checkpoints/step-*/{CONFIG}"))
+        of_a_run: list[Path] = []
+        with suppress(OSError):  # a name that no file can have
+            of_a_run = sorted(Path(name).glob(f"checkpoints/step-*/{CONFIG}"))
         if of_a_run:
             raise UserError(f"{key}={name} is a run; use a model that it saved: {key}={of_a_run[-1].parent}") from None
         raise UserError(

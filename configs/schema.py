@@ -884,6 +884,8 @@ class PlanSection(Section):
     """File of rates that ``serried plan calibrate`` measured; when null those of published runs are used."""
     search: bool = False
     """Compare all valid layouts instead, as ``serried plan search`` does."""
+    out: Path | None = None
+    """HTML page of these layouts to write; ``serried plan search out=FILE``."""
     as_json: bool = False
     """Print one JSON object in place of lines; ``serried plan json=true``."""
 
@@ -948,6 +950,8 @@ class RunConfig(Section):
         if self.plan.model_fields_set and not self.dry_run:
             key = min(self.plan.model_fields_set)
             yield f"plan.{key}={getattr(self.plan, key)} is read by serried plan and dry_run=true alone; leave it out"
+        elif self.plan.out is not None and not self.plan.search:
+            yield f"plan.out={self.plan.out} is read by serried plan search alone; leave it out"
         if self.checkpoint.keep_best and not self.trainer.evaluates_every:
             yield (
                 "checkpoint.keep_best=true but trainer.eval_every=0 evaluates nothing; "

@@ -1,4 +1,4 @@
-"""``launch=slurm``: write and submit the batch script of a run, of a sweep as one array job, or of a preflight."""
+"""``launch=slurm``: write and submit the batch script of a run, of a sweep as one array job, or of measurements."""
 
 import os
 import re
@@ -27,6 +27,8 @@ _EXAMINATION_MINUTES = 10
 _LOOK_SECONDS = 2.0
 _SILENT_SECONDS = 300
 _LOOKS = 10
+_LAST_LINES = {"preflight": "verdict", "plan calibrate": "written"}
+"""What commands that measure nodes print last."""
 _SAME_NAMES = ("partition", "account", "qos", "reservation", "constraint", "exclude", "dependency")
 """Keys of ``slurm`` that sbatch calls so."""
 
@@ -76,15 +78,16 @@ def _asked_for(config: RunConfig) -> dict[str, object]:
     return launch | {f"slurm.{name}": value for name, value in config.slurm.model_dump().items()}
 
 
-def preflight_by_job(argv: Sequence[str], config: RunConfig) -> int:
-    """Submit a job that examines its nodes, wait for it, and print its findings. Return the exit code.
+def measure_by_job(command: str, argv: Sequence[str], config: RunConfig) -> int:
+    """Submit a job that measures its nodes by ``command``, ``preflight`` or ``plan calibrate``, wait for it, and print
+    its findings. Return the exit code.
 
     Ctrl-C and other signals that would end this process cancel the job.
 
     Raises:
         UserError: Slurm refuses the job, or the run folder cannot be written.
     """
-    text = preflight_script(argv, config)
+    text = measuring_script(command, argv, config)
     if config.slurm.dry_run:
         return say(text)
     folder = _absolute(config.run.dir) / "slurm"
@@ -93,7 +96,7 @@ def preflight_by_job(argv: Sequence[str], config: RunConfig) -> int:
         say(f"submitted  job {job}: {_size(config, text)}")
         try:
             _wait_for(job, signals)
-            return _result(job, folder)
+            return _result(job, folder, _LAST_LINES[command])
         except StopRequested as request:
             _cancel(job)
             say(f"stopped    {request}: job {job} is cancelled")
@@ -139,8 +142,8 @@ def _wait_for(job: str, signals: NotedSignals) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _result(job: str, folder: Path) -> int:
-    """Print the findings of rank 0, up to the verdict. Return the exit code."""
+def _result(job: str, folder: Path, last: str) -> int:
+    """Print the findings of rank 0, up to the line that begins with ``last``. Return the exit code."""
     found: list[str] = []
     for _ in range(_LOOKS):  # a network disk may show the files late
         try:
@@ -151,10 +154,10 @@ def _result(job: str, folder: Path) -> int:
             time.sleep(1)
     else:
         code = EXIT_FAILED
-    verdict = next((number for number, line in enumerate(found) if line.startswith("verdict ")), None)
-    say("\n".join(found if verdict is None else found[: verdict + 1]))
-    if verdict is None:
-        say(f"failed: job {job} reached no verdict; see {folder / job}*.log")
+    end = next((number for number, line in enumerate(found) if line.startswith(f"{last} ")), None)
+    say("\n".join(found if end is None else found[: end + 1]))
+    if end is None:
+        say(f"failed: job {job} ended before its line `{last}`; see {folder / job}*.log")
         return EXIT_STOPPED if code == EXIT_STOPPED else EXIT_FAILED
     return EXIT_FINISHED if code == EXIT_FINISHED else EXIT_FAILED
 
@@ -202,17 +205,17 @@ def script(points: Mapping[tuple[str, ...], RunConfig]) -> str:
     return _script(_options(configs), configs[0], training_command(), lines)
 
 
-def preflight_script(argv: Sequence[str], config: RunConfig) -> str:
-    """Return the batch script of a job that examines its nodes."""
+def measuring_script(command: str, argv: Sequence[str], config: RunConfig) -> str:
+    """Return the batch script of a job that measures its nodes by ``command``."""
     changes = {"time_minutes": _EXAMINATION_MINUTES, "signal_seconds": 60, "requeue": False}
     short = config.model_copy(update={
-        "run": config.run.model_copy(update={"name": f"{config.run.name}-preflight"}),
+        "run": config.run.model_copy(update={"name": f"{config.run.name}-{command.split()[-1]}"}),
         "slurm": config.slurm.model_copy(update=changes),
     })  # fmt: skip
     folder = f"run_dir={shlex.quote(str(_absolute(config.run.dir)))}"
     flags = [f"--config-dir={each}" for each in declared().config_dirs]
-    words = f"arguments=({shlex.join(['preflight', *flags, *_without_dry_run(argv)])})"
-    return _script(_options([short]), short, ["-m", "serried"], [folder, words, "preflight=true"])
+    words = f"arguments=({shlex.join([*command.split(), *flags, *_without_dry_run(argv)])})"
+    return _script(_options([short]), short, ["-m", "serried"], [folder, words, "measures=true"])
 
 
 def _without_dry_run(argv: Sequence[str]) -> list[str]:

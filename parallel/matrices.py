@@ -220,8 +220,7 @@ def _rounds(dealt: Sequence[Dealt], boxes: Sequence[Box], me: int, ranks: int, b
     for number, whole, parts, owner, which in dealt:
         each, is_mine = rounds[which], owner == me
         for box, holders in parts:
-            near = [rank for rank in holders if rank // block == owner // block]
-            source = owner if owner in near else near[0]
+            source = _source(holders, owner, block)
             ours = (number, box.seen_from(boxes[number]).indices())
             within = (len(each.shapes), box.seen_from(whole).indices()[-2:])
             if source == me:
@@ -235,6 +234,26 @@ def _rounds(dealt: Sequence[Dealt], boxes: Sequence[Box], me: int, ranks: int, b
         if is_mine:
             each.shapes.append(whole.sizes[-2:])
     return rounds
+
+
+def _source(holders: Sequence[int], owner: int, block: int) -> int:
+    """Return which of the ranks that hold a part sends it to ``owner``: itself, or one of the same copy."""
+    near = [rank for rank in holders if rank // block == owner // block]
+    return owner if owner in near else near[0]
+
+
+def sent_elements(specs: Sequence[ShardSpec], layout: Layout, pipeline: int) -> tuple[int, int]:
+    """Return how many elements of the matrices of ``specs`` the first rank of a stage sends in a step, and in how many
+    exchanges."""
+    dealt = deal(specs, layout, pipeline)
+    sent = 0
+    for _, _, parts, owner, _ in dealt:
+        for box, holders in parts:
+            if owner == 0:
+                sent += box.numel * len([rank for rank in holders if rank != 0])
+            elif _source(holders, owner, layout.block) == 0:
+                sent += box.numel
+    return sent, 2 * (max((each.round for each in dealt), default=-1) + 1)
 
 
 def _at(tensors: Sequence[Tensor], peers: Sequence[Sequence[tuple[int, Place]]]) -> list[list[Tensor]]:

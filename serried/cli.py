@@ -117,10 +117,11 @@ def plan(words: list[str]) -> int:
     plan.device  h100, a100, ...: the GPU to plan for; plan.tokens=15T and plan.price=2.5: what the time adds up to
     plan.rates   file of rates of another machine, as serried plan calibrate writes it
     json=true    print one JSON object
-    search       as the first word: the fastest of all valid layouts, with the overrides for each, instead
+    search       as the first word: the fastest of all valid layouts, with the overrides for each, instead;
+                 out=layouts.html: as a page too
     compare RUN  the plan against what the run measured
-    calibrate    measure the rates of this machine with launch.processes=N (or under torchrun) and the shapes of a
-                 recipe, and write them to out=rates.json
+    calibrate    measure the rates of this machine with launch.processes=N (or under torchrun), or of a cluster with
+                 launch=slurm launch.nodes=N, for the shapes of a recipe, and write them to out=rates.json
     """
     from serried.program import main as train
 
@@ -131,7 +132,7 @@ def plan(words: list[str]) -> int:
     if "json=true" in words:
         words = [word for word in words if word != "json=true"] + ["plan.as_json=true"]
     if part == "search":
-        words = [*words, "plan.search=true"]
+        words = [f"plan.{word}" if word.startswith("out=") else word for word in words] + ["plan.search=true"]
     elif not any(word.startswith("plan.mode=") for word in words):
         words = [*words, "plan.mode=trace"]
     run = next((word for word in words if "=" not in word and not word.startswith("-")), None)
@@ -169,11 +170,11 @@ def preflight(words: list[str]) -> int:
     serried preflight launch=slurm launch.nodes=2 ... run.dir=RUN    submits a job, waits for it and prints its table
     """
     from serried.configs.compose import compose
-    from serried.launch.slurm import preflight_by_job
+    from serried.launch.slurm import measure_by_job
 
     config = compose(words)
     if config.launch.name == "slurm" and not is_started():
-        return preflight_by_job(words, config)
+        return measure_by_job("preflight", words, config)
     if (config.launch.nodes or 1) > 1 and not is_started():
         raise UserError(
             f"launch.nodes={config.launch.nodes}, but this is one process on one node; use launch=slurm to test them "

@@ -14,21 +14,25 @@ from serried.runtime.ranks import is_started, say
 
 
 def calibrate(words: list[str]) -> int:
-    """Measure rates with the processes that train.py would have, and write them."""
+    """Measure rates with the processes that train.py would have, here or in a job, and write them."""
     from serried.configs.compose import compose
     from serried.launch.calibrate import calibrate as measure
     from serried.launch.local import run_local
-    from serried.program import traced_products
+    from serried.launch.slurm import measure_by_job
+    from serried.program import planned_layout, traced_products
 
     given = [word for word in words if word.startswith("out=")]
     overrides, folders = config_dirs([word for word in words if word not in given])
     out = Path(given[-1].partition("=")[2] if given else "rates.json")
-    if not out.name or out.is_dir():
-        raise UserError(f"out={out} is no file; use out=rates.json")
+    if not out.name or out.is_dir() or not out.parent.is_dir():
+        raise UserError(f"out={out} is no file in a folder that exists; use out=rates.json")
     with declaring(declared()._replace(config_dirs=folders)):
         config = compose(overrides)
         if config.precision.name not in ("fp32", "bf16", "fp16"):
             raise UserError(f"precision={config.precision.name} is not measured; use precision=bf16")
+        planned_layout(config.model_copy(update={"dry_run": True}))  # before processes start or a job waits
+        if config.launch.name == "slurm" and not is_started():
+            return measure_by_job("plan calibrate", words, config)
         if (config.launch.processes or 1) > 1 and not is_started():
             with TemporaryDirectory() as folder:
                 there = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(folder)})})

@@ -66,7 +66,7 @@ def _do(action: Action, overrides: list[str]) -> int:
         configs = [point.config for point in sweep.points] if sweep else [compose(overrides)]
         if configs[0].plan.search:
             return say(plan_text(configs[0]))
-        config, _ = configs[0], [_plan(config) for config in configs]
+        config, _ = configs[0], [planned_layout(config) for config in configs]
         if action == "config" or config.dry_run:
             return say(config_yaml(config) if action == "config" else plan_text(config) + describe_runs(sweep))
         code = start_sweep(sweep, write_report) if sweep else start_elsewhere(overrides, config, partial(_load, config))
@@ -75,7 +75,12 @@ def _do(action: Action, overrides: list[str]) -> int:
     return _run(config) if code is None else code
 
 
-def _plan(config: RunConfig) -> tuple[Layout, int]:
+def planned_layout(config: RunConfig) -> tuple[Layout, int]:
+    """Return the layout of a run of ``config``, and how many micro-batches a rank accumulates.
+
+    Raises:
+        UserError: they do not go together.
+    """
     layout = resolve_layout(config.parallel, planned_processes(config.launch, config.dry_run))
     accumulation = gradient_accumulation(config.trainer, layout)
     check_layout(config, layout, accumulation)
@@ -89,7 +94,7 @@ def plan_text(config: RunConfig) -> str:
 
     if config.plan.search:
         return search(config, task_of(config), planned_processes(config.launch, dry_run=True))
-    return dry_run(config, task_of(config), *_plan(config))
+    return dry_run(config, task_of(config), *planned_layout(config))
 
 
 def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
@@ -97,7 +102,7 @@ def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
     from serried.trainer.plan.traced import CannotTrace, products_of, trace_step
 
     try:
-        return products_of(trace_step(config, task_of(config), *_plan(config)))
+        return products_of(trace_step(config, task_of(config), *planned_layout(config)))
     except CannotTrace as error:
         raise UserError(
             f"no products are known to time, as the step cannot be traced: {error}; use another model or layout"
@@ -108,7 +113,7 @@ def comparison_text(config: RunConfig, ran: "Figures") -> str:
     """Return the plan of ``config`` against what a run of it measured."""
     from serried.trainer.plan.compare import compared
 
-    return compared(config, task_of(config), *_plan(config), ran)
+    return compared(config, task_of(config), *planned_layout(config), ran)
 
 
 def task_of(config: RunConfig) -> "Task":

@@ -641,6 +641,22 @@ def test_a_sweep_of_long_names_fits_a_phone(chromium: Browser, tmp_path: Path) -
         assert page.js("document.documentElement.scrollWidth") == 360
 
 
+@pytest.mark.page
+def test_a_page_of_layouts_has_a_dot_for_each_and_a_row_for_the_best(chromium: Browser, tmp_path: Path) -> None:
+    out = tmp_path / "layouts.html"
+    words = ["search", "precision=bf16", "launch.processes=4", "plan.device=h100", "data.tokenizer=bytes"]
+    assert main(["plan", *words, f"out={out}"]) == 0
+    for width, dark in ((360, False), (1280, True)):
+        with chromium.page(out, width=width, dark=dark) as page:
+            data = json.loads(page.js("document.getElementById('data').textContent"))
+            best = data["fastest"][0]["words"]
+            assert page.js("document.querySelectorAll('circle').length") >= data["fitting"] > 100
+            titles = page.js("[...document.querySelectorAll('.listed title')].map((each) => each.textContent)")
+            assert titles[0].endswith(f": {best}")
+            assert best in page.js("document.querySelector('tbody tr').innerText")
+            assert page.js("document.documentElement.scrollWidth") == width
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / sweep / "run", 4) for sweep in ("x", "y")]
     write_report(folders, tmp_path / "report.html")

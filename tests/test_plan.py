@@ -2,16 +2,21 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from serried.configs.compose import compose
 from serried.configs.schema import RunConfig
+from serried.parallel.matrices import Matrices
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.parallel.phases import Phases
 from serried.parallel.traffic import Flow
@@ -23,8 +28,10 @@ from serried.trainer.optimizer import build_optimizer
 from serried.trainer.plan.memory import FormulaMemory, planned_flows, planned_memory
 from serried.trainer.plan.parts import Fits, Work
 from serried.trainer.plan.traced import TracedStage, _Tracer, flows_of, memory_of, trace_step
+from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.training_state import train_step
 from tests.cluster import ROOT, Cluster
+from tests.wire import Wire
 
 SHORT = [
     "model=llama8b", "model.layers=3", "model.vocab_size=128256", "data.sequence_length=4096", "precision=bf16",
@@ -113,34 +120,73 @@ TINY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("processes", "close"), [(1, 0.01), (2, 0.05)])
-def test_the_trace_is_what_the_allocator_shows(processes: int, close: float, cluster: Cluster, tmp_path: Path) -> None:
-    """Of two processes to a twentieth: Gloo copies what it sends, and frees that in its own time."""
-    strategy = "single" if processes == 1 else "fsdp"
-    argv = [*TINY, f"parallel={strategy}", f"trainer.global_batch={4 * processes}"]
-    (stage,) = trace_step(*config_of(*argv, processes=processes))
-    answers = cluster.run(processes, "tests.test_plan:allocated", argv=argv, path=str(tmp_path))
-    taken = min(answer.value for answer in answers)
-    assert abs(stage.step.peak / taken - 1) < close
+RUNS = {
+    "one process": (1, 0.01, ["parallel=single"]),
+    "fsdp": (2, 0.05, ["parallel=fsdp"]),
+    "bf16, several micro-batches": (2, 0.05, ["parallel=fsdp", "precision=bf16", "trainer.micro_batch=2"]),
+    "ZeRO-3": (
+        4,
+        0.05,
+        ["parallel=fsdp", "parallel.reshard_after_forward=true", "parallel.sync_every_micro_batch=true"],
+    ),
+    "tensor": (4, 0.05, ["parallel=fsdp", "parallel.tensor=2"]),
+    "context": (4, 0.05, ["parallel=fsdp", "parallel.context=2"]),
+    "hsdp, muon": (8, 0.05, ["parallel=hsdp", "parallel.replicate=2", "optim=muon"]),
+}
 
 
-def allocated(argv: list[str], path: str) -> int:
-    """Bytes that a step holds at most on this rank, by the events of torch's allocator."""
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (RUNS[each][0] > 2)) for each in RUNS])
+def test_the_trace_is_what_processes_allocate_and_send(name: str, cluster: Cluster, tmp_path: Path) -> None:
+    """Of several processes to a twentieth: Gloo copies what it sends."""
+    processes, close, more = RUNS[name]
+    argv = [*TINY, f"trainer.global_batch={4 * processes}", *more]
+    stages = trace_step(*config_of(*argv, processes=processes))
+    answers = cluster.run(processes, "tests.test_plan:allocated_and_sent", argv=argv, path=str(tmp_path))
+    planned: Counter[str] = Counter()
+    for flow in flows_of(stages):
+        planned[OPERATIONS[flow.kind]] += flow.bytes
+    assert planned == Counter(answers[0].value[1])
+    taken = min(answer.value[0] for answer in answers)
+    assert abs(stages[0].step.peak / taken - 1) < close
+
+
+OPERATIONS = {
+    "all_gather": "allgather_base", "reduce_scatter": "reduce_scatter_base", "all_reduce": "allreduce",
+    "all_to_all": "alltoall_base",
+}  # fmt: skip
+
+
+def allocated_and_sent(argv: list[str], path: str) -> tuple[int, dict[str, int]]:
+    """Bytes that a step holds at most on this rank, by the events of torch's allocator, the least of some steps; and
+    those that it sends, by operation."""
     config = compose([*SHORT, *argv])
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read once in a process, where later tests look at what it prints
     with open_session(config.launch) as session:
         task, layout = CausalLM(config), resolve_layout(config.parallel, session.world_size)
+        accumulation = gradient_accumulation(config.trainer, layout)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
             model = build_model(config, task)
+            repeated = model.blocks
             parallel = sharded(config, model, layout, session.device, task.initial_std, phases=Phases())
-            optimizer = build_optimizer([(held.name, held.tensor) for held in parallel.parameters], config.optim)
+            optimizer = build_optimizer(
+                [(held.name, held.tensor) for held in parallel.parameters], config.optim,
+                partial(Matrices.of, parallel, repeated, LOW_DTYPES[config.precision.name]),
+            )  # fmt: skip
             step = train_step(config, task, task.weight_per_sample(), parallel, optimizer, None)
-            for _ in range(2):
-                step([task.example_batch(config.trainer.micro_batch)], 1e-3, lambda: 0.0)
+            batches = [task.example_batch(config.trainer.micro_batch)] * accumulation
+            for number in range(5):
+                time.sleep(0.05)  # until Gloo's threads have freed what they copied
+                with record_function(f"step {number}"):
+                    step(batches, 1e-3, lambda: 0.0)
+        with Wire() as wire:
+            step(batches, 1e-3, lambda: 0.0)
         file = Path(path) / f"{session.rank}.json"
     profiled.export_chrome_trace(str(file))
     events = json.loads(file.read_text())["traceEvents"]
-    return max(int(each["args"]["Total Allocated"]) for each in events if each["name"] == "[memory]")
+    steps = [each for each in events if re.fullmatch("step [1-4]", each["name"]) and "dur" in each]
+    sizes = [(each["ts"], int(each["args"]["Total Allocated"])) for each in events if each["name"] == "[memory]"]
+    peak = min(max(size for at, size in sizes if 0 <= at - each["ts"] <= each["dur"]) for each in steps)
+    return peak, dict(wire.bytes)
 
 
 @pytest.mark.parametrize(("left", "answer"), [(-1, "no"), (50, "tight"), (200, "yes")])

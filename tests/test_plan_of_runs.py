@@ -1,7 +1,9 @@
 """``serried plan`` of a run folder, against what the run measured, and with rates that were measured."""
 
+import gzip
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,26 @@ def test_a_run_without_known_rates_is_compared_by_memory_and_told_how_to_get_the
     assert "200 ms" in next(line for line in text.splitlines() if line.startswith("step")), "the median after the first"
 
 
+def test_exchanges_are_read_from_a_profile_with_the_part_that_computing_hides(
+    run: Path, rates: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def row(*words: object) -> str:
+        text = printed(capsys, "compare", run, *words)
+        return " ".join(next(line for line in text.splitlines() if "of it exchanges" in line).split())
+
+    assert row("plan.mode=formula").endswith("- - a run with 'profile.steps=[3,4]' shows them")
+    events = [("aten::mm", 0, 10_000), ("gloo:all_gather", 5_000, 20_000), ("gloo:send", 30_000, 9_000)]
+    trace = {"traceEvents": [{"name": name, "ts": began, "dur": took} for name, began, took in events]}
+    (run / "profile").mkdir()
+    with gzip.open(run / "profile/steps-2-3-rank-0.json.gz", "wt") as file:
+        json.dump(trace, file)
+    assert "7.5 ms 10 ms, 25% of it beside computing: profile of steps 2 to 3" in row("plan.mode=formula")
+    found = row(f"plan.rates={rates}")
+    assert re.search(r"exchanges [\d.]+ ms 7.5 ms [+-][\d.]+% ", found), found
+    (run / "profile/steps-2-3-rank-0.json.gz").write_bytes(b"cut short")
+    assert "profile.steps=[3,4]" in row("plan.mode=formula")
+
+
 def test_measured_rates_time_each_term_of_a_run(run: Path, rates: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("compare", run, f"plan.rates={rates}")
     table = printed(capsys, *words)
@@ -109,14 +131,17 @@ def test_measured_rates_time_each_term_of_a_run(run: Path, rates: Path, capsys: 
         (["compare", "{run}", "plan.rates={run}/metrics.jsonl"], "holds no rates; serried plan calibrate"),
         (["plan.rates={rates}", "plan.device=h100"], "plan.rates={rates} are of A CPU, and plan.device=h100; leave"),
         (["plan.rates={rates}", "launch.device=cuda"], "are of A CPU, and launch.device=cuda"),
-        (["calibrate", "out={folder}"], "out={folder} is no file; use out=rates.json"),
+        (["calibrate", "out={folder}"], "out={folder} is no file in a folder that exists; use out"),
+        (["calibrate", "out={folder}/none/rates.json"], "is no file in a folder that exists"),
+        (["calibrate", "launch=slurm", "launch.nodes=3", "trainer.global_batch=8"], "trainer.global_batch=8"),
     ],
 )
 def test_wrong_input_is_one_line(
     words: list[str], text: str, run: Path, rates: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {"folder": run.parent, "run": run, "rates": rates}
-    error = printed(capsys, *(word.format(**names) for word in words), "plan.mode=formula", code=78)
+    how = ["plan.mode=formula"] if "calibrate" not in words else []
+    error = printed(capsys, *(word.format(**names) for word in words), *how, code=78)
     assert text.format(**names) in error
     assert len(error.splitlines()) == 1
 

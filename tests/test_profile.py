@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from serried.trainer.plan.profiled import exchanged
 from serried.trainer.profile import StepProfiler, record_history, write_snapshot
 from serried.trainer.trainer import Trainer
 from tests.cluster import Cluster
@@ -68,6 +69,11 @@ def test_a_profile_changes_no_bit_and_shows_the_steps_of_every_rank(
         assert found["save"] == 1, "step 4 is saved"
         assert any(event["name"] == "[memory]" for event in trace(path)["traceEvents"])
         assert "aten::mm" in path.with_name(f"steps-3-4-rank-{rank}.txt").read_text()
+    seen = exchanged(tmp_path / "with")
+    assert seen is not None
+    assert seen.steps == (3, 4)
+    assert (seen.seconds > 0) == (ranks > 1)
+    assert 0 <= seen.exposed <= seen.seconds
     lines = printed[0].splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("profile "))
     last = next(number for number, line in enumerate(lines) if "steps-3-4-rank-0.json.gz" in line)

@@ -1,5 +1,6 @@
 """How long a step takes: the timeline of a pipeline, and step times against published ones."""
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +143,20 @@ def test_parts_add_up_to_the_step():
     assert step.parts["products"] > step.parts["tensor"] > 0
 
 
+def test_muon_adds_products_that_ranks_share_and_exchanges():
+    def update(orthogonalizes, **layout):
+        step = step_of(job(orthogonalizes=orthogonalizes, **layout), H100, RATES["torchtitan"])
+        return step.parts["optimizer"]
+
+    added = [update(True, **layout) - update(False, **layout) for layout in ({}, {"shard": 8}, {"shard": 512})]
+    flops = (
+        5 * 32 * sum(4 * m * m * n + 2 * m**3 for m, n in [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(4096, 14336)] * 3)
+    )
+    assert added[0] == pytest.approx(flops / 989e12 / RATES["torchtitan"].products, rel=0.15)
+    assert added[0] / 8 < added[1] < added[0] / 4
+    assert added[2] > added[0] / 224, "one matrix at least"
+
+
 def test_recomputing_every_second_block_takes_half_as_long():
     every, second = (
         step_of(job(shard=8, recompute="full", recomputing=share), H100, RATES["torchtitan"]) for share in (1, 0.5)
@@ -227,11 +242,17 @@ def test_config_of_a_run_holds_nothing_of_its_plan():
 
 
 @pytest.mark.parametrize("words", [["recipe=llama8b", "launch.processes=16"], ["precision=bf16", "launch.processes=4"]])
-def test_each_layout_that_a_search_lists_is_a_plan_of_the_time_listed(words, capsys):
-    words = [*words, "plan.device=h100"]
-    assert cli.plan(["search", *words]) == 0
-    listed = re.findall(r"^\d +([\d.]+ m?s) +[\d,]+ +[\d.]+[GM]iB +(.*)", capsys.readouterr().out, re.MULTILINE)
+def test_each_layout_that_a_search_lists_is_a_plan_of_the_time_listed(words, capsys, tmp_path):
+    words, page = [*words, "plan.device=h100"], tmp_path / "layouts.html"
+    assert cli.plan(["search", *words, f"out={page}"]) == 0
+    printed = capsys.readouterr().out
+    listed = re.findall(r"^\d +([\d.]+ m?s) +[\d,]+ +[\d.]+[GM]iB +(.*)", printed, re.MULTILINE)
     assert len(listed) == 8
+    assert f"page       {page}, " in printed
+    shown = json.loads(re.search(r'id="data">(.*)</script>', page.read_text())[1])
+    assert [each["words"] for each in shown["fastest"]] == [overrides.strip() for _, overrides in listed]
+    every = {each["words"] for name in ("fastest", "covered", "smaller", "others") for each in shown[name]}
+    assert len(every) == shown["fitting"]
     for seconds, overrides in listed[::3]:
         assert main([*words, "dry_run=true", *overrides.replace("(as it is)", "").split()]) == 0
         assert f"step       {seconds} (" in capsys.readouterr().out
@@ -258,6 +279,7 @@ def test_search_says_which_groups_are_larger_than_any_measured():
         (["recipe=llama405b", "launch.processes=8"], "none of [\\d,]+ valid layouts of 8 h100 fits 67.1GiB"),
         (["recipe=llama8b", "launch.processes=101"], "no layout of 101 processes divides trainer.global_batch=512"),
         (["precision=fp32", "plan.device=b200"], "there are no rates for precision=fp32 on b200"),
+        (["recipe=llama8b", "out=none/layouts.html"], "out=none/layouts.html is no file in a folder that exists"),
     ],
 )
 def test_search_without_a_result_is_one_line(words, message, capsys):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from serried.trainer.plan.measured_rates import read_rates
 from tests.cluster import ROOT
 from tests.runs import metrics, tiny_overrides
 from tests.slurm import SlurmCluster, wait_for, why_not
@@ -282,6 +283,19 @@ def test_preflight_submits_a_job_and_waits_for_it(slurm: SlurmCluster, text: Pat
     assert done.returncode == (70 if unfit else 0)
     assert "\nnode0  0 " in done.stdout
     assert "\nnode1  1 " in done.stdout
+
+
+def test_a_job_measures_the_rates_of_a_cluster(slurm: SlurmCluster, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rates.json"
+    argv = [*tiny_overrides(text, tmp_path / "run"), "launch=slurm", "launch.nodes=2", "launch.device=cpu"]
+    done = at_login(slurm, "serried.cli", "plan", "calibrate", *argv, f"out={out}")
+    assert done.returncode == 0, done.stdout + done.stderr + printed(tmp_path / "run")
+    assert re.match(r"submitted  job \d+: 2 nodes x 1 process\n", done.stdout)
+    assert "; 2 processes, 1 a node; torch " in done.stdout
+    assert done.stdout.endswith(f"written    {out}; use it with plan.rates={out}\n")
+    rates = read_rates(out)
+    assert rates.cluster.per_node == 1
+    assert 0 < rates.cluster.device.network_rate < float("inf")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # functional collectives name their group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -34,10 +35,10 @@ class Wire(TorchDispatchMode):
         if name == "reduce_scatter_tensor":
             return "reduce_scatter_base", whole * (args[2] - 1) // args[2]
         if name == "all_reduce":
-            ranks = torch.distributed.get_world_size()
+            ranks = _resolve_process_group(args[2]).size()
             return "allreduce", 2 * whole * (ranks - 1) // ranks
         if name == "all_to_all_single":
-            own = args[2][torch.distributed.get_rank()]
+            own = args[2][_resolve_process_group(args[3]).rank()]
             return "alltoall_base", whole * (len(args[0]) - own) // max(1, len(args[0]))
         raise NotImplementedError(name)
 

@@ -48,9 +48,9 @@ def build_optimizer(
     named, build = list(named), optimizers.get(section.name).load()
     parameters = [each for _, each in named]
     more: dict[str, Any] = {}
-    if _takes(section, "matrices"):
+    if takes(section, "matrices"):
         more["matrices"] = matrices() if matrices is not None else Matrices.whole(parameters)
-    if _takes(section, "sums"):
+    if takes(section, "sums"):
         more["sums"] = sums() if sums is not None else Sums.whole(parameters)
     optimizer: torch.optim.Optimizer = build(parameter_groups(named, section), section, **more)
     if takes_verdict(optimizer) and parameters_of(optimizer):
@@ -58,7 +58,8 @@ def build_optimizer(
     return optimizer
 
 
-def _takes(section: OptimSection, argument: str) -> bool:
+def takes(section: OptimSection, argument: str) -> bool:
+    """Return whether the optimizer asks for ``argument``: whole ``matrices`` or ``sums`` over ranks, which they exchange."""
     return argument in inspect.signature(optimizers.get(section.name).load()).parameters
 
 
@@ -76,7 +77,7 @@ def check_optimizer(section: OptimSection, model: nn.Module, plan: ParallelPlan,
     if isinstance(section, QuantizedAdamSection) and layout.tensor > 1:
         specs = shard_specs(model, plan, layout)
         check_columns(section.name, [specs[name] for name in trained], layout)
-    if not _takes(section, "matrices"):
+    if not takes(section, "matrices"):
         return ""
     names = check_matrices({name: each.shape for name, each in trained.items()}, plan.blocks_in(model))
     inside, total = (sum(trained[name].numel() for name in which) for which in (names, trained))

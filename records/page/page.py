@@ -1,11 +1,7 @@
-"""Records of runs -> one HTML file: the data as a JSON block, beside the scripts and styles of ``template/``."""
+"""Records of runs -> the data of their report."""
 
-import base64
-import hashlib
-import html
 import json
 import math
-import re
 import shlex
 import time
 from collections import Counter
@@ -20,13 +16,11 @@ from serried.configs.addresses import masked
 from serried.configs.plain_data import is_count, is_number
 from serried.configs.schema import DEFAULT_VALIDATION
 from serried.records.files import write_atomically
+from serried.records.page.html import html_page
 from serried.records.page.records import Curve, Mark, Records, read_records
 from serried.records.page.thinning import means, thinned
 
-_HERE = Path(__file__).resolve().parent
-_OWN_SCRIPTS = ("format", "specs", "charts", "marks", "sections", "page")
-_SCRIPTS = ("uplot/uPlot.iife.min.js", *(f"template/{name}.js" for name in _OWN_SCRIPTS))
-_STYLES = ("uplot/uPlot.min.css", "template/page.css")
+_SCRIPTS = ("format", "specs", "charts", "marks", "sections", "page")
 _POINTS, _POINTS_OF_A_RUN, _FEWEST_POINTS = 60_000, 50, 10_000
 """Of all curves of a page together, about 2 MB, less the space that the text about each run takes."""
 _WEIGHTS = {"loss": 4, "grad_norm": 2}
@@ -50,24 +44,8 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> None:
 def render(runs: Sequence[Records]) -> str:
     """Return the report of ``runs`` as HTML."""
     names = _names([run.path for run in runs])
-    script = "\n".join(['"use strict";', *((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)])
-    fillings = {
-        "title": html.escape(", ".join(names) if len(names) <= 3 else f"{len(names)} runs"),
-        # Only this script may run and nothing may be fetched, even if a run's name contains code.
-        "script-hash": base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode(),
-        "licence": (_HERE / "uplot" / "LICENSE").read_text(encoding="utf-8"),
-        "style": "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _STYLES),
-        "data": _for_html(_payload(runs, names)),
-        "script": f"\n{script}\n",
-    }
-    template = (_HERE / "template" / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{([a-z-]+)\}\}", lambda match: fillings[match[1]], template)
-
-
-def _for_html(payload: dict[str, Any]) -> str:
-    """Return JSON in which no string can end the ``<script>``."""
-    text = json.dumps(payload, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    title = ", ".join(names) if len(names) <= 3 else f"{len(names)} runs"
+    return html_page(title, _payload(runs, names), _SCRIPTS)
 
 
 def _payload(runs: Sequence[Records], names: Sequence[str]) -> dict[str, Any]:

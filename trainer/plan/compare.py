@@ -20,6 +20,7 @@ from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.devices import device_of_driver
 from serried.trainer.plan.measured_rates import read_rates
 from serried.trainer.plan.planned_time import Timed
+from serried.trainer.plan.profiled import Exchanged, exchanged
 from serried.trainer.plan.step_plan import FRAGMENTED_SHARE, StepPlan, plan_step
 from serried.trainer.plan.time_lines import seconds_text
 from serried.trainer.task import Task
@@ -46,6 +47,8 @@ class Figures:
     memory_bytes: int | None
     """Peak of the rank that needed the most; on a CPU without what it had at the start; None: not recorded."""
     reserved_bytes: int | None
+    exchanged: Exchanged | None
+    """None: no steps were profiled."""
 
     @property
     def is_gpu(self) -> bool:
@@ -74,7 +77,7 @@ def figures_of(run: Path) -> Figures | None:
         start["device"], start["world_size"], len({*start.get("hosts", ["one"])}), [each["step"] for each in used],
         statistics.median([each["step_seconds"] for each in used] or [0.0]),
         {name: statistics.median(split.get(name, 0.0) for split in splits) for name in {*chain(*splits)}},
-        memory, reserved,
+        memory, reserved, exchanged(run),
     )  # fmt: skip
 
 
@@ -116,7 +119,9 @@ def compared(config: RunConfig, task: Task, layout: Layout, accumulation: int, r
     is_timed = bool(config.plan.device or config.plan.rates)
     plan = plan_step(config, task, layout, accumulation, built.module, built.plan, None, is_timed=is_timed)
     if config.plan.as_json:
-        return json.dumps({"plan": plan.as_data(), "run": vars(ran)})
+        return json.dumps(
+            {"plan": plan.as_data(), "run": vars(ran) | {"exchanged": ran.exchanged and ran.exchanged._asdict()}}
+        )
     lines = [f"{'compared':<10} steps {ran.steps[0]} to {ran.steps[-1]} of {_place(ran)}; {plan.found}"]
     lines += columns([("term", "plan", "run", "error", "what it says"), *_rows(plan, ran)])
     if isinstance(plan.time, Timed):
@@ -142,8 +147,8 @@ def _rows(plan: StepPlan, ran: Figures) -> Iterator[tuple[str, ...]]:
     computes = timed.step.seconds - waits - update if timed else None
     if phases:
         yield _timed_row("forward + backward", computes, phases.get(FORWARD, 0.0) + phases.get(BACKWARD, 0.0))
-        if timed and (exchanges := sum(parts.get(name, 0.0) for name in _EXCHANGES)):
-            yield "  of it exchanges", seconds_text(exchanges), "-", "", "a run does not time them apart"
+        if ran.processes > 1:
+            yield _exchanges(sum(parts.get(name, 0.0) for name in _EXCHANGES) if timed else None, ran)
         if PIPELINE in phases:
             yield _timed_row("waiting in the pipeline", waits if timed else None, phases[PIPELINE])
         yield _timed_row("optimizer", update if timed else None, phases.get(OPTIMIZER, 0.0))
@@ -155,6 +160,17 @@ def _rows(plan: StepPlan, ran: Figures) -> Iterator[tuple[str, ...]]:
         says = "faster than the plan's range" if ran.step_seconds < low else says
         says += f" of {seconds_text(low)} to {seconds_text(high)}"
     yield _timed_row("step", timed.step.seconds if timed else None, ran.step_seconds, says)
+
+
+def _exchanges(planned: float | None, ran: Figures) -> tuple[str, ...]:
+    """What is not hidden: it is a part of the phases."""
+    if (found := ran.exchanged) is None:
+        how = "a run with 'profile.steps=[3,4]' shows them"
+        return "  of it exchanges", "-" if planned is None else seconds_text(planned), "-", "", how
+    hidden = 1 - found.exposed / found.seconds if found.seconds else 0.0
+    says = f"{seconds_text(found.seconds)}, {hidden:.0%} of it beside computing: profile of steps "
+    says += f"{found.steps[0]} to {found.steps[1]}"
+    return _timed_row("  of it exchanges", planned, found.exposed, says)
 
 
 def _of_memory(ran: Figures) -> str:
@@ -169,7 +185,7 @@ def _of_memory(ran: Figures) -> str:
 
 def _timed_row(term: str, planned: float | None, ran: float, says: str = "") -> tuple[str, ...]:
     if planned is None:
-        return term, "-", seconds_text(ran), "", ""
+        return term, "-", seconds_text(ran), "", says
     return _row(term, planned, ran, seconds_text, says)
 
 

@@ -72,6 +72,7 @@ def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int) -> Job:
         reduces_each=config.parallel.sync_every_micro_batch,
         is_fused=trainer.compile,
         is_adapter=config.adapter.method != "none",
+        orthogonalizes=config.optim.name == "muon",
         gathers_fp32=isinstance(config.model, HuggingFaceSection),
     )
 

@@ -1,6 +1,6 @@
 """Memory that a rank needs, and what FSDP2 exchanges, computed from sizes: nothing is allocated."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -13,12 +13,14 @@ from torch import nn
 from serried.configs.schema import RunConfig, TrainerSection
 from serried.parallel.apply import gathered_type
 from serried.parallel.axes import shard_specs
+from serried.parallel.matrices import matrix_names, sent_elements
 from serried.parallel.mesh import V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.plan import ParallelPlan, Share
 from serried.parallel.quantized import is_packed
 from serried.parallel.traffic import Exchanges, Flow, Unit, fsdp_flows
 from serried.parallel.units import units_of
 from serried.trainer.model import frozen_type
+from serried.trainer.optimizer import takes
 from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.plan.parts import Amount, Memory
 from serried.trainer.precision import LOW_DTYPES
@@ -94,7 +96,8 @@ def formula_memory(found: FormulaMemory) -> Memory:
 def planned_flows(
     config: RunConfig, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
 ) -> tuple[Flow, ...]:
-    """Return what FSDP2 and DDP exchange in a step, on a rank of the stage that exchanges the most."""
+    """Return what FSDP2, DDP and an optimizer of matrices exchange in a step, on a rank of the stage that exchanges the
+    most."""
     sizes = _Sizes(config, layout, model, plan)
     gathered = gathered_type(plan, LOW_DTYPES[config.precision.name]) if layout.is_sharded else None
     how = Exchanges(
@@ -103,8 +106,23 @@ def planned_flows(
         config.parallel.sync_every_micro_batch,
         gathered.itemsize if gathered else _FP32_BYTES,
     )
-    stages = [tuple(fsdp_flows(layout, *sizes.units(pipeline), how)) for pipeline in range(layout.pipeline)]
+    stages = [
+        (*fsdp_flows(layout, *sizes.units(pipeline), how), *_optimizer_flows(config, sizes, pipeline))
+        for pipeline in range(layout.pipeline)
+    ]
     return max(stages, key=lambda flows: sum(flow.bytes for flow in flows))
+
+
+def _optimizer_flows(config: RunConfig, sizes: "_Sizes", pipeline: int) -> Iterator[Flow]:
+    layout, ranks = sizes.layout, sizes.layout.world // sizes.layout.pipeline
+    if ranks == 1 or not takes(config.optim, "matrices"):
+        return
+    shapes = {name: spec.shape for name, spec in sizes.specs.items()}
+    names = matrix_names(shapes, sizes.plan.blocks_in(sizes.model)) & sizes.trained
+    here = [spec for name, spec in sizes.specs.items() if name in names and pipeline in spec.holders]
+    elements, calls = sent_elements(here, layout, pipeline)
+    width = _FP32_BYTES if LOW_DTYPES[config.precision.name] is None else torch.bfloat16.itemsize
+    yield Flow("stage" if layout.pipeline > 1 else "world", "all_to_all", "end", width * elements, calls, ranks)
 
 
 class _Sizes:

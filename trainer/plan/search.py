@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from serried.parallel.apply import check_plan
 from serried.parallel.checks import check_layout
 from serried.parallel.compile import check_blocks
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
+from serried.records.files import write_atomically
+from serried.records.page.html import html_page
 from serried.trainer.model import build_model
 from serried.trainer.optimizer import check_optimizer
 from serried.trainer.optimizer_state import state_bytes
@@ -64,6 +67,11 @@ class Candidate:
     bytes: float
     """On the rank that needs the most, about."""
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Of a device."""
+        return self.job.samples * self.job.sequence / self.seconds / self.job.layout.world
+
     def words(self) -> str:
         """Return the overrides, to paste."""
         return " ".join(f"{key}={str(value).lower()}" for key, value in self.overrides.items()) or "(as it is)"
@@ -71,11 +79,14 @@ class Candidate:
 
 def search(config: RunConfig, task: Task, processes: int) -> str:
     """Return a table of the fastest layouts that fit, and of slower ones that need less memory; as JSON if
-    ``plan.as_json``.
+    ``plan.as_json``. Write a page of them if ``plan.out``.
 
     Raises:
-        UserError: the time of this model or on this device is unknown, or no layout fits.
+        UserError: the time of this model or on this device is unknown, no layout fits, or the page cannot be written.
     """
+    out = config.plan.out
+    if out is not None and (not out.name or out.is_dir() or not out.parent.is_dir()):
+        raise UserError(f"out={out} is no file in a folder that exists; use out=layouts.html")
     searched = _Search(config, task, processes)
     found = searched.fitting()
     device = searched.cluster.device.name
@@ -94,10 +105,16 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
     covered = [each for each in found if not searched.doubts(each)] if searched.doubts(fastest[0]) else []
     covered = searched.fastest(covered)[:3]
     frugal = searched.frugal(found, fastest)
+    tables = {"fastest": fastest, "covered": covered, "smaller": frugal}
+    data: dict[str, Any] = {"valid": searched.valid, "fitting": len(found), "device": device}
+    data |= {"rates": searched.rates_of, **{name: [*map(searched.as_data, each)] for name, each in tables.items()}}
+    if out is not None:
+        shown = {each.words() for table in tables.values() for each in table}
+        others = [searched.as_data(each) for each in found if each.words() not in shown]
+        title = f"{config.run.name}: layouts of {processes} {device}"
+        _write(out, title, data | {"title": title, "limit": searched.limit, "others": others})
     if config.plan.as_json:
-        tables = {"fastest": fastest, "covered": covered, "smaller": frugal}
-        data = {"valid": searched.valid, "fitting": len(found), "device": device, "rates": searched.rates_of}
-        return json.dumps(data | {name: [*map(searched.as_data, each)] for name, each in tables.items()})
+        return json.dumps(data)
     of = f"{searched.valid:,} valid layouts of {processes} {device}, {len(found):,} of which fit {size(searched.limit)}"
     lines = [f"{'searched':<10} {of}; rates of {searched.rates_of}"]
     lines += searched.table(fastest, is_numbered=True)
@@ -110,7 +127,16 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
         lines += [f"{'smaller':<10} each needs the least memory of those that are as fast", *searched.table(frugal)]
     if noted := {doubt for each in (*fastest, *frugal) for doubt in searched.doubts(each)}:
         lines.append(f"{'?':<10} a rough guess: no published run has {', nor '.join(sorted(noted))}")
+    if out is not None:
+        lines.append(f"{'page':<10} {out}, {size(out.stat().st_size)}; open it in a browser")
     return "\n".join(lines)
+
+
+def _write(out: Path, title: str, data: dict[str, Any]) -> None:
+    try:
+        write_atomically(out, html_page(title, data, ("format", "specs", "layouts")))
+    except OSError as error:
+        raise UserError(f"cannot write out={out}: {error.strerror}; use out=FILE in another folder") from None
 
 
 class _Search:
@@ -196,16 +222,21 @@ class _Search:
         """Return a line for each."""
         rows: list[tuple[str, ...]] = [("", "time", "tok/s/GPU", "memory", "overrides")]
         for number, each in enumerate(candidates, 1):
-            rate = each.job.samples * each.job.sequence / each.seconds / each.job.layout.world
             time = f"{seconds_text(each.seconds)}{'?' if self.doubts(each) else ''}"
-            rows.append((str(number) if is_numbered else " ", time, f"{rate:,.0f}", size(each.bytes), each.words()))
+            rate = f"{each.tokens_per_second:,.0f}"
+            rows.append((str(number) if is_numbered else " ", time, rate, size(each.bytes), each.words()))
         return columns(rows)
 
     def as_data(self, candidate: Candidate) -> dict[str, Any]:
         """Return a candidate as plain data."""
-        doubts = self.doubts(candidate)
-        found = {"seconds": candidate.seconds, "bytes": round(candidate.bytes), "doubts": doubts}
-        return {"overrides": dict(candidate.overrides), **found}
+        return {
+            "overrides": dict(candidate.overrides),
+            "words": candidate.words(),
+            "seconds": candidate.seconds,
+            "tokens_per_second": candidate.tokens_per_second,
+            "bytes": round(candidate.bytes),
+            "doubts": self.doubts(candidate),
+        }
 
     def doubts(self, candidate: Candidate) -> list[str]:
         """Return what no published run shows about it."""

@@ -1,7 +1,8 @@
 """How long a step takes: the work of a block, turned into seconds by rates, on the timeline of each rank."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ _HALF_BYTES = 2
 _FP32_BYTES = 4
 _OPTIMIZER_BYTES = 30
 """Read and written for each parameter in an update: its gradient, two moments and itself."""
+_NEWTON_SCHULZ_STEPS = 5
+"""Of Muon, with three products each."""
 _BACKWARD_OF_ATTENTION = 2.5
 """Five products in place of two."""
 _HIDDEN_AT_THE_END = 0.8
@@ -81,6 +84,14 @@ class Shape(NamedTuple):
     def _of_expert(self) -> int:
         return self.matrices * self.dim * self.expert_hidden
 
+    def block_matrices(self) -> Iterator[tuple[int, int, float]]:
+        """Yield rows, columns and number of the matrices of a block, on average."""
+        yield self.dim, self.width, 2
+        yield self.dim, self.kv_heads * self.head_dim, 2
+        yield self.dim, self.hidden, self.matrices
+        if self.experts:
+            yield self.dim, self.expert_hidden, self.matrices * self.experts * (1 - self.dense_layers / self.layers)
+
     def flops_per_token(self, sequence: int) -> float:
         """Return FLOPs of forward and backward of a token, causal or not."""
         active = self.of_dense + self.experts_per_token * self._of_expert
@@ -113,6 +124,8 @@ class Job:
     """Share of the tensor exchanges that products hide."""
     is_adapter: bool = False
     """Whether all but adapters is frozen: no gradients of weights."""
+    orthogonalizes: bool = False
+    """Whether the optimizer is Muon."""
     gathers_fp32: bool = False
     """Whether FSDP gathers parameters in fp32, whatever the precision."""
 
@@ -369,8 +382,30 @@ class _Clock:
         return max(_EXPOSED_AT_LEAST * seconds, seconds - _HIDDEN_AT_THE_END * micro_batch)
 
     def _update(self) -> float:
-        own = 0.0 if self.job.is_adapter else held_elements(self.job) / self.sharding.ranks
-        return own * _OPTIMIZER_BYTES / (self.cluster.device.memory_rate * self.rates.memory)
+        if self.job.is_adapter:
+            return 0.0
+        own = held_elements(self.job) / self.sharding.ranks
+        seconds = own * _OPTIMIZER_BYTES / (self.cluster.device.memory_rate * self.rates.memory)
+        return seconds + (self._orthogonalizing() if self.job.orthogonalizes else 0.0)
+
+    def _orthogonalizing(self) -> float:
+        """Return what Muon adds: each matrix of the blocks goes to a rank, which orthogonalizes it, and back."""
+        job, shape, layout = self.job, self.job.shape, self.job.layout
+        ranks = layout.world // layout.pipeline
+        whole, longest, elements = 0.0, 0.0, 0.0
+        for rows, columns, count in shape.block_matrices():
+            if not columns:
+                continue
+            short, long = sorted((rows, columns))
+            products = Counter([(short, short, long), (short, short, short), (short, long, short)])
+            work = Work().plus(Work(products), _NEWTON_SCHULZ_STEPS)
+            precision = "fp32" if job.precision == "fp32" else "bf16"
+            each = seconds_of(work, precision, self.cluster, self.rates)["products"]
+            whole, longest = whole + shape.layers / layout.pipeline * count * each, max(longest, each)
+            elements += shape.layers / layout.pipeline * count * rows * columns
+        sent = elements / ranks * (1 + layout.replicate) * job.width
+        group = _Group(ranks, min(ranks, self.cluster.per_node))
+        return max(longest, whole / ranks) + (self._all_to_all(sent, group) if ranks > 1 else 0.0)
 
     # rates -------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,48 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+function card(title, ...content) {
+  return make("section", { class: "card" }, make("div", { class: "head" }, make("h2", {}, title)), ...content);
+}
+
+function wideCard(...parts) {
+  const made = card(...parts);
+  made.classList.add("wide");
+  return made;
+}
+
+function table(headings, rows, className = "") {
+  return make(
+    "div",
+    { class: "scroll" },
+    make(
+      "table",
+      { class: className },
+      headings &&
+        make(
+          "thead",
+          {},
+          make(
+            "tr",
+            {},
+            headings.map((heading) => make("th", {}, heading)),
+          ),
+        ),
+      make(
+        "tbody",
+        {},
+        rows.map((row) =>
+          make(
+            "tr",
+            {},
+            row.map((cell) => make("td", {}, cell)),
+          ),
+        ),
+      ),
+    ),
+  );
+}
+
 /** 1234567 -> 1.23M: for axes and tiles. */
 function compact(number) {
   if (number == null) return "–";

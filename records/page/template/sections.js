@@ -239,48 +239,6 @@ function sections() {
   return [differences(), endings(), starts(), sources(), meshes(), environments(), configuration()].filter(Boolean);
 }
 
-function card(title, ...content) {
-  return make("section", { class: "card" }, make("div", { class: "head" }, make("h2", {}, title)), ...content);
-}
-
-function wideCard(...parts) {
-  const made = card(...parts);
-  made.classList.add("wide");
-  return made;
-}
-
-function table(headings, rows, className = "") {
-  return make(
-    "div",
-    { class: "scroll" },
-    make(
-      "table",
-      { class: className },
-      headings &&
-        make(
-          "thead",
-          {},
-          make(
-            "tr",
-            {},
-            headings.map((heading) => make("th", {}, heading)),
-          ),
-        ),
-      make(
-        "tbody",
-        {},
-        rows.map((row) =>
-          make(
-            "tr",
-            {},
-            row.map((cell) => make("td", {}, cell)),
-          ),
-        ),
-      ),
-    ),
-  );
-}
-
 /** Folded where it is long. */
 function folded(noun, rows, ...content) {
   return rows.length > 12

@@ -59,7 +59,7 @@ def build_optimizer(
 
 
 def takes(section: OptimSection, argument: str) -> bool:
-    """Return whether the optimizer asks for ``argument``: whole ``matrices`` or ``sums`` over ranks, which they exchange."""
+    """Return whether the optimizer asks for ``argument``: ``matrices`` or ``sums``, for which ranks exchange."""
     return argument in inspect.signature(optimizers.get(section.name).load()).parameters
 
 

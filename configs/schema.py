@@ -191,8 +191,9 @@ class LlamaSection(ModelSection):
     """Llama 3.1 frequency scaling; null for none."""
     initializer_std: Number = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
-    attention: Literal["auto", "sdpa"] = "auto"
-    """``sdpa``: torch's kernels, also in bf16 on a CPU, where ``auto`` takes a faster one with scores in bf16."""
+    attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
+    """Kernel of attention: ``auto`` chooses by device and batch; ``sdpa`` is torch's, with a mask for documents and
+    windows; ``flex`` and ``varlen`` keep those apart on a GPU."""
 
     @property
     def attention_head_dim(self) -> int:
@@ -413,8 +414,9 @@ class GPT2Section(ModelSection):
     """Added to the variance inside LayerNorm."""
     initializer_std: Number = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
-    attention: Literal["auto", "sdpa"] = "auto"
-    """``sdpa``: torch's kernels, also in bf16 on a CPU, where ``auto`` takes a faster one with scores in bf16."""
+    attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
+    """Kernel of attention: ``auto`` chooses by device and batch; ``sdpa`` is torch's, with a mask for documents and
+    windows; ``flex`` and ``varlen`` keep those apart on a GPU."""
     max_sequence_length: Annotated[Count, Field(ge=1, le=10**7)] = 1024
     """Rows of the table of positions: the longest sequence; ``data.sequence_length`` must not exceed it."""
 

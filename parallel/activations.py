@@ -116,7 +116,7 @@ def _keeps(operation: Any, args: tuple[Any, ...], named: dict[str, Any], product
     namespace = getattr(operation, "namespace", "")
     if namespace == "_c10d_functional":
         return operation is not torch.ops._c10d_functional.wait_tensor.default
-    if namespace == "serried":  # attention of our own
+    if namespace in ("serried", "torch_attn"):  # attention of our own, and ``varlen_attn``
         return True
     return operation in _KEPT and not _draws(operation, args, named)
 

@@ -48,6 +48,7 @@ from serried.recipes.data.summary import marked_lines, summary_of
 from serried.recipes.data.text_bytes import TextBytes
 from serried.recipes.data.tokenizer import Tokenizer, hugging_face_files
 from serried.recipes.generation import Piece, TextStream, chooser, continued, until_end
+from serried.recipes.models.attention_choice import describe_attention
 from serried.recipes.models.family import ModelFamily, family_of
 from serried.recipes.models.head import IGNORE, HeadTerms, LanguageModelHead, linear_cross_entropy_sum
 from serried.trainer.task import TextTask
@@ -201,10 +202,9 @@ class CausalLM(TextTask):
         return collate(samples, ids)
 
     def example_batch(self, samples: int) -> Any:
-        """No data is needed, as for a plan on another machine. Documents are not apart: on a GPU that takes next to no
-        memory."""
+        """No data is needed, as for a plan on another machine."""
         tokens = torch.zeros(samples, self._data.sequence_length, dtype=torch.int64)
-        return Batch(tokens, tokens, tokens[:, 0])
+        return Batch(tokens, tokens, tokens[:, 0], tokens if self._data.isolate_documents else None)
 
     def weight_per_sample(self) -> int:
         return self._data.sequence_length
@@ -277,6 +277,10 @@ class CausalLM(TextTask):
             found += f", label smoothing {section.label_smoothing:g}" if section.label_smoothing else ""
             found += f", z-loss {section.z_loss:g}" if section.z_loss else ""
         return found
+
+    def describe_kernels(self, device: str) -> str:
+        assert isinstance(self.run, TextRunConfig)
+        return describe_attention(self.run, device)
 
     def _vocabulary(self) -> str:
         rows, ids = self.vocab_size(), self._tokenizer_size()

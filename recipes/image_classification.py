@@ -66,8 +66,6 @@ class ImageClassification(Classification):
             )
         model = build_image_model(self.config, self.classes)
         if self.config.sync_batch_norm:
-            if not self.run.dry_run and (self.run.launch.device == "cpu" or not torch.cuda.is_available()):
-                raise UserError("task.sync_batch_norm=true needs GPUs; leave it out")
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if self.config.library == "transformers":
             return self._of_transformers(model)
@@ -84,6 +82,11 @@ class ImageClassification(Classification):
         return normalization(self.config)
 
     # words ----------------------------------------------------------------------------------------------------------
+
+    def describe_kernels(self, device: str) -> str:
+        if self.config.sync_batch_norm and device == "cpu":
+            raise UserError("task.sync_batch_norm=true needs GPUs (to plan for them: launch.device=cuda); leave it out")
+        return ""
 
     def describe_model(self) -> str:
         c = self.config

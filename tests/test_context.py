@@ -17,7 +17,7 @@ from serried.parallel.context import Gather, Ring, head_tail, holder_of
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import Context, ParallelPlan
 from serried.recipes.models import attention
-from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask, numbered_documents
+from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask
 from serried.runtime.session import open_session
 from tests.cluster import Cluster
 from tests.runs import metrics, tiny_overrides, weights
@@ -37,6 +37,10 @@ def positions() -> Tensor:
         for start in starts:
             row[start:] = torch.arange(LENGTH - start)
     return rows
+
+
+def mask_of(positions: Tensor | None, window: int | None = None, **more: Any) -> Any:
+    return causal_mask(positions, LENGTH, torch.device("cpu"), window, **more)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -67,13 +71,14 @@ def test_parts_attend_to_equally_many_keys(parts: int) -> None:
 
 
 def test_mask_of_places_is_that_part_of_the_whole_mask() -> None:
-    documents, queries, keys = numbered_documents(positions()), torch.tensor([3, 9, 40]), torch.tensor([30, 2, 41, 8])
-    whole = causal_mask(documents)
-    assert isinstance(whole, Tensor)
-    assert whole[:, :, queries][..., keys].equal(causal_mask(documents, (queries, keys)))  # type: ignore[arg-type]
-    plain = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    assert plain[queries][:, keys].equal(causal_mask(None, (queries, keys)))  # type: ignore[arg-type]
-    assert causal_mask(None) is None
+    places = torch.tensor([3, 9, 40]), torch.tensor([30, 2, 41, 8])
+    for each, window in ((positions(), None), (positions(), 5), (None, 5)):
+        whole, part = mask_of(each, window, kernel="sdpa"), mask_of(each, window, places=places)
+        assert isinstance(whole, Tensor)
+        assert isinstance(part, Tensor)
+        chosen = whole[:, :, places[0]][..., places[1]]
+        assert chosen.equal(part.expand(chosen.shape))
+    assert mask_of(None) is None
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -84,12 +89,12 @@ def test_attention_in_blocks_returns_what_a_mask_does(
 ) -> None:
     """FlexAttention runs on GPUs; its forward, uncompiled, runs here."""
     monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: attention.flex_attention)
-    documents = numbered_documents(positions()) if has_documents else None
+    documents = positions() if has_documents else None
     q, k, v = numbers(BATCH, HEADS, 24, 16), *numbers(2, BATCH, KEY_HEADS, LENGTH, 16, seed=1)
     places = head_tail(torch.arange(LENGTH), 0, 2, 1), torch.arange(LENGTH).roll(9)
-    mask = causal_mask(documents, places, window)
+    mask = mask_of(documents, window, places=places)
     expected, sums = attend_with_logsumexp(q, k, v, mask, **form)
-    blocks = attention.block_mask(documents, places, window)
+    blocks = attention.placed_blocks(documents, places, window)
     assert isinstance(mask, Tensor)
     attended = mask.expand(BATCH, 1, 24, LENGTH).any(-1, keepdim=True)  # a query without a key has any result
     with torch.no_grad():
@@ -102,7 +107,7 @@ def test_attention_in_blocks_returns_what_a_mask_does(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_scores_stay_in_fp32_under_autocast(dtype: torch.dtype) -> None:
     q, k, v = (numbers(BATCH, heads, LENGTH, WIDTH).to(dtype) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
-    mask = causal_mask(numbered_documents(positions()))
+    mask = mask_of(positions(), kernel="sdpa")
     expected, sums = attend_with_logsumexp(q, k, v, mask)
     with torch.autocast("cpu", dtype):
         out, found = attend_with_logsumexp(q, k, v, mask)
@@ -121,7 +126,8 @@ def _compared(method: str, has_documents: bool, dtype: torch.dtype) -> dict[str,
     """Differences from one process of output and gradients, and bytes sent and kept for the backward."""
     group = dist.group.WORLD
     assert group is not None
-    make = partial(causal_mask, numbered_documents(positions()) if has_documents else None)
+    every = positions() if has_documents else None
+    make = partial(causal_mask, every, LENGTH, torch.device("cpu"), None, "auto")
     whole = Context(attend, attend_with_logsumexp)
     context = METHODS[method](whole, group)
     q, k, v = (

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.key_tables import families
 from benchmarks.parity import CUTS, TOLERANCES, compare, run
@@ -20,7 +19,6 @@ from serried.configs.registry import models
 from serried.configs.schema import ParallelSection
 from serried.parallel.apply import parallelize
 from serried.parallel.mesh import Layout
-from serried.recipes.models.attention import window_blocks
 from serried.recipes.models.cache import Cache
 from serried.recipes.models.family import ModelFamily, family_of
 from serried.trainer.checkpoint.state import load_weights
@@ -305,17 +303,3 @@ def test_a_family_trains_alike_on_every_layout(
         assert difference.same_samples, cut
         assert difference.loss < TOLERANCES["fp32"], cut
         assert difference.grad_norm < TOLERANCES["fp32"], cut
-
-
-@pytest.mark.parametrize("window", [1, 8, 128, 129, 1000, 1024])
-def test_blocks_of_a_window_hold_what_they_should(window: int) -> None:
-    length = 1024
-    mine = window_blocks(window, length, torch.device("cpu"))
-
-    def attends(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (query - key < window)
-
-    expected = create_block_mask(attends, None, None, length, length, "cpu")
-    assert mine.shape == expected.shape
-    assert mine.to_dense().equal(expected.to_dense())
-    assert (mine.full_kv_num_blocks == expected.full_kv_num_blocks).all()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from benchmarks.parity import CUTS, TOLERANCES, Curve, Cut, compare, run
 from serried.recipes.data.dataset import positions_in_documents
-from serried.recipes.models import attention
 from serried.recipes.models.head import IGNORE
 from serried.recipes.models.transformer import hugging_face_config, hugging_face_name
 from tests.cluster import Cluster
@@ -117,17 +116,6 @@ def test_loss_equals_hugging_face_with_positions_and_mask(kv_heads: int) -> None
         torch.testing.assert_close(ours(TOKENS, positions=POSITIONS), logits, rtol=0, atol=2e-5)
         torch.testing.assert_close(ours(TOKENS, TARGETS, POSITIONS), expected, rtol=1e-6, atol=0)
         assert (ours(TOKENS) - logits).abs().max() > 1e-2, "without positions it is another model"
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_blocks_attend_as_the_mask_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention runs on GPUs; its forward, uncompiled, runs here."""
-    model = build(section())
-    with torch.no_grad():
-        expected = model(TOKENS, positions=POSITIONS)
-        monkeypatch.setattr(attention, "_has_flex", lambda device: device.type == "cpu")
-        monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: attention.flex_attention)
-        torch.testing.assert_close(model(TOKENS, positions=POSITIONS), expected, rtol=0, atol=2e-5)
 
 
 def test_one_document_is_computed_as_without_positions() -> None:

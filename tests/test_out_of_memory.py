@@ -104,13 +104,15 @@ def test_activations_of_gpt2_take_what_the_plan_says(dtype: torch.dtype, tmp_pat
     assert 0.95 < estimate / taken < 1.05, f"{estimate:,} estimated, {taken:,} taken"
 
 
-def peak(model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype, tmp_path: Path) -> int:
+def peak(
+    model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype, tmp_path: Path, positions: torch.Tensor | None = None
+) -> int:
     """Bytes that a forward and backward hold at most, beside the parameters."""
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
-            loss = model(tokens, tokens)
+            loss = model(tokens, tokens, positions)
         loss.backward()
     profiled.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

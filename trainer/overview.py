@@ -51,11 +51,12 @@ def overview(
     model: nn.Module,
     plan: ParallelPlan,
     place: str,
+    device: str,
     start: Start | None = None,
     training: Dataset | None = None,
 ) -> list[str]:
-    """The plan. ``model`` may be on meta; ``place`` names the processes and where they compute; ``training`` is the
-    data, where it is open."""
+    """The plan. ``model`` may be on meta; ``place`` names the processes and where they compute, on devices of the type
+    ``device``; ``training`` is the data, where it is open."""
     check_plan(model, plan, layout)
     if config.trainer.compile:
         check_blocks(model, plan, config.trainer.activation_checkpoint)
@@ -70,6 +71,8 @@ def overview(
     ratio = learning_rate(trainer.steps, trainer.steps, 1.0, schedule)
     decay = f" to {ratio:g}x" if ratio != 1 and schedule.warmup_steps < trainer.steps else ""
     short_run = " (the run ends inside it)" if schedule.warmup_steps >= trainer.steps else ""
+    precision = [_precision(config, model, plan, layout, starts=start is not None)]
+    precision += ["blocks compiled"] * trainer.compile + list(filter(None, [task.describe_kernels(device)]))
     lines = [
         ("model", f"{task.describe_model()}; {parameters:,} parameters{_trained(config, model, task.heads())}"),
         ("mesh", f"{mesh}; {place}"),
@@ -80,10 +83,7 @@ def overview(
             f"{accumulation} accumulated; "
             f"{step_weight:,} {task.unit} a step, {short(step_weight * trainer.steps)} in {trainer.steps:,} steps",
         ),
-        (
-            "precision",
-            _precision(config, model, plan, layout, starts=start is not None) + "; blocks compiled" * trainer.compile,
-        ),
+        ("precision", "; ".join(precision)),
         (
             "optimizer",
             f"{config.optim.name}{used_for}, peak lr {config.optim.lr:g}, {schedule.name}{decay}, "
@@ -119,11 +119,12 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) ->
     if config.trainer.epochs is not None:  # the number of steps depends on the data
         task.open_data(task.prepare(lambda _: None))
         config = with_steps(config, training_data(task))
-    built = build_model(config, task, _device_type(config))
+    device = _device_type(config)
+    built = build_model(config, task, device)
     model, plan = built.module, built.plan
     freeze(model, config.optim)
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
-    lines = overview(config, task, layout, accumulation, model, plan, place)
+    lines = overview(config, task, layout, accumulation, model, plan, place, device)
     is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
     if config.plan.model_fields_set:
         planned = plan_of(config, task, layout, accumulation, built)

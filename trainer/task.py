@@ -242,6 +242,15 @@ class Task:
         """Other software that opens a checkpoint as it is."""
         return ""
 
+    def describe_kernels(self, device: str) -> str:
+        """Return what the plan says of how the model computes on a device of this type, such as ``cpu``.
+
+        Raises:
+            UserError: it cannot be trained there as it is configured.
+        """
+        del device
+        return ""
+
     def next_command(self, start: str) -> str:
         """Return what the user may want to type next after a finished run; ``start`` starts this program again."""
         return f"{start} run.name=OTHER for another run"

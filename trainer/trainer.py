@@ -75,8 +75,8 @@ class Trainer:
         }
         module, plan = model.module, model.plan
         parameters = sum(whole_numel(parameter) for parameter in module.parameters())
-        place = session.place()
-        for line in overview(config, task, layout, accumulation, module, plan, place, start, data.training):
+        place, device = session.place(), session.device.type
+        for line in overview(config, task, layout, accumulation, module, plan, place, device, start, data.training):
             console.say(line)
         for line in task.describe_sample():
             console.say(line)

@@ -1,28 +1,50 @@
-"""Causal attention, within documents where several share a sequence.
+"""Causal attention, within documents where several share a sequence, and within windows.
 
-Positions alone do not keep documents apart: attention has to stop at their borders. On a CPU that is a mask for
-``scaled_dot_product_attention``. On a GPU it is FlexAttention (https://arxiv.org/abs/2412.05496), which leaves out the
-blocks in which no document meets itself; it has no backward on a CPU (torch 2.13).
+Plainly causal attention is ``scaled_dot_product_attention``. What keeps documents and windows apart is, on a CPU,
+``row_attention``; on a GPU FlexAttention (https://arxiv.org/abs/2412.05496), which leaves out the blocks of scores that
+are hidden and has no backward on a CPU (torch 2.13), or ``varlen_attn``, FlashAttention on documents one behind
+another. A mask of queries x keys is the last resort.
 """
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 
 from serried.recipes.models.row_attention import attend_by_rows, suits
 
-Mask = Tensor | BlockMask | None
-"""Bool, broadcastable to [B, 1, Q, S], True where a query attends to a key, or that in blocks; None: plainly causal."""
+
+class Rows(NamedTuple):
+    """Attention for ``attend_by_rows``."""
+
+    first: Tensor
+    """[B or 1, S], the first key that each query attends to"""
+
+
+class Documents(NamedTuple):
+    """Attention for ``varlen_attn``."""
+
+    begins: Tensor | None
+    """int32, where documents begin in all sequences one behind another, and where the last ends; None: each sequence
+    is one"""
+    longest: int
+    window: int | None
+
+
+Mask = Tensor | BlockMask | Rows | Documents | None
+"""Bool, broadcastable to [B, 1, Q, S], True where a query attends to a key, or the same for another kernel; None:
+plainly causal."""
 
 Places = tuple[Tensor, Tensor]
 
-_FLEX_CAPABILITY = (8, 0)
-"""Compute capability from which FlexAttention's kernels run: Ampere."""
+CAPABILITY = (8, 0)
+"""Compute capability from which the kernels of FlexAttention and FlashAttention run: Ampere."""
 
 _BLOCK = 128
 """Queries, and keys, of a block of FlexAttention."""
@@ -36,69 +58,64 @@ def numbered_documents(positions: Tensor) -> Tensor:
     return (positions == 0).cumsum(1)
 
 
-def causal_mask(documents: Tensor | None, places: Places | None = None, window: int | None = None) -> Mask:
-    """Causal attention within documents: ``documents`` [B, S] of ``numbered_documents``. Make it once a forward.
+def causal_mask(
+    positions: Tensor | None, length: int, device: torch.device, window: int | None = None, kernel: str = "auto",
+    places: Places | None = None,
+) -> Mask:  # fmt: skip
+    """Causal attention within documents: ``positions`` [B, S] restart from 0 with each. Make it once a forward.
 
-    ``places`` [Q] of the queries and [K] of the keys in the sequence; None: both are all of it, in order. With a
-    ``window``, for which they are needed, a query attends to the last so many keys, itself included.
+    With a ``window`` a query attends to the last so many keys, itself included. ``kernel`` is ``model.attention``.
+    ``places`` [Q] of the queries and [K] of the keys in the sequence, for a part of it; None: all of it, in order.
     """
-    if places is None:
-        if documents is None:
-            return None
-        if _has_flex(documents.device):
-            return block_mask(documents)
-        same = documents.unsqueeze(2) == documents.unsqueeze(1)  # [B, S, S]
-        return same.tril_().unsqueeze(1)
-    queries, keys = places
-    if _has_flex(queries.device):
-        return block_mask(documents, places, window)
-    not_later = queries.unsqueeze(1) >= keys
-    if window is not None:
-        not_later &= queries.unsqueeze(1) - keys < window
-    if documents is None:
-        return not_later
-    same = documents[:, queries].unsqueeze(2) == documents[:, keys].unsqueeze(1)  # [B, Q, K]
-    return same.logical_and_(not_later).unsqueeze(1)
-
-
-def windowed_mask(
-    documents: Tensor | None, window: int, length: int, device: torch.device, places: Places | None = None
-) -> Mask:
-    """As ``causal_mask`` with a ``window``, for sequences of ``length`` tokens."""
-    if documents is None and places is None and _has_flex(device):
-        return window_blocks(window, length, device)
+    if places is not None:
+        return (placed_blocks if has_flex(device) else _placed_mask)(positions, places, window)
+    if positions is None and window is None:
+        return None
+    if kernel == "varlen" and device.type == "cuda":
+        return documents(positions, length, window)
     every = torch.arange(length, device=device)
-    return causal_mask(documents, places or (every, every), window)
+    first = torch.zeros_like(every).unsqueeze(0) if positions is None else every - positions
+    if window is not None:
+        first = first.maximum(every - window + 1)
+    if kernel != "sdpa" and not torch.compiler.is_exporting():
+        if device.type == "cpu":
+            return Rows(first)
+        if has_flex(device):
+            return blocks_from(first)
+    return ((every >= first.unsqueeze(-1)) & (every <= every.unsqueeze(-1))).unsqueeze(1)
 
 
-@cache
-def window_blocks(window: int, length: int, device: torch.device) -> BlockMask:
-    """As ``block_mask`` of a plain sequence, which would first make a mask of length x length."""
+def blocks_from(first: Tensor) -> BlockMask:
+    """The mask of FlexAttention for queries that attend to the keys from ``first`` [B or 1, S], ascending, on.
+
+    torch's ``create_block_mask`` would make a mask of S x S before.
+    """
+    length = first.shape[1]
+    begins = torch.arange(0, length, _BLOCK, device=first.device)
+    lowest = first[:, ::_BLOCK, None]  # [B, blocks of queries, 1]
+    highest = first[:, (begins + _BLOCK - 1).clamp(max=length - 1), None]
+    is_before = begins < begins.unsqueeze(1)
+    every = is_before & (begins >= highest)
+    some = (begins <= begins.unsqueeze(1)) & (begins + _BLOCK > lowest) & ~every
+    is_one = len(first) == 1
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        del batch, head
-        return (query >= key) & (query - key < window)
+        del head
+        return (key <= query) & (key >= (first[0, query] if is_one else first[batch, query]))
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """How many blocks of keys are chosen for each block of queries, and which, these first; [1, 1, ...] each."""
-        order = chosen.int().argsort(dim=1, descending=True, stable=True)
-        return chosen.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
+        """How many blocks of keys are chosen for each block of queries, and which, these first; [B, 1, ...] each."""
+        order = chosen.int().argsort(dim=-1, descending=True, stable=True)
+        return chosen.sum(-1, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)
 
-    blocks = torch.arange(-(-length // _BLOCK), device=device)
-    apart = (blocks.unsqueeze(1) - blocks) * _BLOCK  # of their first query and key
-    some = (apart >= 0) & (apart - _BLOCK + 1 < window)
-    every = (apart >= _BLOCK - 1) & (apart + _BLOCK - 1 < window)
     return BlockMask.from_kv_blocks(
-        *listed(some & ~every), *listed(every), BLOCK_SIZE=_BLOCK, mask_mod=attends, seq_lengths=(length, length)
+        *listed(some), *listed(every), BLOCK_SIZE=_BLOCK, mask_mod=attends, seq_lengths=(length, length)
     )
 
 
-def block_mask(documents: Tensor | None, places: Places | None = None, window: int | None = None) -> BlockMask:
-    """The mask of FlexAttention, for what ``causal_mask`` takes."""
-    if places is None:
-        assert documents is not None
-        places = (torch.arange(documents.shape[1], device=documents.device),) * 2
-    queries, keys = places
+def placed_blocks(positions: Tensor | None, places: Places, window: int | None = None) -> BlockMask:
+    """As ``blocks_from``, for queries and keys at ``places``. It makes a mask of Q x K first."""
+    (queries, keys), documents = places, None if positions is None else numbered_documents(positions)
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         del head
@@ -112,29 +129,70 @@ def block_mask(documents: Tensor | None, places: Places | None = None, window: i
     return create_block_mask(attends, size, None, len(queries), len(keys), device=queries.device)
 
 
+def _placed_mask(positions: Tensor | None, places: Places, window: int | None) -> Tensor:
+    (queries, keys), documents = places, None if positions is None else numbered_documents(positions)
+    seen = queries.unsqueeze(1) >= keys
+    if window is not None:
+        seen &= queries.unsqueeze(1) - keys < window
+    if documents is None:
+        return seen
+    same = documents[:, queries].unsqueeze(2) == documents[:, keys].unsqueeze(1)  # [B, Q, K]
+    return same.logical_and_(seen).unsqueeze(1)
+
+
+def documents(positions: Tensor | None, length: int, window: int | None) -> Documents:
+    """Causal attention for ``varlen_attn``. With ``positions`` the host waits for the device, which has them."""
+    if positions is None:
+        return Documents(None, length, window)
+    begins = F.pad((positions.flatten() == 0).nonzero().flatten(), (0, 1), value=positions.numel()).int()
+    return Documents(begins, int(begins.diff().max()), window)
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None, soft_cap: float | None = None,
     kernel: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Attention of q [B, H, Q, E] on k, v [B, K, S, E], with K key/value heads; H is a multiple of K.
 
-    ``scale`` of the scores: 1 / sqrt(E) if None. With a ``soft_cap`` a score x becomes cap x tanh(x / cap). Only
-    FlexAttention has a kernel for that; without it all scores are held, in fp32. ``kernel="sdpa"`` never takes
-    ``row_attention``.
+    ``scale`` of the scores: 1 / sqrt(E) if None. With a ``soft_cap`` a score x becomes cap x tanh(x / cap); where the
+    mask is a tensor, or None, all scores are then held, in fp32. ``kernel`` is ``model.attention``.
     """
     grouped = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         mod = None if soft_cap is None else _soft_capping(soft_cap)
         mixed: Tensor = _compiled_flex_attention()(q, k, v, mod, mask, scale, grouped)
         return mixed
+    if isinstance(mask, Documents):
+        return attend_in_documents(q, k, v, mask, scale)
+    is_by_rows = kernel != "sdpa" and mask is None and soft_cap is None and suits(q, k, v)
+    if isinstance(mask, Rows) or (is_by_rows and not torch.compiler.is_exporting()):
+        if torch.is_autocast_enabled("cpu"):  # as SDPA does
+            q, k, v = (each.to(torch.get_autocast_dtype("cpu")) for each in (q, k, v))
+        first = mask.first if isinstance(mask, Rows) else None
+        by_rows: Tensor = attend_by_rows(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, first, soft_cap)
+        return by_rows
+    assert mask is None or isinstance(mask, Tensor)
     if soft_cap is not None:
         return _scored(q, k, v, mask, scale, soft_cap)[0]
-    if kernel == "auto" and mask is None and suits(q, k, v):
-        by_rows: Tensor = attend_by_rows(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
-        return by_rows
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )  # fmt: skip
+
+
+def attend_in_documents(
+    q: Tensor, k: Tensor, v: Tensor, mask: Documents, scale: float | None, kernel: Callable[..., Any] = varlen_attn
+) -> Tensor:
+    """As ``attend``, by ``varlen_attn`` or another function of its signature."""
+    sequences, _, length, _ = q.shape
+    begins = mask.begins
+    if begins is None:
+        begins = torch.arange(0, sequences * length + 1, length, dtype=torch.int32, device=q.device)
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    window = (-1 if mask.window is None else mask.window - 1, 0)
+    rows = [each.transpose(1, 2).flatten(0, 1) for each in (q, k, v)]  # [B x S, heads, E]
+    out = kernel(*rows, begins, begins, mask.longest, mask.longest, scale=scale, window_size=window, **grouped)
+    mixed: Tensor = out.unflatten(0, (sequences, length)).transpose(1, 2)
+    return mixed
 
 
 def attend_with_logsumexp(
@@ -151,7 +209,7 @@ def attend_with_logsumexp(
             q, k, v, mod, mask, scale, q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
         )
         return out, aux.lse.clamp(min=_HIDDEN_SCORE)
-    assert mask is not None
+    assert isinstance(mask, Tensor)
     return _scored(q, k, v, mask, scale, soft_cap)
 
 
@@ -185,11 +243,11 @@ def _soft_capping(soft_cap: float) -> Any:
 
 
 @cache
-def _has_flex(device: torch.device) -> bool:
+def has_flex(device: torch.device) -> bool:
     """Whether FlexAttention has a kernel there, which Triton makes."""
     if device.type != "cuda" or find_spec("triton") is None:
         return False
-    return torch.cuda.get_device_capability(device) >= _FLEX_CAPABILITY
+    return torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 @cache

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from serried.configs.schema import GPT2Section
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ALL_OF_IT, Context, Inputs, ParallelPlan, Share
-from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask, numbered_documents
+from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask
 from serried.recipes.models.cache import Cache, LayerCache
 from serried.recipes.models.family import BlockBytes, ModelFamily, Tokens, most_bytes
 from serried.recipes.models.head import LanguageModelHead
@@ -127,7 +127,7 @@ class GPT2Model(nn.Module):
         """
         first = 0 if cache is None else cache.length
         length = self.context.whole_length(tokens)
-        documents = None if positions is None else numbered_documents(positions)
+        make = partial(causal_mask, positions, length, tokens.device, None, self.config.attention)
         if positions is None:
             positions = torch.arange(first, first + length, device=tokens.device).unsqueeze(0)
             # Where ranks divide a text it is padded at the end, past the table maybe; nothing reads it there.
@@ -138,7 +138,7 @@ class GPT2Model(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))  # as Transformer does
         if cache is None:
-            mask = self.context.mask(partial(causal_mask, documents), length, tokens.device)  # one for all blocks
+            mask = self.context.mask(make, length, tokens.device)  # one for all blocks
             for block in self.h:
                 x = block(x, mask)
         else:

@@ -25,7 +25,7 @@ from serried.configs.registry import models
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import Inputs, ParallelPlan
 from serried.parallel.products import import_torchao
-from serried.recipes.models.attention import numbered_documents
+from serried.recipes.models.attention import causal_mask
 from serried.recipes.models.family import ModelFamily, Tokens
 from serried.recipes.models.head import IGNORE, linear_cross_entropy_sum
 
@@ -241,10 +241,10 @@ class _Forward:
         return {"position_ids": positions}
 
     def _by_mask(self, positions: Tensor) -> dict[str, Tensor]:
-        documents, place = numbered_documents(positions), torch.arange(positions.shape[1], device=positions.device)
-        sees = (documents.unsqueeze(2) == documents.unsqueeze(1)) & (place.unsqueeze(1) >= place)
+        sees = causal_mask(positions, positions.shape[1], positions.device, kernel="sdpa")
+        assert isinstance(sees, Tensor)
         mask = torch.zeros(sees.shape, device=sees.device).masked_fill_(~sees, torch.finfo(torch.float32).min)
-        return {"attention_mask": mask.unsqueeze(1)} | (self._by_positions(positions) if self._takes_positions else {})
+        return {"attention_mask": mask} | (self._by_positions(positions) if self._takes_positions else {})
 
     @contextmanager
     def _trying(self, device: torch.device) -> Iterator[None]:

@@ -1,15 +1,16 @@
-"""Causal attention in bf16 on a CPU, in blocks of rows.
+"""Causal attention on a CPU, in blocks of rows: within documents, in a window, with capped scores.
 
-There the backward of SDPA's kernel is slower in bf16 than in fp32 (torch 2.13). Here a block of queries meets the keys
-up to its end in a few large products, which run in the processor's bf16 units. Probabilities are computed again in the
-backward, which so keeps what SDPA's does. Scores are rounded to bf16; those of SDPA are not.
+A block of queries meets the keys from the first that one of them attends to up to its end, in a few large products. No
+mask of queries x keys is made, and what no query of a block attends to is not computed. In bf16 it is also faster than
+SDPA's kernel, whose backward there is slower than in fp32 (torch 2.13). Probabilities are computed again in the
+backward, which so keeps what SDPA's does. Scores have the type of the queries (fp32 for fp16); those of SDPA are fp32.
 
 Both directions are operations of torch: dispatch modes, fake tensors and torch.compile see one call, as of SDPA.
 """
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,53 +20,107 @@ ROWS = 64
 
 
 def suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether ``attend_by_rows`` is for them. For a few tokens it takes longer to call than to compute."""
+    """Whether ``attend_by_rows`` is for plainly causal attention. For a few tokens it takes longer to call than to
+    compute."""
     is_low = q.dtype == k.dtype == v.dtype == torch.bfloat16
     return is_low and q.device.type == "cpu" and q.shape[2] == k.shape[2] >= ROWS // 2
 
 
 @torch.library.custom_op("serried::scaled_dot_product_by_rows", mutates_args=())
-def attend_by_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of q [B, H, S, E] on k, v [B, K, S, E], with K key/value heads; H is a multiple of K."""
+def attend_by_rows(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, first: Tensor | None = None, soft_cap: float | None = None
+) -> Tensor:
+    """Causal attention of q [B, H, S, E] on k, v [B, K, S, E], with K key/value heads; H is a multiple of K.
+
+    ``first`` [B or 1, S]: the first key that each query attends to, ascending; None: key 0. With a ``soft_cap`` a score
+    x becomes cap x tanh(x / cap).
+    """
+    if q.dtype == torch.float16:
+        with torch.autocast("cpu", enabled=False):
+            return attend_by_rows(q.float(), k.float(), v.float(), scale, first, soft_cap).half()
     out, queries, values = _empty_like(q), _grouped(q * scale, k), v.flatten(0, 1)
     mixed = out.unflatten(1, (k.shape[1], -1))  # a view
-    for rows, probabilities, _, _ in _blocks(queries, k):
-        found = torch.bmm(probabilities, values[:, : rows.stop])
-        mixed[:, :, :, rows] = found.view(mixed[:, :, :, rows].shape)
+    for block in _blocks(queries, k, first, soft_cap):
+        place = mixed[block.sequences, :, :, block.rows]
+        place.copy_(torch.bmm(block.probabilities, values[block.heads, block.seen]).view(place.shape))
     return out
 
 
 @torch.library.custom_op("serried::scaled_dot_product_by_rows_backward", mutates_args=())
-def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, first: Tensor | None, soft_cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.dtype == torch.float16:
+        with torch.autocast("cpu", enabled=False):
+            found = _backward(grad.float(), q.float(), k.float(), v.float(), scale, first, soft_cap)
+        return found[0].half(), found[1].half(), found[2].half()
     grad_q, queries, values = _empty_like(q), _grouped(q * scale, k), v.flatten(0, 1)
     along, incoming = grad_q.unflatten(1, (k.shape[1], -1)), _grouped(grad, k)
     # Sums over blocks, in fp32.
     grad_k, grad_v = (torch.zeros(k.shape, dtype=torch.float32).flatten(0, 1) for _ in range(2))
-    for rows, probabilities, asking, keys in _blocks(queries, k):
-        coming = incoming[:, :, rows].flatten(1, 2)
+    for block in _blocks(queries, k, first, soft_cap):
+        coming = incoming[block.heads, :, block.rows].flatten(1, 2)
         # The one kernel that subtracts each row's sum and multiplies, in fp32: that of softmax's own backward.
-        found = torch.bmm(coming, values[:, : rows.stop].mT)
-        scores = torch.ops.aten._softmax_backward_data(found, probabilities, -1, torch.bfloat16)
-        grad_v[:, : rows.stop] += torch.bmm(probabilities.mT, coming)
-        grad_k[:, : rows.stop] += torch.bmm(scores.mT, asking)
-        along[:, :, :, rows] = torch.bmm(scores, keys).view(along[:, :, :, rows].shape)
+        found = torch.bmm(coming, values[block.heads, block.seen].mT)
+        scores = torch.ops.aten._softmax_backward_data(found, block.probabilities, -1, q.dtype)
+        if block.capped is not None:
+            scores *= 1 - block.capped.square()
+        grad_v[block.heads, block.seen] += torch.bmm(block.probabilities.mT, coming)
+        grad_k[block.heads, block.seen] += torch.bmm(scores.mT, block.queries)
+        place = along[block.sequences, :, :, block.rows]
+        place.copy_(torch.bmm(scores, block.keys).view(place.shape))
     return grad_q.mul_(scale), grad_k.view(k.shape).to(k.dtype), grad_v.view(v.shape).to(v.dtype)
+
+
+class _Block(NamedTuple):
+    sequences: slice
+    """Those that it is of: all, or one where documents differ."""
+    heads: slice
+    """The same, of B x K."""
+    rows: slice
+    seen: slice
+    """The keys that some of the rows attend to."""
+    queries: Tensor
+    """Heads of a group below each other."""
+    keys: Tensor
+    capped: Tensor | None
+    """Scores as part of the cap."""
+    probabilities: Tensor
+
+
+def _blocks(queries: Tensor, k: Tensor, first: Tensor | None, soft_cap: float | None) -> Iterator[_Block]:
+    length, every_key = k.shape[2], k.flatten(0, 1)
+    is_apart = first is not None and len(first) > 1
+    for number in range(len(k) if is_apart else 1):
+        sequences = slice(number, number + 1) if is_apart else slice(None)
+        heads = slice(number * k.shape[1], (number + 1) * k.shape[1]) if is_apart else slice(None)
+        for start in range(0, length, ROWS):
+            rows = slice(start, min(start + ROWS, length))
+            edges = None if first is None else first[number, rows]
+            seen = slice(0 if edges is None else int(edges[0]), rows.stop)
+            asking, keys = queries[heads, :, rows].flatten(1, 2), every_key[heads, seen]
+            scores, capped = torch.bmm(asking, keys.mT), None
+            if soft_cap is not None:
+                capped = torch.tanh(scores / soft_cap)
+                scores = capped * soft_cap
+            _hide(scores.unflatten(1, (-1, rows.stop - start)), start - seen.start, edges, seen.start)
+            yield _Block(sequences, heads, rows, seen, asking, keys, capped, scores.softmax(-1))
+
+
+def _hide(scores: Tensor, own: int, edges: Tensor | None, start: int) -> None:
+    """Hide of ``scores`` [B x K, H/K, R, N] the later ones of a block's ``own`` keys, and those before ``edges`` [R].
+
+    ``start``: the first of the N keys.
+    """
+    rows = scores.shape[2]
+    scores[..., own:] += _later(scores.dtype)[:rows, :rows]
+    if edges is not None and (most := int(edges[-1]) - start) > 0:
+        scores[..., :most].masked_fill_(torch.arange(start, start + most) < edges.unsqueeze(1), float("-inf"))
 
 
 def _grouped(heads: Tensor, k: Tensor) -> Tensor:
     """[B, H, S, E] -> [B x K, H/K, S, E]."""
     return heads.contiguous().view(-1, heads.shape[1] // k.shape[1], *heads.shape[2:])
-
-
-def _blocks(queries: Tensor, k: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yield rows of each block, its probabilities, queries (heads of a group below each other) and keys."""
-    length, keys = k.shape[2], k.flatten(0, 1)
-    for start in range(0, length, ROWS):
-        rows = slice(start, min(start + ROWS, length))
-        asking, size = queries[:, :, rows].flatten(1, 2), rows.stop - start
-        scores = torch.bmm(asking, keys[:, : rows.stop].mT)
-        scores.unflatten(1, (-1, size))[..., start:] += _hidden()[:size, :size]
-        yield rows, scores.softmax(-1), asking, keys[:, : rows.stop]
 
 
 def _empty_like(q: Tensor) -> Tensor:
@@ -74,9 +129,9 @@ def _empty_like(q: Tensor) -> Tensor:
 
 
 @cache
-def _hidden() -> Tensor:
+def _later(dtype: torch.dtype) -> Tensor:
     """Added to the scores of a block's own keys."""
-    return torch.full((ROWS, ROWS), float("-inf"), dtype=torch.bfloat16).triu_(1)
+    return torch.full((ROWS, ROWS), float("-inf"), dtype=dtype).triu_(1)
 
 
 @attend_by_rows.register_fake
@@ -92,12 +147,13 @@ def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Ten
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
+    q, k, v, ctx.scale, first, ctx.soft_cap = inputs
+    ctx.save_for_backward(q, k, v, first)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward(grad, *ctx.saved_tensors, ctx.scale), None
+    q, k, v, first = ctx.saved_tensors
+    return *_backward(grad, q, k, v, ctx.scale, first, ctx.soft_cap), None, None, None
 
 
 attend_by_rows.register_autograd(_differentiate, setup_context=_keep)

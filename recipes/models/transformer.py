@@ -19,13 +19,7 @@ from torch import Tensor, nn
 
 from serried.configs.schema import LlamaSection, RopeScaling
 from serried.parallel.plan import ALL_OF_IT, Context, Inputs, ParallelPlan, Share
-from serried.recipes.models.attention import (
-    attend,
-    attend_with_logsumexp,
-    causal_mask,
-    numbered_documents,
-    windowed_mask,
-)
+from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask
 from serried.recipes.models.cache import Cache, LayerCache
 from serried.recipes.models.family import BlockBytes, EndBytes, ModelFamily, Tokens, most_bytes
 from serried.recipes.models.head import LanguageModelHead, chunk_tokens
@@ -231,10 +225,7 @@ class Transformer(nn.Module):
     ) -> Any:
         if cache is not None:
             return cache.mask(tokens.shape[1], tokens.device, window)
-        documents = None if positions is None else numbered_documents(positions)
-        make = partial(causal_mask, documents)
-        if window is not None:
-            make = partial(windowed_mask, documents, window, length, tokens.device)
+        make = partial(causal_mask, positions, length, tokens.device, window, self.config.attention)
         return self.context.mask(make, length, tokens.device)
 
     def _rotation(

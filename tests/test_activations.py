@@ -94,7 +94,9 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("context", "fsdp"))) for name in LAYOUTS]
+)
 def test_a_step_has_the_same_bits_in_every_mode(name: str, cluster: Cluster) -> None:
     ranks, how = LAYOUTS[name]
     modes = list(MODES)

@@ -11,7 +11,7 @@ import torch
 
 from serried.program import main
 from tests.cluster import ROOT
-from tests.forks import torchruns_variables, typed
+from tests.forks import torchruns_variables, typed, typed_on
 from tests.runs import checkpoint, metrics, overrides, run_here
 from tests.test_mistakes import MISTAKES, Mistake
 
@@ -61,7 +61,7 @@ def fill(words: str, places: dict[str, str]) -> str:
     return words
 
 
-IN_PROCESSES_OF_THEIR_OWN = ("all at once", "absent file")
+IN_PROCESSES_OF_THEIR_OWN = ("all at once",)
 
 
 # test_mistakes.py has the others that composing finds.
@@ -90,14 +90,11 @@ def test_a_mistake_is_one_line_and_exit_78(
 
 
 # Found out before any process is made known to another, and by one process for all.
-UNDER_TORCHRUN = [
-    pytest.param(m, id=m.name, marks=[] if m.name == "batch over ranks" else [pytest.mark.slow])
-    for m in MISTAKES
-    if m.name in ("batch over ranks", "absent file")
-]
+UNDER_TORCHRUN = [m for m in MISTAKES if m.name in ("batch over ranks", "absent file")]
 
 
-@pytest.mark.parametrize("mistake", UNDER_TORCHRUN)
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", UNDER_TORCHRUN, ids=lambda m: m.name)
 def test_under_torchrun_a_mistake_is_still_one_line(mistake: Mistake, places: dict[str, str]) -> None:
     is_found_by_one = mistake.processes == 1 and mistake.stage == "run"
     extra = ["launch.device=cpu", f"run.dir={places['run']}"] if is_found_by_one else []
@@ -208,15 +205,10 @@ def test_a_crash_shows_the_traceback_of_the_first_rank_only(text: Path, tmp_path
         "serried.trainer.step.TrainStep.__call__ = broken\n"
         "leave(train.main(sys.argv[1:]))\n"
     )
-    done = subprocess.run(
-        [*TORCHRUN, "--nproc_per_node=2", str(script), *argv],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    tracebacks = [
-        text for text in done.stderr.split("Traceback (most recent call last)") if "trainer/trainer.py" in text
-    ]
-    assert len(tracebacks) == 1, "torchrun's own comes on top, and the other rank's is only an echo"
-    assert "ZeroDivisionError: here" in tracebacks[0]
+    printed = [done.stderr for done in typed_on(2, str(script), *argv)]
+    assert ["Traceback" in text for text in printed] == [False, True], "the other rank's is only an echo"
+    assert printed[1].count("Traceback (most recent call last)") == 1
+    assert "ZeroDivisionError: here" in printed[1]
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("failed", "ZeroDivisionError: here"), "the cause, not its echo"
     assert metrics(tmp_path / "run", "stop")[-1]["reason"] == "ZeroDivisionError: here"

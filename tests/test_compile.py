@@ -59,7 +59,9 @@ def differing(argv: list[str], modes: list[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("ddp", "context"))) for name in LAYOUTS]
+)
 def test_a_compiled_step_has_the_same_bits_and_one_graph_for_all_blocks(name: str, cluster: Cluster) -> None:
     ranks, how, modes = LAYOUTS[name]
     model, graphs = (

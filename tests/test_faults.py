@@ -36,15 +36,24 @@ def at_step(step: int, rank: int, value: float) -> dict[str, Any]:
     return {"rank": rank, "forwards": [(step - 1) * ACCUMULATION + 2], "value": value}
 
 
-BAD = (("fp32", math.inf), ("fp16", math.nan))
-
-
 @pytest.mark.parametrize(
     ("layout", "precision", "value"),
     [
-        *((layout, *bad) for layout in LAYOUTS for bad in BAD),
-        pytest.param("ddp x2", "fp16", math.inf, marks=pytest.mark.slow),
-        pytest.param("fsdp x2", "fp32", math.nan, marks=pytest.mark.slow),
+        ("single", "fp32", math.inf),
+        ("ddp x2", "fp16", math.nan),
+        ("fsdp x2", "fp32", math.inf),
+        ("fsdp x2 ZeRO-2", "fp16", math.nan),
+        ("hsdp 2x2", "fp32", math.inf),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("ddp x2", "fp16", math.inf),
+                ("ddp x2", "fp32", math.inf),
+                ("fsdp x2", "fp16", math.nan),
+                ("fsdp x2", "fp32", math.nan),
+                ("hsdp 2x2", "fp16", math.nan),
+            )
+        ),
     ],
 )
 def test_a_bad_gradient_on_the_last_rank_skips_the_step_and_changes_no_bit_on_any_rank(

@@ -12,6 +12,8 @@ from tests.runs import metrics, overrides, tiny_overrides, weights
 
 CUBE = ["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2", "parallel.shard=2"]
 """On 8 processes."""
+PLANE = ["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2", "trainer.micro_batch=4"]
+"""On 4 processes."""
 EXPERTS = [
     "model=moe_tiny",
     "model.expert_hidden_dim=24",
@@ -36,23 +38,22 @@ def train(
     return metrics(run_dir), weights(run_dir)
 
 
-@pytest.fixture(scope="module")
-def two_steps(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return train(cluster, text, tmp_path_factory.mktemp("two") / "run", "trainer.steps=2")
-
-
-@pytest.mark.parametrize("rank", [5, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 6))])
-def test_a_nan_on_any_rank_of_pipeline_x_tensor_x_shard_skips_the_step_everywhere(
-    rank: int, two_steps: Any, cluster: Cluster, text: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [(PLANE, [3]), pytest.param(CUBE, [0, 5, 6], marks=pytest.mark.slow)], ids=["plane", "cube"]
+)
+def test_a_nan_on_any_rank_of_several_axes_skips_the_step_everywhere(
+    layout: list[str], ranks: list[int], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     """The gradient of a block is bad on one rank, in the second of the two micro-batches of step 3."""
-    good, weights_good = two_steps
-    fault = {"rank": rank, "forwards": [6], "value": math.nan, "in_block": True}
-    bad, weights_bad = train(cluster, text, tmp_path / "run", "trainer.steps=3", fault=fault)
-    assert [line["skipped"] for line in bad] == [False, False, True]
-    assert [line["loss"] for line in bad[:2]] == [line["loss"] for line in good]
-    assert weights_good.keys() == weights_bad.keys()
-    assert all(weight.equal(weights_bad[name]) for name, weight in weights_good.items())
+    good, weights_good = train(cluster, text, tmp_path / "two", "trainer.steps=2", layout=layout)
+    for rank in ranks:
+        fault = {"rank": rank, "forwards": [6], "value": math.nan, "in_block": True}
+        run_dir = tmp_path / str(rank)
+        bad, weights_bad = train(cluster, text, run_dir, "trainer.steps=3", layout=layout, fault=fault)
+        assert [line["skipped"] for line in bad] == [False, False, True]
+        assert [line["loss"] for line in bad[:2]] == [line["loss"] for line in good]
+        assert weights_good.keys() == weights_bad.keys()
+        assert all(weight.equal(weights_bad[name]) for name, weight in weights_good.items())
 
 
 @pytest.mark.slow

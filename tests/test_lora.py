@@ -347,7 +347,7 @@ def test_quantized_numbers_are_the_nearest_levels_of_their_blocks() -> None:
     torch.testing.assert_close(unpack(packed, torch.float32), levels.gather(3, nearest).flatten(1), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), ("bf16", 2e-3)])
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-5), pytest.param("bf16", 2e-3, marks=pytest.mark.slow)])
 def test_qlora_is_lora_of_the_model_that_its_bits_stand_for(
     cluster: Cluster, tmp_path: Path, models: Path, precision: str, bound: float
 ) -> None:

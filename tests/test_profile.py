@@ -20,7 +20,7 @@ from serried.trainer.trainer import Trainer
 from tests.cluster import Cluster
 from tests.runs import metrics, run_here, tiny_overrides, weights
 
-LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2}
+LAYOUTS = {"single": 1, "fsdp": 2}
 
 
 def trace(path: Path) -> dict[str, Any]:

@@ -598,7 +598,7 @@ class TrainerSection(Section):
     free = (
         "epochs", "micro_batch", "deterministic", "log_every", "eval_every", "eval_batches", "evaluate", "patience",
         "stop_at", "max_minutes", "workers", "sample_tokens", "activation_checkpoint", "activation_checkpoint_every",
-        "compile",
+        "activation_memory_budget", "compile",
     )  # fmt: skip
 
     steps: PositiveCount
@@ -614,6 +614,9 @@ class TrainerSection(Section):
     also half of the matrix products and attention; ``offload``: all, in host memory. The numbers are the same."""
     activation_checkpoint_every: PositiveCount = 1
     """``activation_checkpoint`` of every second (2), third (3) ... block; the others keep all."""
+    activation_memory_budget: Number = Field(default=1.0, gt=0, le=1)
+    """Most that blocks keep for the backward, as a share of all that ``activation_checkpoint=none`` keeps: some blocks
+    are then ``selective`` or ``full``. The numbers are the same. 1: no limit."""
     ema_decay: Number = Field(default=0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights, such as 0.999; 0: none. Evaluations use the average, and
     it is the model of every checkpoint; training goes on from the weights, which are saved beside it."""
@@ -655,11 +658,27 @@ class TrainerSection(Section):
                 yield f"trainer.evaluate={name} is none that can be run; use trainer.evaluate=[{HARNESS}{known}]"
         if self.evaluate and self.eval_every == 0:
             yield "trainer.evaluate is set but trainer.eval_every=0 evaluates nothing; leave trainer.eval_every out"
+        if self.activation_memory_budget < 1 and self.activation_checkpoint != "none":
+            yield (
+                f"trainer.activation_memory_budget={self.activation_memory_budget:g} chooses what blocks keep, and so "
+                f"does trainer.activation_checkpoint={self.activation_checkpoint}; use "
+                "trainer.activation_checkpoint=none, or trainer.activation_memory_budget=1"
+            )
         if self.compile and self.activation_checkpoint == "offload":
             yield (
                 "trainer.compile=true with trainer.activation_checkpoint=offload, whose copies to the host cannot be "
                 "compiled; use trainer.activation_checkpoint=selective, or trainer.compile=false"
             )
+
+    @property
+    def keeps_less(self) -> tuple[str, str] | None:
+        """The override by which blocks do not keep all for the backward, and the one with which they do; None: they
+        do."""
+        if self.activation_memory_budget < 1:
+            key = "trainer.activation_memory_budget"
+            return f"{key}={self.activation_memory_budget:g}", f"{key}=1"
+        key = "trainer.activation_checkpoint"
+        return None if self.activation_checkpoint == "none" else (f"{key}={self.activation_checkpoint}", f"{key}=none")
 
     @property
     def evaluates_every(self) -> int:

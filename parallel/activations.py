@@ -10,11 +10,12 @@ false outside of a forward).
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from math import ceil
 from types import MethodType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,42 @@ _KEPT = {
 }
 
 
-def checkpoint_blocks(module: nn.Module, plan: ParallelPlan, mode: str, every: int = 1) -> None:
+_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
+"""About how much of a block the backward computes again."""
+_ROUNDING = 1e-9
+
+
+class Mix(NamedTuple):
+    """What blocks keep within a budget."""
+
+    first: str
+    """The mode of the first blocks of a stage: the backward frees the others before it computes these again."""
+    rest: str
+    """That of the others, which keep more."""
+    share: float
+    """Of the blocks that are the first, rounded up to whole blocks."""
+    kept: tuple[float, float]
+    """Bytes that a block keeps in these modes, as shares of what it keeps in ``none``."""
+
+    def firsts(self, blocks: int) -> int:
+        """Return how many of the ``blocks`` of a stage are the first."""
+        return ceil(self.share * blocks - _ROUNDING)
+
+
+def mix_within(budget: float, kept: Mapping[str, float]) -> Mix | None:
+    """Return what blocks keep, to hold at most ``budget`` of what they hold in ``none`` and compute the least again;
+    None: they hold more in any case. ``kept``: bytes that a block keeps, by mode."""
+    of_all = {mode: kept[mode] / kept["none"] for mode in _AGAIN}
+    found = []
+    for first, rest in (("selective", "none"), ("full", "selective"), ("full", "none")):
+        if of_all[first] <= budget < of_all[rest]:
+            share = (of_all[rest] - budget) / (of_all[rest] - of_all[first])
+            again = share * _AGAIN[first] + (1 - share) * _AGAIN[rest]
+            found.append((again, Mix(first, rest, share, (of_all[first], of_all[rest]))))
+    return min(found)[1] if found else None
+
+
+def checkpoint_blocks(module: nn.Module, plan: ParallelPlan, mode: str | Mix, every: int = 1) -> None:
     """Let every ``every``-th block of ``module``, the model or a stage of it, keep what ``mode`` says.
 
     Raises:
@@ -52,18 +88,26 @@ def checkpoint_blocks(module: nn.Module, plan: ParallelPlan, mode: str, every: i
     """
     if mode == "none":
         return
-    blocks = plan.blocks_in(module)
-    if not blocks:
+    names = plan.blocks_in(module)
+    if not names:
         raise UserError(
             f"trainer.activation_checkpoint={mode}: the model has no repeated blocks that could be computed again; "
             "return ParallelPlan(blocks=...) from parallel_plan(), or use trainer.activation_checkpoint=none"
         )
+    blocks = [module.get_submodule(name) for name in names[::every]]
+    blocks = [block for block in blocks if any(True for _ in block.parameters())]  # others are in another stage
+    firsts = mode.firsts(len(blocks)) if isinstance(mode, Mix) else len(blocks)
+    first, rest = (mode.first, mode.rest) if isinstance(mode, Mix) else (mode, mode)
+    for number, block in enumerate(blocks):
+        _keep(block, first if number < firsts else rest)
+
+
+def _keep(block: Any, mode: str) -> None:
+    if mode == "none":
+        return
     wrapped = {"full": _computed_again, "selective": _partly_computed_again, "offload": _offloaded}[mode]
-    for name in blocks[::every]:
-        block: Any = module.get_submodule(name)
-        if any(True for _ in block.parameters()):  # else another stage of the pipeline has it
-            block.plain_forward = block.forward
-            block.forward = MethodType(wrapped, block)  # of one function: torch.compile makes one graph for all blocks
+    block.plain_forward = block.forward
+    block.forward = MethodType(wrapped, block)  # of one function: torch.compile makes one graph for all blocks
 
 
 def _computed_again(block: nn.Module, *args: Any, **named: Any) -> Any:

@@ -52,6 +52,12 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
         )
     if config.trainer.compile:
         _check_compile(config, layout)
+    budget = config.trainer.activation_memory_budget
+    if budget < 1 and layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES:
+        raise UserError(
+            f"trainer.activation_memory_budget={budget:g} with parallel.schedule={layout.schedule}, which holds what "
+            "blocks compute again; use parallel.schedule=1f1b or interleaved, or trainer.activation_memory_budget=1"
+        )
     if layout.world == 1 and section.expert > 1:
         raise UserError(f"parallel.expert={section.expert} with one process; use more, with parallel=fsdp")
     model, data = getattr(config, "model", None), getattr(config, "data", None)
@@ -76,12 +82,11 @@ def _check_compile(config: RunConfig, layout: Layout) -> None:
             f"trainer.compile=true with parallel.schedule={layout.schedule}, which runs the backward of a block twice; "
             "use parallel.schedule=1f1b or interleaved, or trainer.compile=false"
         )
-    checkpoint = config.trainer.activation_checkpoint
-    if layout.context > 1 and layout.context_method == "ring" and checkpoint != "none":
+    keeps_less = config.trainer.keeps_less
+    if layout.context > 1 and layout.context_method == "ring" and keeps_less:
         raise UserError(
-            f"trainer.compile=true with trainer.activation_checkpoint={checkpoint} and parallel.context_method=ring, "
-            "whose messages cannot be compiled: use parallel.context_method=gather, "
-            "trainer.activation_checkpoint=none, or trainer.compile=false"
+            f"trainer.compile=true with {keeps_less[0]} and parallel.context_method=ring, whose messages cannot be "
+            f"compiled: use parallel.context_method=gather, {keeps_less[1]}, or trainer.compile=false"
         )
 
 

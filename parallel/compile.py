@@ -18,16 +18,18 @@ from serried.parallel.expert import mixtures
 from serried.parallel.plan import ParallelPlan
 
 
-def check_blocks(module: nn.Module, plan: ParallelPlan, checkpoint: str = "none") -> Sequence[str]:
-    """Return the names of the blocks of ``module``, which keep what ``checkpoint`` says.
+def check_blocks(
+    module: nn.Module, plan: ParallelPlan, keeps_less: tuple[str, str] | None = None
+) -> Sequence[str]:  # fmt: skip
+    """Return the names of the blocks of ``module``. ``keeps_less``: of the trainer's section.
 
     Raises:
         UserError: there are none, or they cannot be compiled.
     """
-    if checkpoint != "none" and plan.mixtures:  # its graphs end at a mixture, and what is computed again is one graph
+    if keeps_less and plan.mixtures:  # its graphs end at a mixture, and what is computed again is one graph
         raise UserError(
-            f"trainer.compile=true with trainer.activation_checkpoint={checkpoint} and a mixture of experts, which "
-            "cannot be compiled; use trainer.activation_checkpoint=none, or trainer.compile=false"
+            f"trainer.compile=true with {keeps_less[0]} and a mixture of experts, which cannot be compiled; use "
+            f"{keeps_less[1]}, or trainer.compile=false"
         )
     names = plan.blocks_in(module)
     if not names:
@@ -36,11 +38,10 @@ def check_blocks(module: nn.Module, plan: ParallelPlan, checkpoint: str = "none"
             "parallel_plan(), or use trainer.compile=false"
         )
     buffers = [f"{name}.{buffer}" for name in names for buffer, _ in module.get_submodule(name).named_buffers()]
-    if checkpoint != "none" and buffers:  # the second forward would change them again
+    if keeps_less and buffers:  # the second forward would change them again
         raise UserError(
-            f"trainer.compile=true with trainer.activation_checkpoint={checkpoint} and blocks with buffers "
-            f"({buffers[0]}), which a forward may change; use trainer.activation_checkpoint=none, or "
-            "trainer.compile=false"
+            f"trainer.compile=true with {keeps_less[0]} and blocks with buffers ({buffers[0]}), which a forward may "
+            f"change; use {keeps_less[1]}, or trainer.compile=false"
         )
     return names
 

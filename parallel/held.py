@@ -1,7 +1,7 @@
 """The tensors of a model as one rank holds them."""
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -91,3 +91,19 @@ def to_fp32(module: nn.Module, frozen: torch.dtype | None = None) -> None:
             parameter.data = parameter.data.to(frozen)
         elif parameter.is_floating_point() and parameter.element_size() < 4:
             parameter.data = parameter.data.float()
+
+
+def empty(module: nn.Module) -> None:
+    """Put tensors without data in place of the parameters and buffers of ``module``."""
+    made: dict[Tensor, Tensor] = {}
+    for each in module.modules():
+        holders: tuple[Any, ...] = (each._parameters, each._buffers)
+        for kept in holders:  # assigning by name would refuse a plain tensor
+            for name, tensor in kept.items():
+                if tensor is None:
+                    continue
+                if tensor not in made:
+                    data = made[tensor] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        made[tensor] = nn.Parameter(data, tensor.requires_grad)
+                kept[name] = made[tensor]

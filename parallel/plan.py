@@ -96,6 +96,10 @@ class Share(NamedTuple):
     """What blocks keep for the backward, see ``parallel.activations``."""
     every: int = 1
     """Every how many blocks that holds."""
+    firsts: float = 1.0
+    """For which share of the blocks, the first ones of each stage, it holds."""
+    rest: str = "none"
+    """What the other blocks keep."""
 
 
 ALL_OF_IT = Share()

@@ -1,27 +1,32 @@
 """Activation checkpointing: the bits of a step without it, on every layout, and the memory that the plan says."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
-from serried.parallel.activations import checkpoint_blocks
+from serried.parallel.activations import Mix, checkpoint_blocks, mix_within
 from serried.parallel.apply import parallelize
 from serried.parallel.compile import compile_blocks
 from serried.parallel.held import local
-from serried.parallel.mesh import resolve_layout
+from serried.parallel.mesh import Layout, resolve_layout
 from serried.parallel.plan import ParallelPlan
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.data.dataset import Batch
 from serried.runtime.session import open_session
+from serried.trainer.activation_budget import chosen_mix
 from serried.trainer.precision import LOW_DTYPES
 from tests.cluster import Cluster
+from tests.runs import run_here, tiny_overrides
 
 MODES = ("full", "selective", "offload")
+MIXED = Mix("full", "selective", 0.5, (0.1, 0.4))
 MODEL = [
     "model.dim=32", "model.layers=4", "model.heads=4", "model.kv_heads=2", "model.hidden_dim=48",
 ]  # fmt: skip
@@ -45,7 +50,7 @@ def step(argv: list[str], mode: str, every: int = 1, *, compiled: bool = False) 
             model.get_submodule(name).mlp.register_forward_hook(drop)  # type: ignore[union-attr]
 
         def prepare(stage: nn.Module) -> None:
-            checkpoint_blocks(stage, plan, mode, every)
+            checkpoint_blocks(stage, plan, MIXED if mode == "mixed" else mode, every)
             if compiled:
                 compile_blocks(stage, plan)
 
@@ -99,7 +104,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 )
 def test_a_step_has_the_same_bits_in_every_mode(name: str, cluster: Cluster) -> None:
     ranks, how = LAYOUTS[name]
-    modes = list(MODES)
+    modes = [*MODES, "mixed"]
     model = EXPERTS if "expert" in name or name.startswith("single") else MODEL
     answers = cluster.run(ranks, "tests.test_activations:differing", argv=[*how, *model], modes=modes)
     assert [answer.value for answer in answers] == [{mode: [] for mode in modes}] * ranks
@@ -133,3 +138,117 @@ def test_own_blocks_compute_again_from_the_buffers_that_they_found_and_change_no
 def test_a_model_without_blocks_is_one_line() -> None:
     with pytest.raises(UserError, match=r"trainer\.activation_checkpoint=full: the model has no repeated blocks"):
         checkpoint_blocks(nn.Linear(2, 2), ParallelPlan(), "full")
+
+
+# budget --------------------------------------------------------------------------------------------------------------
+
+KEPT = {"none": 100.0, "selective": 40.0, "full": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("budget", "kept", "first", "rest", "firsts"),
+    [
+        (0.99, KEPT, "selective", "none", 1),
+        (0.5, KEPT, "selective", "none", 7),
+        (0.4, KEPT, "selective", "none", 8),
+        (0.25, KEPT, "full", "selective", 4),
+        (0.1, KEPT, "full", "none", 8),
+        (0.5, KEPT | {"selective": 80.0}, "full", "none", 5),  # which saves too little for what it computes again
+    ],
+)
+def test_blocks_keep_at_most_the_budget_and_compute_the_least_again(
+    budget: float, kept: dict[str, float], first: str, rest: str, firsts: int
+) -> None:
+    mix = mix_within(budget, kept)
+    assert mix is not None
+    assert (mix.first, mix.rest, mix.firsts(8)) == (first, rest, firsts)
+    assert firsts * kept[first] + (8 - firsts) * kept[rest] <= 8 * budget * kept["none"]
+
+
+def test_no_blocks_keep_less_than_what_enters_them() -> None:
+    assert mix_within(0.09, KEPT) is None
+
+
+def kept_after_forward(model: nn.Module, tokens: Tensor) -> int:
+    """Bytes that torch's allocator holds more after a forward."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        loss = model(tokens, tokens)
+    found = sum(each.self_cpu_memory_usage for each in profiled.events() or ())
+    del loss
+    return found
+
+
+@pytest.mark.parametrize("budget", [0.6, 0.3])
+@pytest.mark.parametrize("name", ["tiny", "moe_tiny", "gpt2"])
+def test_the_allocator_holds_at_most_the_budget(name: str, budget: float) -> None:
+    sizes = {"dim": 128, "heads": 4, "hidden_dim": 320, "vocab_size": 257, "max_sequence_length": 128}
+    sizes |= {"expert_hidden_dim": 128} if name == "moe_tiny" else {}
+    sizes |= {"kv_heads": 2} if name != "gpt2" else {}
+    tokens, taken = torch.randint(0, 257, (8, 128)), {}
+    for given, layers in ((1.0, 3), (1.0, 6), (budget, 6)):
+        argv = [f"model={name}", *(f"model.{key}={value}" for key, value in sizes.items())]
+        argv += ["data.sequence_length=128", "trainer.micro_batch=8", f"trainer.activation_memory_budget={given}"]
+        config = compose([*argv, f"model.layers={layers}"])
+        task = CausalLM(config)
+        module = task.build_model()
+        plan = task.parallel_plan(module)
+        mix = chosen_mix(config, task, Layout("single"), plan, module)
+        module.to_empty(device="cpu")
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        checkpoint_blocks(module, plan, mix or "none")
+        taken[given, layers] = kept_after_forward(module, tokens)
+    of_blocks = 2 * (taken[1.0, 6] - taken[1.0, 3])
+    beside = taken[1.0, 6] - of_blocks
+    assert 0.7 * budget < (taken[budget, 6] - beside) / of_blocks <= budget
+
+
+def test_what_blocks_keep_is_measured_if_the_task_does_not_estimate_it() -> None:
+    argv = ["model.layers=4", "trainer.activation_memory_budget=0.5"]
+    config = compose(argv)
+    task = CausalLM(config)
+    module = task.build_model()
+    plan, layout = task.parallel_plan(module), Layout("single")
+    estimated = chosen_mix(config, task, layout, plan, module)
+    task.activation_bytes = lambda *_, **__: None  # type: ignore[method-assign]
+    measured = chosen_mix(config, task, layout, plan, module)
+    assert estimated is not None and measured is not None
+    assert (measured.first, measured.rest) == (estimated.first, estimated.rest)
+    assert measured.kept == pytest.approx(estimated.kept, rel=0.1)
+    assert all(parameter.is_meta for parameter in module.parameters()), "the model itself is as it was"
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("trainer.activation_memory_budget=0", "trainer.activation_memory_budget"),
+        ("trainer.activation_memory_budget=0.01", "use trainer.activation_memory_budget=0.0"),
+        (
+            "trainer.activation_memory_budget=0.5 trainer.activation_checkpoint=full",
+            "use trainer.activation_checkpoint=none, or trainer.activation_memory_budget=1",
+        ),
+        (
+            "trainer.activation_memory_budget=0.5 launch.processes=2 parallel=fsdp parallel.pipeline=2 "
+            "parallel.schedule=zbv trainer.micro_batch=1",
+            "use parallel.schedule=1f1b or interleaved",
+        ),
+        (
+            "trainer.activation_memory_budget=0.5 trainer.compile=true model=moe_tiny",
+            "use trainer.activation_memory_budget=1, or trainer.compile=false",
+        ),
+    ],
+)
+def test_what_no_budget_can_be_held_for_is_refused_in_one_line(
+    more: str, told: str, text: Path, tmp_path: Path
+) -> None:
+    ended = run_here(tiny_overrides(text, tmp_path / "run", "model.layers=4", "dry_run=true", *more.split()))
+    assert ended.code == 78, ended.printed
+    assert told in ended.printed
+    assert len([line for line in ended.printed.splitlines() if line.startswith("error: ")]) == 1
+
+
+def test_a_plan_says_how_many_blocks_do_what(text: Path, tmp_path: Path) -> None:
+    argv = ["launch.processes=4", "parallel=fsdp", "parallel.pipeline=2", "model.layers=6", "trainer.micro_batch=1"]
+    argv += ["trainer.activation_memory_budget=0.6", "dry_run=true"]
+    ended = run_here(tiny_overrides(text, tmp_path / "run", *argv))
+    assert "within the budget: 4 blocks selective, 2 whole, which keep 0.5" in ended.printed, ended.printed

@@ -193,7 +193,7 @@ def test_a_model_without_blocks_is_one_line() -> None:
 def test_blocks_with_buffers_are_not_compiled_and_computed_again() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4))
     with pytest.raises(UserError, match=r"blocks with buffers \(0\.running_mean\), which a forward"):
-        check_blocks(model, ParallelPlan(blocks=("0",)), "full")
+        check_blocks(model, ParallelPlan(blocks=("0",)), ("trainer.activation_checkpoint=full", "none"))
 
 
 def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

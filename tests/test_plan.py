@@ -48,10 +48,15 @@ LAYOUTS = {
     "fsdp, stays gathered": (8, ["parallel=fsdp", "parallel.reshard_after_forward=false"]),
     "fsdp, one unit": (8, ["parallel=fsdp", "launch.device=cpu", *SMALL, "trainer.global_batch=8"]),
     "fsdp, selective": (8, ["parallel=fsdp", "trainer.activation_checkpoint=selective"]),
+    "fsdp, budget": (8, ["parallel=fsdp", "trainer.activation_memory_budget=0.6"]),
     "hsdp": (8, ["parallel=hsdp", "parallel.replicate=2"]),
     "tensor": (8, ["parallel=fsdp", "parallel.tensor=4"]),
     "context": (8, ["parallel=fsdp", "parallel.context=4"]),
     "pipeline": (4, ["parallel=fsdp", "parallel.pipeline=2", "model.layers=4"]),
+    "pipeline, budget": (
+        4,
+        ["parallel=fsdp", "parallel.pipeline=2", "model.layers=6", "trainer.activation_memory_budget=0.3"],
+    ),
     "micro-batches of 4": (8, ["parallel=fsdp", "trainer.micro_batch=4"]),
     "full, tensor": (8, ["parallel=fsdp", "parallel.tensor=4", "trainer.activation_checkpoint=full"]),
     "adapters": (8, ["parallel=fsdp", "adapter=lora"]),
@@ -86,7 +91,7 @@ def test_the_formula_is_at_most_3_percent_above_the_trace_and_never_below(name: 
     stages, formula, flows = both(*argv, processes=processes)
     assert 1 <= formula.total / memory_of(stages).peak < 1.03
     # Traced as one process; other collectives in the same group; units that a backward does not need again.
-    if name not in ("ddp", "context", "pipeline", "adapters", "adapters, full"):
+    if name not in ("ddp", "context", "pipeline", "pipeline, budget", "adapters", "adapters, full"):
         axes = ("fsdp", "replicate")
         assert sent(flows_of(stages), *axes) == sent(flows, *axes)
 

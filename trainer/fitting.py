@@ -45,7 +45,7 @@ def _candidates(config: RunConfig) -> Iterator[dict[str, Any]]:
     syncs = [False] if parallel.sync_every_micro_batch else [False, True]
     micro_batches = [0] if trainer.micro_batch == 1 else [0, 1]
     modes = {"none": ["", "selective", "full"], "selective": ["", "full"]}
-    checkpoints = modes.get(trainer.activation_checkpoint, [""])
+    checkpoints = modes.get(trainer.activation_checkpoint, [""]) if trainer.activation_memory_budget == 1 else [""]
     degrees = [
         (tensor, context, pipeline, ring)
         for pipeline, context, tensor in product(_DEGREES, _CONTEXT_DEGREES, _DEGREES)

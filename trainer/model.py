@@ -10,8 +10,8 @@ from torch import nn
 
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig, TrainerSection
-from serried.parallel.activations import checkpoint_blocks
-from serried.parallel.apply import gathered_type, parallelize
+from serried.parallel.activations import Mix, checkpoint_blocks
+from serried.parallel.apply import parallelize
 from serried.parallel.compile import compile_blocks
 from serried.parallel.groups import Groups
 from serried.parallel.held import HeldTensor
@@ -20,11 +20,12 @@ from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.phases import Phases
 from serried.parallel.plan import ParallelPlan
+from serried.trainer.activation_budget import chosen_mix
 from serried.trainer.adapters import Adapters
 from serried.trainer.checkpoint.retention import ADAPTER, MODEL
 from serried.trainer.checkpoint.state import Exported, check_names, load_weights
 from serried.trainer.compilation import Compilation
-from serried.trainer.precision import LOW_DTYPES, set_products
+from serried.trainer.precision import LOW_DTYPES, frozen_type, set_products
 from serried.trainer.task import Task
 
 _ONE_UNIT_BYTES = 2**30
@@ -128,14 +129,6 @@ def _is_one_unit(config: RunConfig, module: nn.Module, device: str) -> bool:
     return sum(each.numel() for each in module.parameters()) * torch.float32.itemsize <= _ONE_UNIT_BYTES
 
 
-def frozen_type(config: RunConfig, plan: ParallelPlan) -> torch.dtype | None:
-    """Return the type in which a frozen base model or teacher is held: that of matrix products, if the model computes
-    in it only; None: fp32."""
-    if config.adapter.method == "none" and not config.task.has_teacher:
-        return None
-    return gathered_type(plan, LOW_DTYPES[config.precision.name])
-
-
 def sharded(
     config: RunConfig,
     model: Model,
@@ -146,8 +139,13 @@ def sharded(
     phases: Phases | None = None,
     groups: Groups | None = None,
     compilation: Compilation | None = None,
+    mix: Mix | None = None,
 ) -> DistributedModel:
-    """Return ``model`` sharded as ``config`` says; see ``parallelize``. ``phases``: None if it is not trained."""
+    """Return ``model`` sharded as ``config`` says; see ``parallelize``. ``phases``: None if it is not trained; ``mix``:
+    what its blocks keep, if that is known already."""
+    section = config.trainer if phases is not None else None
+    if section is not None and mix is None:
+        mix = chosen_mix(config, model.task, layout, model.plan, model.module)
     set_products(config, model.module, model.plan, layout, device)
     return parallelize(
         model.module,
@@ -160,16 +158,18 @@ def sharded(
         device=device,
         phases=phases,
         frozen_dtype=frozen_type(config, model.plan),
-        prepare=partial(_prepare, config.trainer if phases is not None else None, model.plan, compilation),
+        prepare=partial(_prepare, section, mix, model.plan, compilation),
         groups=groups,
     )
 
 
 def _prepare(
-    section: TrainerSection | None, plan: ParallelPlan, compilation: Compilation | None, module: nn.Module
+    section: TrainerSection | None, mix: Mix | None, plan: ParallelPlan, compilation: Compilation | None,
+    module: nn.Module,
 ) -> None:  # fmt: skip
     """Let the blocks of ``module``, the model or a stage of it, run as ``section`` says."""
     if section is not None:
-        checkpoint_blocks(module, plan, section.activation_checkpoint, section.activation_checkpoint_every)
+        every = section.activation_checkpoint_every if mix is None else 1
+        checkpoint_blocks(module, plan, mix or section.activation_checkpoint, every)
     if compilation is not None:
         compilation.blocks += compile_blocks(module, plan)

@@ -8,16 +8,18 @@ from torch import nn
 
 from serried.configs.formats import short, size
 from serried.configs.schema import RunConfig, TrainerSection
+from serried.parallel.activations import Mix
 from serried.parallel.apply import check_plan
 from serried.parallel.compile import check_blocks
 from serried.parallel.eight_bits import is_eight_bits
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.quantized import whole_numel
+from serried.trainer.activation_budget import chosen_mix, number_of_firsts
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data import training_data, with_steps
 from serried.trainer.fitting import fitting
-from serried.trainer.model import Model, build_model, frozen_type
+from serried.trainer.model import Model, build_model
 from serried.trainer.optimizer import check_optimizer, learning_rate
 from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.parameter_groups import freeze
@@ -25,7 +27,7 @@ from serried.trainer.plan.memory import holds_what_it_computed_again, planned_me
 from serried.trainer.plan.planned_time import measured_rates, planned_device
 from serried.trainer.plan.show import plan_lines
 from serried.trainer.plan.step_plan import StepPlan, plan_step
-from serried.trainer.precision import chosen_layers
+from serried.trainer.precision import chosen_layers, frozen_type
 from serried.trainer.sampler import passes
 from serried.trainer.task import Dataset, Task
 
@@ -59,7 +61,7 @@ def overview(
     ``device``; ``training`` is the data, where it is open."""
     check_plan(model, plan, layout)
     if config.trainer.compile:
-        check_blocks(model, plan, config.trainer.activation_checkpoint)
+        check_blocks(model, plan, config.trainer.keeps_less)
     trainer, parallel = config.trainer, config.parallel
     parameters = sum(whole_numel(parameter) for parameter in model.parameters())
     step_weight = trainer.global_batch * task.weight_per_sample()
@@ -116,8 +118,10 @@ def _benchmarks(trainer: TrainerSection) -> str:
 
 def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) -> str:
     """The plan of a run that is not started."""
-    if config.trainer.epochs is not None:  # the number of steps depends on the data
+    trainer, has_example = config.trainer, type(task).example_batch is not Task.example_batch
+    if trainer.epochs is not None or (trainer.activation_memory_budget < 1 and not has_example):
         task.open_data(task.prepare(lambda _: None))
+    if trainer.epochs is not None:  # the number of steps depends on the data
         config = with_steps(config, training_data(task))
     device = _device_type(config)
     built = build_model(config, task, device)
@@ -271,22 +275,33 @@ def _memory(
     if memory.gathered:
         parts.append(f"gathered {size(memory.gathered)}")
     activations = f"activations about {size(memory.activations)}" if memory.activations else "activations not estimated"
-    if trainer.activation_checkpoint != "none":
-        plain = config.model_copy(update={"trainer": trainer.model_copy(update={"activation_checkpoint": "none"})})
+    if trainer.keeps_less:
+        keep_all = {"activation_checkpoint": "none", "activation_memory_budget": 1.0}
+        plain = config.model_copy(update={"trainer": trainer.model_copy(update=keep_all)})
         less = planned_memory(plain, task, layout, accumulation, model, plan).activations - memory.activations
-        activations += f" ({_checkpointing(trainer, layout, less)})"
+        mix = chosen_mix(config, task, layout, plan, model)
+        how = _mixed(mix, layout, len(plan.blocks_in(model))) if mix else _checkpointing(trainer, layout)
+        activations += f" ({how}{f', {size(less)} less' * (less > 0)})"
     apart = "" if memory.is_of_parts else "; not all at once"
     return f"{size(memory.total)} per rank: {', '.join(parts)}, {activations}{apart}"
 
 
-def _checkpointing(trainer: TrainerSection, layout: Layout, saved: int) -> str:
-    """What activation checkpointing saves and costs."""
+def _mixed(mix: Mix, layout: Layout, blocks: int) -> str:
+    """What blocks keep within a budget."""
+    firsts = number_of_firsts(mix, layout, blocks, range(layout.stages))
+    first, rest = mix.kept
+    kept = (firsts * first + (blocks - firsts) * rest) / blocks
+    others = f", {blocks - firsts} {mix.rest if mix.rest != 'none' else 'whole'}" if firsts < blocks else ""
+    return f"within the budget: {firsts} blocks {mix.first}{others}, which keep {kept:.2f} of all"
+
+
+def _checkpointing(trainer: TrainerSection, layout: Layout) -> str:
+    """What activation checkpointing does."""
     every, mode = trainer.activation_checkpoint_every, trainer.activation_checkpoint
     blocks = f"1 of {every} blocks" if every > 1 else "blocks"
-    much = f", {size(saved)} less" if saved > 0 else ""
     if holds_what_it_computed_again(trainer, layout):
         return f"{mode}: parallel.schedule={layout.schedule} computes {blocks} twice again, which saves next to nothing"
     if mode == "offload":
-        return f"{mode}: those of {blocks} are in host memory{much}"
+        return f"{mode}: those of {blocks} are in host memory"
     again = "computed again" if mode == "full" else "half computed again"
-    return f"{mode}: {blocks} {again} in the backward{much}"
+    return f"{mode}: {blocks} {again} in the backward"

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from serried.configs.errors import UserError
 from serried.configs.schema import PrecisionSection, RunConfig
+from serried.parallel.apply import gathered_type
 from serried.parallel.eight_bits import MULTIPLE, Float8, Int8, check_eight_bits, is_eight_bits
 from serried.parallel.fake_quantized import FakeQuantized, quantized_layers
 from serried.parallel.mesh import Layout
@@ -17,6 +18,14 @@ LOW_DTYPES: dict[str, torch.dtype | None] = {
     "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.bfloat16, "int8": torch.bfloat16,
 }  # fmt: skip
 """Type of products, or of all but some of them; None: fp32."""
+
+
+def frozen_type(config: RunConfig, plan: ParallelPlan) -> torch.dtype | None:
+    """Return the type in which a frozen base model or teacher is held: that of matrix products, if the model computes
+    in it only; None: fp32."""
+    if config.adapter.method == "none" and not config.task.has_teacher:
+        return None
+    return gathered_type(plan, LOW_DTYPES[config.precision.name])
 
 
 def chosen_layers(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout) -> Chosen | None:

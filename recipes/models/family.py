@@ -59,8 +59,8 @@ def most_bytes(share: Share, layers: int, block: BlockBytes, end: EndBytes, *, c
     ``copies``: of the weights of all blocks, under autocast.
     """
     kept = {"none": block.all, "full": block.stream, "selective": block.stream + block.selected, "offload": 0.0}
-    checkpointed = 0 if share.checkpoint == "none" else -(-layers // share.every)
-    of_blocks = share.blocks * (checkpointed * kept[share.checkpoint] + (layers - checkpointed) * block.all)
+    checkpointed = 0 if share.checkpoint == "none" else -(-layers // share.every) * share.firsts
+    of_blocks = share.blocks * (checkpointed * kept[share.checkpoint] + (layers - checkpointed) * kept[share.rest])
     of_blocks += share.borders * block.stream
     of_end = end.all + max(end.forward + share.forward_extra, end.backward)
     if not share.has_end:
@@ -69,8 +69,10 @@ def most_bytes(share: Share, layers: int, block: BlockBytes, end: EndBytes, *, c
     if not checkpointed:
         return int(begins)
     # One block is whole at a time, with a gradient, and autocast copies its weights alone.
-    again = block.all - kept[share.checkpoint] + block.products + copies / layers
-    freed = block.all if (layers - 1) % share.every else 0  # of the last block, where it comes before one of these
+    last = share.checkpoint if share.rest == "none" else share.rest
+    again = block.all - kept[last] + block.products + copies / layers
+    is_whole = last == share.checkpoint and (share.firsts < 1 or (layers - 1) % share.every)
+    freed = block.all if is_whole else 0  # of the last block, where it comes before one of these
     return int(max(begins, of_blocks - freed + again + (end.all if share.has_end else 0)))
 
 

@@ -80,7 +80,11 @@ def advice(planned: Planned, stage: str, usable: float, more: Iterable[Advice] =
 def _that_keep_the_numbers(planned: Planned, stage: str, usable: float) -> Iterator[Advice]:
     config, world = planned.config, planned.world_size
     layout = resolve_layout(config.parallel, world)
-    if stage in (FORWARD, BACKWARD) and config.trainer.activation_checkpoint in ("none", "selective"):
+    budget = config.trainer.activation_memory_budget
+    if stage in (FORWARD, BACKWARD) and budget < 1:
+        saved_bytes = planned.saved_by("trainer", activation_memory_budget=budget / 2)
+        yield Advice(f"trainer.activation_memory_budget={budget / 2:g}", saved_bytes, ", and computes blocks again")
+    elif stage in (FORWARD, BACKWARD) and config.trainer.activation_checkpoint in ("none", "selective"):
         saved = {mode: planned.saved_by("trainer", activation_checkpoint=mode) for mode in ("selective", "full")}
         fits = planned.memory.total - saved["selective"] <= usable
         chosen = "selective" if fits and saved["selective"] else "full"

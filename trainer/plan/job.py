@@ -9,6 +9,7 @@ from torch import nn
 from serried.configs.families import HuggingFaceSection
 from serried.configs.schema import GPT2Section, LlamaSection, MoESection, RunConfig, TaskSection
 from serried.configs.tasks import CausalLMSection
+from serried.parallel.activations import Mix
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.trainer.plan.devices import Cluster, Device
@@ -56,17 +57,21 @@ def unknown_why(config: RunConfig, shape: Shape | None, device: Device) -> str:
     return f"there are no rates for precision={config.precision.name} on {device.name}"
 
 
-def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int) -> Job:
-    """Return a step of ``config``, whose model has this shape."""
+def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int, mix: Mix | None = None) -> Job:
+    """Return a step of ``config``, whose model has this shape. ``mix``: what its blocks keep within a budget."""
     trainer = config.trainer
+    recompute, share, rest = trainer.activation_checkpoint, 1 / trainer.activation_checkpoint_every, "none"
+    if mix is not None:
+        recompute, share, rest = mix.first, mix.share, mix.rest
     return Job(
         shape,
         layout,
         config.data.sequence_length,
         trainer.micro_batch,
         accumulation,
-        recompute=trainer.activation_checkpoint,
-        recomputing=1 / trainer.activation_checkpoint_every,
+        recompute=recompute,
+        recomputing=share,
+        rest=rest,
         precision="8bit" if config.precision.name == "float8" else config.precision.name,
         frees_after_forward=config.parallel.frees_after_forward,
         reduces_each=config.parallel.sync_every_micro_batch,

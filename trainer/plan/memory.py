@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from serried.configs.schema import RunConfig, TrainerSection
+from serried.parallel.activations import Mix
 from serried.parallel.apply import gathered_type
 from serried.parallel.axes import shard_specs
 from serried.parallel.matrices import matrix_names, sent_elements
@@ -19,11 +19,16 @@ from serried.parallel.plan import ParallelPlan, Share
 from serried.parallel.quantized import is_packed
 from serried.parallel.traffic import Exchanges, Flow, Unit, fsdp_flows
 from serried.parallel.units import units_of
-from serried.trainer.model import frozen_type
+from serried.trainer.activation_budget import (
+    activation_estimate,
+    chosen_mix,
+    number_of_firsts,
+    share_of_blocks,
+)
 from serried.trainer.optimizer import takes
 from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.plan.parts import Amount, Memory
-from serried.trainer.precision import LOW_DTYPES
+from serried.trainer.precision import LOW_DTYPES, frozen_type
 from serried.trainer.task import Task
 
 RECEIVE_BUFFERS = "receive buffers"
@@ -200,17 +205,11 @@ def _of_stages(
     gathers, more = _gathered(config, sizes, here)
     uses_copies = is_divided or (layout.is_sharded and width < _FP32_BYTES)  # a single shard of fp32 is used as it is
     frozen = frozen_type(config, sizes.plan)
-    share = share_of(layout, accumulation, sizes.plan, pipeline, config.trainer)._replace(
-        forward_extra=more * width if uses_copies else 0,
-        trains_weights=config.adapter.method == "none",
+    mix, blocks = chosen_mix(config, task, layout, sizes.plan, None), sizes.plan.blocks_in(sizes.model)
+    share = share_of(config, layout, accumulation, len(blocks), pipeline, mix)._replace(
+        forward_extra=more * width if uses_copies else 0
     )
-    estimate = partial(
-        task.activation_bytes,
-        config.trainer.micro_batch,
-        low_dtype or torch.float32,
-        # fp16's products keep no copies of weights
-        autocast=low_dtype == torch.bfloat16 and not layout.is_sharded and (frozen is None or config.task.has_teacher),
-    )
+    estimate = activation_estimate(config, task, layout, sizes.plan)
     activations = int(_ALLOWANCE * (estimate(share=share) or 0))
     received = activations - int(_ALLOWANCE * (estimate(share=share._replace(borders=0)) or 0)) if share.borders else 0
     gradients = share_trained * _FP32_BYTES
@@ -244,21 +243,24 @@ def _gathered(config: RunConfig, sizes: _Sizes, names: Collection[str]) -> tuple
     return rest + most, max(0, 2 * last - most)
 
 
-def share_of(layout: Layout, accumulation: int, plan: ParallelPlan, pipeline: int, trainer: TrainerSection) -> Share:
-    """What a rank at a coordinate of the pipeline does of the work on a micro-batch."""
-    stages, blocks = layout.stages_of(pipeline), max(1, len(plan.blocks))
-    here = sum(len(layout.block_range(stage, blocks)) for stage in stages) / blocks if layout.pipeline > 1 else 1.0
-    return Share(
-        context=layout.context,
-        keys=layout.context if layout.context_method == "ring" else 1,
-        tensor=layout.tensor,
-        sequence=layout.tensor if layout.sequence else 1,
-        blocks=here * _in_flight(layout, accumulation, pipeline),
+def share_of(
+    config: RunConfig, layout: Layout, accumulation: int, blocks: int, pipeline: int, mix: Mix | None = None
+) -> Share:  # fmt: skip
+    """What a rank at a coordinate of the pipeline does of the work on a micro-batch; the model has so many blocks."""
+    trainer, stages, blocks = config.trainer, layout.stages_of(pipeline), max(1, blocks)
+    held = sum(len(layout.block_range(stage, blocks)) for stage in stages)
+    share = share_of_blocks(config, layout)._replace(
+        blocks=held / blocks * _in_flight(layout, accumulation, pipeline),
         has_end=layout.stages - 1 in stages,
         borders=accumulation * sum((stage > 0) + (stage < layout.stages - 1) for stage in stages),
         checkpoint="none" if holds_what_it_computed_again(trainer, layout) else trainer.activation_checkpoint,
         every=trainer.activation_checkpoint_every,
     )
+    if mix is None:
+        return share
+    firsts = number_of_firsts(mix, layout, blocks, stages) / held
+    rest = mix.rest if firsts < 1 else "none"
+    return share._replace(checkpoint=mix.first, every=1, firsts=firsts, rest=rest)
 
 
 def holds_what_it_computed_again(trainer: TrainerSection, layout: Layout) -> bool:

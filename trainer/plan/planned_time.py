@@ -12,6 +12,7 @@ from serried.configs.schema import RunConfig
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.traffic import Flow
+from serried.trainer.activation_budget import chosen_mix
 from serried.trainer.peak_flops import device_name
 from serried.trainer.plan.devices import DEVICES, Cluster, Device, device_of, device_of_driver
 from serried.trainer.plan.job import doubts, job_of, shape_of, unknown_why
@@ -128,6 +129,7 @@ def time_of(
     if not device.peak(config.precision.name):
         raise UnknownTime(unknown_why(config, shape, device))
     cluster = planned_cluster(config, device)
+    mix = chosen_mix(config, task, layout, plan, model)
 
     def timed(step: Step, span: tuple[float, float], trust: str) -> Timed:
         flops = task.flops_per_sample(sum(parameter.numel() for parameter in model.parameters()))
@@ -142,13 +144,13 @@ def time_of(
         if stages:
             step = traced_step(stages, flows, layout, accumulation, measured)
         elif shape is not None:
-            step = step_of(job_of(config, shape, layout, accumulation), cluster, measured.rates)
+            step = step_of(job_of(config, shape, layout, accumulation, mix), cluster, measured.rates)
         else:
             raise UnknownTime("the sizes of this model are not known; use plan.mode=trace")
         return timed(step, MEASURED, f"time: rates measured on {measured.date} in {measured.path}{notes}")
     if shape is None:
         raise UnknownTime(unknown_why(config, shape, device))
-    job, software = job_of(config, shape, layout, accumulation), software_for(device.name)
+    job, software = job_of(config, shape, layout, accumulation, mix), software_for(device.name)
     doubtful = [*doubts(job, cluster, software)]
     assumed = "" if config.plan.device or torch.cuda.is_available() else "h100 is assumed (plan.device); "
     step = step_of(job, cluster, RATES[software])

@@ -144,9 +144,13 @@ class _Search:
 
     def __init__(self, config: RunConfig, task: Task, processes: int) -> None:
         """Raises UserError: the time of this model or on this device is unknown."""
+        if config.trainer.activation_memory_budget < 1:
+            raise UserError(
+                "plan.search=true chooses trainer.activation_checkpoint; use trainer.activation_memory_budget=1"
+            )
         self.config, self.task, self.processes = config, task, processes
         built = build_model(config, task)
-        self.model, self.plan = built.module, built.plan
+        self.model, self.plan, self.blocks = built.module, built.plan, len(built.blocks)
         freeze(self.model, config.optim)
         device, shape = planned_device(config), shape_of(config, self.model, self.plan)
         if device is None:
@@ -191,7 +195,7 @@ class _Search:
                 check_plan(self.model, self.plan, layout)
                 check_optimizer(config.optim, self.model, self.plan, layout)
                 if config.trainer.compile:
-                    check_blocks(self.model, self.plan, config.trainer.activation_checkpoint)
+                    check_blocks(self.model, self.plan, config.trainer.keeps_less)
             except UserError as error:
                 self._refused[kind] = error
         if refused := self._refused[kind]:
@@ -303,7 +307,7 @@ class _Search:
             config.trainer.micro_batch,
             low or torch.float32,
             autocast=False,
-            share=share_of(layout, job.accumulation, self.plan, 0, config.trainer),
+            share=share_of(config, layout, job.accumulation, self.blocks, 0),
         )
         states = elements / divided * (_FP32_BYTES + _FP32_BYTES + self.state_bytes)
         return states + 2 * gathered + _FP32_BYTES * whole + (activations or 0)

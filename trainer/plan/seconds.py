@@ -111,6 +111,8 @@ class Job:
     """``none``, ``full``, ``selective`` (half of the products, and all but products) or ``attention`` alone."""
     recomputing: float = 1.0
     """Share of the blocks that do."""
+    rest: str = "none"
+    """What the others do."""
     precision: str = "bf16"
     """Of products: as of ``Device.peak``."""
     frees_after_forward: bool = True
@@ -265,12 +267,12 @@ class _Clock:
             "selective": 0.5 * products + memory,
             "attention": attention + (0.0 if job.is_flash else 0.5 * memory),
             "full": products + attention + memory,
-        }[job.recompute]
+        }
         forward, backward = dict(once), {
             "products": products * (1 if job.is_adapter else 2),
             "attention": _BACKWARD_OF_ATTENTION * attention,
             "memory": 2 * memory,
-            "recomputed": again * job.recomputing,
+            "recomputed": again[job.recompute] * job.recomputing + again[job.rest] * (1 - job.recomputing),
         }  # fmt: skip
         for name, (there, back) in self._exchanges().items():
             forward[name], backward[name] = there, back
@@ -279,24 +281,24 @@ class _Clock:
     def _exchanges(self) -> dict[str, tuple[float, float]]:
         """Return the seconds of what ranks of the other axes exchange in a block, in forward and backward."""
         job, shape, layout = self.job, self.job.shape, self.job.layout
-        is_full = job.recompute == "full"
+        full = job.recomputing if job.recompute == "full" else 0.0  # messages are not kept
         found = {}
         if layout.tensor > 1:
             half = self._gather(job.tokens * shape.dim * job.width, self.tensor)  # a sum over ranks is two of them
             if layout.sequence:
                 half *= 1 - job.hides_exchanges
-                found["tensor"] = 4 * half, 5 * half + (3 * half if is_full else 0)
+                found["tensor"] = 4 * half, (5 + 3 * full) * half
             else:
-                found["tensor"] = 4 * half, 4 * half + (4 * half if is_full else 0)
+                found["tensor"] = 4 * half, (4 + 4 * full) * half
         if layout.context > 1:
             keys = job.micro_batch * job.sequence * 2 * shape.kv_heads * shape.head_dim / layout.tensor
             gather = self._gather(keys * job.width, self.context)
-            found["context"] = gather, gather * (3 if is_full else 2)
+            found["context"] = gather, gather * (2 + full)
         if layout.expert > 1:
             parts = layout.tensor if layout.sequence else 1
             rows = job.tokens / parts * shape.experts_per_token * (1 - shape.dense_layers / shape.layers)
             once = 2 * self._all_to_all(rows * shape.dim * job.width, self.expert)
-            found["expert"] = once, once * (2 if is_full else 1)
+            found["expert"] = once, once * (1 + full)
         return found
 
     def head(self) -> dict[str, float]:

@@ -23,12 +23,14 @@ from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.parallel.expert import mixtures
 from serried.parallel.groups import Groups
+from serried.parallel.held import empty
 from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 from serried.parallel.shard_specs import chunk
 from serried.parallel.traffic import Flow
+from serried.trainer.activation_budget import chosen_mix
 from serried.trainer.model import Model, build_model, sharded
 from serried.trainer.optimizer import model_optimizer
 from serried.trainer.parameter_groups import freeze
@@ -177,7 +179,8 @@ class _Tracer:
         per_stage = -(-here // len(mine))
         first = self._leading + 2 * every + (per_stage - self._leading) % every
         points = [first, first + every, first + 2 * every]
-        if points[-1] >= per_stage or (layout.pipeline > 1 and self._leading):
+        is_mixed = self._config.trainer.activation_memory_budget < 1  # by the number of blocks
+        if points[-1] >= per_stage or is_mixed or (layout.pipeline > 1 and self._leading):
             return TracedStage(rank, self._trace(rank, None, border), None, here)
         low, high, proof = (self._trace(rank, each * layout.stages, border) for each in points)
         step = high.plus(low, -1)
@@ -256,6 +259,7 @@ def _trace_rank(
     if is_replicated:  # DDP's reducer needs data: one process does the same, but for the sums of gradients
         layout = Layout("single")
     model = build_model(config, task)
+    mix = chosen_mix(config, task, layout, model.plan, model.module)
     freeze(model.module, config.optim)
     if blocks is not None:
         model = _shortened(model, blocks)
@@ -267,11 +271,11 @@ def _trace_rank(
                 groups.make_for_experts()
         mode, trace = FakeTensorMode(allow_non_fake_inputs=True), StepTrace(is_pipeline=layout.pipeline > 1)
         with mode, trace:
-            _empty(model.module)
+            empty(model.module)
             batches = [map_tensors(partial(torch.empty_like, device=_CPU), batch) for batch in batches]
             phases = Phases()
             phases.listener = trace.enter
-            parallel = sharded(config, model, layout, _CPU, phases=phases, groups=groups)
+            parallel = sharded(config, model, layout, _CPU, phases=phases, groups=groups, mix=mix)
             _answer_what_needs_data(parallel, model.plan, layout, border)
             repeated = model.blocks
             del model  # of which a pipeline's stages are copies
@@ -337,22 +341,6 @@ def _world(layout: Layout, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _empty(module: nn.Module) -> None:
-    """Put tensors without data in place of the parameters and buffers of ``module``."""
-    made: dict[Tensor, Tensor] = {}
-    for each in module.modules():
-        holders: tuple[Any, ...] = (each._parameters, each._buffers)
-        for kept in holders:  # assigning by name would refuse a plain tensor
-            for name, tensor in kept.items():
-                if tensor is None:
-                    continue
-                if tensor not in made:
-                    data = made[tensor] = torch.empty(tensor.shape, dtype=tensor.dtype, device=_CPU)
-                    if isinstance(tensor, nn.Parameter):
-                        made[tensor] = nn.Parameter(data, tensor.requires_grad)
-                kept[name] = made[tensor]
 
 
 class _Named:

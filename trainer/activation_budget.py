@@ -1,0 +1,166 @@
+"""``trainer.activation_memory_budget``: what the blocks of a run keep, by what they would keep in each mode."""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from serried.configs.errors import UserError
+from serried.configs.schema import RunConfig
+from serried.parallel.activations import Mix, checkpoint_blocks, mix_within
+from serried.parallel.held import empty
+from serried.parallel.mesh import Layout
+from serried.parallel.plan import ParallelPlan, Share
+from serried.trainer.precision import LOW_DTYPES, frozen_type
+from serried.trainer.task import Task, map_tensors
+
+_MODES = ("none", "selective", "full")
+_LONGEST_REASON = 160
+
+
+def chosen_mix(
+    config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan, module: nn.Module | None
+) -> Mix | None:  # fmt: skip
+    """Return what blocks keep, the same on all ranks; None: there is no budget. ``module``: the whole model, to measure
+    if the task has no estimate; None: then return None.
+
+    Raises:
+        UserError: the blocks keep more in any case, or it is not known what they keep.
+    """
+    budget = config.trainer.activation_memory_budget
+    if budget == 1:
+        return None
+    kept = _estimated(config, task, layout, plan)
+    if kept is None:
+        if module is None:
+            return None
+        if not plan.blocks_in(module):
+            raise UserError(
+                f"trainer.activation_memory_budget={budget:g}: the model has no repeated blocks that could be computed "
+                "again; return ParallelPlan(blocks=...) from parallel_plan(), or use trainer.activation_memory_budget=1"
+            )
+        kept = _measured(config, task, layout, plan, module)
+    mix = mix_within(budget, kept)
+    if mix is None:
+        least = ceil(100 * min(kept.values()) / kept["none"]) / 100
+        raise UserError(
+            f"trainer.activation_memory_budget={budget:g}: what enters the blocks, without which they cannot "
+            f"be computed again, is more; use trainer.activation_memory_budget={least:g}"
+        )
+    return mix
+
+
+def number_of_firsts(mix: Mix, layout: Layout, blocks: int, stages: Iterable[int]) -> int:
+    """Return how many of the model's ``blocks`` in ``stages`` are the first ones of ``mix``."""
+    return sum(mix.firsts(len(layout.block_range(stage, blocks))) for stage in stages)
+
+
+def share_of_blocks(config: RunConfig, layout: Layout) -> Share:
+    """Return what a rank does of the work on a block."""
+    return Share(
+        context=layout.context,
+        keys=layout.context if layout.context_method == "ring" else 1,
+        tensor=layout.tensor,
+        sequence=layout.tensor if layout.sequence else 1,
+        trains_weights=config.adapter.method == "none",
+    )
+
+
+def activation_estimate(
+    config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan
+) -> Callable[..., int | None]:  # fmt: skip
+    """Return the task's estimate for a micro-batch of ``config``, a function of ``share``."""
+    low_dtype = LOW_DTYPES[config.precision.name]
+    is_whole = frozen_type(config, plan) is None or config.task.has_teacher
+    return partial(
+        task.activation_bytes,
+        config.trainer.micro_batch,
+        low_dtype or torch.float32,
+        # fp16's products keep no copies of weights
+        autocast=low_dtype == torch.bfloat16 and not layout.is_sharded and is_whole,
+    )
+
+
+def _estimated(config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan) -> Mapping[str, float] | None:
+    """Return what all blocks keep, by mode: what twice as many of them hold more."""
+    estimate, share, kept = activation_estimate(config, task, layout, plan), share_of_blocks(config, layout), {}
+    for mode in _MODES:
+        once, twice = (estimate(share=share._replace(checkpoint=mode, blocks=times)) for times in (1, 2))
+        if once is None or twice is None:
+            return None
+        kept[mode] = twice - once
+    return kept
+
+
+def _measured(
+    config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan, module: nn.Module
+) -> Mapping[str, float]:  # fmt: skip
+    """Return what all blocks keep, by mode: in a forward on tensors without data."""
+    given = f"trainer.activation_memory_budget={config.trainer.activation_memory_budget:g}"
+    other = "use trainer.activation_checkpoint=selective with trainer.activation_memory_budget=1"
+    for axis in ("tensor", "context", "expert"):
+        if getattr(layout, axis) > 1:
+            raise UserError(
+                f"{given} with parallel.{axis}={getattr(layout, axis)}: the task estimates no activations "
+                f"(activation_bytes), and they are measured on whole sequences and matrices alone; {other}"
+            )
+    try:
+        return {mode: _held_by_blocks(config, task, plan, module, mode) for mode in _MODES}
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's module raises on tensors without data
+        reason = str(error).partition("\n")[0][:_LONGEST_REASON]
+        raise UserError(
+            f"{given}: what blocks keep cannot be measured without data ({type(error).__name__}: {reason}); {other}"
+        ) from error
+
+
+def _held_by_blocks(config: RunConfig, task: Task, plan: ParallelPlan, module: nn.Module, mode: str) -> float:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes long to import
+
+    tensors = [*module.parameters(), *module.buffers()]
+    module = copy.deepcopy(module, {id(each): each for each in tensors})  # which copies no tensor
+    low_dtype, alive, held = LOW_DTYPES[config.precision.name], _Alive(), [0.0]
+    batch = task.example_batch(config.trainer.micro_batch)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        alive,
+        torch.autocast("cpu", low_dtype, enabled=low_dtype is not None, cache_enabled=False),
+    ):
+        empty(module)
+        checkpoint_blocks(module, plan, mode)
+        for name in plan.blocks_in(module):
+            block = module.get_submodule(name)
+            block.register_forward_pre_hook(lambda *_: held.append(-alive.bytes))
+            block.register_forward_hook(lambda *_: held.append(alive.bytes))
+        terms = task.loss(module, map_tensors(partial(torch.empty_like, device="cpu"), batch))
+        del terms
+    return sum(held)
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the bytes of what operations have made and is still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self._seen = 0, set[int]()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (key := (storage := tensor.untyped_storage())._cdata) not in self._seen:
+                self._seen.add(key)
+                self.bytes += storage.size()
+                weakref.finalize(storage, self._end, key, storage.size())
+        return result
+
+    def _end(self, key: int, size: int) -> None:
+        self._seen.remove(key)
+        self.bytes -= size

@@ -23,6 +23,7 @@ from serried.trainer.task import Task, map_tensors
 
 _MODES = ("none", "selective", "full")
 _LONGEST_REASON = 160
+_aten = torch.ops.aten
 
 
 def chosen_mix(
@@ -127,7 +128,9 @@ def _held_by_blocks(config: RunConfig, task: Task, plan: ParallelPlan, module: n
 
     tensors = [*module.parameters(), *module.buffers()]
     module = copy.deepcopy(module, {id(each): each for each in tensors})  # which copies no tensor
-    low_dtype, alive, held = LOW_DTYPES[config.precision.name], _Alive(), [0.0]
+    low_dtype, alive = LOW_DTYPES[config.precision.name], _Alive()
+    held: list[float] = []
+    ended: list[bool] = []
     batch = task.example_batch(config.trainer.micro_batch)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -140,8 +143,12 @@ def _held_by_blocks(config: RunConfig, task: Task, plan: ParallelPlan, module: n
             block = module.get_submodule(name)
             block.register_forward_pre_hook(lambda *_: held.append(-alive.bytes))
             block.register_forward_hook(lambda *_: held.append(alive.bytes))
-        terms = task.loss(module, map_tensors(partial(torch.empty_like, device="cpu"), batch))
-        del terms
+        block.register_forward_hook(lambda *_: ended.append(True))
+        try:
+            task.loss(module, map_tensors(partial(torch.empty_like, device="cpu"), batch))
+        except Exception:  # what comes after the blocks, such as a task's own loss, may need data
+            if not ended:
+                raise
     return sum(held)
 
 
@@ -153,6 +160,8 @@ class _Alive(TorchDispatchMode):
         self.bytes, self._seen = 0, set[int]()
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return True  # as in a trace: no check fails, and no mask hides everything
         result = operation(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and (key := (storage := tensor.untyped_storage())._cdata) not in self._seen:

@@ -1,7 +1,6 @@
 """Ranks as forks of the launcher: what training imports is imported once."""
 
 import ctypes
-import gc
 import os
 import signal
 import sys
@@ -86,7 +85,6 @@ def fork_ranks(
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()  # a fork would print what is left again
-    gc.freeze()  # looking for garbage in what was imported would copy it
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a daemon may have started this one with it ignored: no exit codes
     ranks = []
     with held_back():  # one that reached a fork while it has the handlers of the launcher would be lost

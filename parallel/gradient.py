@@ -8,7 +8,6 @@ from torch import Tensor
 
 from serried.parallel.held import HeldTensor, local
 from serried.parallel.mesh import Layout
-from serried.parallel.shard_specs import ShardSpec
 
 _LONGEST_FP32_ROW = 2**15
 
@@ -61,18 +60,18 @@ def sum_tied_gradients(parameters: Iterable[HeldTensor], ends: dist.ProcessGroup
 
 
 @torch.no_grad()
-def global_sum_of_squares(
-    parameters: Sequence[HeldTensor], specs: Mapping[str, ShardSpec], layout: Layout, device: torch.device
-) -> Tensor:
-    """Sum of squares of the whole reduced gradient, fp64 scalar, equal bits on all ranks. ``specs``: of all stages."""
-    by_copies: dict[int, list[Tensor]] = {each.copies(layout): [] for each in specs.values()}
-    for held in parameters:
-        if held.tensor.requires_grad and held.tensor.grad is not None:
-            by_copies[held.spec.copies(layout)].append(held.tensor.grad)
-    squares = {
-        copies: sum_of_squares(gradients) if gradients else torch.zeros((), dtype=torch.float64, device=device)
-        for copies, gradients in sorted(by_copies.items())
-    }
+def global_sum_of_squares(by_copies: Mapping[int, Sequence[Tensor]], layout: Layout, device: torch.device) -> Tensor:
+    """Sum of squares of the whole reduced gradient, fp64 scalar, equal bits on all ranks.
+
+    ``by_copies``: parameters of this rank by the number of ranks that hold each element, for the numbers of all stages
+    and in ascending order.
+    """
+    squares = {}
+    for copies, parameters in by_copies.items():
+        gradients = [each.grad for each in parameters if each.requires_grad and each.grad is not None]
+        squares[copies] = (
+            sum_of_squares(gradients) if gradients else torch.zeros((), dtype=torch.float64, device=device)
+        )
     # A gradient that every rank holds whole is the result of an all-reduce: all ranks have the same sum already.
     whole = squares.pop(layout.world, None) if layout.pipeline == 1 else None
     if not squares:

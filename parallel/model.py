@@ -142,6 +142,10 @@ class DistributedModel:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.place = layout.coordinates(rank)
         self.parameters: list[HeldTensor] = held_parameters(modules, specs, layout, rank)
+        copies = sorted({each.copies(layout) for each in specs.values()})
+        self._by_copies: dict[int, list[Tensor]] = {each: [] for each in copies}
+        for held in self.parameters:
+            self._by_copies[held.spec.copies(layout)].append(held.tensor)
         self.buffer_names, self._shared, self._loads = buffers, shared, loads
         self.metric_names: tuple[str, ...] | None = None
         """Names of the metrics that the loss returns in training; None before the first step."""
@@ -299,7 +303,7 @@ class DistributedModel:
 
     def sum_squares(self) -> Tensor:
         """Sum of squares of the whole reduced gradient (``.grad``), fp64 scalar, equal bits on all ranks."""
-        return global_sum_of_squares(self.parameters, self.specs, self.layout, self.device)
+        return global_sum_of_squares(self._by_copies, self.layout, self.device)
 
     @property
     def experts(self) -> list[int]:

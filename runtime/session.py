@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from serried.configs.errors import EXIT_FAILED, EXIT_STOPPED, StopRequested, TrainingFailed, UserError
 from serried.configs.schema import LaunchSection
 from serried.runtime.cause import CONNECTIONS_CLOSE_SECONDS, Cause
+from serried.runtime.early import importing
 from serried.runtime.ending import exit_code_of, let_another_end_first, report_alone, say_why
 from serried.runtime.exchange import Exchange
 from serried.runtime.live import announced
@@ -230,7 +231,7 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
     began, env, ranks = time.monotonic(), os.environ, torchrun_says()
     rank, local_rank, world, local_world = ranks
     signals.last_words_unheard = lambda: report_alone(StopRequested(signals.received), is_heard=local_rank == 0)
-    with announced("loading torch", speaks=rank == 0), signals.loading():
+    with announced("loading torch", speaks=rank == 0), signals.loading(), importing():
         import torch
 
     device = choose_device(section, local_rank, local_world)

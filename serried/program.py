@@ -1,5 +1,6 @@
 """Train a recipe: ``python train.py --help``, ``torchrun --nproc_per_node=8 train.py recipe=llama8b``."""
 
+import gc
 import os
 import sys
 from contextlib import suppress
@@ -19,6 +20,7 @@ from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, 
 from serried.parallel.checks import check_layout
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.records.page import write_report
+from serried.runtime.early import importing
 from serried.runtime.ending import leave, note_repeated, report_mistake
 from serried.runtime.program import (
     check_surroundings,
@@ -64,6 +66,7 @@ def _do(action: Action, overrides: list[str]) -> int:
             return say(help_text(typed_command(), chosen=overrides))
         sweep = planned_sweep(overrides) if action == "sweep" else None
         configs = [point.config for point in sweep.points] if sweep else [compose(overrides)]
+        gc.enable()
         if configs[0].plan.search:
             return say(plan_text(configs[0]))
         config, _ = configs[0], [planned_layout(config) for config in configs]
@@ -125,11 +128,15 @@ def task_of(config: RunConfig) -> "Task":
 
 def _load(config: RunConfig) -> None:
     """Import what training imports until its first step, without computing anything."""
-    import torch._dynamo  # noqa: F401 -- an optimizer does
+    is_first = "serried.trainer.run" not in sys.modules
+    with importing():
+        import torch._dynamo  # noqa: F401 -- an optimizer does
 
-    import serried.trainer.run  # noqa: F401
+        import serried.trainer.run  # noqa: F401
 
-    _ = declared().task or tasks.get(config.task.name).load()
+        _ = declared().task or tasks.get(config.task.name).load()
+        if is_first:
+            gc.freeze()  # no garbage is ever looked for in it; in a fork that would copy all of it
 
 
 def _run(config: RunConfig) -> int:

@@ -4,13 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kill_storm import LAYOUTS, storm
+from benchmarks.disturb import LAYOUTS
+from benchmarks.kill_storm import Kills
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["fsdp", *LAYOUTS])
-def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(layout: str, tmp_path: Path) -> None:
-    kills, processes = (2, 4) if layout in LAYOUTS else (3, 2)
-    result = storm(tmp_path / "storm", kills=kills, processes=processes, layout=layout, seed=3)
-    assert not result.violations, "\n".join([*result.violations, result.summary()])
-    assert result.kills == kills
+@pytest.mark.parametrize(
+    ("layout", "launch", "kills"),
+    [("fsdp", "torchrun", 1), ("fsdp", "local", 2), *((layout, "local", 2) for layout in LAYOUTS)],
+)
+def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(
+    layout: str, launch: str, kills: int, tmp_path: Path
+) -> None:
+    storm = Kills(tmp_path / "storm", kills, 4 if layout in LAYOUTS else 2, layout, launch, seed=3)
+    storm.blow()
+    assert not storm.violations, "\n".join(storm.violations)
+    assert storm.done == kills

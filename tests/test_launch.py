@@ -71,8 +71,25 @@ def status(run_dir: Path) -> dict[str, object]:
     return dict(json.loads((run_dir / "status.json").read_text()))
 
 
-def test_two_processes_train_and_rank_0_prints(text: Path, tmp_path: Path) -> None:
-    code, stdout, stderr = Local(*tiny_overrides(text, tmp_path / "run")).end()
+_NOT_IMPORTED = {
+    "accelerate", "datasets", "lightning", "mlflow", "optuna", "torch._inductor.compile_fx",
+    "torch.distributed.pipelining", "torchao", "transformers", "wandb",
+}  # fmt: skip
+"""What a plain run does without, and would start seconds later with. (torch's own optimizers import torch._dynamo,
+torch.distributed.tensor and sympy.)"""
+
+
+def test_two_processes_train_rank_0_prints_and_none_imports_what_it_does_not_use(text: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import os, pathlib, sys\n"
+        "from serried.program import main\n"
+        "from serried.runtime.ending import leave\n"
+        "code = main(sys.argv[1:])\n"
+        "(pathlib.Path(__file__).parent / f'{os.getpid()}.modules').write_text('\\n'.join(sys.modules))\n"
+        "leave(code)\n"
+    )
+    code, stdout, stderr = Local(*tiny_overrides(text, tmp_path / "run"), program=str(own)).end()
     assert (code, stderr) == (0, "")
     assert [line.split()[1] for line in stdout.splitlines() if line.startswith("step ")] == [
         f"{n}/6" for n in range(1, 7)
@@ -80,6 +97,8 @@ def test_two_processes_train_and_rank_0_prints(text: Path, tmp_path: Path) -> No
     assert sum(line.startswith("finished") for line in stdout.splitlines()) == 1
     assert metrics(tmp_path / "run", "start")[0]["world_size"] == 2
     assert len(list((tmp_path / "run" / "log").iterdir())) == 2
+    of_ranks = [set(path.read_text().splitlines()) for path in tmp_path.glob("*.modules")]
+    assert [_NOT_IMPORTED & each for each in of_ranks] == [set()] * 3, "two ranks and what forked them"
 
 
 def test_mistake_is_reported_before_torch_is_imported() -> None:
@@ -264,6 +283,35 @@ def test_signal_while_the_launcher_imports_ends_it_in_one_line(name: str, tmp_pa
     done = launched(tmp_path, f"os.kill(os.getpid(), signal.{name}); time.sleep(60)", "code = 1")
     said = f"stopped: {name} before training began; the same command starts it\n"
     assert (done.returncode, done.stdout, done.stderr) == (75, "", said)
+
+
+@pytest.mark.parametrize(
+    ("launch", "said"),
+    [
+        (["launch=local", "launch.processes=2"], "before training began; the same command starts it"),
+        ([], "while the processes were joining; run the same command to resume"),
+    ],
+)
+def test_signal_that_torch_would_swallow_while_it_is_imported_is_heard(
+    launch: list[str], said: str, text: Path, tmp_path: Path
+) -> None:
+    """torch ignores whatever ends its import of numpy, and computes without it."""
+    script = f"""
+import os, signal, sys
+from serried.program import main
+
+class Strike:
+    def find_spec(name, path=None, target=None):
+        if name == "numpy" and "torch" in sys.modules:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, Strike)
+os._exit(main({[*tiny_overrides(text, tmp_path / "run"), "launch.device=cpu", *launch]}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (75, "", f"stopped: SIGTERM {said}\n")
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1"])

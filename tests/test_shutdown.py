@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.disturb import family, is_alive, torchrun
+from benchmarks.disturb import family, is_alive, started
 from serried.configs.declaration import BUILT_IN
 from serried.configs.errors import StopRequested
 from serried.configs.schema import LaunchSection
@@ -551,7 +551,7 @@ def test_no_process_outlives_its_torchrun_unsaved(
     signals has the others."""
     run_dir = tmp_path / "run"
     argv = arguments(text, run_dir, "launch.device=cpu")
-    with torchrun(2, argv, tmp_path / "output.txt", script=("-m", "tests.waiting")) as agent:
+    with started(2, argv, tmp_path / "output.txt", script=("-m", "tests.waiting")) as agent:
         until(lambda: agent.poll() is not None or '"step": 2,' in _text(run_dir / "metrics.jsonl"))
         processes = family(agent.pid)
         os.kill(agent.pid, USR1)

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.signal_storm import storm
+from benchmarks.signal_storm import Signals
 
 
 @pytest.mark.slow
-def test_a_run_that_is_asked_to_stop_again_and_again_is_the_run_that_was_not(tmp_path: Path) -> None:
-    result = storm(tmp_path / "storm", signals=4, processes=2, layout="fsdp", seed=5)
-    assert not result.violations, "\n".join([*result.violations, result.summary()])
-    assert result.signals == 4
+@pytest.mark.parametrize("launch", ["torchrun", "local"])
+def test_a_run_that_is_asked_to_stop_again_and_again_is_the_run_that_was_not(launch: str, tmp_path: Path) -> None:
+    storm = Signals(tmp_path / "storm", 2, launch=launch, seed=5)
+    storm.blow()
+    assert not storm.violations, "\n".join(storm.violations)
+    assert storm.done == 2

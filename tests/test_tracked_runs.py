@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.disturb import family, is_alive, last_step, send, torchrun
+from benchmarks.disturb import family, is_alive, last_step, send, started
 from serried.trainer.trainer import Trainer
 from tests.runs import checkpoint, metrics, run_here, tiny_overrides, weights
 from tests.tracked import await_trackers, scalars, trackers, wait_for, wandb_run
@@ -73,7 +73,7 @@ def test_run_killed_with_its_trackers_and_resumed_shows_each_step_once(text: Pat
         is_shown = list(run_dir.glob("tensorboard/events*")) and [path for path in wandb_files if path.stat().st_size]
         return bool(is_shown) and last_step(run_dir) > every and 10 < last_step(run_dir) % every < every - 10
 
-    with torchrun(2, argv, tmp_path / "first") as agent:
+    with started(2, argv, tmp_path / "first") as agent:
         wait_for(lambda: agent.poll() is not None or is_between_and_shown())
         processes = family(agent.pid)
         assert len(processes) > 4, (tmp_path / "first").read_text()
@@ -82,7 +82,7 @@ def test_run_killed_with_its_trackers_and_resumed_shows_each_step_once(text: Pat
         agent.wait()
     wait_for(lambda: not any(map(is_alive, processes)))
     killed = last_step(run_dir)
-    with torchrun(2, [*argv, f"trainer.stop_at={killed + 5}"], tmp_path / "second") as agent:
+    with started(2, [*argv, f"trainer.stop_at={killed + 5}"], tmp_path / "second") as agent:
         assert agent.wait(240) != 0, "stopped: there is more to train"
     await_trackers(run_dir)
     (_, start) = metrics(run_dir, "start")

@@ -53,11 +53,13 @@ def end_in_one_line(numbers: Iterable[signal.Signals] = (signal.SIGINT, signal.S
 @contextmanager
 def importing() -> Iterator[None]:
     """Within, modules are imported: do not look for garbage, of which there is none, in a third of the time."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def print_any_text() -> None:

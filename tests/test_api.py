@@ -417,10 +417,6 @@ def test_installed_task_is_chosen_by_name_with_its_own_keys(
     assert metrics(tmp_path, "start")[0]["unit"] == "samples"
     assert isinstance(serried.load_model(tmp_path), nn.Module)
     capsys.readouterr()
-    assert cli.main(["evaluate", str(tmp_path)]) == 78
-    refused = capsys.readouterr().err
-    assert "by the task points, which is no serried.TextTask with" in refused
-    assert refused.endswith(f'in Python: serried.load_model("{tmp_path}")\n')
     assert cli.main(["export", str(tmp_path), "format=torch_export", f"out={tmp_path / 'x.pt2'}"]) == 78
     assert "use format=hf, or in Python: " in capsys.readouterr().err
     assert program.main(["task=point"]) == 78

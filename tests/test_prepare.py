@@ -314,7 +314,7 @@ def test_it_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert end == ""
     for line in lines:
         assert re.fullmatch(
-            r"preparing data: (reading|tokenising) [\d.]+[KM]?i?B of 3\.4MiB, [\d.]+[KM]?i?B/s, eta (\d+m)?\d+s", line
+            r"preparing data: (reading|tokenising) [\d.]+[KM]?i?B of 3\.4MiB, [\d.]+[KMG]?i?B/s, eta (\d+m)?\d+s", line
         ), line
     assert {line.split()[2] for line in lines} == {"reading", "tokenising"}
     assert " 3.4MiB of 3.4MiB" in lines[-1]

@@ -97,17 +97,18 @@ def test_the_formula_is_at_most_3_percent_above_the_trace_and_never_below(name: 
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("layers", "more"),
     [
-        [],
+        (8, []),
         pytest.param(
+            13,
             ["parallel.tensor=2", "trainer.activation_checkpoint_every=2", "trainer.activation_checkpoint=full"],
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_few_blocks_tell_of_all_to_the_byte(more: list[str]) -> None:
-    argv = ["parallel=fsdp", "model.layers=8", *more]
+def test_a_few_blocks_tell_of_all_to_the_byte(layers: int, more: list[str]) -> None:
+    argv = ["parallel=fsdp", f"model.layers={layers}", *more]
     config, task, layout, accumulation = config_of(*argv, processes=8)
     (few,) = trace_step(config, task, layout, accumulation)
     assert few.block is not None
@@ -115,7 +116,7 @@ def test_a_few_blocks_tell_of_all_to_the_byte(more: list[str]) -> None:
     assert few.step.peak == whole.peak
     assert {kind: size for kind, size in few.step.memory.items() if size} == whole.memory
     assert few.step.work["backward"].flops == whole.work["backward"].flops
-    known, other = (sent(flows_of([TracedStage(0, step, None, 8)]), "fsdp") for step in (few.step, whole))
+    known, other = (sent(flows_of([TracedStage(0, step, None, layers)]), "fsdp") for step in (few.step, whole))
     assert known == other
 
 

@@ -136,7 +136,7 @@ class _Loss(nn.Module):
         terms = HeadTerms(label_smoothing=0.1, z_loss=1e-4)
         self.head.loss = partial(linear_cross_entropy_sum, terms=terms)
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, _: object = None) -> torch.Tensor:
         del tokens
         hidden = self.hidden.unsqueeze(0)
         if not self.is_whole:

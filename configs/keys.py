@@ -46,6 +46,8 @@ class Key:
     """The range in words, such as ``at least 1``; empty when there is none."""
     purpose: str
     """Its docstring in ``schema.py``, on one line."""
+    word: str = ""
+    """What it may be in place of a number; empty: nothing."""
 
     @property
     def is_free_text(self) -> bool:
@@ -54,7 +56,7 @@ class Key:
 
     def may_take(self, value: str) -> bool:
         """Whether ``value``, as typed, is of the key's kind; its range is not checked."""
-        if value in ("", "null") or "${" in value:
+        if value in ("", "null", self.word) or "${" in value:
             return bool(self.nullable or value != "null")
         if self.kind in ("array", "texts", "integers"):
             return value.startswith("[")
@@ -68,7 +70,7 @@ class Key:
     def expected(self) -> str:
         """What a value must be, to follow "is not"."""
         words = f"one of {', '.join(self.choices)}" if self.choices else _WORDS[self.kind][0]
-        return f"{words} or null" if self.nullable else words
+        return " or ".join([words, *filter(None, [self.word]), *["null"] * self.nullable])
 
     @property
     def override(self) -> str:
@@ -200,6 +202,7 @@ def _keys_of(model: type[Section], above: str) -> Keys:
                     nullable=nullable,
                     bounds=_bounds(field),
                     purpose=" ".join(purpose.split()),
+                    word=next((each["const"] for each in alternatives if each is not field and "const" in each), ""),
                 )
             if section is not None:
                 walk(section["properties"], f"{path}.", found)

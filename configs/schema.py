@@ -10,7 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from serried.configs.addresses import has_password, without_password
 from serried.configs.divisors import nearest_divisors
@@ -54,6 +65,21 @@ DerivedSize = Annotated[
 ]
 """A size that the section fills in when it is null."""
 Degree = Annotated[Count, Field(ge=-1, le=10**6)]
+
+AUTO = 0
+"""``trainer.micro_batch=auto`` before it is chosen; configurations are written with the word."""
+
+
+def _count_or_auto(value: Any, count: ValidatorFunctionWrapHandler) -> Any:
+    return AUTO if value == "auto" else count(value)
+
+
+CountOrAuto = Annotated[
+    PositiveCount,
+    WrapValidator(_count_or_auto),
+    PlainSerializer(lambda count: count or "auto"),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1, "maximum": 10**15}, {"const": "auto"}]}),
+]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
 """Of a pipeline."""
 
@@ -607,8 +633,9 @@ class TrainerSection(Section):
     """Passes over the training data, instead of ``steps``: rounded up to whole steps."""
     global_batch: PositiveCount
     """Sequences per optimizer step, over all processes and micro-batches."""
-    micro_batch: PositiveCount
-    """Sequences per forward pass on one process. Accumulation = global_batch / (micro_batch x data ranks)."""
+    micro_batch: CountOrAuto
+    """Sequences per forward pass on one process; ``auto``: the most that fit, by the plan.
+    Accumulation = global_batch / (micro_batch x data ranks)."""
     activation_checkpoint: Literal["none", "full", "selective", "offload"] = "none"
     """What blocks keep for the backward: all; ``full``: their inputs alone, and compute the rest again; ``selective``:
     also half of the matrix products and attention; ``offload``: all, in host memory. The numbers are the same."""

@@ -8,8 +8,9 @@ from serried.configs.errors import UserError
 from serried.configs.families import DIVIDED_MODELS, HuggingFaceSection
 from serried.configs.model_folder import teacher_section
 from serried.configs.registry import models
+from serried.configs.run_config import Config
 from serried.configs.schema import RunConfig
-from serried.parallel.mesh import MODEL_AXES, V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout
+from serried.parallel.mesh import MODEL_AXES, V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout, gradient_accumulation
 
 _NEEDS_A_MICRO_BATCH_PER_STAGE = ("1f1b", *V_SCHEDULES)
 _WORKS_IN_ROUNDS = ("interleaved", "interleaved_zero_bubble")
@@ -74,6 +75,30 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     if layout.pipeline > 1:
         _check_stages(layout, getattr(model, "layers", None))
         _check_micro_batches(config, layout, accumulation)
+
+
+def allowed_micro_batches(config: RunConfig, layout: Layout) -> list[int]:
+    """Return the values of ``trainer.micro_batch`` that the batch and the layout allow, the largest first.
+
+    Raises:
+        UserError: there is none.
+    """
+    most, allowed = gradient_accumulation(with_micro_batch(config, 1).trainer, layout), []
+    refused: UserError | None = None
+    for samples in reversed(divisors(most)):
+        try:
+            check_layout(with_micro_batch(config, samples), layout, most // samples)
+            allowed.append(samples)
+        except UserError as error:
+            refused = error
+    if not allowed and refused:
+        raise refused
+    return allowed
+
+
+def with_micro_batch(config: Config, samples: int) -> Config:
+    """Return ``config`` with ``trainer.micro_batch=samples``."""
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"micro_batch": samples})})
 
 
 def _check_compile(config: RunConfig, layout: Layout) -> None:

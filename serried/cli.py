@@ -14,7 +14,7 @@ from serried.configs.declaration import BUILT_IN, declaring
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.configs.formats import columns
 from serried.configs.plain_data import read_json
-from serried.configs.schema import RunConfig
+from serried.configs.schema import AUTO, RunConfig
 from serried.configs.suggest import nearest
 from serried.configs.words import number, pairs, run_key
 from serried.opening import opened, opened_any, task_that_trained
@@ -435,6 +435,8 @@ def evaluate(words: list[str]) -> int:
     config = as_saved(
         config, checkpoint, world_size=torchrun_says()[2], is_resharded=is_resharded, is_other_data=is_other_data
     )
+    if config.trainer.micro_batch == AUTO:
+        raise UserError("trainer.micro_batch=auto is chosen for training; use trainer.micro_batch=8")
     batches = None if is_other_data and "trainer.eval_batches" not in keys else config.trainer.eval_batches
 
     def work(session: Session) -> int:

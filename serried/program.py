@@ -15,9 +15,9 @@ from serried.configs.errors import UserError
 from serried.configs.help import help_text
 from serried.configs.registry import tasks
 from serried.configs.run_config import config_yaml
-from serried.configs.schema import RunConfig
+from serried.configs.schema import AUTO, RunConfig
 from serried.launch.start import describe_runs, planned_sweep, start_elsewhere, start_sweep
-from serried.parallel.checks import check_layout
+from serried.parallel.checks import allowed_micro_batches, check_layout, with_micro_batch
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.records.page import write_report
 from serried.runtime.early import importing
@@ -85,6 +85,8 @@ def planned_layout(config: RunConfig) -> tuple[Layout, int]:
         UserError: they do not go together.
     """
     layout = resolve_layout(config.parallel, planned_processes(config.launch, config.dry_run))
+    if config.trainer.micro_batch == AUTO:  # chosen later: any that can be
+        config = with_micro_batch(config, allowed_micro_batches(config, layout)[0])
     accumulation = gradient_accumulation(config.trainer, layout)
     check_layout(config, layout, accumulation)
     return layout, accumulation
@@ -97,7 +99,19 @@ def plan_text(config: RunConfig) -> str:
 
     if config.plan.search:
         return search(config, task_of(config), planned_processes(config.launch, dry_run=True))
-    return dry_run(config, task_of(config), *planned_layout(config))
+    return dry_run(*_step(config))
+
+
+def _step(config: RunConfig) -> "tuple[RunConfig, Task, Layout, int, str]":
+    """Return ``config`` with a number for ``trainer.micro_batch``, its task, layout and accumulation, and a line on the
+    number if it was chosen."""
+    from serried.trainer.overview import chosen
+
+    task, (layout, accumulation), why = task_of(config), planned_layout(config), ""
+    if config.trainer.micro_batch == AUTO:
+        config, why = chosen(config, task, layout)
+        accumulation = gradient_accumulation(config.trainer, layout)
+    return config, task, layout, accumulation, why
 
 
 def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
@@ -105,7 +119,7 @@ def traced_products(config: RunConfig) -> list[tuple[int, int, int]]:
     from serried.trainer.plan.traced import CannotTrace, products_of, trace_step
 
     try:
-        return products_of(trace_step(config, task_of(config), *planned_layout(config)))
+        return products_of(trace_step(*_step(config)[:4]))
     except CannotTrace as error:
         raise UserError(
             f"no products are known to time, as the step cannot be traced: {error}; use another model or layout"
@@ -116,7 +130,7 @@ def comparison_text(config: RunConfig, ran: "Figures") -> str:
     """Return the plan of ``config`` against what a run of it measured."""
     from serried.trainer.plan.compare import compared
 
-    return compared(config, task_of(config), *planned_layout(config), ran)
+    return compared(*_step(config)[:4], ran)
 
 
 def task_of(config: RunConfig) -> "Task":

@@ -25,8 +25,10 @@ from serried.recipes.causal_lm import CausalLM
 from serried.runtime.session import open_session
 from serried.trainer.model import build_model, sharded
 from serried.trainer.optimizer import build_optimizer
-from serried.trainer.plan.memory import FormulaMemory, planned_flows, planned_memory
+from serried.trainer.plan.devices import device_of
+from serried.trainer.plan.memory import FormulaMemory, formula_memory, planned_flows, planned_memory
 from serried.trainer.plan.parts import Fits, Work
+from serried.trainer.plan.step_plan import fits_of
 from serried.trainer.plan.traced import TracedStage, _Tracer, flows_of, memory_of, trace_step
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.training_state import train_step
@@ -196,6 +198,17 @@ def allocated_and_sent(argv: list[str], path: str) -> tuple[int, dict[str, int]]
     sizes = [(at, int(counted["Total Allocated"]) - before) for at, counted in counts]
     peak = min(max(size for at, size in sizes if 0 <= at - each["ts"] <= each["dur"]) for each in steps)
     return peak, dict(wire.bytes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "processes", "answer"), [("llama8b", 8, "yes"), ("llama70b", 16, "tight"), ("llama70b", 32, "yes")]
+)
+def test_large_recipes_fit_as_many_gpus_of_80_gb_as_they_name(recipe: str, processes: int, answer: str) -> None:
+    config = compose([f"recipe={recipe}", "data.tokenizer=bytes", "model.vocab_size=128256"])
+    layout, task = resolve_layout(config.parallel, processes), CausalLM(config)
+    model, accumulation = build_model(config, task), gradient_accumulation(config.trainer, layout)
+    needed = planned_memory(config, task, layout, accumulation, model.module, model.plan)
+    assert fits_of(formula_memory(needed), int(device_of("h100").memory_bytes)).answer == answer
 
 
 @pytest.mark.parametrize(("left", "answer"), [(-1, "no"), (50, "tight"), (200, "yes")])

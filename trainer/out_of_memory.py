@@ -5,7 +5,6 @@ import os
 import re
 import resource
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from serried.configs.schema import RunConfig
 from serried.parallel.held import local
 from serried.records.run_folder import PROFILES
 from serried.runtime.session import Session
+from serried.trainer.host_memory import limits, machine_bytes, tensor_bytes
 from serried.trainer.metrics import peak_memory_bytes
 from serried.trainer.overview import saved_bytes
 from serried.trainer.plan.advice import Advice, Planned, advice
@@ -36,8 +36,6 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "P
 _EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 _ADVICE_LINES = 6
 _USABLE_SHARE = 0.9
-_LIBRARIES_BYTES = 2**30
-"""What torch and its libraries take of a process's memory on a CPU, roughly."""
 _FRAGMENTED_SHARE = 0.05
 
 
@@ -120,25 +118,10 @@ def _measure(device: torch.device) -> _Usage:
             allocated, reserved - allocated, others, total - others, f"{size(free)} of the GPU's {size(total)} are free"
         )
     resident = peak_memory_bytes(device)[0]
-    total, available = _machine_bytes()
-    text, capacity = f"{size(available)} of the machine's {size(total)} are free", resident + available
-    limits = {"this process may have (ulimit -v)": resource.getrlimit(resource.RLIMIT_AS)[0]}
-    with suppress(OSError, ValueError):
-        limits["the control group may have"] = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
-    for whose, limit in limits.items():
-        if 0 < limit < total:
-            text, capacity = f"{text}, and {whose} {size(limit)}", min(capacity, limit)
-    return _Usage(resident, 0, None, capacity - _LIBRARIES_BYTES, text)
-
-
-def _machine_bytes() -> tuple[int, int]:
-    """Memory of this machine, and how much of it is available."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total, available = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        available = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return total, available
+    total, available = machine_bytes()
+    text = f"{size(available)} of the machine's {size(total)} are free"
+    text += "".join(f", and {whose} {size(limit)}" for whose, limit in limits().items())
+    return _Usage(resident, 0, None, tensor_bytes(resident), text)
 
 
 def _asked_bytes(error: BaseException | None) -> int:

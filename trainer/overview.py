@@ -10,6 +10,7 @@ from serried.configs.formats import short, size
 from serried.configs.schema import RunConfig, TrainerSection
 from serried.parallel.activations import Mix
 from serried.parallel.apply import check_plan
+from serried.parallel.checks import with_micro_batch
 from serried.parallel.compile import check_blocks
 from serried.parallel.eight_bits import is_eight_bits
 from serried.parallel.mesh import Layout
@@ -19,6 +20,8 @@ from serried.trainer.activation_budget import chosen_mix, number_of_firsts
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data import training_data, with_steps
 from serried.trainer.fitting import fitting
+from serried.trainer.host_memory import tensor_bytes
+from serried.trainer.micro_batch import choose
 from serried.trainer.model import Model, build_model
 from serried.trainer.optimizer import check_optimizer, learning_rate
 from serried.trainer.optimizer_state import state_bytes_by_name
@@ -26,7 +29,7 @@ from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.memory import holds_what_it_computed_again, planned_memory
 from serried.trainer.plan.planned_time import measured_rates, planned_device
 from serried.trainer.plan.show import plan_lines
-from serried.trainer.plan.step_plan import StepPlan, plan_step
+from serried.trainer.plan.step_plan import RESERVED_BYTES, StepPlan, plan_step
 from serried.trainer.precision import chosen_layers, frozen_type
 from serried.trainer.sampler import passes
 from serried.trainer.task import Dataset, Task
@@ -116,8 +119,18 @@ def _benchmarks(trainer: TrainerSection) -> str:
     )
 
 
-def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) -> str:
-    """The plan of a run that is not started."""
+def chosen(config: RunConfig, task: Task, layout: Layout) -> tuple[RunConfig, str]:
+    """Return ``config`` with a number for ``trainer.micro_batch=auto`` on what it is planned for, and a line on it."""
+    launch, capacity = config.launch, _capacity(config)
+    if launch.device == "cuda" or (launch.device == "auto" and (launch.name == "slurm" or torch.cuda.is_available())):
+        capacity = _gpu_bytes(config)
+    usable = capacity - RESERVED_BYTES if capacity else tensor_bytes(processes=launch.processes or layout.world)
+    samples, line = choose(config, task, layout, usable, "cuda" if capacity else "cpu")
+    return with_micro_batch(config, samples), line
+
+
+def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int, why: str = "") -> str:
+    """The plan of a run that is not started; ``why``: a line on a micro-batch that was chosen."""
     trainer, has_example = config.trainer, type(task).example_batch is not Task.example_batch
     if trainer.epochs is not None or (trainer.activation_memory_budget < 1 and not has_example):
         task.open_data(task.prepare(lambda _: None))
@@ -128,7 +141,7 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int) ->
     model, plan = built.module, built.plan
     freeze(model, config.optim)
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
-    lines = overview(config, task, layout, accumulation, model, plan, place, device)
+    lines = [*[why] * bool(why), *overview(config, task, layout, accumulation, model, plan, place, device)]
     is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
     if config.plan.model_fields_set:
         planned = plan_of(config, task, layout, accumulation, built)
@@ -158,9 +171,14 @@ def plan_of(config: RunConfig, task: Task, layout: Layout, accumulation: int, bu
     """Plan a step of ``config``, whose model was ``built`` on meta."""
     is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
     is_timed = is_for_gpus or bool(config.plan.model_fields_set - {"mode", "as_json"})
+    return plan_step(config, task, layout, accumulation, built.module, built.plan, _capacity(config), is_timed=is_timed)
+
+
+def _capacity(config: RunConfig) -> int | None:
+    """Return the bytes of the GPU that is planned for; None: none is."""
+    is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
     has_gpu = measured_rates(config).is_gpu if config.plan.rates else is_for_gpus or config.plan.device
-    capacity = _gpu_bytes(config) if has_gpu else None
-    return plan_step(config, task, layout, accumulation, built.module, built.plan, capacity, is_timed=is_timed)
+    return _gpu_bytes(config) if has_gpu else None
 
 
 def _gpu_bytes(config: RunConfig) -> int:

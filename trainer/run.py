@@ -6,20 +6,21 @@ from functools import partial
 
 from serried.configs import run_config
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, StopRequested, UserError
-from serried.configs.schema import RunConfig
+from serried.configs.schema import AUTO, RunConfig
 from serried.records.page import write_report
 from serried.records.run_folder import RunFolder
 from serried.records.status import read_status, record_end
 from serried.runtime.console import Console
 from serried.runtime.ending import Failure
 from serried.runtime.session import Session
-from serried.trainer import compilation
+from serried.trainer import compilation, micro_batch
 from serried.trainer.activity import activity
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
 from serried.trainer.context import Context
 from serried.trainer.data import Data, with_steps
 from serried.trainer.model import build_model
 from serried.trainer.out_of_memory import explained
+from serried.trainer.plan.traced import takes_samples
 from serried.trainer.pulse import END
 from serried.trainer.report import DONE
 from serried.trainer.task import Task
@@ -72,6 +73,13 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
             check_data(start, (data or Data(task, session, console)).fingerprint, config)
             build_model(config, task).check_names(start.checkpoint, None)
             return _nothing_to_do(config, start, console, folder)
+        if config.trainer.micro_batch == AUTO:
+            if takes_samples(task):
+                data = data or Data(task, session, console)
+            console.doing("choosing trainer.micro_batch")
+            config, line = micro_batch.for_run(config, task, session, start)
+            task.run, config_yaml = config, run_config.config_yaml(config)
+            console.say(line)
         trainer = Trainer(Context(config, task, session, console, folder, watchdog.pulse), config_yaml, start, data)
         if folder is not None:
             session.signals.last_words = partial(_last_words, console, folder, trainer)

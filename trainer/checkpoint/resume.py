@@ -16,7 +16,7 @@ from serried.configs.explain import shown, value_at
 from serried.configs.keys import all_keys
 from serried.configs.plain_data import expanded, flatten
 from serried.configs.run_config import CHOSEN
-from serried.configs.schema import RunConfig, Section
+from serried.configs.schema import AUTO, RunConfig, Section
 from serried.configs.suggest import nearest
 from serried.records.run_folder import RunFolder
 from serried.runtime.session import Session
@@ -80,7 +80,7 @@ def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Pat
         with taking_from(path):
             if not config.checkpoint.allow_changes:
                 _refuse_changes(path, state["config"], config)
-            notes += _changed(state, config, session.world_size)
+            notes += changes(state, config, session.world_size)
         return Start(path, origin=chosen["origin"], state=state, notes=notes)
     if damage:
         raise UserError(
@@ -313,9 +313,11 @@ def is_free(key: str, config: RunConfig, *, by_content: bool = False) -> bool:
     return False
 
 
-def _changed(state: dict[str, Any], config: RunConfig, world_size: int) -> list[str]:
+def changes(state: dict[str, Any], config: RunConfig, world_size: int) -> list[str]:
+    """Return a line on what differs from the run of a checkpoint's ``state``, if that changes more than its end."""
     changed = differences(state["config"], plain(config), type(config))
-    silent = ("run.", "checkpoint.", "dry_run", "trainer.stop_at", "trainer.max_minutes")
+    chosen = ["trainer.micro_batch"] if config.trainer.micro_batch == AUTO else []
+    silent = ("run.", "checkpoint.", "dry_run", "trainer.stop_at", "trainer.max_minutes", *chosen)
     told = [text for key, text in changed.items() if not key.startswith(silent)]
     for name, now in (("torch", torch.__version__), ("world_size", world_size)):
         if state.get(name) != now:

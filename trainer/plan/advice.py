@@ -31,10 +31,10 @@ class Advice(NamedTuple):
 class Planned:
     """Memory that a run of a config needs, and that it would need with other values."""
 
-    def __init__(self, config: RunConfig, task: Task, world_size: int) -> None:
+    def __init__(self, config: RunConfig, task: Task, world_size: int, device: str | None = None) -> None:
         self.config, self.world_size = config, world_size
         self._task = task
-        built = build_model(config, task)
+        built = build_model(config, task, device)
         self.model, self.plan = built.module, built.plan
         freeze(self.model, config.optim)
         self.memory = self.of(config, world_size)

@@ -104,17 +104,22 @@ class TracedStage:
     """Of the model, here."""
 
 
-def trace_step(config: RunConfig, task: Task, layout: Layout, accumulation: int) -> list[TracedStage]:
+def trace_step(
+    config: RunConfig, task: Task, layout: Layout, accumulation: int, *, is_open: bool = False
+) -> list[TracedStage]:
     """Trace a step on the ranks that hold the most: the first of each coordinate of the pipeline that differs.
 
     Equal blocks add equal amounts of everything, so a few of them are traced; one more proves it, or all are.
+    ``is_open``: whether the data of ``task`` is.
 
     Raises:
         CannotTrace: the module, or what it exchanges, needs data.
     """
     if layout.context > 1 and layout.context_method == "ring" and config.launch.device != "cpu":
         raise CannotTrace("ring attention has other kernels on GPUs than here")
-    if type(task).example_batch is Task.example_batch:
+    if config.trainer.activation_checkpoint == "offload" and config.launch.device != "cpu":
+        raise CannotTrace("copies in host memory would count as the GPU's")
+    if takes_samples(task) and not is_open:
         task.open_data(task.prepare(lambda _: None))
     try:
         with warnings.catch_warnings():
@@ -125,6 +130,11 @@ def trace_step(config: RunConfig, task: Task, layout: Layout, accumulation: int)
     except Exception as error:  # whatever a user's module raises on tensors without data
         reason = str(error).partition("\n")[0]
         raise CannotTrace(f"{type(error).__name__}: {reason}"[:_LONGEST_REASON]) from error
+
+
+def takes_samples(task: Task) -> bool:
+    """Whether a trace of ``task`` needs its data, for the shapes of a batch."""
+    return type(task).example_batch is Task.example_batch
 
 
 def memory_of(stages: Sequence[TracedStage]) -> Memory:

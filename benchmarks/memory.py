@@ -1,0 +1,72 @@
+"""Peak memory per mode: ``python -m benchmarks.memory`` prints the table of docs/performance.md.
+
+A small model on one process, by the events of torch's allocator on a CPU; and Llama 8B on 8 ranks, by the plan's trace.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from serried.configs.compose import compose
+from serried.parallel.mesh import gradient_accumulation, resolve_layout
+from serried.recipes.causal_lm import CausalLM
+from serried.trainer.model import build_model
+from serried.trainer.plan.devices import device_of
+from serried.trainer.plan.step_plan import StepPlan, plan_step
+from tests.test_plan import allocated_and_sent
+
+MODES = {
+    "`selective`, AdamW": (),
+    "`none`": ("trainer.activation_checkpoint=none",),
+    "`full`": ("trainer.activation_checkpoint=full",),
+    "budget of 0.5": ("trainer.activation_checkpoint=none", "trainer.activation_memory_budget=0.5"),
+    "`offload`": ("trainer.activation_checkpoint=offload",),
+    "`optim=adamw8bit`": ("optim=adamw8bit",),
+    "`optim=adamw4bit`": ("optim=adamw4bit",),
+    "`optim=muon`": ("optim=muon",),
+    "`precision=float8`": ("precision=float8",),
+}
+"""What differs from recipe llama8b, which has the first."""
+_LLAMA8B = ("recipe=llama8b", "data.tokenizer=bytes", "model.vocab_size=128256")
+_SMALL = (
+    "model=llama8b", "model.layers=6", "model.dim=256", "model.hidden_dim=640", "model.heads=4", "model.kv_heads=2",
+    "model.vocab_size=2000", "data.tokenizer=bytes", "data.sequence_length=128", "trainer.micro_batch=8",
+    "trainer.global_batch=8", "trainer.activation_checkpoint=selective", "parallel=single", "precision=bf16",
+    "launch.device=cpu",
+)  # fmt: skip
+_NOT_ON_A_CPU = ("`offload`", "`precision=float8`")
+"""There the host is the device, and products in 8 bits are emulated."""
+
+
+def allocated(argv: Sequence[str]) -> int:
+    """Return the bytes that a step of the small model with ``argv`` holds at most, in a process of its own."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process, tempfile.TemporaryDirectory() as folder:
+        return process.submit(allocated_and_sent, [*_SMALL, *argv], folder).result()[0]
+
+
+def planned(argv: Sequence[str], processes: int) -> StepPlan:
+    """Return the plan of Llama 8B with ``argv`` for GPUs of 80 GB."""
+    config = compose([*_LLAMA8B, *argv, "dry_run=true", "plan.mode=trace"])
+    layout, task = resolve_layout(config.parallel, processes), CausalLM(config)
+    gpu = int(device_of("h100").memory_bytes)
+    accumulation, model = gradient_accumulation(config.trainer, layout), build_model(config, task)
+    return plan_step(config, task, layout, accumulation, model.module, model.plan, gpu, is_timed=False)
+
+
+def table() -> str:
+    """Return the table as Markdown."""
+    lines = ["| | small model, allocated | Llama 8B on 8 ranks, traced | left of 80 GB |", "| --- | --- | --- | --- |"]
+    for name, argv in MODES.items():
+        small = "-" if name in _NOT_ON_A_CPU else f"{allocated(argv) / 2**20:.0f} MiB"
+        plan = planned(argv, 8)
+        assert plan.fits is not None, "there is a GPU"
+        by = "" if plan.found == "traced" else " by formula"
+        lines.append(
+            f"| {name} | {small} | {plan.fits.needed / 2**30:.1f} GiB{by} | {plan.fits.margin / 2**30:.1f} GiB |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,32 @@
+"""Memory of this machine that tensors may have."""
+
+import os
+import resource
+from contextlib import suppress
+from pathlib import Path
+
+_LIBRARIES_BYTES = 2**30
+"""What torch and its libraries take of a process's memory, roughly."""
+
+
+def machine_bytes() -> tuple[int, int]:
+    """Return the memory of this machine, and how much of it is available."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, available = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        available = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return total, available
+
+
+def limits() -> dict[str, int]:
+    """Return limits below the memory of this machine, in bytes, by whom they are for."""
+    found = {"this process may have (ulimit -v)": resource.getrlimit(resource.RLIMIT_AS)[0]}
+    with suppress(OSError, ValueError):
+        found["the control group may have"] = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
+    return {whose: limit for whose, limit in found.items() if 0 < limit < machine_bytes()[0]}
+
+
+def tensor_bytes(held: int = 0, processes: int = 1) -> int:
+    """Return what tensors of each of ``processes`` may have, of what is available and what is ``held`` already."""
+    return min([held + machine_bytes()[1], *limits().values()]) // processes - _LIBRARIES_BYTES

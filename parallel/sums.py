@@ -1,4 +1,4 @@
-"""Sums over whole parameters, of which a rank holds parts: for an optimizer with means of rows and columns."""
+"""Sums over whole parameters that are divided over ranks, for optimizers with means of rows and columns."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -295,7 +295,7 @@ def test_signal_while_the_launcher_imports_ends_it_in_one_line(name: str, tmp_pa
 def test_signal_that_torch_would_swallow_while_it_is_imported_is_heard(
     launch: list[str], said: str, text: Path, tmp_path: Path
 ) -> None:
-    """torch ignores whatever ends its import of numpy, and computes without it."""
+    """torch catches any exception in its import of numpy, and computes without it."""
     script = f"""
 import os, signal, sys
 from serried.program import main

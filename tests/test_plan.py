@@ -193,7 +193,7 @@ def allocated_and_sent(argv: list[str], path: str) -> tuple[int, dict[str, int]]
     events = json.loads(file.read_text())["traceEvents"]
     steps = [each for each in events if re.fullmatch("step [1-4]", each["name"]) and "dur" in each]
     counts = sorted((each["ts"], each["args"]) for each in events if each["name"] == "[memory]")
-    # The counter goes on from earlier profiles of the process, with what was freed after they ended.
+    # The counter keeps what earlier profiles of this process left allocated, even if it was freed after they ended.
     before = int(counts[0][1]["Total Allocated"]) - int(counts[0][1]["Bytes"])
     sizes = [(at, int(counted["Total Allocated"]) - before) for at, counted in counts]
     peak = min(max(size for at, size in sizes if 0 <= at - each["ts"] <= each["dur"]) for each in steps)

@@ -145,7 +145,7 @@ def test_a_cut_cable_is_noticed_and_told_and_training_goes_on(
     hosts.set_link(1, "down")
     run.wait_for_world(1, starts=2)
     told = metrics(run.run_dir, "stop")[0]
-    assert told["state"] == "stopped"
+    assert told["state"] == "stopped", told
     assert "rank 1 on node1" in told["reason"]
     assert "when its heartbeat stopped" in told["reason"]
     run.stop()

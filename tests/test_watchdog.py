@@ -20,13 +20,14 @@ from serried.configs.schema import LaunchSection
 from serried.parallel import collectives
 from serried.program import main
 from serried.recipes.models.transformer import Transformer
+from serried.runtime.console import Console
 from serried.runtime.ending import leave
 from serried.runtime.session import open_session
 from serried.trainer.diagnosis import Beat, diagnose, judge_silent_by_others
 from serried.trainer.loader import BatchLoader
 from serried.trainer.loop import Loop
 from serried.trainer.pulse import DATA, END, LOG, SAVE, SET_UP, TRAIN, Patience, Pulse
-from serried.trainer.watchdog import last_collectives
+from serried.trainer.watchdog import Watchdog, last_collectives
 from tests.cluster import ROOT, Cluster
 from tests.runs import metrics, steps_saved, tiny_overrides
 
@@ -191,6 +192,23 @@ def test_collectives_are_told_with_their_sizes_and_whether_they_are_done(cluster
     ]
     assert [entry[2:] for entry in second] == [["all_reduce of 1013 numbers", True]]
     assert first[0] == second[0]
+
+
+def watch_for_a_moment(run_dir: str) -> bool:
+    with open_session(LaunchSection()) as session:
+        console = Console(session.is_main, session.rank)
+        Watchdog(LaunchSection(), session, Path(run_dir), console, None).close()
+        is_known = session.own_connection("watchdog").check([f"beat/{rank}" for rank in range(2)])
+        session.gather(None)
+        console.close()
+        return is_known
+
+
+def test_each_rank_reports_at_once_so_that_a_network_that_breaks_early_is_noticed(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    answers = cluster.run(2, "tests.test_watchdog:watch_for_a_moment", run_dir=str(tmp_path))
+    assert any(answer.value for answer in answers)  # the slower one sees both
 
 
 @contextmanager

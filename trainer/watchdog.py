@@ -79,8 +79,8 @@ class Watchdog:
     # in its thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        last = time.monotonic()
-        while not self._closing.wait(self._interval):
+        last, is_closing = time.monotonic(), False
+        while not is_closing:  # report at once: nothing is judged before all have reported
             now = time.monotonic()
             # A machine that slept, or a job that was suspended, has not stood still.
             elapsed, last = min(now - last, 2 * self._interval), now
@@ -93,6 +93,7 @@ class Watchdog:
                     self._failed_by.add(type(error))
                     self._console.say(f"WARNING    the watchdog of rank {self._session.rank} fails: {error!r}")
                     self._console.log(traceback.format_exc())
+            is_closing = self._closing.wait(self._interval)
         if self._store is not None:
             with suppress(RuntimeError):
                 self._tell(0.0)

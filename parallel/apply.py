@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from serried.configs.errors import UserError
 from serried.configs.schema import ParallelSection
 from serried.parallel.axes import active_axes, shard_specs
 from serried.parallel.context import context_points
-from serried.parallel.data import GradientSync, NoSync, Replicated, Sharded
+from serried.parallel.data import GradientSync, NoSync, Replicated
 from serried.parallel.expert import Loads, mixtures
 from serried.parallel.groups import Groups
 from serried.parallel.held import persistent_buffers, tie, tied_names, to_fp32, unshardable
@@ -25,6 +26,9 @@ from serried.parallel.stages import SkippedModule, shared_buffers, split
 from serried.parallel.tensor import check_roles
 from serried.parallel.units import units_of
 from serried.parallel.wide_gradients import widen_gradients
+
+if TYPE_CHECKING:
+    from serried.parallel.fsdp import Sharded
 
 
 def check_plan(model: nn.Module, plan: ParallelPlan, layout: Layout) -> None:
@@ -72,7 +76,9 @@ def parallelize(
     loads = Loads(list(stages.values()), plan, specs)
     autocast = partial(_forward_context, device, None if gathered_dtype else low_dtype, loads)
 
-    def sharded(stage: nn.Module) -> Sharded:
+    def sharded(stage: nn.Module) -> "Sharded":
+        from serried.parallel.fsdp import Sharded  # imports torch.distributed.tensor and sympy
+
         for axis in active_axes(layout):
             axis.apply(stage, plan, layout, place, groups)
         for each in context_points(stage, plan):

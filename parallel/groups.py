@@ -6,7 +6,6 @@ from functools import cached_property
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
 
 from serried.parallel.mesh import AXES, Layout
 from serried.parallel.shard_specs import expert_sharding_dim
@@ -46,9 +45,9 @@ class Groups:
         """Make the mesh of experts. A collective of all ranks, of those of a stage without experts too."""
         assert self.expert_fsdp is not None
 
-    def expert_shard_dim(self, parameter: nn.Parameter) -> Shard:
+    def expert_shard_dim(self, parameter: nn.Parameter) -> int:
         """Dim along which ``expert_fsdp`` shards ``parameter``, the stacked experts of this rank."""
-        return Shard(expert_sharding_dim(len(parameter) * self._layout.expert, self._layout))
+        return expert_sharding_dim(len(parameter) * self._layout.expert, self._layout)
 
     def _mesh(self, **degrees: int) -> DeviceMesh:
         kept = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "fsdp"}

@@ -1,15 +1,19 @@
 """The tensors of a model as one rank holds them."""
 
+import sys
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from serried.parallel.mesh import Layout
 from serried.parallel.quantized import is_packed
 from serried.parallel.shard_specs import Box, ShardSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 
 class HeldTensor(NamedTuple):
@@ -27,9 +31,16 @@ class HeldTensor(NamedTuple):
         return local(self.tensor)
 
 
+def is_sharded(tensor: Tensor) -> "TypeIs[DTensor]":
+    """Return whether ``tensor`` is a DTensor, without importing their module, which takes long: until it is, there is
+    none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def local(tensor: Tensor) -> Tensor:
     """The part that this rank holds, as a plain tensor over the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def held_parameters(

@@ -16,7 +16,7 @@ from torch.distributed import pipelining
 from torch.torch_version import TorchVersion
 
 from serried.configs.errors import UserError
-from serried.parallel.data import Sharded
+from serried.parallel.fsdp import Sharded
 from serried.parallel.groups import Groups
 from serried.parallel.mesh import ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.phases import BACKWARD, FORWARD, PIPELINE, Phases

@@ -37,10 +37,14 @@ def _end(number: int, _: FrameType | None) -> None:
 
 def is_program() -> bool:
     """Return whether this process was started to train, and is not a test or command that imports this."""
+    return _was_started_as("serried.program", "train.py")
+
+
+def _was_started_as(module: str, file: str) -> bool:
     main = sys.modules["__main__"]
     if (spec := getattr(main, "__spec__", None)) is not None:
-        return bool(spec.name == "serried.program")
-    return os.path.basename(getattr(main, "__file__", None) or "") == "train.py"  # noqa: PTH119
+        return bool(spec.name == module)
+    return os.path.basename(getattr(main, "__file__", None) or "") == file  # noqa: PTH119
 
 
 def end_in_one_line(numbers: Iterable[signal.Signals] = (signal.SIGINT, signal.SIGTERM)) -> None:
@@ -72,6 +76,8 @@ def print_any_text() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+if _was_started_as("serried.__main__", "serried"):
+    gc.set_threshold(100_000)  # a command is mostly imports, here and later: as in importing()
 if is_program():
     gc.disable()  # until the config is composed
     end_in_one_line()

@@ -8,6 +8,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, NamedTuple
 
+import serried.runtime.early  # noqa: F401 -- first: from here on imports do not look for garbage
 from serried.configs.command_line import config_dirs
 from serried.configs.data_section import DataSection
 from serried.configs.declaration import BUILT_IN, declaring

@@ -94,8 +94,9 @@ def planned_layout(config: RunConfig) -> tuple[Layout, int]:
 
 def plan_text(config: RunConfig) -> str:
     """Return the plan of a run of ``config``, or the layouts that it might have."""
-    from serried.trainer.overview import dry_run
-    from serried.trainer.plan.search import search
+    with importing():
+        from serried.trainer.overview import dry_run
+        from serried.trainer.plan.search import search
 
     if config.plan.search:
         return search(config, task_of(config), planned_processes(config.launch, dry_run=True))

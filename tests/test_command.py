@@ -228,6 +228,7 @@ def test_help_and_plans_import_nothing_they_do_not_use() -> None:
     planned = modules_after("recipe=llama8b", "launch.processes=8", "dry_run=true")
     assert "torch" in planned
     assert not {"transformers", "datasets", "wandb"} & planned
+    assert not {"torch._dynamo", "torch.distributed.tensor", "sympy"} & planned, "as long as torch itself"
 
 
 def test_the_plan_of_llama8b_is_exact_and_allocates_nothing(capsys: pytest.CaptureFixture[str]) -> None:

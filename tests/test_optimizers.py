@@ -262,6 +262,9 @@ def test_a_stage_with_nothing_to_train_takes_steps_that_do_nothing(name: str) ->
 
 
 def test_bytes_of_state_are_those_of_the_optimizer() -> None:
+    matrix = nn.Parameter(torch.zeros(4, 4))
+    state = tensor_state(build_optimizer([("", matrix)], compose([]).optim), matrix)
+    assert sum(each.nbytes for each in state.values() if each.ndim) == 8 * matrix.numel(), "which is not measured"
     expected = {"adamw": 8, "sgd": 4, "lion": 4, "adafactor": 0, "muon": 4}
     assert {name: state_bytes(compose([f"optim={name}"]).optim).per_element for name in expected} == expected
     assert state_bytes(compose(["optim=sgd", "optim.momentum=0"]).optim) == StateBytes(0)

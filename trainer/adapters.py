@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from serried.configs.errors import UserError
 from serried.configs.near import nearest
 from serried.configs.schema import AdapterSection
 from serried.parallel.adapters import MAGNITUDE, A, Adapter, B, attach, is_linear
 from serried.parallel.fragments import Fragment
-from serried.parallel.held import HeldTensor
+from serried.parallel.held import HeldTensor, is_sharded
 from serried.parallel.initialize import initialize_uniform
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.quantized import BLOCK, can_quantize, pack, quantize
@@ -240,7 +239,7 @@ def _modules_in_checkpoint(model: nn.Module, heads: Iterable[str], exported: Exp
 
 def _lengths(weight: torch.Tensor, dim: int) -> torch.Tensor:
     lengths = torch.linalg.vector_norm(weight.detach().float(), dim=dim)
-    return lengths.full_tensor() if isinstance(lengths, DTensor) else lengths
+    return lengths.full_tensor() if is_sharded(lengths) else lengths
 
 
 def _module_of(tensor: str) -> str:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from serried.configs.registry import optimizers, schedules
 from serried.configs.schema import OptimSection, ScheduleSection
 from serried.parallel.axes import shard_specs
+from serried.parallel.held import local
 from serried.parallel.matrices import Matrices, check_matrices
 from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
@@ -109,8 +109,7 @@ def take_step(optimizer: torch.optim.Optimizer, divisor: Tensor, rejected: Tenso
     elif not rejected.item():
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
-                gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-                gradient.div_(divisor)
+                local(parameter.grad).div_(divisor)
         optimizer.step()
     optimizer.zero_grad()
 

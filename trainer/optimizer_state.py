@@ -5,16 +5,19 @@ Tensors go into the optimizer's files of a checkpoint as ``<parameter>.<key>``, 
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from serried.configs.errors import UserError
 from serried.configs.schema import OptimSection
+from serried.parallel.held import is_sharded
 from serried.parallel.matrices import Matrices, matrix_names
 from serried.trainer.optimizer import build_optimizer, create_state, parameters_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _FP32_BYTES = 4
 _PROBE_ROWS = 64
@@ -31,7 +34,7 @@ def tensor_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[st
         UserError: the parameter is sharded, and one of them is neither sharded like it nor in ``whole_state``.
     """
     tensors = {key: value for key, value in optimizer.state.get(parameter, {}).items() if isinstance(value, Tensor)}
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return tensors
     for key, value in tensors.items():
         if value.ndim and key not in _whole_state(optimizer) and not _is_sharded_like(parameter, value):
@@ -47,9 +50,9 @@ def _whole_state(optimizer: torch.optim.Optimizer) -> Collection[str]:
     return getattr(optimizer, "whole_state", ())
 
 
-def _is_sharded_like(parameter: DTensor, value: Tensor) -> bool:
+def _is_sharded_like(parameter: "DTensor", value: Tensor) -> bool:
     """Return whether ranks hold the same rows of both; ``value`` may have other columns."""
-    is_alike = isinstance(value, DTensor) and value.placements == parameter.placements
+    is_alike = is_sharded(value) and value.placements == parameter.placements
     if not is_alike or any(each.is_shard(parameter.ndim - 1) for each in parameter.placements):
         return is_alike and value.shape == parameter.shape
     return value.shape[:-1] == parameter.shape[:-1]
@@ -151,7 +154,12 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(section: OptimSection, *, is_in_block: bool = True, ndim: int = 2) -> StateBytes:
-    """Return the bytes of optimizer state, measured on a small matrix, of a block or not, or on a vector."""
+    """Return the bytes of optimizer state, measured on a small matrix, of a block or not, or on a vector.
+
+    Adam's are known: measuring would import torch._dynamo, as torch's optimizers do, which takes as long as a plan.
+    """
+    if section.name in ("adamw", "adam"):
+        return StateBytes(2 * _FP32_BYTES)
     return _measured(section, torch.zeros((_PROBE_ROWS,) * ndim), is_in_block=is_in_block)
 
 

@@ -5,11 +5,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from serried.configs.errors import UserError
 from serried.configs.near import nearest
 from serried.configs.schema import OptimSection, ParameterGroup
+from serried.parallel.held import is_sharded
 
 _WHOLE = ", whole"
 
@@ -44,7 +44,7 @@ def parameter_groups(named: Iterable[tuple[str, Tensor]], section: OptimSection)
     found: dict[str, list[tuple[str, Tensor]]] = {own: [] for own in ("", *section.groups)}
     for name, parameter in everything:
         if parameter.requires_grad:
-            kind = ("matrices" if parameter.ndim >= 2 else "norms") + _WHOLE * (not isinstance(parameter, DTensor))
+            kind = ("matrices" if parameter.ndim >= 2 else "norms") + _WHOLE * (not is_sharded(parameter))
             found[group_of.get(name, "")].append((kind, parameter))
     groups = [group for own, members in found.items() for group in _split(own, members, section)]
     return groups or [{"name": "none", "params": [], "weight_decay": 0.0, "lr_scale": 1.0}]

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from serried.configs.errors import UserError
-from serried.parallel.held import local
+from serried.parallel.held import is_sharded, local
 from serried.parallel.mesh import Layout
 from serried.parallel.shard_specs import ShardSpec
 from serried.trainer.beside_adamw import BesideAdamW
@@ -115,11 +114,11 @@ def _is_in_blocks(parameter: Tensor) -> bool:
 def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Return zeros divided as ``parameter`` is, but for the number of columns."""
     here = torch.zeros(*local(parameter).shape[:-1], columns, dtype=dtype, device=parameter.device)
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return here
     shape = torch.Size((*parameter.shape[:-1], columns))
     strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
+    return type(parameter).from_local(
         here, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=strides
     )
 

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
 
 from serried.recipes.models.row_attention import attend_by_rows, suits
 
@@ -179,8 +178,14 @@ def attend(
     )  # fmt: skip
 
 
+def _varlen_attn(*arguments: Any, **options: Any) -> Any:
+    from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo
+
+    return varlen_attn(*arguments, **options)
+
+
 def attend_in_documents(
-    q: Tensor, k: Tensor, v: Tensor, mask: Documents, scale: float | None, kernel: Callable[..., Any] = varlen_attn
+    q: Tensor, k: Tensor, v: Tensor, mask: Documents, scale: float | None, kernel: Callable[..., Any] = _varlen_attn
 ) -> Tensor:
     """As ``attend``, by ``varlen_attn`` or another function of its signature."""
     sequences, _, length, _ = q.shape

@@ -3,7 +3,6 @@
 import inspect
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
 from serried.configs.data_section import TextRunConfig
 from serried.configs.errors import UserError
@@ -55,6 +54,12 @@ def _refused(config: TextRunConfig, device: str) -> str:
     if is_varlen and config.parallel.context > 1:
         return f" with parallel.context={config.parallel.context}, whose ranks have parts of documents"
     is_grouped = getattr(model, "kv_heads", model.heads) != model.heads
-    if is_varlen and is_grouped and "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+    if is_varlen and is_grouped and not _takes_groups():
         return f" with model.kv_heads={model.kv_heads} of model.heads={model.heads} needs torch 2.12 or newer"
     return ""
+
+
+def _takes_groups() -> bool:
+    from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -691,6 +691,11 @@ class TrainerSection(Section):
                 f"does trainer.activation_checkpoint={self.activation_checkpoint}; use "
                 "trainer.activation_checkpoint=none, or trainer.activation_memory_budget=1"
             )
+        if self.activation_checkpoint_every > 1 and self.activation_checkpoint == "none":
+            yield (
+                f"trainer.activation_checkpoint_every={self.activation_checkpoint_every} has no effect without "
+                "trainer.activation_checkpoint; leave it out, or use trainer.activation_checkpoint=selective"
+            )
         if self.compile and self.activation_checkpoint == "offload":
             yield (
                 "trainer.compile=true with trainer.activation_checkpoint=offload, whose copies to the host cannot be "

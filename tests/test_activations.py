@@ -16,12 +16,13 @@ from serried.parallel.apply import parallelize
 from serried.parallel.compile import compile_blocks
 from serried.parallel.held import local
 from serried.parallel.mesh import Layout, resolve_layout
-from serried.parallel.plan import ParallelPlan
+from serried.parallel.plan import LossTerms, ParallelPlan
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.data.dataset import Batch
 from serried.runtime.session import open_session
 from serried.trainer.activation_budget import chosen_mix
 from serried.trainer.precision import LOW_DTYPES
+from serried.trainer.task import Task
 from tests.cluster import Cluster
 from tests.runs import run_here, tiny_overrides
 
@@ -218,10 +219,37 @@ def test_what_blocks_keep_is_measured_if_the_task_does_not_estimate_it() -> None
     assert all(parameter.is_meta for parameter in module.parameters()), "the model itself is as it was"
 
 
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.layers = nn.Linear(2, 2), nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class OfUnused(Task):
+    def loss(self, model: nn.Module, batch: Tensor) -> LossTerms:
+        return LossTerms(model(batch).sum(), 1)
+
+    def example_batch(self, samples: int) -> Tensor:
+        return torch.zeros(samples, 2)
+
+    def activation_bytes(self, samples: int, *_: Any, **__: Any) -> int:
+        return samples
+
+
+def test_blocks_that_keep_nothing_are_one_line() -> None:
+    config = compose(["trainer.activation_memory_budget=0.5"])
+    with pytest.raises(UserError, match=r"trainer\.activation_memory_budget=0\.5: the loss computes no block"):
+        chosen_mix(config, OfUnused(), Layout("single"), ParallelPlan(blocks=("layers.0", "layers.1")), Unused())
+
+
 @pytest.mark.parametrize(
     ("more", "told"),
     [
         ("trainer.activation_memory_budget=0", "trainer.activation_memory_budget"),
+        ("trainer.activation_checkpoint_every=2", "has no effect without trainer.activation_checkpoint; leave it out"),
         ("trainer.activation_memory_budget=0.01", "use trainer.activation_memory_budget=0.0"),
         (
             "trainer.activation_memory_budget=0.5 trainer.activation_checkpoint=full",

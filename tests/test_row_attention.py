@@ -241,12 +241,12 @@ APART, BF16, WINDOW = "data.isolate_documents=true", "precision=bf16", "model.sl
         ("cuda", [BF16, "model.attention=varlen"], "scaled_dot_product_attention"),
         ("cpu", ["model.attention=flex"], "error: model.attention=flex needs a GPU"),
         ("cpu", ["model.attention=varlen"], "error: model.attention=varlen needs a GPU"),
-        ("cuda", ["model.attention=varlen"], "error: model.attention=varlen with precision=fp32"),
+        ("cuda", ["model.attention=varlen"], "error: model.attention=varlen with precision=fp32, which Flash"),
         ("cuda", [BF16, "model=gemma2_9b", "model.attention=varlen"], "error: model.attention=varlen with model.score"),
         (
             "cuda",
-            [BF16, "model.attention=varlen", "parallel=fsdp", "parallel.context=2"],
-            "error: model.attention=varlen with parallel.context=2",
+            [BF16, "model.attention=varlen", "parallel=fsdp", "parallel.context=-1"],
+            "error: model.attention=varlen with parallel.context=-1",
         ),
     ],
 )

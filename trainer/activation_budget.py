@@ -1,16 +1,12 @@
 """``trainer.activation_memory_budget``: what the blocks of a run keep, by what they would keep in each mode."""
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import ceil
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
@@ -18,12 +14,11 @@ from serried.parallel.activations import Mix, checkpoint_blocks, mix_within
 from serried.parallel.held import empty
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan, Share
+from serried.trainer.plan.trace import StepTrace, reason_of
 from serried.trainer.precision import LOW_DTYPES, frozen_type
 from serried.trainer.task import Task, map_tensors
 
 _MODES = ("none", "selective", "full")
-_LONGEST_REASON = 160
-_aten = torch.ops.aten
 
 
 def chosen_mix(
@@ -97,7 +92,7 @@ def _estimated(config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan
         if once is None or twice is None:
             return None
         kept[mode] = twice - once
-    return kept
+    return kept if kept["none"] else None  # an estimate that blocks have no part in says nothing of them
 
 
 def _measured(
@@ -113,14 +108,17 @@ def _measured(
                 f"(activation_bytes), and they are measured on whole sequences and matrices alone; {other}"
             )
     try:
-        return {mode: _held_by_blocks(config, task, plan, module, mode) for mode in _MODES}
+        kept = {mode: _held_by_blocks(config, task, plan, module, mode) for mode in _MODES}
     except UserError:
         raise
-    except Exception as error:  # whatever a user's module raises on tensors without data
-        reason = str(error).partition("\n")[0][:_LONGEST_REASON]
+    except Exception as error:  # a user's module may raise anything on tensors without data
         raise UserError(
-            f"{given}: what blocks keep cannot be measured without data ({type(error).__name__}: {reason}); {other}"
+            f"{given}: what blocks keep cannot be measured without data ({reason_of(error)}); {other}"
         ) from error
+    if not kept["none"]:
+        blocks = ", ".join(plan.blocks_in(module)[:2])
+        raise UserError(f"{given}: the loss computes no block ({blocks}, ...) that keeps anything; {other}")
+    return kept
 
 
 def _held_by_blocks(config: RunConfig, task: Task, plan: ParallelPlan, module: nn.Module, mode: str) -> float:
@@ -128,21 +126,21 @@ def _held_by_blocks(config: RunConfig, task: Task, plan: ParallelPlan, module: n
 
     tensors = [*module.parameters(), *module.buffers()]
     module = copy.deepcopy(module, {id(each): each for each in tensors})  # which copies no tensor
-    low_dtype, alive = LOW_DTYPES[config.precision.name], _Alive()
+    low_dtype, trace = LOW_DTYPES[config.precision.name], StepTrace()
     held: list[float] = []
     ended: list[bool] = []
     batch = task.example_batch(config.trainer.micro_batch)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        alive,
+        trace,
         torch.autocast("cpu", low_dtype, enabled=low_dtype is not None, cache_enabled=False),
     ):
         empty(module)
         checkpoint_blocks(module, plan, mode)
         for name in plan.blocks_in(module):
             block = module.get_submodule(name)
-            block.register_forward_pre_hook(lambda *_: held.append(-alive.bytes))
-            block.register_forward_hook(lambda *_: held.append(alive.bytes))
+            block.register_forward_pre_hook(lambda *_: held.append(-trace.held_bytes))
+            block.register_forward_hook(lambda *_: held.append(trace.held_bytes))
         block.register_forward_hook(lambda *_: ended.append(True))
         try:
             task.loss(module, map_tensors(partial(torch.empty_like, device="cpu"), batch))
@@ -150,26 +148,3 @@ def _held_by_blocks(config: RunConfig, task: Task, plan: ParallelPlan, module: n
             if not ended:
                 raise
     return sum(held)
-
-
-class _Alive(TorchDispatchMode):
-    """Counts the bytes of what operations have made and is still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes, self._seen = 0, set[int]()
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operation is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            return True  # as in a trace: no check fails, and no mask hides everything
-        result = operation(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (key := (storage := tensor.untyped_storage())._cdata) not in self._seen:
-                self._seen.add(key)
-                self.bytes += storage.size()
-                weakref.finalize(storage, self._end, key, storage.size())
-        return result
-
-    def _end(self, key: int, size: int) -> None:
-        self._seen.remove(key)
-        self.bytes -= size

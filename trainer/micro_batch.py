@@ -114,7 +114,10 @@ def _refusal(planned: Planned, fits: Fits, others: list[tuple[str, int]]) -> str
     least = planned.config.trainer.micro_batch
     remedies = [f"{override}, with which {samples} fit" for override, samples in others]
     if not remedies:
-        remedies = [each.override for each in advice(planned, BACKWARD, 0.9 * fits.usable)[:1]]
+        most = 0.9 * fits.usable
+        found = advice(planned, BACKWARD, most)
+        remedies = [each.override for each in found if fits.needed - each.saved <= most][:1]
+        remedies = remedies or [f"{each.override}, which alone is not enough," for each in found[:1]]
     return (
         f"trainer.micro_batch=auto: {least} needs {size(fits.needed)}, and a rank may have {size(max(0, fits.usable))} "
         f"and keeps a tenth; use {' or '.join([*remedies, f'trainer.micro_batch={least} to try'])}"

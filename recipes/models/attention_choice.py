@@ -25,7 +25,7 @@ def describe_attention(config: TextRunConfig, device: str) -> str:
         raise UserError(f"model.attention={kernel}{reason}; use model.attention=auto")
     window, cap = getattr(model, "sliding_window", None), getattr(model, "score_soft_cap", None)
     is_masked = config.data.isolate_documents or cap or (window and window < config.data.sequence_length)
-    is_cpu, is_divided = device == "cpu", config.parallel.context > 1
+    is_cpu, is_divided = device == "cpu", config.parallel.context != 1  # -1: what is left
     if not is_masked and not is_divided:
         is_by_rows = is_cpu and kernel == "auto" and config.precision.name not in ("fp32", "fp16")
         return _ROWS if is_by_rows else _SDPA
@@ -48,10 +48,10 @@ def _refused(config: TextRunConfig, device: str) -> str:
     if torch.cuda.is_available() and not has_flex(torch.device("cuda")):
         return f" needs Triton and a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or higher"
     if is_varlen and config.precision.name == "fp32":
-        return " with precision=fp32, which FlashAttention does not take: use precision=bf16, or"
+        return " with precision=fp32, which FlashAttention does not take, as it does precision=bf16"
     if is_varlen and (cap := getattr(model, "score_soft_cap", None)):
         return f" with model.score_soft_cap={cap:g}, which only FlexAttention computes"
-    if is_varlen and config.parallel.context > 1:
+    if is_varlen and config.parallel.context != 1:
         return f" with parallel.context={config.parallel.context}, whose ranks have parts of documents"
     is_grouped = getattr(model, "kv_heads", model.heads) != model.heads
     if is_varlen and is_grouped and not _takes_groups():

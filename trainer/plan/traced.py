@@ -36,16 +36,13 @@ from serried.trainer.optimizer import model_optimizer
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.memory import RECEIVE_BUFFERS
 from serried.trainer.plan.parts import Amount, Memory, Work
-from serried.trainer.plan.trace import GRADIENTS, Exchange, StepTrace
+from serried.trainer.plan.trace import GRADIENTS, Exchange, StepTrace, reason_of
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task, map_tensors
 from serried.trainer.training_state import train_step
 from serried.trainer.weight_average import WeightAverage
 
 _CPU = torch.device("cpu")
-_LONGEST_REASON = 160
-
-
 _EXCHANGES_IN_PHASE = {FORWARD: "forward", BACKWARD: "backward"}
 
 
@@ -127,9 +124,8 @@ def trace_step(
             return _Tracer(config, task, layout, accumulation).stages()
     except UserError:
         raise
-    except Exception as error:  # whatever a user's module raises on tensors without data
-        reason = str(error).partition("\n")[0]
-        raise CannotTrace(f"{type(error).__name__}: {reason}"[:_LONGEST_REASON]) from error
+    except Exception as error:  # a user's module may raise anything on tensors without data
+        raise CannotTrace(reason_of(error)) from error
 
 
 def takes_samples(task: Task) -> bool:

@@ -1,12 +1,16 @@
 """``trainer.activation_memory_budget``: what the blocks of a run keep, by what they would keep in each mode."""
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import ceil
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
@@ -14,11 +18,12 @@ from serried.parallel.activations import Mix, checkpoint_blocks, mix_within
 from serried.parallel.held import empty
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan, Share
-from serried.trainer.plan.trace import StepTrace, reason_of
 from serried.trainer.precision import LOW_DTYPES, frozen_type
 from serried.trainer.task import Task, map_tensors
 
 _MODES = ("none", "selective", "full")
+_LONGEST_REASON = 160
+_aten = torch.ops.aten
 
 
 def chosen_mix(
@@ -121,26 +126,31 @@ def _measured(
     return kept
 
 
+def reason_of(error: Exception) -> str:
+    """Return why a module cannot be computed on tensors without data, in a clause."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_LONGEST_REASON]
+
+
 def _held_by_blocks(config: RunConfig, task: Task, plan: ParallelPlan, module: nn.Module, mode: str) -> float:
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes long to import
 
     tensors = [*module.parameters(), *module.buffers()]
     module = copy.deepcopy(module, {id(each): each for each in tensors})  # which copies no tensor
-    low_dtype, trace = LOW_DTYPES[config.precision.name], StepTrace()
+    low_dtype, alive = LOW_DTYPES[config.precision.name], _Alive()
     held: list[float] = []
     ended: list[bool] = []
     batch = task.example_batch(config.trainer.micro_batch)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        trace,
+        alive,
         torch.autocast("cpu", low_dtype, enabled=low_dtype is not None, cache_enabled=False),
     ):
         empty(module)
         checkpoint_blocks(module, plan, mode)
         for name in plan.blocks_in(module):
             block = module.get_submodule(name)
-            block.register_forward_pre_hook(lambda *_: held.append(-trace.held_bytes))
-            block.register_forward_hook(lambda *_: held.append(trace.held_bytes))
+            block.register_forward_pre_hook(lambda *_: held.append(-alive.bytes))
+            block.register_forward_hook(lambda *_: held.append(alive.bytes))
         block.register_forward_hook(lambda *_: ended.append(True))
         try:
             task.loss(module, map_tensors(partial(torch.empty_like, device="cpu"), batch))
@@ -148,3 +158,26 @@ def _held_by_blocks(config: RunConfig, task: Task, plan: ParallelPlan, module: n
             if not ended:
                 raise
     return sum(held)
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the bytes of what operations have made and is still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self._seen = 0, set[int]()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return True  # as in a trace: no check fails, and no mask hides everything
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (key := (storage := tensor.untyped_storage())._cdata) not in self._seen:
+                self._seen.add(key)
+                self.bytes += storage.size()
+                weakref.finalize(storage, self._end, key, storage.size())
+        return result
+
+    def _end(self, key: int, size: int) -> None:
+        self._seen.remove(key)
+        self.bytes -= size

@@ -27,7 +27,6 @@ _FREE = {
     "wait_tensor", "_unsafe_view", "lift_fresh", "device",
 }  # fmt: skip
 """Operations that move no bytes, besides views."""
-_LONGEST_REASON = 160
 _COLLECTIVES = {
     "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
@@ -83,11 +82,6 @@ def exchange_of(operation: Any, args: Any) -> Exchange | None:
     return Exchange(kind, group.group_name, ranks, size)
 
 
-def reason_of(error: Exception) -> str:
-    """Return why a module cannot be computed on tensors without data, in a clause."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:_LONGEST_REASON]
-
-
 class Block:
     """A storage from its birth to its death."""
 
@@ -134,11 +128,6 @@ class StepTrace(TorchDispatchMode):
         self._events: list[tuple[Block, int, str]] = []
         """By how much a storage grew, and in which phase."""
         self._resize = torch.UntypedStorage.resize_
-
-    @property
-    def held_bytes(self) -> int:
-        """What operations have made and is held now."""
-        return sum(block.size for block, _ in self._live.values())
 
     def begin(self) -> None:
         """Forget what happened so far, and keep what is held."""

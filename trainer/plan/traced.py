@@ -30,13 +30,13 @@ from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 from serried.parallel.shard_specs import chunk
 from serried.parallel.traffic import Flow
-from serried.trainer.activation_budget import chosen_mix
+from serried.trainer.activation_budget import chosen_mix, reason_of
 from serried.trainer.model import Model, build_model, sharded
 from serried.trainer.optimizer import model_optimizer
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.memory import RECEIVE_BUFFERS
 from serried.trainer.plan.parts import Amount, Memory, Work
-from serried.trainer.plan.trace import GRADIENTS, Exchange, StepTrace, reason_of
+from serried.trainer.plan.trace import GRADIENTS, Exchange, StepTrace
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task, map_tensors
 from serried.trainer.training_state import train_step

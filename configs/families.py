@@ -153,6 +153,12 @@ class HuggingFaceSection(ModelSection):
             raise ValueError("is of an encoder-decoder model; only decoder-only language models are trained")
         if found.get("quantization_config"):
             raise ValueError("has a quantization_config; only plain float weights can be taken over")
+        if "vocab_size" not in found:
+            part = "; its text model alone can be one: save that to a folder of its own" * ("text_config" in found)
+            raise ValueError(
+                f"is of model_type {found.get('model_type')} and names no vocab_size, so it is no language model of "
+                f"text{part}; use the folder of a model that transformers' AutoModelForCausalLM opens"
+            )
         longest = _longest(found)
         own = {"architecture": dict(found), "vocab_size": found["vocab_size"]}
         return own | ({"max_sequence_length": longest} if longest else {})

@@ -43,6 +43,7 @@ from serried.configs.tasks import (
     CausalLMSection,
     DistillationSection,
     ImageSection,
+    MaskedLMSection,
     PreferenceSection,
     RewardSection,
     TextClassSection,
@@ -187,6 +188,7 @@ tasks.register(
     TextClassSection,
     lambda: import_module("serried.recipes.text_classification").TextClassification,
 )
+tasks.register("masked_lm", MaskedLMSection, lambda: import_module("serried.recipes.masked_lm").MaskedLM)
 _SERVED_AS = {"distillation": "causal_lm"}
 BUILT_IN_TASKS = ("causal_lm", "preference", "distillation", "reward")
 """Those with the sections model and data."""

@@ -99,8 +99,8 @@ class RewardSection(TaskSection):
             )
 
 
-class LabelledSection(Section):
-    """Samples that have a class each, and the model that is to tell the classes apart."""
+class SampledSection(Section):
+    """Samples, and the model that is trained on them."""
 
     by_content = ("path",)
 
@@ -108,8 +108,6 @@ class LabelledSection(Section):
     """Samples: a file or folder, or a Hugging Face dataset."""
     validation: str | None = None
     """Split to evaluate on; when null ``val``, ``validation`` or ``test``, the first that there is."""
-    label_column: str = "label"
-    """Column that holds the classes."""
     model: str = Field(min_length=1, max_length=4096)
     """Name of the model in its library; of transformers a folder, or a name on the Hub."""
     pretrained: bool = False
@@ -123,6 +121,13 @@ class LabelledSection(Section):
             f"task.name={config.task.name} was added to the keys of a language model; choose it with "
             f"task={config.task.name} instead"
         )
+
+
+class LabelledSection(SampledSection):
+    """Samples that have a class each, and the model that is to tell the classes apart."""
+
+    label_column: str = "label"
+    """Column that holds the classes."""
 
 
 class ImageSection(LabelledSection):
@@ -146,8 +151,8 @@ class ImageSection(LabelledSection):
     """Take BatchNorm's statistics over all ranks; on GPUs only."""
 
 
-class TextClassSection(LabelledSection):
-    """Texts and their classes."""
+class TextsSection(SampledSection):
+    """Texts, and a model of transformers."""
 
     path: str = Field(default="texts.jsonl", min_length=1, max_length=4096)
     """Samples: a file or folder, or a Hugging Face dataset."""
@@ -159,6 +164,17 @@ class TextClassSection(LabelledSection):
     """Begin with the weights that there are for the model; the head is new, unless it has as many classes."""
     sequence_length: Annotated[Count, Field(ge=2, le=10**6)] = 512
     """Tokens of a text; the rest of a longer one is cut off."""
+
+
+class TextClassSection(TextsSection, LabelledSection):
+    """Texts and their classes."""
+
+
+class MaskedLMSection(TextsSection):
+    """Texts of which a model is to predict words that are hidden."""
+
+    mask_share: Annotated[Number, Field(gt=0, le=1)] = 0.15
+    """Share of the tokens to predict: of these 80% are masked, 10% are any token, and 10% stay."""
 
 
 def _whole_sequences(config: Any) -> Iterator[str]:

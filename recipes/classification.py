@@ -1,4 +1,4 @@
-"""What tasks that give each sample one class have in common."""
+"""What tasks that give each sample a class have in common."""
 
 import functools
 import json
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,10 +13,11 @@ from serried.configs.errors import UserError
 from serried.configs.model_folder import CONFIG
 from serried.configs.plain_data import read_json
 from serried.configs.schema import WHOLE, RunConfig
-from serried.configs.tasks import LabelledSection
+from serried.configs.tasks import SampledSection
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import LossTerms
 from serried.recipes.data.labelled import LabelledData, LabelledSet
+from serried.recipes.models.head import IGNORE
 from serried.recipes.models.hugging_face_model import fragments_of
 from serried.trainer.task import Task
 
@@ -27,7 +27,7 @@ _TOP = 5
 class Classification(Task):
     """A model that tells classes apart."""
 
-    config: LabelledSection
+    config: SampledSection
     _export: dict[str, Any]
     """Content of ``config.json``."""
     _classes: list[str] | None = None
@@ -40,18 +40,22 @@ class Classification(Task):
     def open_saved(self, checkpoint: Path) -> None:
         """The samples may be others, or gone: classes are those of the checkpoint. Without adapters it is all of the
         model."""
-        try:
-            found = read_json(checkpoint / CONFIG)
-            labels = found.get("label_names") or [found["id2label"][str(n)] for n in range(len(found["id2label"]))]
-            self._classes = [str(label) for label in labels]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{checkpoint / CONFIG} does not name the classes: {error}; use another checkpoint"
-            ) from None
+        self._classes = self.classes_in(checkpoint)
         if self.run.adapter.method == "none":
             of_folder = getattr(self.config, "library", "transformers") == "transformers"
             own = {"model": str(checkpoint.absolute())} if of_folder else {}
             self.config = self.config.model_copy(update={"pretrained": False, **own})
+
+    def classes_in(self, checkpoint: Path) -> list[str] | None:
+        """Return the classes of the model in ``checkpoint``; None: those of the samples."""
+        try:
+            found = read_json(checkpoint / CONFIG)
+            labels = found.get("label_names") or [found["id2label"][str(n)] for n in range(len(found["id2label"]))]
+            return [str(label) for label in labels]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{checkpoint / CONFIG} does not name the classes: {error}; use another checkpoint"
+            ) from None
 
     def open_samples(self) -> LabelledData:
         """Return the samples. Called when they are first needed: their classes shape the model."""
@@ -80,22 +84,25 @@ class Classification(Task):
         return model
 
     def _terms(self, model: nn.Module, output: Any, labels: Tensor) -> LossTerms:
-        """Return cross entropy and accuracy of what ``model`` returned: scores [B, classes], or an object with
-        ``logits``."""
-        scores = getattr(output, "logits", output).float()
+        """Return cross entropy and accuracy of what ``model`` returned: scores [..., classes], or an object with
+        ``logits``. ``labels`` [...]: ``IGNORE`` for none."""
+        labels = labels.flatten()
+        scores = getattr(output, "logits", output).flatten(0, -2).float()
         smoothing = self.config.label_smoothing if model.training else 0.0
-        loss_sum = F.cross_entropy(scores, labels, reduction="sum", label_smoothing=smoothing)
-        count = torch.tensor(len(labels))
+        loss_sum = F.cross_entropy(
+            scores, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing
+        )  # fmt: skip
+        count = (labels != IGNORE).sum()
         best = scores.topk(min(_TOP, scores.shape[1])).indices == labels.unsqueeze(1)
         metrics = {"accuracy": (best[:, 0].sum(), count)}
         if scores.shape[1] > _TOP:
             metrics[f"top{_TOP}_accuracy"] = (best.sum(), count)
         return LossTerms(loss_sum, count, metrics)
 
-    def _sizes(self) -> str:
+    def _sizes(self, samples: str) -> str:
         data = self._data
         held_out = f"{len(data.validation):,} to evaluate on" if data.validation is not None else "none to evaluate on"
-        return f"{self.config.path}: {len(data.training):,} {self.unit}, {held_out}"
+        return f"{self.config.path}: {len(data.training):,} {samples}, {held_out}"
 
     @property
     def opens_in(self) -> str:

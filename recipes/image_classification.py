@@ -95,7 +95,7 @@ class ImageClassification(Classification):
     def describe_data(self) -> str:
         c = self.config
         crops = f"random crops from {c.smallest_crop:g} of the area on" if c.smallest_crop < 1 else "no random crops"
-        return f"{self._sizes()}; {c.image_size}x{c.image_size}, {crops}" + ", mirrored at random" * c.flip
+        return f"{self._sizes(self.unit)}; {c.image_size}x{c.image_size}, {crops}" + ", mirrored at random" * c.flip
 
     @property
     def opens_in(self) -> str:

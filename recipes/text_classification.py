@@ -14,7 +14,7 @@ from serried.configs.errors import UserError
 from serried.configs.model_folder import CONFIG, model_folder
 from serried.configs.plain_data import NotPlainData, read_json
 from serried.configs.schema import RunConfig
-from serried.configs.tasks import TextClassSection
+from serried.configs.tasks import TextClassSection, TextsSection
 from serried.parallel.plan import LossTerms
 from serried.recipes.classification import Classification
 from serried.recipes.data.labelled import LabelledData
@@ -34,20 +34,22 @@ class TextBatch(NamedTuple):
     mask: Tensor
     """[batch, sequence], int64; 0 for padding"""
     labels: Tensor
-    """[batch]"""
+    """[batch], or [batch, sequence]"""
 
 
 class TextClassification(Classification):
     """A model of transformers that tells classes of texts apart."""
 
-    Config = TextClassSection
+    Config: ClassVar[type[TextsSection]] = TextClassSection
     unit = "texts"
     defaults: ClassVar[Mapping[str, Any]] = {
         "trainer.steps": 1000, "trainer.global_batch": 32, "trainer.micro_batch": 8, "trainer.eval_batches": 10**6,
         "precision": "bf16", "optim.lr": 3e-5, "optim.weight_decay": 0.01, "schedule.warmup_steps": 100,
         "checkpoint.best_metric": "accuracy", "checkpoint.best_mode": "max",
     }  # fmt: skip
-    config: TextClassSection
+    config: TextsSection
+    architecture: ClassVar[str] = "SequenceClassification"
+    """What follows AutoModelFor in the name of transformers' class."""
 
     def configure(self, run: RunConfig) -> None:
         super().configure(run)
@@ -83,13 +85,21 @@ class TextClassification(Classification):
         return next((each for each in ids if isinstance(each, int)), 0)
 
     def collate(self, samples: Sequence[LabelledText]) -> TextBatch:
-        longest = max(len(each.tokens) for each in samples)
-        shape = len(samples), min(-(-longest // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE, self.config.sequence_length)
-        tokens, mask = np.full(shape, self._padding, np.int64), np.zeros(shape, np.int64)
-        for row, each in enumerate(samples):
-            tokens[row, : len(each.tokens)], mask[row, : len(each.tokens)] = each.tokens, 1
-        labels = torch.tensor([each.label for each in samples])
-        return TextBatch(torch.from_numpy(tokens), torch.from_numpy(mask), labels)
+        return TextBatch(*self._padded(samples), torch.tensor([each.label for each in samples]))
+
+    def _padded(self, samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Return the tokens of ``samples``, filled up to one length, and the mask."""
+        rows = [each.tokens for each in samples]
+        return self._filled(rows, self._padding), self._filled([np.ones_like(row) for row in rows], 0)
+
+    def _filled(self, rows: Sequence[np.ndarray], value: int) -> Tensor:
+        """Stack ``rows`` [tokens], filled up with ``value``."""
+        longest = max(map(len, rows))
+        width = min(-(-longest // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE, self.config.sequence_length)
+        stacked = np.full((len(rows), width), value, np.int64)
+        for into, row in zip(stacked, rows, strict=True):
+            into[: len(row)] = row
+        return torch.from_numpy(stacked)
 
     def example_batch(self, samples: int) -> Any:
         tokens = torch.ones(samples, self.config.sequence_length, dtype=torch.int64)
@@ -99,7 +109,7 @@ class TextClassification(Classification):
 
     def build_model(self) -> nn.Module:
         try:
-            model, new = build_classifier(self.config, self.classes, "SequenceClassification", {}, self._padding)
+            model, new = build_classifier(self.config, self.classes, self.architecture, {}, self._padding)
         except UserError:
             raise
         except Exception as error:  # of any kind: the code of hundreds of models
@@ -139,7 +149,7 @@ class TextClassification(Classification):
         return f"{c.model} of transformers, {len(self.classes):,} classes" + ", pretrained" * c.pretrained
 
     def describe_data(self) -> str:
-        return f"{self._sizes()}, at most {self.config.sequence_length:,} tokens each"
+        return f"{self._sizes('texts')}, at most {self.config.sequence_length:,} tokens each"
 
     def adapter_settings(self) -> Mapping[str, Any]:
         return {"task_type": "SEQ_CLS", "base_model_name_or_path": self.config.model}

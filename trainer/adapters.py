@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from serried.configs.errors import UserError
-from serried.configs.near import nearest
+from serried.configs.near import nearest, nearest_pattern
 from serried.configs.schema import AdapterSection
 from serried.parallel.adapters import MAGNITUDE, A, Adapter, B, attach, is_linear
 from serried.parallel.fragments import Fragment
@@ -190,7 +190,7 @@ class Adapters:
                 )
             found = [name for name, known in names.items() if any(_matches(each, pattern) for each in known)]
             if not found:
-                raise UserError(_unmatched(pattern, sorted({each for known in names.values() for each in known})))
+                raise UserError(_unmatched(pattern, names))
             chosen.update(found)
         return [name for name in names if name in chosen]
 
@@ -258,10 +258,13 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
-def _unmatched(pattern: str, names: Sequence[str]) -> str:
-    last = sorted({name.rpartition(".")[2] for name in names})
-    near = nearest(pattern.rpartition(".")[2], last) or last[:4]
+def _unmatched(pattern: str, layers: Mapping[str, Iterable[str]]) -> str:
+    """The error for a pattern that matches none of ``layers``, each with the names that it is known by."""
+    names = sorted({name for known in layers.values() for name in known})
+    guess = nearest_pattern(pattern, names, _matches)
+    last = sorted({name.rpartition(".")[2] for name in names if guess is None or _matches(name, guess)})
+    near = (nearest(pattern.rpartition(".")[2], last) if guess is None else None) or last[:4]
     return (
-        f"adapter.modules=[{pattern}] matches none of the {len(names)} linear layers, such as {names[0]}; near names: "
-        f"{', '.join(near)}; e.g. 'adapter.modules=[{near[0]}]'"
+        f"adapter.modules=[{pattern}] matches none of the {len(layers)} linear layers, such as {names[0]}; near names: "
+        f"{', '.join(near)}; e.g. 'adapter.modules=[{guess or near[0]}]'"
     )

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
-from serried.configs.near import nearest
+from serried.configs.near import nearest_pattern
 from serried.configs.schema import OptimSection, ParameterGroup
 from serried.parallel.held import is_sharded
 
@@ -78,9 +78,11 @@ def _refuse_unmatched(is_trained: Mapping[str, bool], groups: Mapping[str, Param
         matched = [name for name in is_trained if fnmatchcase(name, section.parameters)]
         if not matched or not (section.frozen or any(is_trained[name] for name in matched)):
             names = list(is_trained) if section.frozen else trained
-            near = nearest(section.parameters, names) or names[:3]
+            guess = nearest_pattern(section.parameters, names, fnmatchcase)
+            near = [name for name in names if guess and fnmatchcase(name, guess)][:3] or names[:3]
             kind = "parameters that are trained" if matched else "parameters"
             raise UserError(
                 f"optim.groups.{group}.parameters={section.parameters} matches none of the {len(names)} {kind}; "
-                f"near names: {', '.join(near)}; e.g. 'optim.groups.{group}.parameters={near[0].rpartition('.')[0]}*'"
+                f"near names: {', '.join(near)}; e.g. 'optim.groups.{group}.parameters="
+                f"{guess or near[0].rpartition('.')[0] + '*'}'"
             )

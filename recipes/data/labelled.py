@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 from serried.configs.errors import UserError
 from serried.configs.near import nearest
-from serried.configs.tasks import LabelledSection
+from serried.configs.tasks import LabelledSection, SampledSection
 from serried.recipes.data.files import assignment, library, quiet
 
 TRAINING = "train"
@@ -56,7 +56,7 @@ class LabelledData(NamedTuple):
         return LabelledData(names, Renumbered(self.training, numbers), validation)
 
 
-def validation_split(section: LabelledSection, names: Collection[str]) -> str | None:
+def validation_split(section: SampledSection, names: Collection[str]) -> str | None:
     """Return which of the splits ``names`` to evaluate on; None: there is none.
 
     Raises:
@@ -111,9 +111,9 @@ class Rows(NamedTuple):
     """Numbers of labels that are no numbers of classes."""
 
 
-def open_dataset(section: LabelledSection, name: str, columns: Mapping[str, str], form: str) -> Rows:
+def open_dataset(section: SampledSection, name: str, columns: Mapping[str, str], form: str) -> Rows:
     """Return the splits of the dataset ``name``, of the Hub or a folder, with ``columns`` alone, whose names the keys
-    give; the last one holds labels. ``form``: what files there may be instead.
+    give. ``form``: what files there may be instead. Without labels, there are no classes.
 
     Raises:
         UserError: it cannot be loaded, or has no such columns or classes.
@@ -131,10 +131,16 @@ def open_dataset(section: LabelledSection, name: str, columns: Mapping[str, str]
         ) from None
     if TRAINING not in splits:
         raise UserError(f"{typed} has the splits {', '.join(splits)}, and none called {TRAINING}")
-    training, label = splits[TRAINING], [*columns.values()][-1]
+    training, label = splits[TRAINING], section.label_column if isinstance(section, LabelledSection) else None
     for key, column in columns.items():
         check_column(key, column, training.column_names, typed)
     split = validation_split(section, list(splits))
+
+    def chosen(name: str) -> Any:
+        return splits[name].select_columns([*columns.values()])
+
+    if label is None:
+        return Rows(chosen(TRAINING), chosen(split) if split else None, (), None)
     named = getattr(training.features[label], "names", None)
     for each in (TRAINING, split) if split else (TRAINING,):
         _check_labels(splits[each][label], named, f"split {each} of {typed}")
@@ -144,10 +150,6 @@ def open_dataset(section: LabelledSection, name: str, columns: Mapping[str, str]
         classes.check(others or (), f"split {split} of {typed}")
     number_of = None if named else {value: classes.number(value) for value in set(training[label])}
     names = list(named) if named else classes.names
-
-    def chosen(name: str) -> Any:
-        return splits[name].select_columns([*columns.values()])
-
     return Rows(chosen(TRAINING), chosen(split) if split else None, names, number_of)
 
 

@@ -1,4 +1,4 @@
-"""Texts and their classes: JSON or CSV rows, or a Hugging Face dataset; as tokens."""
+"""Texts, and their classes if they have any: JSON or CSV rows, or a Hugging Face dataset; as tokens."""
 
 import csv
 import hashlib
@@ -12,7 +12,7 @@ import numpy as np
 
 from serried.configs.errors import UserError
 from serried.configs.plain_data import expanded
-from serried.configs.tasks import TextClassSection
+from serried.configs.tasks import LabelledSection, TextsSection
 from serried.recipes.data.files import assignment, library
 from serried.recipes.data.labelled import (
     TRAINING,
@@ -69,7 +69,7 @@ def open_encoder(folder: Path, sequence_length: int) -> Any:
     return encoder
 
 
-def open_texts(section: TextClassSection, encoder: Any) -> LabelledData:
+def open_texts(section: TextsSection, encoder: Any) -> LabelledData:
     """Read the texts that ``section`` names.
 
     Raises:
@@ -85,19 +85,25 @@ def open_texts(section: TextClassSection, encoder: Any) -> LabelledData:
         return _of_files(section, files, encoder, typed)
     if not path.is_dir() and section.path.count("/") != 1:
         raise UserError(f"{typed}: there is no such file or folder; name a .jsonl or .csv file, or a dataset")
-    columns = {"task.text_column": section.text_column, "task.label_column": section.label_column}
+    columns = _columns(section)
     form = f"folder with {TRAINING}.jsonl or {TRAINING}.csv"
     rows = open_dataset(section, str(path) if path.is_dir() else section.path, columns, form)
 
     def opened(table: Any) -> Texts:
-        values = table[section.label_column]
+        values = table[section.label_column] if isinstance(section, LabelledSection) else [0] * len(table)
         labels = [int(value) if rows.number_of is None else rows.number_of[value] for value in values]
         return Texts(table[section.text_column], labels, encoder, str(table._fingerprint))
 
     return LabelledData(rows.classes, opened(rows.training), opened(rows.validation) if rows.validation else None)
 
 
-def _of_files(section: TextClassSection, files: dict[str, Path], encoder: Any, typed: str) -> LabelledData:
+def _columns(section: TextsSection) -> dict[str, str]:
+    """Return the columns that are read, by the keys that name them."""
+    labels = {"task.label_column": section.label_column} if isinstance(section, LabelledSection) else {}
+    return {"task.text_column": section.text_column} | labels
+
+
+def _of_files(section: TextsSection, files: dict[str, Path], encoder: Any, typed: str) -> LabelledData:
     if TRAINING not in files:
         raise UserError(f"{typed} has {', '.join(path.name for path in files.values())}, and no {TRAINING}.jsonl")
     split = validation_split(section, files)
@@ -114,7 +120,7 @@ def _of_files(section: TextClassSection, files: dict[str, Path], encoder: Any, t
     return LabelledData(classes.names, training, others[0] if others else None)
 
 
-def _read(path: Path, section: TextClassSection) -> tuple[list[str], list[str | int], str]:
+def _read(path: Path, section: TextsSection) -> tuple[list[str], list[str | int], str]:
     """Return the texts and labels of a file, and a digest."""
     try:
         content = path.read_bytes()
@@ -123,13 +129,15 @@ def _read(path: Path, section: TextClassSection) -> tuple[list[str], list[str | 
         raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
     texts: list[str] = []
     labels: list[str | int] = []
+    columns, label_column = _columns(section), section.label_column if isinstance(section, LabelledSection) else None
     for number, row in enumerate(_rows(path, text), 1):
         where = f"{path}, row {number}"
-        for key, column in (("task.text_column", section.text_column), ("task.label_column", section.label_column)):
+        for key, column in columns.items():
             check_column(key, column, [str(name) for name in row], where)
-        one, label = row[section.text_column], row[section.label_column]
+        one, label = row[section.text_column], "" if label_column is None else row[label_column]
         if not isinstance(one, str) or not isinstance(label, str | int):
-            raise UserError(f"{where}: needs a text and, as its label, a text or a whole number; fix or remove the row")
+            labelled = " and, as its label, a text or a whole number" * (label_column is not None)
+            raise UserError(f"{where}: needs a text{labelled}; fix or remove the row")
         texts.append(one)
         labels.append(label)
     if not texts:
@@ -165,5 +173,5 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is no JSON: {error}; fix or remove the row") from None
     if not isinstance(row, dict):
-        raise UserError(f'{where} is no object; write {{"text": "...", "label": "..."}}')
+        raise UserError(f'{where} is no object; write {{"text": "..."}}, and a label where texts have classes')
     return row

@@ -1,4 +1,4 @@
-"""Classifiers of transformers: of images, or of texts."""
+"""Models of transformers that give scores to classes: of images, texts or tokens."""
 
 import importlib
 import re
@@ -10,16 +10,17 @@ import torch
 from serried.configs.errors import UserError
 from serried.configs.model_folder import CONFIG, model_folder, without_code
 from serried.configs.plain_data import NotPlainData, read_json
-from serried.configs.tasks import LabelledSection
+from serried.configs.tasks import SampledSection
 
 
 def build_classifier(
-    section: LabelledSection, classes: Sequence[str], of: str, own: Mapping[str, Any], pad_id: int | None = None
+    section: SampledSection, classes: Sequence[str], of: str, own: Mapping[str, Any], pad_id: int | None = None
 ) -> tuple[Any, Collection[str]]:
     """Return transformers' ``AutoModelFor...`` ``of`` what is classified, as the config of ``task.model`` describes it,
     and the names of parameters that are new.
 
-    ``own``: values for keys that the config has. ``pad_id``: of a token, if the config names none.
+    ``classes``: none for those of the model. ``own``: values for keys that the config has. ``pad_id``: of a token, if
+    the config names none.
 
     Raises:
         UserError: there is no such model.
@@ -45,7 +46,9 @@ def build_classifier(
         "id2label": {str(number): name for number, name in enumerate(classes)},
         "label2id": {name: number for number, name in enumerate(classes)},
     }
-    config = transformers.AutoConfig.for_model(kind, **kept | labels | {k: v for k, v in own.items() if k in kept})
+    config = transformers.AutoConfig.for_model(
+        kind, **kept | (labels if classes else {}) | {k: v for k, v in own.items() if k in kept}
+    )
     if getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = pad_id
     auto = getattr(transformers, f"AutoModelFor{of}")

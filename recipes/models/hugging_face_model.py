@@ -90,9 +90,11 @@ class HuggingFaceModel(ModelFamily):
             raise UserError(f"model.path={path} is of model_type {kind}: {reason}; use another model") from None
         named = found.get("architectures") or [type(model).__name__]
         if type(model).__name__ not in named:
+            is_masked = str(named[0]).endswith("ForMaskedLM")
+            instead = f"task=masked_lm task.model={path}" if is_masked else "a folder of that one"
             raise UserError(
                 f"model.path={path} holds a {named[0]}, and model=hf trains causal language models: here a "
-                f"{type(model).__name__}, which has other weights or another attention; use a folder of that one"
+                f"{type(model).__name__}, which has other weights or another attention; use {instead}"
             )
         tied = ", embeddings tied" if model.get_output_embeddings() is not None and _is_tied(model) else ""
         self._layers, self._dim = (

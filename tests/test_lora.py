@@ -240,7 +240,7 @@ def meta_model(*words: str) -> Any:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["adapter.modules=[*.mlp.*_prjo]"], "e.g. 'adapter.modules=..mlp.._proj.'"),
+        (["adapter.modules=[*.mlp.*_prjo]"], "e.g. 'adapter.modules=...mlp.._proj.'"),
         (["adapter.modules=[q_prj]"], "matches none of the .* e.g. 'adapter.modules=.q_proj.'"),
         (["model=moe_tiny", "adapter.modules=['*.gate_proj']"], "names the experts of a mixture"),
     ],

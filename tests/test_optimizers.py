@@ -337,7 +337,7 @@ def test_frozen_group_is_not_trained_and_has_no_state() -> None:
     ("groups", "message"),
     [
         ({"slow": {"parameters": "decodr.weight"}}, "matches none of the 5 parameters; near names: decoder.weight"),
-        ({"slow": {"parameters": "*codr.weihgt"}}, r"e.g. 'optim.groups.slow.parameters=\*coder.weight'"),
+        ({"slow": {"parameters": "*codr.weihgt"}}, r"e.g. 'optim.groups.slow.parameters=\*oder.weight'"),
         ({"all": {"parameters": "*", "frozen": True}}, "optim.groups.all.frozen=true leaves no parameter to train"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,13 @@ SIZES = {
     "intermediate_size": 80, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "pad_token_id": None,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
+    "mixtral": EXPERTS | {"num_local_experts": 4},
+    "qwen3_moe": EXPERTS | {"num_experts": 4},
+    "glm4_moe": EXPERTS | {"n_routed_experts": 4, "use_qk_norm": True},
     "mistral": {"sliding_window": WINDOW},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},
@@ -63,7 +70,7 @@ def saved(name: str, folder: Path) -> Any:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name, **SIZES | FAMILIES[name])
+    config = transformers.AutoConfig.for_model(name, **deepcopy(SIZES | FAMILIES[name]))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
@@ -88,10 +95,10 @@ def opened(folder: Path, choice: str = "auto") -> tuple[ModelFamily, nn.Module]:
 def written(family: ModelFamily, model: nn.Module, folder: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint in ``folder`` of ``model``."""
     state: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        for fragment in family.exported(name, parameter.shape):
+    for name, tensor in model.state_dict().items():
+        for fragment in family.exported(name, tensor.shape):
             whole = state.setdefault(fragment.name, torch.full(fragment.shape, float("nan")))
-            whole[fragment.theirs.indices()] = parameter.detach()[fragment.ours.indices()]
+            whole[fragment.theirs.indices()] = tensor[fragment.ours.indices()]
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(family.export_config(0)))
     save_file(state, folder / "model.safetensors", {"format": "pt"})
@@ -280,7 +287,13 @@ ON_LAYOUTS = {
     "gemma3_1b": CAPPED | {"model.sliding_window": "6", "model.tie_embeddings": "true"},
 }
 """Of 24 tokens, what differs from one block or document to the next is seen."""
-LAYOUTS = ("fsdp x3", "tensor x2", "pipeline x2, 1f1b", "context x2", "context x2, ring")
+OF_EXPERTS = {
+    "model": "moe_tiny", "model.shared_experts": "0", "model.dense_layers": "0", "model.rotary_fraction": "1",
+    "model.expert_hidden_dim": "24",
+}  # fmt: skip
+ON_LAYOUTS["mixtral"] = OF_EXPERTS | {"model.family": "mixtral"}
+ON_LAYOUTS["qwen3_moe"] = OF_EXPERTS | {"model.family": "qwen3_moe", "model.qk_norm": "true"}
+LAYOUTS = ("ddp x2", "fsdp x3", "tensor x2", "pipeline x2, 1f1b", "context x2", "context x2, ring")
 DAILY = {"olmo2_7b": ("tensor x2",), "gemma2_9b": ("context x2, ring",), "gemma3_1b": ("pipeline x2, 1f1b",)}
 
 
@@ -288,7 +301,10 @@ DAILY = {"olmo2_7b": ("tensor x2",), "gemma2_9b": ("context x2, ring",), "gemma3
     ("preset", "layouts", "checkpointing"),
     [
         *((preset, layouts, "selective") for preset, layouts in DAILY.items()),
-        *(pytest.param(preset, LAYOUTS, "none", marks=pytest.mark.slow) for preset in ON_LAYOUTS),
+        *(
+            pytest.param(preset, LAYOUTS[:4] if "model" in changes else LAYOUTS, "none", marks=pytest.mark.slow)
+            for preset, changes in ON_LAYOUTS.items()
+        ),
     ],
 )
 def test_a_family_trains_alike_on_every_layout(

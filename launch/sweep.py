@@ -13,7 +13,7 @@ from serried.configs.compose import config_yaml
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, TrainingFailed, UserError
 from serried.configs.formats import duration
 from serried.configs.plain_data import parse_yaml, read_yaml
-from serried.configs.schema import RunConfig
+from serried.configs.schema import AUTO, RunConfig
 from serried.launch.points import Point, Sweep, labels
 from serried.launch.processes import NotedSignals
 from serried.launch.queue import jobs_of, queued_before_another
@@ -238,15 +238,19 @@ class _Runs:
 
 def _is_done(point: Point, outcome: Outcome) -> bool:
     """Return whether ``point`` is finished with these settings. If anything changed, the run itself decides."""
-    config = point.config
-    has_ended = outcome.step >= config.trainer.steps or "trainer.patience" in (outcome.reason or "")
-    if not outcome.is_finished or not has_ended or config.checkpoint.resume == "never":
+    config, trainer = point.config, point.config.trainer
+    if not outcome.is_finished or config.checkpoint.resume == "never":
         return False
+    chosen = ["micro_batch"] * (trainer.micro_batch == AUTO) + ["steps"] * (trainer.epochs is not None)
     try:
         earlier = read_yaml(config.run.dir / "config.yaml")
-    except (OSError, ValueError):
+        its = {key: earlier["trainer"][key] for key in chosen}  # as the run wrote them
+        has_ended = outcome.step >= its.get("steps", trainer.steps) or "trainer.patience" in (outcome.reason or "")
+    except (OSError, ValueError, KeyError, TypeError):
         return False
-    return _compared(earlier) == _compared(parse_yaml(config_yaml(config)))
+    now = parse_yaml(config_yaml(config))
+    now["trainer"] |= its
+    return has_ended and _compared(earlier) == _compared(now)
 
 
 def _compared(settings: dict[str, object]) -> dict[str, object]:

@@ -355,6 +355,21 @@ def test_finished_runs_are_skipped_unless_a_setting_changed(tmp_path: Path) -> N
     assert begun == ["seed-1", "seed-2"] * 2
 
 
+def test_finished_runs_are_skipped_although_they_chose_settings_themselves(tmp_path: Path) -> None:
+    begun: list[str] = []
+
+    def finishes(point: Point) -> Outcome:
+        begun.append(point.name)
+        chosen = {"micro_batch": 2, "steps": 4}
+        trainer = point.config.trainer.model_copy(update=chosen)
+        return ended(replace(point, config=point.config.model_copy(update={"trainer": trainer})), step=4)
+
+    words = [f"run.dir={tmp_path}", "trainer.seed=1,2", "trainer.micro_batch=auto", "trainer.epochs=1"]
+    for more in ([], [], ["trainer.epochs=2"]):
+        assert conduct([*words, *more], finishes) == 0
+    assert begun == ["seed-1", "seed-2"] * 2
+
+
 @pytest.mark.parametrize(
     ("reason", "expected"),
     [

@@ -13,6 +13,7 @@ from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.recipes.causal_lm import CausalLM
 from serried.trainer.model import build_model
 from serried.trainer.plan.devices import device_of
+from serried.trainer.plan.parts import IN_HOST_MEMORY
 from serried.trainer.plan.step_plan import StepPlan, plan_step
 from tests.test_plan import allocated_and_sent
 
@@ -25,6 +26,7 @@ MODES = {
     "`optim=adamw8bit`": ("optim=adamw8bit",),
     "`optim=adamw4bit`": ("optim=adamw4bit",),
     "`optim=muon`": ("optim=muon",),
+    "`optim.offload=true`": ("optim.offload=true",),
     "`precision=float8`": ("precision=float8",),
 }
 """What differs from recipe llama8b, which has the first."""
@@ -35,7 +37,7 @@ _SMALL = (
     "trainer.global_batch=8", "trainer.activation_checkpoint=selective", "parallel=single", "precision=bf16",
     "launch.device=cpu",
 )  # fmt: skip
-_NOT_ON_A_CPU = ("`offload`", "`precision=float8`")
+_NOT_ON_A_CPU = ("`offload`", "`optim.offload=true`", "`precision=float8`")
 """There the host is the device, and products in 8 bits are emulated."""
 
 
@@ -61,9 +63,11 @@ def table() -> str:
         small = "-" if name in _NOT_ON_A_CPU else f"{allocated(argv) / 2**20:.0f} MiB"
         plan = planned(argv, 8)
         assert plan.fits is not None, "there is a GPU"
-        by = "" if plan.found == "traced" else " by formula"
+        note = "" if plan.found == "traced" else " by formula"
+        if apart := plan.memory.parts.get(IN_HOST_MEMORY):
+            note = f", and {apart.value / 2**30:.1f} GiB of the host's"
         lines.append(
-            f"| {name} | {small} | {plan.fits.needed / 2**30:.1f} GiB{by} | {plan.fits.margin / 2**30:.1f} GiB |"
+            f"| {name} | {small} | {plan.fits.needed / 2**30:.1f} GiB{note} | {plan.fits.margin / 2**30:.1f} GiB |"
         )
     return "\n".join(lines)
 

@@ -563,6 +563,8 @@ class ParameterGroup(Section):
 class OptimSection(Section):
     """Keys that all optimizers have; each adds its own."""
 
+    free = ("offload",)
+
     name: str = "adamw"
     """Name of the optimizer; ``optim=NAME`` sets it."""
     lr: Number = Field(ge=0)
@@ -571,6 +573,8 @@ class OptimSection(Section):
     """Weight decay of matrices, times the learning rate; vectors such as norms and biases have none."""
     groups: dict[str, ParameterGroup] = Field(default_factory=dict)
     """Parameters with a learning rate or weight decay of their own, or frozen ones, by names you choose."""
+    offload: bool = False
+    """Hold the optimizer's state in host memory: the same numbers, less memory on the GPU, slower updates."""
 
     def _mistakes(self) -> Iterator[str]:
         betas = getattr(self, "betas", ())

@@ -54,8 +54,8 @@ def test_a_number_from_before_stays_while_it_fits() -> None:
     [
         (72.5, ["trainer.activation_checkpoint=none"], "use trainer.activation_checkpoint=selective, with which"),
         (30, [], "use trainer.activation_checkpoint=full, with which 1 fit or trainer.micro_batch=1 to try"),
-        (22, ["trainer.activation_checkpoint=full"], "use more ranks, such as 16 or trainer.micro_batch=1 to try"),
-        (10, ["trainer.activation_checkpoint=full"], "such as 16, which alone is not enough, or trainer.micro_batch=1"),
+        (22, ["trainer.activation_checkpoint=full"], "use optim.offload=true or trainer.micro_batch=1 to try"),
+        (10, ["trainer.activation_checkpoint=full"], "true, which alone is not enough, or trainer.micro_batch=1"),
     ],
 )
 def test_if_nothing_fits_the_error_says_what_would_help(usable_gib: float, argv: list[str], says: str) -> None:

@@ -263,8 +263,8 @@ def test_advice_is_what_applies_and_what_keeps_the_numbers_comes_first() -> None
     found = advice(["recipe=llama1b", "parallel=ddp", "precision=fp32", "trainer.micro_batch=8"], 8)
     names = [line.split()[0].split("=")[0] for line in found]
     assert names[0] == "PYTORCH_CUDA_ALLOC_CONF"
-    assert set(names[1:4]) == {"trainer.activation_checkpoint", "trainer.micro_batch", "parallel"}
-    assert set(names[4:]) == {"precision", "optim"}, "other rounding"
+    assert set(names[1:5]) == {"trainer.activation_checkpoint", "trainer.micro_batch", "parallel", "optim.offload"}
+    assert set(names[5:]) == {"precision"}, "other rounding"
     found = advice(["recipe=llama1b", "parallel=fsdp", "parallel.reshard_after_forward=false"], 8)
     assert any(line.startswith("parallel.reshard_after_forward=true") for line in found)
     assert not any(line.startswith("parallel=fsdp") for line in found)

@@ -5,6 +5,10 @@ import resource
 from contextlib import suppress
 from pathlib import Path
 
+from serried.configs.errors import UserError
+from serried.configs.formats import size
+from serried.runtime.session import Session
+
 _LIBRARIES_BYTES = 2**30
 """What torch and its libraries take of a process's memory, roughly."""
 
@@ -30,3 +34,13 @@ def limits() -> dict[str, int]:
 def tensor_bytes(held: int = 0, processes: int = 1) -> int:
     """Return what tensors of each of ``processes`` may have, of what is available and what is ``held`` already."""
     return min([held + machine_bytes()[1], *limits().values()]) // processes - _LIBRARIES_BYTES
+
+
+def check_offload(needed: int, session: Session) -> None:
+    """Raise ``UserError`` if the host cannot hold ``needed`` bytes of optimizer state for each rank. A collective."""
+    usable = max(0, min(session.gather(tensor_bytes(processes=session.local_world_size))))
+    if needed > usable:
+        raise UserError(
+            f"optim.offload=true needs {size(needed)} of host memory for each rank, and {size(usable)} are available; "
+            "use optim=adamw8bit, more ranks with parallel=fsdp, or optim.offload=false"
+        )

@@ -61,10 +61,11 @@ def choose(
     """
     allowed = allowed_micro_batches(config, layout)
     planned = Planned(with_micro_batch(config, allowed[-1]), task, layout.world, device)
+    on_host = planned.memory.on_host if device == "cpu" else 0
 
     def fits(samples: int, mode: str = config.trainer.activation_checkpoint) -> Fits:
         changed = with_micro_batch(planned.with_("trainer", activation_checkpoint=mode), samples)
-        return Fits(_needed(changed, task, layout, planned, is_open=is_open), usable)
+        return Fits(on_host + _needed(changed, task, layout, planned, is_open=is_open), usable)
 
     found = earlier if earlier in allowed and fits(earlier).answer == "yes" else _largest(allowed, fits)
     if not found:

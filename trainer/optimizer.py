@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from serried.configs.errors import UserError
 from serried.configs.registry import optimizers, schedules
 from serried.configs.schema import OptimSection, ScheduleSection
 from serried.parallel.axes import shard_specs
@@ -20,6 +21,7 @@ from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.sums import Sums
+from serried.trainer.offloaded import Offloaded
 from serried.trainer.parameter_groups import parameter_groups
 from serried.trainer.quantized_adamw import check_columns
 
@@ -53,6 +55,8 @@ def build_optimizer(
     if takes(section, "sums"):
         more["sums"] = sums() if sums is not None else Sums.whole(parameters)
     optimizer: torch.optim.Optimizer = build(parameter_groups(named, section), section, **more)
+    if section.offload:
+        optimizer = Offloaded(optimizer, takes_verdict=takes_verdict(optimizer))
     if takes_verdict(optimizer) and parameters_of(optimizer):
         create_state(optimizer)  # changes nothing, and memory is known early
     return optimizer
@@ -63,13 +67,23 @@ def takes(section: OptimSection, argument: str) -> bool:
     return argument in inspect.signature(optimizers.get(section.name).load()).parameters
 
 
+def can_offload(section: OptimSection) -> bool:
+    """Return whether the optimizer may update one parameter after the other."""
+    return not (takes(section, "matrices") or takes(section, "sums"))
+
+
 def check_optimizer(section: OptimSection, model: nn.Module, plan: ParallelPlan, layout: Layout) -> str:
     """Return for which of the trained parameters of ``model`` an optimizer of matrices is used, for the plan; "" for
     others. ``model`` is not sharded yet.
 
     Raises:
-        UserError: the optimizer is not for this model, or not on this layout.
+        UserError: the optimizer is not for this model, not on this layout, or cannot be offloaded.
     """
+    if section.offload and not can_offload(section):
+        raise UserError(
+            f"optim.offload=true updates one parameter after the other, and with optim={section.name} ranks exchange "
+            "something of all of them at once; use optim.offload=false, or optim=adamw8bit optim.offload=true"
+        )
     # Here: the first to import an optimizer would decide in which order they are all registered.
     from serried.trainer.optim.quantized_adamw import QuantizedAdamSection
 

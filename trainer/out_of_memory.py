@@ -78,7 +78,7 @@ def explained(
         f"rank {session.rank} on {session.host()} ran out of memory in {where}: {_asked_for(error)}{usage.free_text}"
     ]
     with suppress(Exception):  # what fails here must not hide the rest
-        planned = Planned(config, task, session.world_size)
+        planned = Planned(config, task, session.world_size, session.device.type)
         lines += [f"  {line}" for line in _holdings(planned.memory, _held(optimizer), usage)]
         for number, advice in enumerate(_advice(planned, stage, usage, _asked_bytes(error))):
             lines.append(f"  {'' if number else 'try':<9}  {advice}")
@@ -142,11 +142,14 @@ def _asked_for(error: BaseException) -> str:
 
 
 def _held(optimizer: torch.optim.Optimizer | None) -> dict[str, int]:
-    """Bytes of this rank's tensors that exist between steps."""
+    """Bytes of this rank's tensors that exist on its device between steps."""
     if optimizer is None:
         return {}
     parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    state = [value for p in parameters for value in optimizer.state.get(p, {}).values() if isinstance(value, Tensor)]
+    state = [
+        value for each in parameters for value in optimizer.state.get(each, {}).values()
+        if isinstance(value, Tensor) and value.device == each.device
+    ]  # fmt: skip
     kinds = {
         "parameters": parameters,
         "gradients": [p.grad for p in parameters if p.grad is not None],

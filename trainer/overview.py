@@ -27,6 +27,7 @@ from serried.trainer.optimizer import check_optimizer, learning_rate
 from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.memory import holds_what_it_computed_again, planned_memory
+from serried.trainer.plan.parts import IN_HOST_MEMORY
 from serried.trainer.plan.planned_time import measured_rates, planned_device
 from serried.trainer.plan.show import plan_lines
 from serried.trainer.plan.step_plan import RESERVED_BYTES, StepPlan, plan_step
@@ -73,6 +74,7 @@ def overview(
         gathers = ", ZeRO-3 (gathers for use)" if parallel.frees_after_forward else ", ZeRO-2 (stays gathered)"
         mesh += ", ZeRO-2 (small and on a CPU: gathered at once)" if plan.is_one_unit else gathers
     schedule, used_for = config.schedule, check_optimizer(config.optim, model, plan, layout)
+    place_of_state = ", state in host memory" if config.optim.offload else ""
     ratio = learning_rate(trainer.steps, trainer.steps, 1.0, schedule)
     decay = f" to {ratio:g}x" if ratio != 1 and schedule.warmup_steps < trainer.steps else ""
     short_run = " (the run ends inside it)" if schedule.warmup_steps >= trainer.steps else ""
@@ -91,7 +93,7 @@ def overview(
         ("precision", "; ".join(precision)),
         (
             "optimizer",
-            f"{config.optim.name}{used_for}, peak lr {config.optim.lr:g}, {schedule.name}{decay}, "
+            f"{config.optim.name}{used_for}{place_of_state}, peak lr {config.optim.lr:g}, {schedule.name}{decay}, "
             f"warm-up {schedule.warmup_steps} steps{short_run}, "
             + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping")
             + (f"; evaluated and saved: average of weights, decay {trainer.ema_decay:g}" if trainer.ema_decay else ""),
@@ -288,7 +290,7 @@ def _memory(
     parts = [
         f"parameters {size(memory.parameters)}",
         f"gradients {size(memory.gradients + memory.gradients_while_accumulating)}{note}",
-        f"optimizer state {size(memory.optimizer_state)}",
+        *([f"optimizer state {size(memory.optimizer_state)}"] if memory.optimizer_state or not memory.on_host else []),
     ]
     if memory.gathered:
         parts.append(f"gathered {size(memory.gathered)}")
@@ -301,6 +303,7 @@ def _memory(
         how = _mixed(mix, layout, len(plan.blocks_in(model))) if mix else _checkpointing(trainer, layout)
         activations += f" ({how}{f', {size(less)} less' * (less > 0)})"
     apart = "" if memory.is_of_parts else "; not all at once"
+    apart += f"; {IN_HOST_MEMORY} {size(memory.on_host)}" * config.optim.offload
     return f"{size(memory.total)} per rank: {', '.join(parts)}, {activations}{apart}"
 
 

@@ -28,12 +28,14 @@ from serried.trainer.context import Context
 from serried.trainer.data import Data
 from serried.trainer.evaluator import Evaluator, open_benchmarks
 from serried.trainer.health import digest
+from serried.trainer.host_memory import check_offload
 from serried.trainer.loop import Loop
 from serried.trainer.metrics import PROFILING, Meter
 from serried.trainer.model import Model, build_model
 from serried.trainer.overview import overview, saved_bytes
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.peak_flops import device_name, peak_flops
+from serried.trainer.plan.memory import planned_memory
 from serried.trainer.precision import check_products
 from serried.trainer.profile import StepProfiler, remember_allocations
 from serried.trainer.pulse import END
@@ -78,6 +80,8 @@ class Trainer:
         place, device = session.place(), session.device.type
         for line in overview(config, task, layout, accumulation, module, plan, place, device, start, data.training):
             console.say(line)
+        if config.optim.offload:
+            check_offload(planned_memory(config, task, layout, accumulation, module, plan).on_host, session)
         for line in task.describe_sample():
             console.say(line)
         needed = saved_bytes(config, module, plan)

@@ -10,6 +10,7 @@ from serried.parallel.checks import check_layout
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.parallel.phases import BACKWARD, FORWARD
 from serried.trainer.model import build_model
+from serried.trainer.optimizer import can_offload
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.memory import FormulaMemory, planned_memory
 from serried.trainer.pulse import EVALUATE
@@ -33,6 +34,7 @@ class Planned:
 
     def __init__(self, config: RunConfig, task: Task, world_size: int, device: str | None = None) -> None:
         self.config, self.world_size = config, world_size
+        self.device = device or config.launch.device
         self._task = task
         built = build_model(config, task, device)
         self.model, self.plan = built.module, built.plan
@@ -99,6 +101,9 @@ def _that_keep_the_numbers(planned: Planned, stage: str, usable: float) -> Itera
             samples = max(fitting, default=1)
             saved_bytes = planned.saved_by("trainer", micro_batch=samples)
             yield Advice(f"trainer.micro_batch={samples}", saved_bytes, " of activations")
+    if planned.device != "cpu" and can_offload(config.optim):
+        saved_bytes = planned.saved_by("optim", offload=True)
+        yield Advice("optim.offload=true", saved_bytes, ", which host memory then holds; slower updates")
     if layout.shard * layout.context > 1:
         yield Advice(
             "parallel.reshard_after_forward=true", planned.saved_by("parallel", reshard_after_forward=True),

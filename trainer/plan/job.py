@@ -78,6 +78,7 @@ def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int, mix: Mi
         is_fused=trainer.compile,
         is_adapter=config.adapter.method != "none",
         orthogonalizes=config.optim.name == "muon",
+        offloads=config.optim.offload,
         gathers_fp32=isinstance(config.model, HuggingFaceSection),
     )
 
@@ -166,5 +167,5 @@ def doubts(job: Job, cluster: Cluster, software: str) -> Iterator[str]:
         yield "adapters"
     if job.gathers_fp32:
         yield "code of transformers"
-    if job.recompute == "offload":
+    if job.recompute == "offload" or job.offloads:
         yield "copies to the host"

@@ -27,7 +27,7 @@ from serried.trainer.activation_budget import (
 )
 from serried.trainer.optimizer import takes
 from serried.trainer.optimizer_state import state_bytes_by_name
-from serried.trainer.plan.parts import Amount, Memory
+from serried.trainer.plan.parts import IN_HOST_MEMORY, Amount, Memory
 from serried.trainer.precision import LOW_DTYPES, frozen_type
 from serried.trainer.task import Task
 
@@ -57,9 +57,12 @@ class FormulaMemory(NamedTuple):
     gradients_at_peak: int
     """Those that are there when a backward begins: of earlier micro-batches."""
     reducing: int
-    """Gradients of a unit on their way to the ranks that hold them."""
+    """At the end of a backward or after it: gradients of a unit on their way to the ranks that hold them, or state of
+    a parameter that is fetched from host memory."""
     received: int
     """Of the activations, the buffers of a pipeline's messages: torch has one for each micro-batch of a step."""
+    on_host: int
+    """Optimizer state in host memory; of one parameter at a time ``reducing`` has it."""
 
     @property
     def total(self) -> int:
@@ -90,6 +93,7 @@ def formula_memory(found: FormulaMemory) -> Memory:
     parts = {
         "parameters": Amount(found.parameters, "exact"),
         "optimizer state": Amount(found.optimizer_state, "exact"),
+        IN_HOST_MEMORY: Amount(found.on_host, "exact"),
         "gradients": Amount(gradients, "exact"),
         "gathered": Amount(found.gathered, "formula"),
         "activations": Amount(passing, "formula"),
@@ -144,9 +148,8 @@ class _Sizes:
         first = layout.coordinates(0)  # no rank of a block holds more
         self.held = {name: spec.box(layout, first).numel for name, spec in self.specs.items()}
         states = state_bytes_by_name(config.optim, shapes, plan.blocks_in(model))
-        self.state_bytes = {
-            name: self.held[name] * (each.per_element + average) + each.whole for name, each in states.items()
-        }
+        self.state_bytes = {name: self.held[name] * each.per_element + each.whole for name, each in states.items()}
+        self.average_bytes = {name: self.held[name] * average for name in states}
         self.shapes: dict[str, tuple[int, ...]] = {}
         """What the other axes leave, for FSDP2."""
         self.gathered: dict[str, int] = {}
@@ -215,16 +218,20 @@ def _of_stages(
     gradients = share_trained * _FP32_BYTES
     has_earlier = accumulation > 1 or layout.is_replicated  # DDP keeps its buckets
     reduced = max(sizes.of_units(trained), default=0) if is_divided else 0
+    states = sum(copies[name] * sizes.state_bytes[name] for name in trained)
+    fetched = int(max((sizes.state_bytes[name] for name in trained), default=0))
+    on_host = config.optim.offload
     return FormulaMemory(
         parameters=sum(sizes.held[name] * copies[name] * sizes.width(name, frozen) for name in here),
         gradients=gradients,
         gradients_while_accumulating=whole * _FP32_BYTES,
-        optimizer_state=int(sum(copies[name] * sizes.state_bytes[name] for name in trained)),
+        optimizer_state=int(states * (not on_host) + sum(copies[name] * sizes.average_bytes[name] for name in trained)),
         gathered=gathers * width if uses_copies else 0,
         activations=activations,
         gradients_at_peak=(whole * _FP32_BYTES or gradients) if has_earlier else 0,
-        reducing=reduced * (_FP32_BYTES + width),
+        reducing=max(reduced * (_FP32_BYTES + width), fetched * on_host),
         received=received,
+        on_host=int(states * on_host),
     )
 
 

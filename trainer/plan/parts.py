@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 Origin = Literal["exact", "traced", "formula", "measured", "catalogue", "assumed"]
 """``exact``: arithmetic on sizes. ``traced``: counted in a step on tensors without data. ``formula``: an estimate,
 not below the trace. ``measured``: here. ``catalogue``: of the maker. ``assumed``: a guess, stated as one."""
+IN_HOST_MEMORY = "optimizer state in host memory"
+"""The part of a rank's memory that is not on its device."""
 Shape = tuple[int, int, int]
 """m, n, k of a matrix product."""
 
@@ -63,8 +65,8 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All parts, in bytes."""
-        return int(sum(part.value for part in self.parts.values()))
+        """All parts on the device, in bytes."""
+        return int(sum(part.value for kind, part in self.parts.items() if kind != IN_HOST_MEMORY))
 
 
 @dataclass(frozen=True)

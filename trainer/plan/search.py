@@ -163,7 +163,7 @@ class _Search:
         self.rates_of = str(config.plan.rates or software_for(device.name))
         self.capacity = int(device.memory_bytes)
         self.limit = _USABLE_SHARE * device.memory_bytes
-        self.state_bytes = state_bytes(config.optim).per_element
+        self.state_bytes = 0 if config.optim.offload else state_bytes(config.optim).per_element
         self.valid = 0
         self._refused: dict[object, UserError | None] = {}
 

@@ -128,6 +128,8 @@ class Job:
     """Whether all but adapters is frozen: no gradients of weights."""
     orthogonalizes: bool = False
     """Whether the optimizer is Muon."""
+    offloads: bool = False
+    """Whether the optimizer's state is in host memory. What copying it takes is not known."""
     gathers_fp32: bool = False
     """Whether FSDP gathers parameters in fp32, whatever the precision."""
 

@@ -9,7 +9,7 @@ from serried.parallel.phases import BACKWARD
 from serried.parallel.traffic import Flow
 from serried.trainer.plan.advice import Planned, advice
 from serried.trainer.plan.memory import RECEIVE_BUFFERS, WHY_RECEIVE_BUFFERS
-from serried.trainer.plan.parts import Fits, Memory
+from serried.trainer.plan.parts import IN_HOST_MEMORY, Fits, Memory
 from serried.trainer.plan.planned_time import Timed
 from serried.trainer.plan.step_plan import FRAGMENTED_SHARE, RESERVED_BYTES, StepPlan, with_assumed
 from serried.trainer.plan.time_lines import time_lines
@@ -52,10 +52,13 @@ def _fits(fits: Fits, memory: Memory) -> str:
 
 def _parts(memory: Memory) -> str:
     least = _WORTH_NAMING * memory.peak
-    named = {kind: part.value for kind, part in memory.parts.items() if part.value >= least and kind != "other"}
+    here = {kind: part.value for kind, part in memory.parts.items() if kind != IN_HOST_MEMORY}
+    named = {kind: value for kind, value in here.items() if value >= least and kind != "other"}
     rest = memory.peak - sum(named.values())
     texts = [f"{kind} {size(value)}" for kind, value in named.items()]
-    return ", ".join([*texts, *([f"other {size(rest)}"] if rest >= least else [])])
+    texts += [f"other {size(rest)}"] if rest >= least else []
+    apart = memory.parts.get(IN_HOST_MEMORY)
+    return ", ".join(texts) + (f"; {IN_HOST_MEMORY} {size(apart.value)}" if apart is not None else "")
 
 
 def _travels(flows: tuple[Flow, ...]) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from serried.parallel.mesh import AXES, Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.traffic import Flow
 from serried.trainer.plan.memory import formula_memory, planned_flows, planned_memory
-from serried.trainer.plan.parts import Amount, Fits, Memory
+from serried.trainer.plan.parts import IN_HOST_MEMORY, Amount, Fits, Memory
 from serried.trainer.plan.planned_time import Timed, UnknownTime, time_of
 from serried.trainer.plan.traced import CannotTrace, TracedStage, flows_of, memory_of, trace_step
 from serried.trainer.task import Task
@@ -20,7 +20,7 @@ RESERVED_BYTES = 2 * 2**30
 """Of a GPU, for the CUDA context, libraries and NCCL: assumed."""
 FRAGMENTED_SHARE = 0.05
 """Of what comes and goes in a step, which the allocator loses between blocks: assumed."""
-_LASTING = ("parameters", "optimizer state", "average of weights", "gradients")
+_LASTING = ("parameters", "optimizer state", IN_HOST_MEMORY, "average of weights", "gradients")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from serried.parallel.held import local
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, PIPELINE
-from serried.trainer.plan.parts import Shape, Work
+from serried.trainer.plan.parts import IN_HOST_MEMORY, Shape, Work
 
 GRADIENTS, GATHERED, KEPT, WORKING = "gradients", "gathered", "kept for backward", "working memory"
 
@@ -160,8 +160,8 @@ class StepTrace(TorchDispatchMode):
         """Return the peak since ``begin``."""
         now, most, at = 0, -1, 0
         by_phase: Counter[str] = Counter()
-        for number, (_, change, phase) in enumerate(self._events):
-            now += change
+        for number, (block, change, phase) in enumerate(self._events):
+            now += change * (block.kind != IN_HOST_MEMORY)
             by_phase[phase] = max(by_phase[phase], now)
             if now > most:
                 most, at = now, number

@@ -35,7 +35,7 @@ from serried.trainer.model import Model, build_model, sharded
 from serried.trainer.optimizer import model_optimizer
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.memory import RECEIVE_BUFFERS
-from serried.trainer.plan.parts import Amount, Memory, Work
+from serried.trainer.plan.parts import IN_HOST_MEMORY, Amount, Memory, Work
 from serried.trainer.plan.trace import GRADIENTS, Exchange, StepTrace
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task, map_tensors
@@ -43,6 +43,7 @@ from serried.trainer.training_state import train_step
 from serried.trainer.weight_average import WeightAverage
 
 _CPU = torch.device("cpu")
+_EXACT = ("parameters", "optimizer state", IN_HOST_MEMORY)
 _EXCHANGES_IN_PHASE = {FORWARD: "forward", BACKWARD: "backward"}
 
 
@@ -68,8 +69,8 @@ class Traced:
 
     @property
     def peak(self) -> float:
-        """Bytes held at most."""
-        return sum(self.memory.values())
+        """Bytes held at most on the device."""
+        return sum(size for kind, size in self.memory.items() if kind != IN_HOST_MEMORY)
 
     def plus(self, other: "Traced", times: float) -> "Traced":
         """Return this and ``times`` times the other."""
@@ -138,7 +139,7 @@ def memory_of(stages: Sequence[TracedStage]) -> Memory:
     worst = max(stages, key=lambda stage: stage.step.peak)
     parts: dict[str, Amount] = {}
     for kind, size in sorted(worst.step.memory.items(), key=lambda each: -each[1]):
-        parts[kind] = Amount(size, "exact" if kind in ("parameters", "optimizer state") else "traced")
+        parts[kind] = Amount(size, "exact" if kind in _EXACT else "traced")
     by_phase = {phase: int(size) for phase, size in worst.step.by_phase.items()}
     return Memory(parts, worst.step.phase, by_phase, worst.rank)
 
@@ -293,8 +294,9 @@ def _trace_rank(
             step(batches, 1e-3, lambda: 0.0)  # FSDP2 and optimizers allocate in their first
             trace.label("parameters", [held.tensor for held in parallel.parameters])
             for held in parallel.parameters:
-                state = optimizer.state.get(held.tensor, {})
-                trace.label("optimizer state", [each for each in state.values() if isinstance(each, Tensor)])
+                for each in optimizer.state.get(held.tensor, {}).values():
+                    if isinstance(each, Tensor):
+                        trace.label(IN_HOST_MEMORY if config.optim.offload and each.ndim else "optimizer state", [each])
             if is_replicated:  # DDP keeps its buckets
                 for held in parallel.parameters:
                     held.tensor.grad = torch.zeros_like(held.tensor) if held.tensor.requires_grad else None

@@ -28,8 +28,8 @@ from serried.recipes.data.prepare import Prepared, prepare
 from serried.recipes.data.shards import Shard
 from serried.recipes.data.tokenize import TokenCounts
 from serried.recipes.data.tokenizer import BytesTokenizer
-from serried.trainer.loader import BatchLoader
-from serried.trainer.sampler import SampleOrder
+from serried.trainer.loader import BatchLoader, Reader
+from serried.trainer.sampler import BatchShare, SampleOrder
 from tests.cluster import ROOT
 
 SEQUENCE = 2048
@@ -115,8 +115,8 @@ def resuming(folder: Path, turns: int) -> None:
     def first_batch(index: int) -> float:
         started = time.perf_counter()
         loader = BatchLoader(
-            dataset, collate, SampleOrder(len(dataset), 1), steps=range(1), accumulation=1, data_ranks=1, data_rank=0,
-            micro_batch=8, workers=0, pin_memory=False, first_index=index,
+            Reader(dataset, collate), SampleOrder(len(dataset), 1), BatchShare(8), steps=range(1), workers=0,
+            pin_memory=False, first_index=index,
         )  # fmt: skip
         next(loader)
         return time.perf_counter() - started

@@ -49,11 +49,11 @@ from serried.runtime.console import Console
 from serried.runtime.session import Session, open_session
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.context import Context
-from serried.trainer.loader import BatchLoader
+from serried.trainer.loader import BatchLoader, Reader
 from serried.trainer.metrics import RATES, Meter
 from serried.trainer.optimizer import learning_rate
 from serried.trainer.pulse import Pulse
-from serried.trainer.sampler import SampleOrder
+from serried.trainer.sampler import BatchShare, SampleOrder
 from serried.trainer.trainer import Trainer
 from tests.cluster import Cluster
 from tests.runs import write_text
@@ -243,10 +243,12 @@ def _take(config: Any, recipe: CausalLM, steps: int) -> list[list[Any]]:
     """The first batches of the run, read once."""
     dataset, layout = recipe.dataset("train"), resolve_layout(config.parallel, _world())
     loader = BatchLoader(
-        dataset, recipe.collate_numbered, SampleOrder(len(dataset), config.trainer.seed), steps=range(steps),
-        accumulation=gradient_accumulation(config.trainer, layout), data_ranks=layout.data_ranks,
-        data_rank=dist.get_rank() if dist.is_initialized() else 0, micro_batch=config.trainer.micro_batch,
-        workers=0, pin_memory=False,
+        Reader(dataset, recipe.collate_numbered), SampleOrder(len(dataset), config.trainer.seed),
+        BatchShare(
+            config.trainer.micro_batch, layout.data_ranks, dist.get_rank() if dist.is_initialized() else 0,
+            gradient_accumulation(config.trainer, layout),
+        ),
+        steps=range(steps), workers=0, pin_memory=False,
     )  # fmt: skip
     return list(loader)
 

@@ -112,8 +112,8 @@ def parallelize(
     else:
         runner = Direct(sync, phases, autocast)
     parallel = DistributedModel(
-        list(stages.values()), runner, specs, layout, device,
-        groups=groups, loads=loads, buffers=buffers, shared=shared_buffers(buffers, plan),
+        list(stages.values()), runner, specs, groups, device,
+        loads=loads, buffers=buffers, shared=shared_buffers(buffers, plan),
     )  # fmt: skip
     if is_meta and std_of is not None:
         initialize(parallel.parameters, std_of, seed)

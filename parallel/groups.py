@@ -18,7 +18,7 @@ class Groups:
     """
 
     def __init__(self, layout: Layout, device_type: str) -> None:
-        self._layout, self._device_type = layout, device_type
+        self.layout, self._device_type = layout, device_type
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
@@ -27,7 +27,7 @@ class Groups:
         Context ranks see other tokens of the same samples: they reduce gradients as shards do, so they may share in
         holding the parameters.
         """
-        layout = self._layout
+        layout = self.layout
         return self._mesh(
             pipeline=layout.pipeline, replicate=layout.replicate, fsdp=layout.shard * layout.context,
             tensor=layout.tensor,
@@ -36,7 +36,7 @@ class Groups:
     @cached_property
     def expert_fsdp(self) -> DeviceMesh:
         """As ``fsdp``, for the experts of a mixture, which are divided over ``expert`` first."""
-        layout = self._layout
+        layout = self.layout
         return self._mesh(
             pipeline=layout.pipeline, replicate=layout.replicate, fsdp=layout.expert_shard, expert=layout.expert
         )
@@ -47,7 +47,7 @@ class Groups:
 
     def expert_shard_dim(self, parameter: nn.Parameter) -> int:
         """Dim along which ``expert_fsdp`` shards ``parameter``, the stacked experts of this rank."""
-        return expert_sharding_dim(len(parameter) * self._layout.expert, self._layout)
+        return expert_sharding_dim(len(parameter) * self.layout.expert, self.layout)
 
     def _mesh(self, **degrees: int) -> DeviceMesh:
         kept = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "fsdp"}
@@ -60,22 +60,22 @@ class Groups:
     @cached_property
     def tensor(self) -> dist.ProcessGroup | None:
         """Ranks that divide the matrices."""
-        return self._group(self._layout.peers(("tensor",)))
+        return self._group(self.layout.peers(("tensor",)))
 
     @cached_property
     def context(self) -> dist.ProcessGroup | None:
         """Ranks that divide the sequences."""
-        return self._group(self._layout.peers(("context",)))
+        return self._group(self.layout.peers(("context",)))
 
     @cached_property
     def pipeline(self) -> dist.ProcessGroup | None:
         """Ranks that divide the blocks, in order."""
-        return self._group(self._layout.peers(("pipeline",)))
+        return self._group(self.layout.peers(("pipeline",)))
 
     @cached_property
     def expert(self) -> dist.ProcessGroup | None:
         """Ranks that divide the experts."""
-        layout = self._layout
+        layout = self.layout
         firsts = range(0, layout.world, layout.expert)  # contiguous, as ``expert`` is innermost in a block
         return self._group([list(range(first, first + layout.expert)) for first in firsts])
 
@@ -83,12 +83,12 @@ class Groups:
     def stage(self) -> dist.ProcessGroup | None:
         """Ranks that hold the same stages; None: all."""
         axes = [axis for axis in AXES if axis != "pipeline"]
-        return self._group(self._layout.peers(axes)) if self._layout.pipeline > 1 else None
+        return self._group(self.layout.peers(axes)) if self.layout.pipeline > 1 else None
 
     @cached_property
     def ends(self) -> dist.ProcessGroup | None:
         """Ranks of the first and of the last stage of one copy, which both hold tied parameters; None on others."""
-        layout = self._layout
+        layout = self.layout
         last = layout.pipeline_of(layout.stages - 1)
         return self._group([[ranks[0], ranks[last]] for ranks in layout.peers(("pipeline",))] if last else [])
 

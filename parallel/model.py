@@ -19,7 +19,7 @@ from serried.parallel.expert import Loads
 from serried.parallel.gradient import global_sum_of_squares, reduce_partial_gradients, sum_tied_gradients
 from serried.parallel.groups import Groups
 from serried.parallel.held import HeldTensor, held_parameters, local
-from serried.parallel.mesh import MODEL_AXES, Layout
+from serried.parallel.mesh import MODEL_AXES
 from serried.parallel.phases import BACKWARD, FORWARD, Phases
 from serried.parallel.plan import LossTerms, Objective
 from serried.parallel.seeding import seed_random_numbers
@@ -126,16 +126,16 @@ class DistributedModel:
         modules: Sequence[nn.Module],
         runner: Runner,
         specs: Mapping[str, ShardSpec],
-        layout: Layout,
+        groups: Groups,
         device: torch.device,
         *,
-        groups: Groups,
         loads: Loads,
         buffers: Sequence[str] = (),
         shared: Collection[str] = (),
     ) -> None:
         """``specs``: of the whole model; ``buffers`` names those that belong to the model's state, ``shared`` those of
         them of which every stage has a copy."""
+        layout = groups.layout
         self.modules, self.specs, self.layout, self.device = modules, specs, layout, device
         self.groups, self.runner = groups, runner
         self.phases, self.autocast, self.gradient_divisor = runner.phases, runner.autocast, runner.divisor

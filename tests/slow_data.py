@@ -5,18 +5,18 @@ import sys
 import time
 from typing import Any
 
-import serried.trainer.loader
 from serried.program import main
 from serried.runtime.ending import leave
+from serried.trainer.loader import Reader
 
-_read_batch = serried.trainer.loader.read_batch
+_read = Reader.read
 
 
-def read_batch(*arguments: Any) -> Any:
+def read(*arguments: Any) -> Any:
     time.sleep(0.15 if os.environ.get("RANK") == "1" else 0.05)
-    return _read_batch(*arguments)
+    return _read(*arguments)
 
 
 if __name__ == "__main__":
-    serried.trainer.loader.read_batch = read_batch
+    Reader.read = read
     leave(main(sys.argv[1:]))

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from serried.configs.compose import compose, config_yaml
 from serried.parallel.plan import LossTerms
 from serried.recipes.data.dataset import Batch, Sample, collate
-from serried.recipes.data.lanes import StreamDataset
+from serried.recipes.data.lanes import Deal, StreamDataset
 from serried.recipes.data.mixture import MixtureDataset
 from serried.runtime.session import open_session
-from serried.trainer.loader import BatchLoader
+from serried.trainer.loader import BatchLoader, Reader
 from serried.trainer.run import train
-from serried.trainer.sampler import Stream, sample_order
+from serried.trainer.sampler import BatchShare, Stream, sample_order
 from tests.cluster import Cluster
 from tests.runs import ObservedRecipe, metrics, tiny_overrides
 from tests.test_lanes import encode, numbered
@@ -56,7 +56,7 @@ def open_dataset(kind: str, workers: int) -> Any:
     random = np.random.default_rng(5)
     units = numbered([random.integers(1, 3, 20).tolist() for _ in range(7)])
     return StreamDataset(
-        units, encode, lambda row, _: row.number != 3, lanes=GLOBAL_BATCH, sequence_length=SEQUENCE, seed=3,
+        units, encode, lambda row, _: row.number != 3, Deal(len(units), GLOBAL_BATCH, 3), sequence_length=SEQUENCE,
         isolate_documents=False, remembered=workers + 3, identity="",
     )  # fmt: skip
 
@@ -92,9 +92,9 @@ def trained_on(kind: str, plan: Sequence[Leg], total_steps: int) -> Iterator[tup
         # Each would read on to the last step: whoever stops has read ahead.
         loaders = [
             BatchLoader(
-                dataset, collate, sample_order(dataset, 1), steps=range(done, total_steps), accumulation=accumulation,
-                data_ranks=leg.ranks, data_rank=rank, micro_batch=leg.micro_batch, workers=leg.workers,
-                pin_memory=False, first_index=done * GLOBAL_BATCH,
+                Reader(dataset, collate), sample_order(dataset, 1),
+                BatchShare(leg.micro_batch, leg.ranks, rank, accumulation), steps=range(done, total_steps),
+                workers=leg.workers, pin_memory=False, first_index=done * GLOBAL_BATCH,
             )
             for rank, dataset in enumerate(datasets)
         ]  # fmt: skip

@@ -58,10 +58,10 @@ def encode(rows: Sequence[Row], unit: str) -> list[Encoded]:
 
 def stream(units: Sequence[Rows], **changes: Any) -> StreamDataset:
     settings_: dict[str, Any] = {
-        "lanes": 4, "sequence_length": 8, "seed": 1, "isolate_documents": False, "remembered": 8, "identity": "test",
-        **changes,
+        "sequence_length": 8, "isolate_documents": False, "remembered": 8, "identity": "test", **changes,
     }  # fmt: skip
-    return StreamDataset(units, encode, lambda row, _: "7777" not in str(row.content), **settings_)
+    deal = Deal(len(units), settings_.pop("lanes", 4), settings_.pop("seed", 1))
+    return StreamDataset(units, encode, lambda row, _: "7777" not in str(row.content), deal, **settings_)
 
 
 def numbered(sizes: Sequence[Sequence[int]]) -> list[Rows]:

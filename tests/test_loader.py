@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from serried.configs.errors import UserError
-from serried.trainer.loader import PADDING_ID, BatchLoader, SampleError, evaluation_batches, evaluation_ids
-from serried.trainer.sampler import SampleOrder
+from serried.trainer.loader import PADDING_ID, BatchLoader, Reader, SampleError, evaluation_batches, evaluation_ids
+from serried.trainer.sampler import BatchShare, SampleOrder
 
 
 class Numbers(NamedTuple):
@@ -45,11 +45,10 @@ def collate(samples: Sequence[int], ids: np.ndarray) -> Numbers:
 
 
 def loader(dataset: Squares, **changes: Any) -> BatchLoader:
-    settings_ = {
-        "steps": range(5), "accumulation": 2, "data_ranks": 1, "data_rank": 0, "micro_batch": 3, "workers": 2,
-        "pin_memory": False, **changes,
-    }  # fmt: skip
-    return BatchLoader(dataset, collate, SampleOrder(len(dataset), 1), **settings_)
+    dealt = {name: changes.pop(name) for name in BatchShare._fields if name in changes}
+    share = BatchShare(**{"micro_batch": 3, "accumulation": 2, **dealt})
+    settings_ = {"steps": range(5), "workers": 2, "pin_memory": False, **changes}
+    return BatchLoader(Reader(dataset, collate), SampleOrder(len(dataset), 1), share, **settings_)
 
 
 def ids_by_step(dataset: Squares, **changes: Any) -> list[list[list[int]]]:
@@ -169,9 +168,7 @@ def test_batches_are_pinned(workers: int) -> None:
 )
 def test_evaluation_deals_each_sample_once(size: int, first: int, micro_batch: int, ranks: int) -> None:
     samples = np.arange(first, first + size)
-    dealt = [
-        evaluation_ids(samples, micro_batch=micro_batch, data_ranks=ranks, data_rank=rank) for rank in range(ranks)
-    ]
+    dealt = [evaluation_ids(samples, BatchShare(micro_batch, ranks, rank)) for rank in range(ranks)]
     assert len({len(batches) for batches in dealt}) == 1
     assert all(batch.shape == (micro_batch,) for batches in dealt for batch in batches)
     ids = np.concatenate([batch for batches in dealt for batch in batches])
@@ -180,9 +177,9 @@ def test_evaluation_deals_each_sample_once(size: int, first: int, micro_batch: i
 
 
 def test_evaluation_reads_what_it_deals() -> None:
-    asked = {"samples": np.arange(5), "micro_batch": 2, "data_ranks": 2}
-    last = list(evaluation_batches(Squares(9), collate, data_rank=1, **asked))
+    samples = np.arange(5)
+    last = list(evaluation_batches(Reader(Squares(9), collate), samples, BatchShare(2, 2, 1)))
     assert [(batch.ids.tolist(), counts) for batch, counts in last] == [([2, 3], True), ([PADDING_ID] * 2, False)]
     assert last[0][0].values.tolist() == [4, 9]
     with pytest.raises(SampleError, match="sample 4 of the evaluation: KeyError"):
-        list(evaluation_batches(Squares(9, {4: KeyError("x")}), collate, data_rank=0, **asked))
+        list(evaluation_batches(Reader(Squares(9, {4: KeyError("x")}), collate), samples, BatchShare(2, 2, 0)))

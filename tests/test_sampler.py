@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serried.trainer.sampler import (
+    BatchShare,
     MixtureOrder,
     SampleOrder,
     block_counts,
@@ -63,10 +64,7 @@ def test_a_step_has_the_same_samples_however_it_is_dealt(
 ) -> None:
     order, batch = SampleOrder(size, seed), accumulation * ranks * micro_batch
     whole = order(np.arange(step * batch, (step + 1) * batch)).tolist()
-    dealt = [
-        micro_batch_indices(step, accumulation=accumulation, data_ranks=ranks, micro_batch=micro_batch, data_rank=rank)
-        for rank in range(ranks)
-    ]
+    dealt = [micro_batch_indices(step, BatchShare(micro_batch, ranks, rank, accumulation)) for rank in range(ranks)]
     in_order = [dealt[rank][micro] for micro in range(accumulation) for rank in range(ranks)]
     assert all(len(indices) == micro_batch for indices in in_order)
     assert order(np.concatenate(in_order)).tolist() == whole

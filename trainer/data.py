@@ -15,8 +15,8 @@ from serried.runtime.console import Console
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.saved_state import taking_from
-from serried.trainer.loader import Augment, BatchLoader
-from serried.trainer.sampler import Mixture, Stream, sample_order
+from serried.trainer.loader import Augment, BatchLoader, Reader
+from serried.trainer.sampler import BatchShare, Mixture, Stream, sample_order
 from serried.trainer.task import Dataset, Task, fingerprint
 
 
@@ -65,19 +65,15 @@ class Data:
     def loader(self, task: Task, config: RunConfig, data_ranks: int, data_rank: int) -> BatchLoader:
         """Return this rank's batches from the current position to the last step."""
         trainer = config.trainer
+        accumulation = trainer.global_batch // (trainer.micro_batch * data_ranks)
         return BatchLoader(
-            self.training,
-            task.collate_numbered,
+            Reader(self.training, task.collate_numbered, _augmentation(task, trainer.seed)),
             sample_order(self.training, trainer.seed),
+            BatchShare(trainer.micro_batch, data_ranks, data_rank, accumulation),
             steps=range(self._step, trainer.last_step),
-            accumulation=trainer.global_batch // (trainer.micro_batch * data_ranks),
-            data_ranks=data_ranks,
-            data_rank=data_rank,
-            micro_batch=trainer.micro_batch,
             workers=trainer.workers,
             pin_memory=self._session.device.type == "cuda",
             first_index=self._sample,
-            augment=_augmentation(task, trainer.seed),
         )
 
     def micro_batch_seeds(self, step: int, seed: int, count: int, layout: Layout, data_rank: int) -> list[int]:

@@ -21,10 +21,10 @@ from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, r
 from serried.trainer.checkpoint.retention import ADAPTER, ADAPTER_CONFIG, MODEL
 from serried.trainer.checkpoint.saved_state import STATE
 from serried.trainer.checkpoint.state import load_weights
-from serried.trainer.loader import evaluation_batches
+from serried.trainer.loader import Reader, evaluation_batches
 from serried.trainer.model import build_model, sharded
 from serried.trainer.parameter_groups import freeze
-from serried.trainer.sampler import evaluation_samples
+from serried.trainer.sampler import BatchShare, evaluation_samples
 from serried.trainer.task import Dataset, Task, TextTask, to_device
 
 Batches = Iterable[Any]
@@ -57,14 +57,8 @@ def evaluate_by_source(
     """
 
     for source, numbers in evaluation_samples(dataset, samples).items():
-        batches = evaluation_batches(
-            dataset,
-            task.collate_numbered,
-            numbers,
-            micro_batch=micro_batch,
-            data_ranks=parallel.layout.data_ranks,
-            data_rank=parallel.place.data_rank,
-        )
+        share = BatchShare(micro_batch, parallel.layout.data_ranks, parallel.place.data_rank)
+        batches = evaluation_batches(Reader(dataset, task.collate_numbered), numbers, share)
         terms = parallel.evaluate(on_device(batches), task)
         loss_sum, weight, *metrics = terms.totals().tolist()
         pairs = zip(metrics[::2], metrics[1::2], strict=True)

@@ -4,15 +4,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from serried.configs.errors import UserError
-from serried.trainer.sampler import Order, Stream, micro_batch_indices
+from serried.trainer.sampler import BatchShare, Order, Stream, micro_batch_indices
 from serried.trainer.task import map_tensors
 
 PADDING_ID = -1
@@ -41,6 +40,32 @@ class SampleError(RuntimeError):
     """A sample could not be read. The message has its number, the cause is what the data set raised."""
 
 
+class Reader(NamedTuple):
+    """Reads samples and makes batches of them."""
+
+    dataset: MapDataset
+    collate: Collate
+    augment: Augment | None = None
+
+    def read(self, ids: Sequence[int] | np.ndarray, where: str = "", places: Sequence[int] | np.ndarray = ()) -> Any:
+        """Return the batch of samples ``ids`` [batch], augmented by their ``places`` [batch] in the order of training;
+        ``where`` is their purpose, for errors.
+
+        Raises:
+            SampleError, UserError: a sample cannot be read.
+        """
+        samples, ids = [], np.asarray(ids, np.int64)
+        for number, sample_id in enumerate(ids.tolist()):
+            try:
+                sample = self.dataset[0 if sample_id == PADDING_ID else sample_id]
+                samples.append(sample if self.augment is None else self.augment(sample, int(places[number])))
+            except UserError as error:
+                raise UserError(f"sample {sample_id} {where}: {error}") from error
+            except Exception as error:
+                raise SampleError(f"cannot read sample {sample_id} {where}: {type(error).__name__}: {error}") from error
+        return self.collate(samples, ids)
+
+
 class BatchLoader:
     """Iterator over steps: each item is the list of this rank's micro-batches of one step.
 
@@ -54,36 +79,29 @@ class BatchLoader:
 
     def __init__(
         self,
-        dataset: MapDataset,
-        collate: Collate,
+        reader: Reader,
         order: Order,
+        share: BatchShare,
         *,
         steps: range,
-        accumulation: int,
-        data_ranks: int,
-        data_rank: int,
-        micro_batch: int,
         workers: int,
         pin_memory: bool,
         first_index: int | None = None,
-        augment: Augment | None = None,
     ) -> None:
         """``steps`` count from 0. The first one takes its samples from ``first_index`` of the order on.
 
         By default that is as if all steps before it were done. ``pin_memory``: put batches in pinned memory.
         """
-        self._dataset, self._collate, self._order, self._augment = dataset, collate, order, augment
-        self._accumulation, self._micro_batch = accumulation, micro_batch
-        self._data_ranks, self._data_rank = data_ranks, data_rank
-        per_step = accumulation * data_ranks * micro_batch
-        self._first_index = steps.start * per_step if first_index is None else first_index
-        self._steps = self._plan(steps)
+        self._reader, self._order, self._share = reader, order, share
+        if first_index is None:
+            first_index = steps.start * share.accumulation * share.of_all
+        self._steps = self._plan(steps, first_index)
         self._pin_memory = pin_memory
         self._waited_seconds = 0.0
         self._closed = False
         self._ahead: deque[list[Future[Any]]] = deque()
         # Enough to keep every thread busy where a step has fewer micro-batches than there are threads.
-        self._ahead_steps = max(_LOOKAHEAD_STEPS, -(-workers // accumulation))
+        self._ahead_steps = max(_LOOKAHEAD_STEPS, -(-workers // share.accumulation))
         self._threads = self._start(workers) if workers else None
 
     def _start(self, workers: int) -> ThreadPoolExecutor:
@@ -119,25 +137,17 @@ class BatchLoader:
         for step, places in islice(self._steps, self._ahead_steps - len(self._ahead)):
             self._ahead.append([threads.submit(self._read, step, *each) for each in places])
 
-    def _plan(self, steps: range) -> Iterator[tuple[int, list[tuple[np.ndarray, np.ndarray]]]]:
+    def _plan(self, steps: range, first_index: int) -> Iterator[tuple[int, list[tuple[np.ndarray, np.ndarray]]]]:
         """Every step with the places in the order, and the sample numbers, of each micro-batch on this rank."""
-        deal = partial(
-            micro_batch_indices,
-            accumulation=self._accumulation,
-            data_ranks=self._data_ranks,
-            micro_batch=self._micro_batch,
-            data_rank=self._data_rank,
-            first_index=self._first_index,
-        )
         for first in range(0, len(steps), _PLANNED_STEPS):
             block = steps[first : first + _PLANNED_STEPS]
-            indices = np.array([deal(step - steps.start) for step in block])
+            indices = np.array([micro_batch_indices(step - steps.start, self._share, first_index) for step in block])
             numbers = self._order(indices.ravel()).reshape(indices.shape)
             for step, *of_step in zip(block, indices, numbers, strict=True):
                 yield step, list(zip(*of_step, strict=True))
 
     def _read(self, step: int, places: np.ndarray, ids: np.ndarray) -> Any:
-        batch = read_batch(self._dataset, self._collate, ids, f"of step {step + 1}", self._augment, places)
+        batch = self._reader.read(ids, f"of step {step + 1}", places)
         return map_tensors(torch.Tensor.pin_memory, batch) if self._pin_memory else batch
 
     def take_waited_seconds(self) -> float:
@@ -149,8 +159,8 @@ class BatchLoader:
         """End the threads and drop what they read ahead. May be called more than once."""
         self._closed = True
         self._ahead.clear()
-        if isinstance(self._dataset, Stream):
-            self._dataset.close()
+        if isinstance(self._reader.dataset, Stream):
+            self._reader.dataset.close()
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
 
@@ -161,57 +171,22 @@ class BatchLoader:
         self.close()
 
 
-def evaluation_ids(samples: np.ndarray, *, micro_batch: int, data_ranks: int, data_rank: int) -> list[np.ndarray]:
+def evaluation_ids(samples: np.ndarray, share: BatchShare) -> list[np.ndarray]:
     """Sample numbers of one rank's evaluation micro-batches: arrays [micro_batch], int64.
 
     ``samples`` [samples] are dealt out in order. Every rank gets as many micro-batches as any other, since ranks that
     end apart wait for each other for ever; what is missing is ``PADDING_ID``.
     """
-    across_ranks = data_ranks * micro_batch
-    rounds = -(-len(samples) // across_ranks)
-    dealt = np.full(rounds * across_ranks, PADDING_ID, np.int64)
+    rounds = -(-len(samples) // share.of_all)
+    dealt = np.full(rounds * share.of_all, PADDING_ID, np.int64)
     dealt[: len(samples)] = samples
-    return list(dealt.reshape(rounds, data_ranks, micro_batch)[:, data_rank])
+    return list(dealt.reshape(rounds, share.data_ranks, share.micro_batch)[:, share.data_rank])
 
 
-def evaluation_batches(
-    dataset: MapDataset,
-    collate: Collate,
-    samples: np.ndarray,
-    *,
-    micro_batch: int,
-    data_ranks: int,
-    data_rank: int,
-) -> Iterator[tuple[Any, bool]]:
+def evaluation_batches(reader: Reader, samples: np.ndarray, share: BatchShare) -> Iterator[tuple[Any, bool]]:
     """Yield one rank's batches of an evaluation on samples ``samples`` [samples], and whether each has any of them.
 
     A batch that has none only keeps the rank in step with the others; see ``evaluation_ids``.
     """
-    for ids in evaluation_ids(samples, micro_batch=micro_batch, data_ranks=data_ranks, data_rank=data_rank):
-        yield read_batch(dataset, collate, ids, "of the evaluation"), bool((ids >= 0).any())
-
-
-def read_batch(
-    dataset: MapDataset,
-    collate: Collate,
-    ids: Sequence[int] | np.ndarray,
-    where: str = "",
-    augment: Augment | None = None,
-    places: Sequence[int] | np.ndarray = (),
-) -> Any:
-    """Read and collate samples ``ids`` [batch], augmented by their ``places`` [batch] in the order of training;
-    ``where`` is their purpose, for errors.
-
-    Raises:
-        SampleError, UserError: a sample cannot be read.
-    """
-    samples, ids = [], np.asarray(ids, np.int64)
-    for number, sample_id in enumerate(ids.tolist()):
-        try:
-            sample = dataset[0 if sample_id == PADDING_ID else sample_id]
-            samples.append(sample if augment is None else augment(sample, int(places[number])))
-        except UserError as error:
-            raise UserError(f"sample {sample_id} {where}: {error}") from error
-        except Exception as error:
-            raise SampleError(f"cannot read sample {sample_id} {where}: {type(error).__name__}: {error}") from error
-    return collate(samples, ids)
+    for ids in evaluation_ids(samples, share):
+        yield reader.read(ids, "of the evaluation"), bool((ids >= 0).any())

@@ -26,9 +26,9 @@ from serried.trainer.base_model import same_files
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.context import Context
 from serried.trainer.data import Data
-from serried.trainer.loader import evaluation_batches
+from serried.trainer.loader import Reader, evaluation_batches
 from serried.trainer.pulse import SET_UP
-from serried.trainer.sampler import evaluation_samples, sample_order
+from serried.trainer.sampler import BatchShare, evaluation_samples, sample_order
 from serried.trainer.task import Dataset, Reference, Task, fingerprint, to_device
 
 _FORMAT = 1
@@ -125,18 +125,14 @@ class _Split:
     def _batches(
         self, context: Context, parallel: DistributedModel, samples: np.ndarray, done: int, wanted: int
     ) -> Iterator[Any]:
-        batches = evaluation_batches(
-            self._dataset, context.task.collate_numbered, samples, micro_batch=context.config.trainer.micro_batch,
-            data_ranks=parallel.layout.data_ranks, data_rank=parallel.place.data_rank,
-        )  # fmt: skip
-        of_all_ranks = context.config.trainer.micro_batch * parallel.layout.data_ranks
-        for batch, _ in batches:
+        share = BatchShare(context.config.trainer.micro_batch, parallel.layout.data_ranks, parallel.place.data_rank)
+        for batch, _ in evaluation_batches(Reader(self._dataset, context.task.collate_numbered), samples, share):
             context.pulse.enter(SET_UP, 0)
             context.console.doing(
                 f"reference of {self.name}: {done:,} of {wanted:,} samples", "computing the reference"
             )
             yield to_device(batch, context.session.device)
-            done = min(wanted, done + of_all_ranks)
+            done = min(wanted, done + share.of_all)
 
     def _write(self) -> None:
         try:

@@ -10,7 +10,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence, Sized
 from fractions import Fraction
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -242,18 +242,28 @@ def _mix(numbers: np.ndarray) -> np.ndarray:
     return numbers ^ (numbers >> np.uint64(31))
 
 
-def micro_batch_indices(
-    step: int, *, accumulation: int, data_ranks: int, micro_batch: int, data_rank: int, first_index: int = 0
-) -> list[np.ndarray]:
+class BatchShare(NamedTuple):
+    """One rank's share of each global batch."""
+
+    micro_batch: int
+    data_ranks: int = 1
+    data_rank: int = 0
+    accumulation: int = 1
+
+    @property
+    def of_all(self) -> int:
+        """Samples of all ranks in one micro-batch each."""
+        return self.data_ranks * self.micro_batch
+
+
+def micro_batch_indices(step: int, share: BatchShare, first_index: int = 0) -> list[np.ndarray]:
     """Global indices of one rank's micro-batches in a step (from 0): ``accumulation`` arrays [micro_batch], int64.
 
-    Step 0 begins at ``first_index``.
-
-    A step takes the next accumulation x data_ranks x micro_batch indices, whichever ranks they are dealt to.
+    Step 0 begins at ``first_index``. A step takes the next global batch of indices, whichever ranks they are dealt to.
     """
-    across_ranks = data_ranks * micro_batch
-    first = first_index + step * accumulation * across_ranks + data_rank * micro_batch
+    across_ranks = share.of_all
+    first = first_index + step * share.accumulation * across_ranks + share.data_rank * share.micro_batch
     return [
-        np.arange(start, start + micro_batch, dtype=np.int64)
-        for start in range(first, first + accumulation * across_ranks, across_ranks)
+        np.arange(start, start + share.micro_batch, dtype=np.int64)
+        for start in range(first, first + share.accumulation * across_ranks, across_ranks)
     ]

@@ -54,7 +54,7 @@ class Trainer:
 
     def __init__(self, context: Context, config_yaml: str, start: Start, data: Data | None = None) -> None:
         """Build everything, in the only order that works. ``data`` if it is open already."""
-        self.context, self._origin = context, start.origin
+        self.context = context
         config, task, session, console = context.config, context.task, context.session, context.console
         layout = resolve_layout(config.parallel, session.world_size)
         accumulation = gradient_accumulation(config.trainer, layout)
@@ -68,13 +68,10 @@ class Trainer:
         data.start(start, config.trainer.global_batch)
         benchmarks = open_benchmarks(context, data.validation)
         remember_allocations(config, session.device, console)
-        model, self._base = _build_model(context, start)
+        model, base = _build_model(context, start)
         teacher, reference = task.teacher_folder(), task.reference_numbers()
         before = ReferencePass(context, data, reference, start) if reference is not None else None
-        self._frozen = {
-            "teacher": teacher and same_files("teacher", teacher, start, session),
-            "reference": before and before.files,
-        }
+        teacher_files = teacher and same_files("teacher", teacher, start, session)
         module, plan = model.module, model.plan
         parameters = sum(whole_numel(parameter) for parameter in module.parameters())
         place, device = session.place(), session.device.type
@@ -89,22 +86,29 @@ class Trainer:
             console.say(note)
         console.open(config.run.dir)
         self._report = report = Report(context, start)
-        self._tracker_run_id = session.once(partial(choose_run_id, start.state, start.continues(config.run.dir)))
+        tracker_run_id = session.once(partial(choose_run_id, start.state, start.continues(config.run.dir)))
+        self._unchanging = {
+            "base": base and base.record,
+            "teacher": teacher_files,
+            "reference": before and before.files,
+            "origin": start.origin,
+            "tracker_run_id": tracker_run_id,
+        }
         flops_per_sample = _flops(task, module)
         peak = peak_flops(device_name(session.device), config.precision.name)
         report.begun(
             layout, parameters, start, flops_per_sample=flops_per_sample, peak_flops=peak,
-            hosts=session.gather(session.host()), tracker_run_id=self._tracker_run_id,
+            hosts=session.gather(session.host()), tracker_run_id=tracker_run_id,
         )  # fmt: skip
         self.trackers = Trackers(config.run.dir, config.track, console.say)
         self._shutdown = Shutdown(config, session, console, context.folder, lambda: report.last_save_seconds)
-        self.state = state = TrainingState(context, model, layout, start, self._base, before)
+        self.state = state = TrainingState(context, model, layout, start, base, before)
         if before is not None:
             before.use()
         if config.trainer.deterministic and layout.is_replicated and plan.units:  # else DDP keeps its buckets
             state.rehearse(context, next(iter(data.validation.values()), data.training))
         meter = Meter(session.device, session.world_size, (flops_per_sample or 0.0) * config.trainer.global_batch, peak)
-        write_files = partial(model.write_files, _name_of_base(config, self._base))
+        write_files = partial(model.write_files, _name_of_base(config, base))
         self.saver = saver = Saver(context, state, layout, report, meter, write_files)
         self._rollback = Rollback(
             context, data, state, saver=saver, report=report, meter=meter, count=int(start.state.get("rollbacks", 0))
@@ -163,10 +167,7 @@ class Trainer:
             "progress": asdict(progress),
             "step_state": self.state.step_state(),
             **self._data.state(step),
-            "base": self._base and self._base.record,
-            **self._frozen,
-            "origin": self._origin,
-            "tracker_run_id": self._tracker_run_id,
+            **self._unchanging,
             "world_size": self.context.session.world_size,
             "torch": torch.__version__,
             "config": plain(self.context.config),

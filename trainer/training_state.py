@@ -18,7 +18,7 @@ from serried.trainer.checkpoint.saved_state import taking_from
 from serried.trainer.checkpoint.state import load_state, state_parts
 from serried.trainer.compilation import Compilation
 from serried.trainer.context import Context
-from serried.trainer.loader import PADDING_ID, read_batch
+from serried.trainer.loader import PADDING_ID, Reader
 from serried.trainer.model import Model, sharded
 from serried.trainer.optimizer import model_optimizer
 from serried.trainer.optimizer_state import group_values, load_plain_state, plain_state
@@ -79,7 +79,7 @@ class TrainingState:
 
     def rehearse(self, context: Context, dataset: Dataset) -> None:
         """Run one backward pass that changes nothing, on a micro-batch of ``dataset``; see ``TrainStep.rehearse``."""
-        batch = read_batch(dataset, self._task.collate_numbered, [PADDING_ID] * context.config.trainer.micro_batch)
+        batch = Reader(dataset, self._task.collate_numbered).read([PADDING_ID] * context.config.trainer.micro_batch)
         buffers = [buffer.clone() for buffer in self.module.buffers()]
         self.step.rehearse(to_device(batch, context.session.device))
         with torch.no_grad():

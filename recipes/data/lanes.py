@@ -99,10 +99,9 @@ class StreamDataset:
         units: Sequence[Unit],
         encoder: Encoder,
         is_training: Callable[[Row, str], bool],
+        deal: Deal,
         *,
-        lanes: int,
         sequence_length: int,
-        seed: int,
         isolate_documents: bool,
         remembered: int,
         identity: str,
@@ -111,14 +110,14 @@ class StreamDataset:
         up to ``remembered`` samples of a lane before the last one read. ``identity`` identifies the encoder and the
         rule of the split."""
         self._units, self._encoder, self._is_training = units, encoder, is_training
-        self._deal = Deal(len(units), lanes, seed)
+        self._deal = deal
         self._sequence_length, self._isolate, self._remembered = sequence_length, isolate_documents, remembered
-        self._starts = dict.fromkeys(range(lanes), Cursor())
+        self._starts = dict.fromkeys(range(deal.lanes), Cursor())
         self._first_sample, self._has_restarted = 0, False
         self._lanes: dict[int, _Lane] = {}
         self._lock, self._closed = threading.Lock(), threading.Event()
         names = [[unit.name.rpartition("/")[2], unit.size_bytes] for unit in units]
-        text = json.dumps([names, lanes, sequence_length, seed, isolate_documents, identity])
+        text = json.dumps([names, deal.lanes, sequence_length, deal.seed, isolate_documents, identity])
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
         """Equal for equal samples, on any machine, judged by names and sizes of files."""
 

@@ -11,7 +11,7 @@ from serried.recipes.data.atomic_folder import make_folder
 from serried.recipes.data.encode import TextEncoder
 from serried.recipes.data.hugging_face_dataset import HubStream
 from serried.recipes.data.hugging_face_tokenizer import named_tokenizer
-from serried.recipes.data.lanes import StreamDataset
+from serried.recipes.data.lanes import Deal, StreamDataset
 from serried.recipes.data.prepare import (
     Prepared,
     cache_folder,
@@ -78,13 +78,13 @@ def open_training(section: Any, prepared: Prepared, *, lanes: int, seed: int, wo
         place = place_of(row, unit)
         return place >= fraction and place not in held_out
 
+    units = _units(section, section.split)
     return StreamDataset(
-        _units(section, section.split),
+        units,
         TextEncoder(tokenizer, section.tokenizer),
         is_training,
-        lanes=lanes,
+        Deal(len(units), lanes, seed),
         sequence_length=section.sequence_length,
-        seed=seed,
         isolate_documents=section.isolate_documents,
         # The loader reads two steps ahead, or one for each of its threads.
         remembered=_REMEMBERED_STEPS + workers,

@@ -226,15 +226,28 @@ def _from_files(root: str, folder: Path, words: tuple[str, ...], stamp: object) 
 
 def _fill_in(config: DictConfig, choices: Mapping[str, str], line: CommandLine) -> None:
     """Set the names of what is chosen, and the values of the command line."""
+    if isinstance(config.get("recipe"), DictConfig):
+        raise UserError(
+            f"the file of recipe={choices['recipe']} sets keys of the whole run, so it must begin with "
+            "# @package _global_"
+        )
     config.recipe = choices["recipe"] or declared().name
     for group, registry in CHOSEN.items():  # a choice without a YAML file, or whose file leaves the name out
         if registry.key == "name" and group in base_schema().model_fields:
             name = line.choices.get(group, choices.get(group))
-            config[group] = {"name": name, **(config.get(group) or {})}
+            _name(config, group, name)
     if declared().name:
-        config.task = {"name": declared().name, **config.get("task", {})}
+        _name(config, "task", declared().name)
     for key, value in line.values.items():
         OmegaConf.update(config, key, value)
+
+
+def _name(config: DictConfig, section: str, name: str | None) -> None:
+    """Set the name in ``section``, if the YAML files do not."""
+    found = config.get(section) or {}
+    if not isinstance(found, Mapping):
+        raise UserError(f"{section}={found} in a YAML file: {section} is a section, which holds keys with values")
+    config[section] = {"name": name, **found}
 
 
 def _for_hydra(line: CommandLine, folder: Path) -> tuple[str, ...]:
@@ -256,7 +269,8 @@ def _origins(folder: Path, line: CommandLine) -> Origins:
     folders = [folder, *declared().config_dirs]
     files = [(each / f"{default.config_path}.yaml", default.package or "") for default in defaults for each in folders]
     # Hydra's own settings are in the list too; their files are elsewhere.
-    return Origins(line.typed, [(file, section) for file, section in files if file.exists()], folder.parent)
+    typed = {key: value for key, value in line.typed.items() if key not in line.choices}
+    return Origins(typed, [(file, section) for file, section in files if file.exists()], folder.parent)
 
 
 def _not_composed(error: Exception, folder: Path, groups: Groups) -> str:

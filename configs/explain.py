@@ -21,11 +21,11 @@ class Origins:
     """Origin of each value of a composed config."""
 
     typed: Mapping[str, str]
-    """Overrides of the command line, by key."""
+    """Overrides of the command line, by key; choices of groups are not among them."""
     layers: Sequence[tuple[Path, str]]
     """The YAML files in the order they were merged, later ones win, and the section that each fills; "": the top."""
     root: Path
-    """File names are shown relative to this folder."""
+    """File names are shown relative to this folder, and those of other folders to the current one."""
 
     def of(self, path: str) -> str:
         """``command line``, or the file and line that set ``path`` or a section around it; empty if nothing did."""
@@ -35,7 +35,8 @@ class Origins:
         for file, section in reversed(self.layers):
             inside = parts if not section else parts[1:] if parts[0] == section else []
             if inside and (line := _line_of(inside, file)):
-                return f"{file.relative_to(self.root).as_posix()}:{line}"
+                above = next((each for each in (self.root, Path.cwd()) if file.is_relative_to(each)), None)
+                return f"{file.relative_to(above) if above else file}:{line}"
         return ""
 
 

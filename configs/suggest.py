@@ -308,5 +308,8 @@ def unknown_choice(group: str, choice: str, choices: Sequence[str], source: str 
     if reason := other_names().advice.get(squeezed(f"{group}={choice}")):
         return f"{group}={choice}{where}: {reason.format(value=choice)}; {plural}: {', '.join(choices)}"
     near = nearest_choice(group, choice, choices)[:1]
+    if group == "model" and not near and choice in CHOSEN["model"].names():
+        write = f"write FOLDER/model/{choice}.yaml with family: {choice}, and add --config-dir FOLDER"
+        return f"model={choice}{where} is a family, which needs a YAML file; {write}"
     hint = f" Did you mean {pasteable(group, near[0])}?" if near else ""
     return f"no {group} {choice!r}{where}.{hint} {plural}: {', '.join(choices)}"

@@ -90,5 +90,7 @@ def is_called_from_python() -> bool:
 
 
 def typed_command() -> str:
-    """Return how the user starts this program: ``train.py``, or the name of their script."""
-    return Path(_training_command[0]).name if len(_training_command) == 1 else "train.py"
+    """Return how the user starts this program: ``train.py``, which an installed package has not, or their script."""
+    if len(_training_command) == 1:
+        return Path(_training_command[0]).name
+    return "train.py" if (Path(__file__).resolve().parents[1] / "train.py").exists() else "-m serried.program"

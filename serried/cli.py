@@ -23,7 +23,7 @@ from serried.planning import calibrate, plan_run
 from serried.runs import existing_runs, find_run, is_run, run_folder, runs_of_a_sweep, similar_runs
 from serried.runtime.early import print_any_text
 from serried.runtime.ending import leave, note_repeated, report_mistake
-from serried.runtime.program import check_surroundings
+from serried.runtime.program import check_surroundings, typed_command
 from serried.runtime.ranks import is_started, say
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         if asked is not None and asked not in _COMMANDS:
             close = nearest(asked, [*_COMMANDS])
             hint = f"did you mean: serried {' or '.join(close)}" if close else f"commands: {', '.join(_COMMANDS)}"
-            raise UserError(f"there is no command {asked!r}; {hint}; to train: python train.py")
+            raise UserError(f"there is no command {asked!r}; {hint}; to train: python {typed_command()}")
         if is_help or {*_HELP} & {*rest}:
             return say(_help(asked))
         note_repeated(rest)
@@ -106,7 +106,9 @@ def recipes(words: list[str]) -> int:
         raise UserError(
             f"serried recipes takes no arguments, and got {' '.join(words)}; serried plan {words[0]} shows a run"
         )
-    return say(f"{recipes_text()}\nTrain one: python train.py recipe=NAME. Show its plan: serried plan recipe=NAME")
+    return say(
+        f"{recipes_text()}\nTrain one: python {typed_command()} recipe=NAME. Show its plan: serried plan recipe=NAME"
+    )
 
 
 @_command(f"[search|compare|calibrate] [RUN] {_OVERRIDES}")
@@ -461,7 +463,7 @@ def _help(name: str | None) -> str:
                 "",
                 *(f"  {line}" for line in columns(rows)),
                 "",
-                "Details and keys of one command: serried COMMAND --help. To train: python train.py --help",
+                f"Details and keys of one command: serried COMMAND --help. To train: python {typed_command()} --help",
                 "plan, prepare, preflight, submit and status take the overrides of train.py.",
             ]
         )

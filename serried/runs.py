@@ -8,6 +8,7 @@ from pathlib import Path
 from serried.configs.errors import UserError
 from serried.configs.schema import parse_count
 from serried.configs.suggest import nearest
+from serried.runtime.program import typed_command
 
 IsTaken = Callable[[Path], bool]
 """Whether a command can use the run in a folder."""
@@ -161,7 +162,7 @@ def existing_runs(folder: Path, is_taken: IsTaken) -> str:
     runs = [run for run in dict.fromkeys([*inside, *deeper]) if is_taken(run)]
     if runs:
         return f"{folder} holds: {_listed(runs)}"
-    hint = "; python train.py makes runs/tiny" if folder == Path("runs") else ""
+    hint = f"; python {typed_command()} makes runs/tiny" if folder == Path("runs") else ""
     return f"{folder} holds none{' with a checkpoint' if is_taken is has_saved else ''}{hint}"
 
 

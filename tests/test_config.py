@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from benchmarks.key_tables import key_tables
 from serried.configs.command_line import parse_arguments
 from serried.configs.compose import FOLDER, compose
+from serried.configs.declaration import BUILT_IN, declaring
 from serried.configs.divisors import divisors
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of, help_text
@@ -520,6 +521,26 @@ def test_mistakes_in_a_yaml_file_name_the_file_and_the_line(folder: Path, body: 
     for text in expected:
         assert text in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "file, text, words, expected",
+    [
+        ("model/mine.yaml", "width: 4\n", ("model=mine",), "unknown key model.width=4 (presets/model/mine.yaml:1)"),
+        ("optim/mine.yaml", "name: adamw\neps: x\n", ("optim=mine",), "optim.eps=x (presets/optim/mine.yaml:2)"),
+        ("schedule/mine.yaml", "- eps\n", ("schedule=mine",), "keys with values"),
+        ("recipe/mine.yaml", "trainer:\n  steps: 5\n", ("recipe=mine",), "must begin with # @package _global_"),
+        ("model/mine.yaml", "", ("model=glm4_moe",), "write FOLDER/model/glm4_moe.yaml with family: glm4_moe"),
+    ],
+)
+def test_mistakes_in_a_users_presets_name_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, text: str, words: tuple[str, ...], expected: str
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "presets" / file).parent.mkdir(parents=True)
+    (tmp_path / "presets" / file).write_text(text)
+    with declaring(BUILT_IN._replace(config_dirs=(tmp_path / "presets",))):
+        assert expected in refusal(*words)
 
 
 def test_the_last_file_that_set_a_value_is_named(folder: Path):

@@ -68,8 +68,16 @@ def _command(takes: str) -> Callable[[Callable[[list[str]], int]], Callable[[lis
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command that the command line names and return the exit code."""
-    words = sys.argv[1:] if arguments is None else arguments
+    """Run the command that ``arguments`` name and return the exit code; without them, that of this process, and end it.
+
+    It ends at once: threads of torch.distributed may outlive their work, and taking torch apart takes half a second.
+    """
+    if arguments is None:
+        leave(_run(sys.argv[1:]))
+    return _run(arguments)
+
+
+def _run(words: list[str]) -> int:
     name, *rest = words or ["--help"]
     print_any_text()
     try:
@@ -85,10 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         note_repeated(rest)
         overrides, folders = ([], ()) if name in _TRAINS else config_dirs(rest)
         with declaring(BUILT_IN._replace(config_dirs=folders)):
-            code = _COMMANDS[name].run(rest if name in _TRAINS else overrides)
-        if name in ("preflight", "evaluate") or words[:2] == ["plan", "calibrate"]:
-            leave(code)  # threads of torch.distributed may outlive their work
-        return code
+            return _COMMANDS[name].run(rest if name in _TRAINS else overrides)
     except UserError as error:
         return report_mistake(error)
     except KeyboardInterrupt:

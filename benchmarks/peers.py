@@ -426,9 +426,9 @@ def cold(rounds: int) -> None:
                     found[name].append(took)
     print("| | start to first step, s: median (lowest to highest) | serried's time against it |\n| --- | --- | --- |")
     for name, values in found.items():
-        shares = [ours / theirs for ours, theirs in zip(found["serried"], values, strict=True)]
+        share = statistics.median(found["serried"]) / statistics.median(values)
         spread = f"{min(values):.1f} to {max(values):.1f}"
-        print(f"| {name} | {statistics.median(values):.1f} ({spread}) | {statistics.median(shares):.2f} |")
+        print(f"| {name} | {statistics.median(values):.1f} ({spread}) | {share:.2f} |")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """``trainer.micro_batch=auto``: the largest that fits, in the plan, in a run and after a change of the layout."""
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from serried.parallel.mesh import Layout, resolve_layout
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM
 from serried.task_class import declaration
+from serried.trainer.host_memory import tensor_bytes
 from serried.trainer.micro_batch import choose
 from serried.trainer.plan.advice import Planned
 from tests.cluster import Cluster
@@ -69,6 +71,16 @@ def test_only_micro_batches_that_the_batch_and_the_schedule_allow_are_tried() ->
     assert allowed_micro_batches(config, resolve_layout(config.parallel, 4)) == [6, 4, 3, 2, 1]
     with pytest.raises(UserError, match=r"trainer.global_batch=24 is not a multiple of 5"):
         allowed_micro_batches(config, Layout("ddp", replicate=5))
+
+
+def test_a_limit_of_each_process_is_not_divided_among_them() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2 * 2**30, hard))
+    try:
+        found = [tensor_bytes(processes=processes) for processes in (1, 2)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert found == [2**30, 2**30]
 
 
 def of_points(layout: Layout, usable: int, *argv: str) -> int:

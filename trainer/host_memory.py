@@ -11,6 +11,7 @@ from serried.runtime.session import Session
 
 _LIBRARIES_BYTES = 2**30
 """What torch and its libraries take of a process's memory, roughly."""
+_OF_A_PROCESS = "this process may have (ulimit -v)"
 
 
 def machine_bytes() -> tuple[int, int]:
@@ -25,7 +26,7 @@ def machine_bytes() -> tuple[int, int]:
 
 def limits() -> dict[str, int]:
     """Return limits below the memory of this machine, in bytes, by whom they are for."""
-    found = {"this process may have (ulimit -v)": resource.getrlimit(resource.RLIMIT_AS)[0]}
+    found = {_OF_A_PROCESS: resource.getrlimit(resource.RLIMIT_AS)[0]}
     with suppress(OSError, ValueError):
         found["the control group may have"] = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
     return {whose: limit for whose, limit in found.items() if 0 < limit < machine_bytes()[0]}
@@ -33,7 +34,10 @@ def limits() -> dict[str, int]:
 
 def tensor_bytes(held: int = 0, processes: int = 1) -> int:
     """Return what tensors of each of ``processes`` may have, of what is available and what is ``held`` already."""
-    return min([held + machine_bytes()[1], *limits().values()]) // processes - _LIBRARIES_BYTES
+    found = limits()
+    own = found.pop(_OF_A_PROCESS, None)
+    shared = min([held + machine_bytes()[1], *found.values()]) // processes
+    return (shared if own is None else min(shared, own)) - _LIBRARIES_BYTES
 
 
 def check_offload(needed: int, session: Session) -> None:

@@ -90,35 +90,36 @@ def test_state_of_a_gpus_parameters_lies_in_pinned_host_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "optim"),
+    ("layout", "optim", "halves"),
     [
-        (("parallel=ddp",), "adamw"),
-        (("parallel=fsdp",), "rolling"),
-        pytest.param(("parallel=fsdp", "parallel.tensor=2"), "adamw8bit", marks=pytest.mark.slow),
+        (("parallel=ddp",), "adamw", [[OFFLOAD], []]),
+        (("parallel=fsdp",), "rolling", [[], [OFFLOAD]]),
+        pytest.param(
+            ("parallel=fsdp", "parallel.tensor=2"), "adamw8bit", [[OFFLOAD], [OFFLOAD]], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_run_may_switch_it_on_or_off_when_it_resumes(
-    layout: tuple[str, ...], optim: str, cluster: Cluster, text: Path, tmp_path: Path
+    layout: tuple[str, ...], optim: str, halves: list[list[str]], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "rolling.py"
     file.write_text(OWN_OPTIMIZER)
 
     def train(name: str, *more: str) -> Path:
         small = ["model.hidden_dim=64", "trainer.steps=4", "trainer.global_batch=4", "trainer.micro_batch=2"]
-        argv = overrides(text, tmp_path / name, *layout, f"optim={optim}", *small, *more)
+        small += [f"optim={optim}", "health.replica_check_every=1"]
+        argv = overrides(text, tmp_path / name, *layout, *small, *more)
         cluster.run(2, "tests.test_optimizers:train_with_own", argv=argv, file=str(file))
         return tmp_path / name
 
-    whole = train("whole", "health.replica_check_every=1")
-    train("switched", OFFLOAD, "trainer.stop_at=2", "health.replica_check_every=1")
-    switched = train("switched")
-    train("late", "trainer.stop_at=2")
-    for other in (switched, train("late", OFFLOAD)):
-        assert [line["loss"] for line in metrics(other)] == [line["loss"] for line in metrics(whole)]
-        for stem in ("model", "optimizer"):
-            ours, theirs = weights(other, stem), weights(whole, stem)
-            assert ours.keys() == theirs.keys()
-            assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())
+    whole = train("whole")
+    train("switched", "trainer.stop_at=2", *halves[0])
+    switched = train("switched", *halves[1])
+    assert [line["loss"] for line in metrics(switched)] == [line["loss"] for line in metrics(whole)]
+    for stem in ("model", "optimizer"):
+        ours, theirs = weights(switched, stem), weights(whole, stem)
+        assert ours.keys() == theirs.keys()
+        assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())
 
 
 @pytest.mark.slow
@@ -131,13 +132,17 @@ def test_the_plan_counts_state_as_the_hosts_by_formula_and_trace() -> None:
     assert formula.total - less.total == stage.step.peak - memory.peak == formula.optimizer_state
 
 
-def test_the_device_holds_the_state_of_one_parameter_in_an_update() -> None:
+def test_the_device_holds_the_state_of_one_parameter_in_an_update(cluster: Cluster, tmp_path: Path) -> None:
     argv = (*TINY, "trainer.global_batch=1", "trainer.micro_batch=1", "data.sequence_length=8", "parallel=single")
-    (stage,), formula, _ = both(*argv, "model.layers=1", "model.vocab_size=20000", OFFLOAD, processes=1)
+    argv += ("model.layers=1", "model.vocab_size=20000", OFFLOAD)
+    (stage,), formula, _ = both(*argv, processes=1)
     memory = memory_of([stage])
     assert memory.phase == "optimizer"
     assert memory.peak == pytest.approx(formula.total, rel=1e-3)
-    assert memory.parts[IN_HOST_MEMORY].value == formula.on_host
+    on_host = memory.parts[IN_HOST_MEMORY].value
+    assert on_host == formula.on_host
+    (answer,) = cluster.run(1, "tests.test_plan:allocated_and_sent", argv=[*argv], path=str(tmp_path))
+    assert memory.peak + on_host == pytest.approx(answer.value[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("optim", ["muon", "adafactor"])

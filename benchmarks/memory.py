@@ -4,7 +4,7 @@ A small model on one process, by the events of torch's allocator on a CPU; and L
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -56,9 +56,10 @@ def planned(argv: Sequence[str], processes: int) -> StepPlan:
     return plan_step(config, task, layout, accumulation, model.module, model.plan, gpu, is_timed=False)
 
 
-def table() -> str:
-    """Return the table as Markdown."""
-    lines = ["| | small model, allocated | Llama 8B on 8 ranks, traced | left of 80 GB |", "| --- | --- | --- | --- |"]
+def table() -> Iterator[str]:
+    """Yield the lines of the table as Markdown."""
+    yield "| | small model, allocated | Llama 8B on 8 ranks, traced | left of 80 GB |"
+    yield "| --- | --- | --- | --- |"
     for name, argv in MODES.items():
         small = "-" if name in _NOT_ON_A_CPU else f"{allocated(argv) / 2**20:.0f} MiB"
         plan = planned(argv, 8)
@@ -66,11 +67,9 @@ def table() -> str:
         note = "" if plan.found == "traced" else " by formula"
         if apart := plan.memory.parts.get(IN_HOST_MEMORY):
             note = f", and {apart.value / 2**30:.1f} GiB of the host's"
-        lines.append(
-            f"| {name} | {small} | {plan.fits.needed / 2**30:.1f} GiB{note} | {plan.fits.margin / 2**30:.1f} GiB |"
-        )
-    return "\n".join(lines)
+        yield f"| {name} | {small} | {plan.fits.needed / 2**30:.1f} GiB{note} | {plan.fits.margin / 2**30:.1f} GiB |"
 
 
 if __name__ == "__main__":
-    print(table())
+    for line in table():
+        print(line, flush=True)

@@ -189,8 +189,9 @@ def calibrated(argv: list[str]) -> int:
 
 def test_json_has_numbers_of_plan_and_search(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["recipe=llama8b", "launch.processes=8", "plan.device=h100", "json=true"]
-    plan = json.loads(printed(capsys, *words, "plan.mode=formula"))
+    plan = json.loads(printed(capsys, *words, "plan.mode=formula", "trainer.micro_batch=auto"))
     assert plan["fits"]["answer"] == "yes"
+    assert 8 * plan["micro_batch"] * plan["accumulation"] == compose(words[:1]).trainer.global_batch
     assert sum(plan["memory"]["parts"].values()) == pytest.approx(plan["memory"]["bytes"], rel=1e-6)
     assert plan["time"]["low"] < plan["time"]["seconds"] < plan["time"]["high"]
     found = json.loads(printed(capsys, "search", *words))

@@ -148,7 +148,8 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int, wh
     if config.plan.model_fields_set:
         planned = plan_of(config, task, layout, accumulation, built)
         if config.plan.as_json:
-            return json.dumps(planned.as_data())
+            batch = {"micro_batch": config.trainer.micro_batch, "accumulation": accumulation}
+            return json.dumps(batch | planned.as_data())
         lines += [f"{name:<10} {text}" for name, text in plan_lines(config, task, planned)]
     needed, limit = planned_memory(config, task, layout, accumulation, model, plan).total, _gpu_bytes(config)
     if is_for_gpus and needed > limit:

@@ -372,6 +372,5 @@ def test_qlora_is_lora_of_the_model_that_its_bits_stand_for(
     want, found = ([line["loss"] for line in runs.metrics(tmp_path / name)] for name in ("plain", "run"))
     assert len(found) == 4
     assert found == pytest.approx(want, abs=bound)
-    if precision == "bf16":
-        return
-    assert_close(serried.load_model(tmp_path / "run")(TOKENS), serried.load_model(tmp_path / "plain")(TOKENS))
+    opened = [serried.load_model(tmp_path / name)(TOKENS) for name in ("run", "plain")]
+    torch.testing.assert_close(*opened, atol=2 * bound, rtol=0)

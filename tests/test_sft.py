@@ -117,7 +117,7 @@ def test_another_column_is_not_taken_for_the_one_prepared_before(model: Path, tm
     assert runs.run_here(sft(model, chats, tmp_path / "run", "trainer.stop_at=1")).code == 75
     ended = runs.run_here(sft(model, chats, tmp_path / "other", "data.messages_column=conversations"))
     assert ended.code == 78
-    assert "has no column 'conversations'; its columns are messages" in ended.printed
+    assert "its columns are messages; use data.messages_column=messages if it holds messages" in ended.printed
 
 
 def test_a_template_that_was_changed_is_other_data(model: Path, tmp_path: Path) -> None:

@@ -50,6 +50,9 @@ def open_model(path: Path, declaration: Declaration | None, installed: Callable[
         first, given = error.errors()[0], declaration.name or name
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise UserError(f"{path} was trained by the task {name}, and {given} does not fit: {why}") from None
+    # Frozen weights below adapters are then fp32 too, and the model needs no autocast.
+    precision = config.precision.model_copy(update={"name": "fp32"})
+    config = config.model_copy(update={"precision": precision})
     task: Task = (declaration.task or task_of_model(config.task.name))()
     task.configure(config)
     task.open_saved(checkpoint)

@@ -91,7 +91,11 @@ class Column:
                 f"{where} has no columns chosen and rejected; {there}; name them so, as in "
                 '{"prompt": "...", "chosen": "...", "rejected": "..."}'
             )
-        raise UserError(f"{where} has no column {self.name!r}; {there}; use {self.key}={names[0] if names else 'NAME'}")
+        use = f"use {self.key}={names[0] if names else 'NAME'}"
+        if self.format == "chat":
+            use += ' if it holds messages, as in [{"role": "user", "content": "..."}, ...]'
+            use += "; for plain text data.format=text" * ("text" in names)
+        raise UserError(f"{where} has no column {self.name!r}; {there}; {use}")
 
     def content(self, value: Any, where: Callable[[], str]) -> Content:
         """Return ``value`` as the content of a row; null is an empty document.

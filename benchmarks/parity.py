@@ -147,6 +147,7 @@ MUON_EXPERT_CUTS = tuple(cut for cut in EXPERT_CUTS if cut.name in ("expert x2",
 """Layouts of the rows with Muon."""
 _WHOLE_BLOCKS = "model.hidden_dim=64"
 """Divided by two it has whole blocks of codes."""
+BF16 = "precision=bf16"
 OPTIMIZERS = {
     "adam": (),
     "lion": ("optim.lr=0.0005",),
@@ -155,6 +156,7 @@ OPTIMIZERS = {
     "adafactor": ("optim.lr=0.05",),
     "adamw8bit": (_WHOLE_BLOCKS,),
     "adamw4bit": (_WHOLE_BLOCKS,),
+    "adamw_bf16": (BF16,),
 }
 OPTIMIZER_CUTS = tuple(
     cut for cut in CUTS if cut.name in ("fsdp x2 (ZeRO-3)", "tensor x2 x fsdp x2", "pipeline x2 x fsdp x2")
@@ -251,7 +253,10 @@ _TABLES: tuple[tuple[str, str, tuple[str, ...], tuple[Cut, ...]], ...] = (
     ("fp32", "experts: ", MIXTURE, EXPERT_CUTS),  # in a low type rounding may choose other experts for a token
     ("fp32", "muon: ", MUON, MUON_CUTS),
     ("fp32", "muon, experts: ", (*MIXTURE, *MUON), MUON_EXPERT_CUTS),
-    *(("fp32", f"{name}: ", (f"optim={name}", *more), OPTIMIZER_CUTS) for name, more in OPTIMIZERS.items()),
+    *(
+        ("bf16" if BF16 in more else "fp32", f"{name}: ", (f"optim={name}", *more), OPTIMIZER_CUTS)
+        for name, more in OPTIMIZERS.items()
+    ),
     ("fp32", "adafactor, experts: ", (*MIXTURE, "optim=adafactor", "optim.lr=0.05"), OPTIMIZER_EXPERT_CUTS),
 )
 
@@ -344,7 +349,8 @@ gradient; fp32 rows do. Rows of "tied" have tied embeddings, and those of "gpt2"
 exactly as many tokens to its most and its least loaded expert in every step. Rows of "compiled" have
 `trainer.compile=true`, and the reference has not. Rows of an optimizer's name have that `optim`, and so has their
 reference; those of `adamw8bit` and `adamw4bit` have a bound of 1e-3, as rounding may move a code of their state to the
-next. Each run compares all copies of weights and optimizer state, bit by bit, before it saves.
+next, and those of `adamw_bf16`, which computes in bf16, of 5e-3. Each run compares all copies of weights and optimizer
+state, bit by bit, before it saves.
 
 Equality has a limit that no framework moves: at the edge of stability a run amplifies rounding. With `optim.lr=0.01`
 instead of 0.003 this one spikes at step 7 (gradient norm 7.5), and rows came to differ by up to 1.4e-5 in the norm and

@@ -8,6 +8,7 @@ itself when it is imported. Installed packages add entries through entry points,
 ``serried.register_optimizer`` and ``serried.register_model``.
 """
 
+import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -205,6 +206,12 @@ def register_optimizer(name: str, *, section: type[Section] = OptimSection) -> C
     ``section`` declares its keys, in addition to those that all optimizers have (``lr``, ``weight_decay``, ``groups``).
     """
     return optimizers.registering(name, section)
+
+
+def takes(section: OptimSection, argument: str) -> bool:
+    """Return whether the optimizer asks for ``argument``: ``matrices`` or ``sums``, for which ranks exchange, or
+    ``rounding``, for weights in bf16."""
+    return argument in inspect.signature(optimizers.get(section.name).load()).parameters
 
 
 def register_schedule(name: str, *, section: type[Section] = ScheduleSection) -> Callable[[_Built], _Built]:

@@ -13,10 +13,11 @@ from serried.configs.errors import UserError
 from serried.configs.schema import ParallelSection
 from serried.parallel.axes import active_axes, shard_specs
 from serried.parallel.context import context_points
-from serried.parallel.data import GradientSync, NoSync, Replicated
+from serried.parallel.data import GradientSync, NoSync, Replicated, Summed
 from serried.parallel.expert import Loads, mixtures
+from serried.parallel.gradient import sum_in_fp32
 from serried.parallel.groups import Groups
-from serried.parallel.held import persistent_buffers, tie, tied_names, to_fp32, unshardable
+from serried.parallel.held import persistent_buffers, set_types, tie, tied_names, unshardable
 from serried.parallel.initialize import initialize
 from serried.parallel.mesh import Layout
 from serried.parallel.model import Direct, DistributedModel, Runner
@@ -50,6 +51,7 @@ def parallelize(
     low_dtype: torch.dtype | None,
     device: torch.device,
     phases: Phases | None = None,
+    trained_dtype: torch.dtype | None = None,
     frozen_dtype: torch.dtype | None = None,
     prepare: Callable[[nn.Module], None] = lambda _: None,
     groups: Groups | None = None,
@@ -58,12 +60,12 @@ def parallelize(
 
     A model on meta is filled by ``std_of`` (see ``initialize``), or left as it is for weights that are read from a
     checkpoint. A model that was built with values keeps them: every rank must have built the same. ``low_dtype`` is the
-    type of matrix products, None for fp32; ``frozen_dtype`` that of parameters which are not trained, None for fp32 or
-    more. ``prepare`` is called with the model, or with each stage of it here, when its axes are in place and before it
-    is sharded: for what changes how blocks run and not their parameters. ``groups``: those that exist already. Build
-    the optimizer after this: sharding replaces parameters.
+    type of matrix products, None for fp32; ``trained_dtype`` and ``frozen_dtype`` those of parameters which are trained
+    and are not, None for fp32 or more. ``prepare`` is called with the model, or with each stage of it here, when its
+    axes are in place and before it is sharded: for what changes how blocks run and not their parameters. ``groups``:
+    those that exist already. Build the optimizer after this: sharding replaces parameters.
     """
-    to_fp32(model, frozen_dtype)
+    set_types(model, trained_dtype, frozen_dtype)
     specs, groups = shard_specs(model, plan, layout), groups or Groups(layout, device.type)
     tied, buffers = tied_names(model), persistent_buffers(model)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -74,7 +76,8 @@ def parallelize(
             widen_gradients(stage, plan)
     gathered_dtype = gathered_type(plan, low_dtype) if layout.is_sharded else None
     loads = Loads(list(stages.values()), plan, specs)
-    autocast = partial(_forward_context, device, None if gathered_dtype else low_dtype, loads)
+    is_low = bool(gathered_dtype or trained_dtype)
+    autocast = partial(_forward_context, device, None if is_low else low_dtype, loads)
 
     def sharded(stage: nn.Module) -> "Sharded":
         from serried.parallel.fsdp import Sharded  # imports torch.distributed.tensor and sympy
@@ -103,14 +106,19 @@ def parallelize(
     else:
         prepare(model)
         _allocate(model, model, tied, device, is_meta=is_meta)
-        uses_all = bool(plan.units)
-        sync = Replicated(model, layout, device, uses_all=uses_all) if layout.is_replicated else NoSync(model)
+        if not layout.is_replicated:
+            sync = NoSync(model)
+        else:
+            sync = Summed(model) if trained_dtype else Replicated(model, layout, device, uses_all=bool(plan.units))
     if layout.pipeline > 1:
         from serried.parallel.pipeline import Pipeline  # imports all of torch._dynamo: 2 s
 
         runner = Pipeline(syncs, layout, groups, device, phases, autocast)
     else:
         runner = Direct(sync, phases, autocast)
+    if trained_dtype:
+        for stage in stages.values():
+            sum_in_fp32(stage)
     parallel = DistributedModel(
         list(stages.values()), runner, specs, groups, device,
         loads=loads, buffers=buffers, shared=shared_buffers(buffers, plan),

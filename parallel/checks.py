@@ -7,7 +7,7 @@ from serried.configs.divisors import divisors, nearest_divisors
 from serried.configs.errors import UserError
 from serried.configs.families import DIVIDED_MODELS, HuggingFaceSection
 from serried.configs.model_folder import teacher_section
-from serried.configs.registry import models
+from serried.configs.registry import models, takes
 from serried.configs.run_config import Config
 from serried.configs.schema import RunConfig
 from serried.parallel.mesh import MODEL_AXES, V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout, gradient_accumulation
@@ -51,6 +51,8 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
             f"trainer.evaluate with parallel.{axis}={getattr(layout, axis)}, whose ranks have no logits of whole "
             f"sequences; use parallel.{axis}=1, or leave trainer.evaluate out and use lm_eval on an exported model"
         )
+    if takes(config.optim, "rounding"):
+        _check_bf16_weights(config)
     if config.trainer.compile:
         _check_compile(config, layout)
     budget = config.trainer.activation_memory_budget
@@ -99,6 +101,30 @@ def allowed_micro_batches(config: RunConfig, layout: Layout) -> list[int]:
 def with_micro_batch(config: Config, samples: int) -> Config:
     """Return ``config`` with ``trainer.micro_batch=samples``."""
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"micro_batch": samples})})
+
+
+def _check_bf16_weights(config: RunConfig) -> None:
+    trainer, how = config.trainer, f"optim={config.optim.name}"
+    if config.precision.name in ("fp32", "fp16"):
+        raise UserError(
+            f"{how} with precision={config.precision.name}: weights held in bf16 are multiplied in bf16; use "
+            "precision=bf16, or optim=adamw"
+        )
+    if config.adapter.method != "none":
+        raise UserError(
+            f"{how} with adapter.method={config.adapter.method}: the base model is frozen, and adapters are small; use "
+            "optim=adamw"
+        )
+    if trainer.ema_decay:
+        raise UserError(
+            f"{how} with trainer.ema_decay={trainer.ema_decay:g}: an average held in bf16 would stand still; use "
+            "trainer.ema_decay=0, or optim=adamw"
+        )
+    if config.parallel.sync_every_micro_batch:
+        raise UserError(
+            f"{how} with parallel.sync_every_micro_batch=true, which would sum the gradients of micro-batches in bf16; "
+            "use parallel.sync_every_micro_batch=false, or optim=adamw"
+        )
 
 
 def _check_compile(config: RunConfig, layout: Layout) -> None:

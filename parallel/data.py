@@ -1,10 +1,11 @@
-"""Gradient synchronization of data parallelism: none on one process, and DDP. Gradients are sums over ranks."""
+"""Gradient synchronization without FSDP2: none on one process, DDP and its like. Gradients are sums over ranks."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,3 +86,30 @@ class Replicated:
 
     def reshard(self) -> None:
         """Nothing is ever gathered."""
+
+
+class Summed(NoSync):
+    """Every rank holds the model, with gradients of another type than the parameters, which DDP refuses: that of each
+    parameter is summed as soon as it is complete."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._is_last, self._travelling = False, list[dist.Work]()
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._sum)
+
+    def _sum(self, parameter: torch.Tensor) -> None:
+        if self._is_last:
+            work = dist.all_reduce(parameter.grad, async_op=True)
+            assert work is not None
+            self._travelling.append(work)
+
+    @contextmanager
+    def during(self, is_last: bool) -> Iterator[None]:
+        """Sum gradients in the last micro-batch only."""
+        self._is_last = is_last
+        yield
+        for work in self._travelling:
+            work.wait()
+        self._travelling.clear()

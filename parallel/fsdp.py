@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 
 from serried.configs.schema import ParallelSection
 from serried.parallel.data import Root
+from serried.parallel.gradient import zero_gradient
 from serried.parallel.groups import Groups
 from serried.parallel.plan import ParallelPlan
 
@@ -87,7 +88,7 @@ class Sharded:
             parameter = self.root.module.get_parameter(name)
             if parameter.requires_grad:
                 if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = zero_gradient(parameter)
                 for group in self._groups:
                     dist.all_reduce(parameter.grad, group=group)
 

@@ -4,12 +4,24 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from serried.parallel.held import HeldTensor, local
+from serried.parallel.held import HeldTensor, is_sharded, local
 from serried.parallel.mesh import Layout
 
 _LONGEST_FP32_ROW = 2**15
+
+
+def sum_in_fp32(module: nn.Module) -> None:
+    """Let micro-batches add up their gradients in fp32, for parameters of fewer bits; FSDP2 does so with its own."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and not is_sharded(parameter):
+            parameter.grad_dtype = torch.float32
+
+
+def zero_gradient(parameter: Tensor) -> Tensor:
+    """Return zeros as the gradient of ``parameter`` may be."""
+    return torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
 @torch.no_grad()
@@ -30,9 +42,9 @@ def reduce_partial_gradients(parameters: Iterable[HeldTensor], axis: str, group:
         return
     for parameter in partial:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = zero_gradient(parameter)
     gradients = [local(parameter.grad) for parameter in partial if parameter.grad is not None]
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).float()
     dist.all_reduce(flat, group=group)
     for gradient, total in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
         gradient.copy_(total.view_as(gradient))
@@ -48,7 +60,7 @@ def sum_tied_gradients(parameters: Iterable[HeldTensor], ends: dist.ProcessGroup
     for held in parameters:
         if len(held.spec.holders) > 1 and held.tensor.requires_grad:
             if held.tensor.grad is None:
-                held.tensor.grad = torch.zeros_like(held.tensor)
+                held.tensor.grad = zero_gradient(held.tensor)
             tied.setdefault(held.name, []).append(local(held.tensor.grad))
     for first, *others in tied.values():
         for other in others:
@@ -86,5 +98,5 @@ def global_sum_of_squares(by_copies: Mapping[int, Sequence[Tensor]], layout: Lay
 
 def _row_norms(gradient: Tensor) -> Tensor:
     rows = gradient if gradient.ndim else gradient.view(1)
-    dtype = torch.float64 if rows.shape[-1] > _LONGEST_FP32_ROW else None
+    dtype = torch.float64 if rows.shape[-1] > _LONGEST_FP32_ROW else torch.float32
     return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).flatten()

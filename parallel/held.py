@@ -92,15 +92,16 @@ def tie(module: nn.Module, names: Mapping[str, str]) -> None:
 
 
 @torch.no_grad()
-def to_fp32(module: nn.Module, frozen: torch.dtype | None = None) -> None:
-    """Make every floating-point parameter of fewer bits fp32: training adds small updates to them. Those that are not
-    trained become ``frozen``, if that is given."""
+def set_types(module: nn.Module, trained: torch.dtype | None = None, frozen: torch.dtype | None = None) -> None:
+    """Make the floating-point parameters that are trained ``trained``, and the others ``frozen``. None: fp32 if they
+    have fewer bits, as training adds small updates to them."""
     for parameter in module.parameters():
-        if is_packed(parameter):
-            continue  # its bytes are no numbers
-        if parameter.is_floating_point() and frozen is not None and not parameter.requires_grad:
-            parameter.data = parameter.data.to(frozen)
-        elif parameter.is_floating_point() and parameter.element_size() < 4:
+        if is_packed(parameter) or not parameter.is_floating_point():
+            continue  # the bytes of packed ones are no numbers
+        wanted = trained if parameter.requires_grad else frozen
+        if wanted is not None:
+            parameter.data = parameter.data.to(wanted)
+        elif parameter.element_size() < 4:
             parameter.data = parameter.data.float()
 
 

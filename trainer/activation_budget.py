@@ -18,7 +18,7 @@ from serried.parallel.activations import Mix, checkpoint_blocks, mix_within
 from serried.parallel.held import empty
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan, Share
-from serried.trainer.precision import LOW_DTYPES, frozen_type
+from serried.trainer.precision import LOW_DTYPES, frozen_type, trained_type
 from serried.trainer.task import Task, map_tensors
 
 _MODES = ("none", "selective", "full")
@@ -79,7 +79,7 @@ def activation_estimate(
 ) -> Callable[..., int | None]:  # fmt: skip
     """Return the task's estimate for a micro-batch of ``config``, a function of ``share``."""
     low_dtype = LOW_DTYPES[config.precision.name]
-    is_whole = frozen_type(config, plan) is None or config.task.has_teacher
+    is_whole = not trained_type(config) and (frozen_type(config, plan) is None or config.task.has_teacher)
     return partial(
         task.activation_bytes,
         config.trainer.micro_batch,

@@ -25,7 +25,7 @@ from serried.trainer.adapters import Adapters
 from serried.trainer.checkpoint.retention import ADAPTER, MODEL
 from serried.trainer.checkpoint.state import Exported, check_names, load_weights
 from serried.trainer.compilation import Compilation
-from serried.trainer.precision import LOW_DTYPES, frozen_type, set_products
+from serried.trainer.precision import LOW_DTYPES, frozen_type, set_products, trained_type
 from serried.trainer.task import Task
 
 _ONE_UNIT_BYTES = 2**30
@@ -157,6 +157,7 @@ def sharded(
         low_dtype=LOW_DTYPES[config.precision.name],
         device=device,
         phases=phases,
+        trained_dtype=trained_type(config),
         frozen_dtype=frozen_type(config, model.plan),
         prepare=partial(_prepare, section, mix, model.plan, compilation),
         groups=groups,

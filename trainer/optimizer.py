@@ -3,7 +3,6 @@
 An optimizer is any ``torch.optim.Optimizer``.
 """
 
-import inspect
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
@@ -12,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
-from serried.configs.registry import optimizers, schedules
+from serried.configs.registry import optimizers, schedules, takes
 from serried.configs.schema import OptimSection, ScheduleSection
 from serried.parallel.axes import shard_specs
+from serried.parallel.gradient import zero_gradient
 from serried.parallel.held import local
 from serried.parallel.matrices import Matrices, check_matrices
 from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import ParallelPlan
+from serried.parallel.rounding import Rounding
 from serried.parallel.sums import Sums
 from serried.trainer.offloaded import Offloaded
 from serried.trainer.parameter_groups import parameter_groups
@@ -27,25 +28,27 @@ from serried.trainer.quantized_adamw import check_columns
 
 
 def model_optimizer(
-    model: DistributedModel, section: OptimSection, blocks: Collection[str], low_dtype: torch.dtype | None
+    model: DistributedModel, section: OptimSection, blocks: Collection[str], low_dtype: torch.dtype | None, seed: int
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that ``section`` chooses for ``model``. A collective of all ranks; see ``Matrices.of``."""
+    """Build the optimizer that ``section`` chooses for ``model``. A collective of all ranks; see ``Matrices.of``.
+    ``seed``: of its rounding."""
     return build_optimizer(
         [(held.name, held.tensor) for held in model.parameters],
         section,
         partial(Matrices.of, model, blocks, low_dtype),
         partial(Sums.of, model),
+        partial(Rounding.of, model, seed),
     )
 
 
 def build_optimizer(
     named: Iterable[tuple[str, Tensor]], section: OptimSection, matrices: Callable[[], Matrices] | None = None,
-    sums: Callable[[], Sums] | None = None,
+    sums: Callable[[], Sums] | None = None, rounding: Callable[[], Rounding] | None = None,
 ) -> torch.optim.Optimizer:  # fmt: skip
     """Build the optimizer that ``section`` chooses for the trained ones among ``named`` parameters.
 
-    ``matrices`` and ``sums`` return those of the model; None: those of parameters that are whole, and all of two dims
-    are matrices.
+    ``matrices``, ``sums`` and ``rounding`` return those of the model; None: those of parameters that are whole, and all
+    of two dims are matrices.
     """
     named, build = list(named), optimizers.get(section.name).load()
     parameters = [each for _, each in named]
@@ -54,17 +57,14 @@ def build_optimizer(
         more["matrices"] = matrices() if matrices is not None else Matrices.whole(parameters)
     if takes(section, "sums"):
         more["sums"] = sums() if sums is not None else Sums.whole(parameters)
+    if takes(section, "rounding"):
+        more["rounding"] = rounding() if rounding is not None else Rounding.whole(parameters)
     optimizer: torch.optim.Optimizer = build(parameter_groups(named, section), section, **more)
     if section.offload:
         optimizer = Offloaded(optimizer, takes_verdict=takes_verdict(optimizer))
     if takes_verdict(optimizer) and parameters_of(optimizer):
         create_state(optimizer)  # changes nothing, and memory is known early
     return optimizer
-
-
-def takes(section: OptimSection, argument: str) -> bool:
-    """Return whether the optimizer asks for ``argument``: ``matrices`` or ``sums``, for which ranks exchange."""
-    return argument in inspect.signature(optimizers.get(section.name).load()).parameters
 
 
 def can_offload(section: OptimSection) -> bool:
@@ -91,6 +91,11 @@ def check_optimizer(section: OptimSection, model: nn.Module, plan: ParallelPlan,
     if isinstance(section, QuantizedAdamSection) and layout.tensor > 1:
         specs = shard_specs(model, plan, layout)
         check_columns(section.name, [specs[name] for name in trained], layout)
+    if takes(section, "rounding") and not plan.units:
+        raise UserError(
+            f"optim={section.name} holds weights in bf16, and {type(model).__name__} may compute in other types: its "
+            "parallel_plan() names no units; use optim=adamw"
+        )
     if not takes(section, "matrices"):
         return ""
     names = check_matrices({name: each.shape for name, each in trained.items()}, plan.blocks_in(model))
@@ -135,7 +140,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     This changes parameters, state and numbers of the groups, unless the optimizer takes the verdict.
     """
     for parameter in parameters_of(optimizer):
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = zero_gradient(parameter)
     one = torch.ones((), device=parameters_of(optimizer)[0].device)
     take_step(optimizer, one, one if takes_verdict(optimizer) else one - 1)
 

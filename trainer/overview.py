@@ -31,7 +31,7 @@ from serried.trainer.plan.parts import IN_HOST_MEMORY
 from serried.trainer.plan.planned_time import measured_rates, planned_device
 from serried.trainer.plan.show import plan_lines
 from serried.trainer.plan.step_plan import RESERVED_BYTES, StepPlan, plan_step
-from serried.trainer.precision import chosen_layers, frozen_type
+from serried.trainer.precision import chosen_layers, frozen_type, trained_type
 from serried.trainer.sampler import passes
 from serried.trainer.task import Dataset, Task
 
@@ -236,8 +236,9 @@ def saved_bytes(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> int:
     shapes = {name: parameter.shape for name, parameter in named.items()}
     states = state_bytes_by_name(config.optim, shapes, plan.blocks_in(model))
     averages = trained if config.trainer.ema_decay else ()
+    width = (trained_type(config) or torch.float32).itemsize
     held = sum(
-        named[name].numel() * (_FP32_BYTES + states[name].per_element) + states[name].whole
+        named[name].numel() * (width + states[name].per_element) + states[name].whole
         for name in (named if is_whole else trained)
     )
     return int(held) + sum(named[name].nbytes for name in averages)
@@ -273,12 +274,12 @@ def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: 
         how = ", ".join([config.precision.recipe] * (name == "float8") + ["emulated on this CPU"] * is_emulated)
         products += f"{f' ({how})' * bool(how)} in {chosen.describe()}, bf16 products elsewhere"
     extra = f", loss scale from {config.precision.initial_scale:g}" if name == "fp16" else ""
-    held = "fp32 parameters"
+    held = "bf16 parameters, rounded stochastically; fp32" if trained_type(config) else "fp32 parameters,"
     if config.adapter.method != "none":
-        held = f"frozen weights in {'bf16' if frozen_type(config, plan) else 'fp32'}; fp32 adapters"
+        held = f"frozen weights in {'bf16' if frozen_type(config, plan) else 'fp32'}; fp32 adapters,"
         if config.adapter.quantize != "none":
             held = f"frozen linear layers in {config.adapter.quantize}, other {held}"
-    return f"{products}; {held}, gradient sums and optimizer state{extra}"
+    return f"{products}; {held} gradient sums and optimizer state{extra}"
 
 
 def _memory(
@@ -286,7 +287,8 @@ def _memory(
 ) -> str:
     memory, trainer = planned_memory(config, task, layout, accumulation, model, plan), config.trainer
     note = ""
-    if memory.gradients_while_accumulating and layout.pipeline == 1 and layout.strategy != "ddp":
+    may_sum_each = layout.pipeline == 1 and layout.strategy != "ddp" and not trained_type(config)
+    if memory.gradients_while_accumulating and may_sum_each:
         note = f" (whole while accumulating; parallel.sync_every_micro_batch=true: {size(memory.gradients)})"
     parts = [
         f"parameters {size(memory.parameters)}",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
+from serried.configs.registry import takes
 from serried.configs.schema import PrecisionSection, RunConfig
 from serried.parallel.apply import gathered_type
 from serried.parallel.eight_bits import MULTIPLE, Float8, Int8, check_eight_bits, is_eight_bits
@@ -20,9 +21,16 @@ LOW_DTYPES: dict[str, torch.dtype | None] = {
 """Type of products, or of all but some of them; None: fp32."""
 
 
+def trained_type(config: RunConfig) -> torch.dtype | None:
+    """Return the type in which trained weights are held, if the optimizer rounds them; None: fp32."""
+    return torch.bfloat16 if takes(config.optim, "rounding") else None
+
+
 def frozen_type(config: RunConfig, plan: ParallelPlan) -> torch.dtype | None:
-    """Return the type in which a frozen base model or teacher is held: that of matrix products, if the model computes
-    in it only; None: fp32."""
+    """Return the type in which frozen weights are held: as those of a base model or a teacher, that of matrix products,
+    if the model computes in it only; None: fp32."""
+    if trained_type(config):
+        return trained_type(config)
     if config.adapter.method == "none" and not config.task.has_teacher:
         return None
     return gathered_type(plan, LOW_DTYPES[config.precision.name])

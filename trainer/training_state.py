@@ -49,7 +49,7 @@ class TrainingState:
             self.compilation.announce()
         self.module = self.parallel.module
         low_dtype = LOW_DTYPES[config.precision.name]
-        self.optimizer = model_optimizer(self.parallel, config.optim, model.blocks, low_dtype)
+        self.optimizer = model_optimizer(self.parallel, config.optim, model.blocks, low_dtype, config.trainer.seed)
         self._configured = group_values(self.optimizer)
         self._lr_scales = self._scales_of_groups()
         weights, held = start.weights if base is None else base.folder, None

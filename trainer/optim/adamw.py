@@ -1,4 +1,4 @@
-"""AdamW (https://arxiv.org/abs/1711.05101) and Adam (https://arxiv.org/abs/1412.6980), fused."""
+"""AdamW (https://arxiv.org/abs/1711.05101), also for weights in bf16, and Adam (https://arxiv.org/abs/1412.6980)."""
 
 from typing import Any
 
@@ -31,3 +31,11 @@ def adam(groups: list[dict[str, Any]], section: AdamSection) -> Any:
     from torch.optim import Adam
 
     return Adam(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+
+
+@register_optimizer("adamw_bf16", section=AdamSection)
+def adamw_bf16(groups: list[dict[str, Any]], section: AdamSection, rounding: Any) -> Any:
+    """Build AdamW for weights in bf16."""
+    from serried.trainer.bf16_adamw import Bf16AdamW
+
+    return Bf16AdamW(groups, rounding, lr=section.lr, betas=section.betas, eps=section.eps)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from serried.configs.registry import takes
 from serried.configs.schema import RunConfig, TrainerSection
 from serried.parallel.activations import Mix
 from serried.parallel.apply import gathered_type
@@ -25,10 +26,9 @@ from serried.trainer.activation_budget import (
     number_of_firsts,
     share_of_blocks,
 )
-from serried.trainer.optimizer import takes
 from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.plan.parts import IN_HOST_MEMORY, Amount, Memory
-from serried.trainer.precision import LOW_DTYPES, frozen_type
+from serried.trainer.precision import LOW_DTYPES, frozen_type, trained_type
 from serried.trainer.task import Task
 
 RECEIVE_BUFFERS = "receive buffers"
@@ -141,6 +141,7 @@ class _Sizes:
         self.plan, self.layout, self.model = plan, layout, model
         self._units = () if plan.is_one_unit else plan.units or units_of(model)
         self.specs = shard_specs(model, plan, layout)
+        self.trained_width = (trained_type(config) or torch.float32).itemsize
         self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.packed = {name for name, parameter in model.named_parameters() if is_packed(parameter)}
         average = _FP32_BYTES if config.trainer.ema_decay else 0
@@ -163,7 +164,7 @@ class _Sizes:
         """Bytes of an element, if frozen weights are ``frozen``."""
         if name in self.packed:
             return torch.bfloat16.itemsize
-        return _FP32_BYTES if name in self.trained or frozen is None else frozen.itemsize
+        return self.trained_width if name in self.trained else (frozen or torch.float32).itemsize
 
     def units(self, pipeline: int) -> tuple[list[Unit], Unit]:
         """Return what FSDP2 gathers on the ranks at a coordinate of the pipeline: its units, and what is in none."""
@@ -206,7 +207,8 @@ def _of_stages(
     gathered = gathered_type(sizes.plan, low_dtype)
     width = gathered.itemsize if gathered else _FP32_BYTES
     gathers, more = _gathered(config, sizes, here)
-    uses_copies = is_divided or (layout.is_sharded and width < _FP32_BYTES)  # a single shard of fp32 is used as it is
+    # A single shard of that type is used as it is.
+    uses_copies = is_divided or (layout.is_sharded and width < sizes.trained_width)
     frozen = frozen_type(config, sizes.plan)
     mix, blocks = chosen_mix(config, task, layout, sizes.plan, None), sizes.plan.blocks_in(sizes.model)
     share = share_of(config, layout, accumulation, len(blocks), pipeline, mix)._replace(
@@ -215,8 +217,8 @@ def _of_stages(
     estimate = activation_estimate(config, task, layout, sizes.plan)
     activations = int(_ALLOWANCE * (estimate(share=share) or 0))
     received = activations - int(_ALLOWANCE * (estimate(share=share._replace(borders=0)) or 0)) if share.borders else 0
-    gradients = share_trained * _FP32_BYTES
-    has_earlier = accumulation > 1 or layout.is_replicated  # DDP keeps its buckets
+    gradients = share_trained * (sizes.trained_width if layout.is_sharded else _FP32_BYTES)
+    has_earlier = accumulation > 1 or keeps_buckets(config, layout)
     reduced = max(sizes.of_units(trained), default=0) if is_divided else 0
     states = sum(copies[name] * sizes.state_bytes[name] for name in trained)
     fetched = int(max((sizes.state_bytes[name] for name in trained), default=0))
@@ -233,6 +235,11 @@ def _of_stages(
         received=received,
         on_host=int(states * on_host),
     )
+
+
+def keeps_buckets(config: RunConfig, layout: Layout) -> bool:
+    """Whether gradients are there between steps: DDP keeps its buckets."""
+    return layout.is_replicated and not trained_type(config)
 
 
 def _gathered(config: RunConfig, sizes: _Sizes, names: Collection[str]) -> tuple[int, int]:

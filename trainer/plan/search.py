@@ -31,7 +31,7 @@ from serried.trainer.plan.rates import software_for
 from serried.trainer.plan.seconds import Job, held_elements, step_of
 from serried.trainer.plan.step_plan import fits_of
 from serried.trainer.plan.time_lines import seconds_text
-from serried.trainer.precision import LOW_DTYPES
+from serried.trainer.precision import LOW_DTYPES, trained_type
 from serried.trainer.task import Task
 
 _FP32_BYTES = 4
@@ -309,7 +309,8 @@ class _Search:
             autocast=False,
             share=share_of(config, layout, job.accumulation, self.blocks, 0),
         )
-        states = elements / divided * (_FP32_BYTES + _FP32_BYTES + self.state_bytes)
+        weights = (trained_type(config) or torch.float32).itemsize
+        states = elements / divided * (weights + _FP32_BYTES + self.state_bytes)
         return states + 2 * gathered + _FP32_BYTES * whole + (activations or 0)
 
     def _played(self, candidate: Candidate) -> Candidate:

@@ -34,7 +34,7 @@ from serried.trainer.activation_budget import chosen_mix, reason_of
 from serried.trainer.model import Model, build_model, sharded
 from serried.trainer.optimizer import model_optimizer
 from serried.trainer.parameter_groups import freeze
-from serried.trainer.plan.memory import RECEIVE_BUFFERS
+from serried.trainer.plan.memory import RECEIVE_BUFFERS, keeps_buckets
 from serried.trainer.plan.parts import IN_HOST_MEMORY, Amount, Memory, Work
 from serried.trainer.plan.trace import GRADIENTS, Exchange, StepTrace
 from serried.trainer.precision import LOW_DTYPES
@@ -262,8 +262,8 @@ def _trace_rank(
 ) -> tuple[StepTrace, Mapping[str, str], Tensor | None]:  # fmt: skip
     """Return a step of ``rank``, with the first ``blocks`` of the model alone if that is given; the axis of each
     process group; and what passes from stage to stage."""
-    is_replicated = layout.is_replicated
-    if is_replicated:  # DDP's reducer needs data: one process does the same, but for the sums of gradients
+    has_buckets = keeps_buckets(config, layout)
+    if layout.is_replicated:  # DDP's reducer needs data: one process does the same, but for the sums of gradients
         layout = Layout("single")
     model = build_model(config, task)
     mix = chosen_mix(config, task, layout, model.plan, model.module)
@@ -286,7 +286,8 @@ def _trace_rank(
             _answer_what_needs_data(parallel, model.plan, layout, border)
             repeated = model.blocks
             del model  # of which a pipeline's stages are copies
-            optimizer = model_optimizer(parallel, config.optim, repeated, LOW_DTYPES[config.precision.name])
+            low_dtype = LOW_DTYPES[config.precision.name]
+            optimizer = model_optimizer(parallel, config.optim, repeated, low_dtype, config.trainer.seed)
             decay = config.trainer.ema_decay
             average = WeightAverage(decay, parallel.parameters, _CPU) if decay else None
             weight = task.weight_per_sample()
@@ -297,7 +298,7 @@ def _trace_rank(
                 for each in optimizer.state.get(held.tensor, {}).values():
                     if isinstance(each, Tensor):
                         trace.label(IN_HOST_MEMORY if config.optim.offload and each.ndim else "optimizer state", [each])
-            if is_replicated:  # DDP keeps its buckets
+            if has_buckets:
                 for held in parallel.parameters:
                     held.tensor.grad = torch.zeros_like(held.tensor) if held.tensor.requires_grad else None
                     trace.label(GRADIENTS, [] if held.tensor.grad is None else [held.tensor.grad])

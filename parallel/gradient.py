@@ -44,7 +44,8 @@ def reduce_partial_gradients(parameters: Iterable[HeldTensor], axis: str, group:
         if parameter.grad is None:
             parameter.grad = zero_gradient(parameter)
     gradients = [local(parameter.grad) for parameter in partial if parameter.grad is not None]
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).float()
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     dist.all_reduce(flat, group=group)
     for gradient, total in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
         gradient.copy_(total.view_as(gradient))
@@ -98,5 +99,5 @@ def global_sum_of_squares(by_copies: Mapping[int, Sequence[Tensor]], layout: Lay
 
 def _row_norms(gradient: Tensor) -> Tensor:
     rows = gradient if gradient.ndim else gradient.view(1)
-    dtype = torch.float64 if rows.shape[-1] > _LONGEST_FP32_ROW else torch.float32
+    dtype = torch.float64 if rows.shape[-1] > _LONGEST_FP32_ROW else torch.promote_types(rows.dtype, torch.float32)
     return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).flatten()

@@ -13,7 +13,6 @@ from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.recipes.causal_lm import CausalLM
 from serried.trainer.model import build_model
 from serried.trainer.plan.devices import device_of
-from serried.trainer.plan.parts import IN_HOST_MEMORY
 from serried.trainer.plan.step_plan import StepPlan, plan_step
 from tests.test_plan import allocated_and_sent
 
@@ -65,8 +64,8 @@ def table() -> Iterator[str]:
         plan = planned(argv, 8)
         assert plan.fits is not None, "there is a GPU"
         note = "" if plan.found == "traced" else " by formula"
-        if apart := plan.memory.parts.get(IN_HOST_MEMORY):
-            note = f", and {apart.value / 2**30:.1f} GiB of the host's"
+        if plan.memory.on_host:
+            note = f", and {plan.memory.on_host / 2**30:.1f} GiB of the host's"
         yield f"| {name} | {small} | {plan.fits.needed / 2**30:.1f} GiB{note} | {plan.fits.margin / 2**30:.1f} GiB |"
 
 

@@ -23,7 +23,6 @@ from serried.program import main
 from serried.trainer.host_memory import check_offload
 from serried.trainer.optimizer import build_optimizer, create_state, take_step
 from serried.trainer.optimizer_state import group_values, tensor_state
-from serried.trainer.plan.parts import IN_HOST_MEMORY
 from serried.trainer.plan.traced import memory_of
 from tests.cluster import Cluster
 from tests.runs import metrics, overrides, weights
@@ -128,7 +127,7 @@ def test_the_plan_counts_state_as_the_hosts_by_formula_and_trace() -> None:
     (stage,), formula, _ = both(*argv, processes=4)
     (offloaded,), less, _ = both(*argv, OFFLOAD, processes=4)
     memory = memory_of([offloaded])
-    assert less.on_host == memory.parts[IN_HOST_MEMORY].value == formula.optimizer_state
+    assert less.on_host == memory.on_host == formula.optimizer_state
     assert formula.total - less.total == stage.step.peak - memory.peak == formula.optimizer_state
 
 
@@ -139,10 +138,9 @@ def test_the_device_holds_the_state_of_one_parameter_in_an_update(cluster: Clust
     memory = memory_of([stage])
     assert memory.phase == "optimizer"
     assert memory.peak == pytest.approx(formula.total, rel=1e-3)
-    on_host = memory.parts[IN_HOST_MEMORY].value
-    assert on_host == formula.on_host
+    assert memory.on_host == formula.on_host
     (answer,) = cluster.run(1, "tests.test_plan:allocated_and_sent", argv=[*argv], path=str(tmp_path))
-    assert memory.peak + on_host == pytest.approx(answer.value[0], rel=1e-3)
+    assert memory.peak + memory.on_host == pytest.approx(answer.value[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("optim", ["muon", "adafactor"])

@@ -138,7 +138,8 @@ def _place(ran: Figures) -> str:
 
 def _rows(plan: StepPlan, ran: Figures) -> Iterator[tuple[str, ...]]:
     if ran.memory_bytes is not None:
-        yield _row("peak memory", plan.memory.peak, ran.memory_bytes, size, _of_memory(ran))
+        planned = plan.memory.peak + (0 if ran.is_gpu else plan.memory.on_host)
+        yield _row("peak memory", planned, ran.memory_bytes, size, _of_memory(ran))
     else:
         yield "peak memory", size(plan.memory.peak), "-", "", "the run did not record its own"
     phases, timed = ran.phases, plan.time if isinstance(plan.time, Timed) else None

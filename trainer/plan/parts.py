@@ -66,7 +66,12 @@ class Memory:
     @property
     def peak(self) -> int:
         """All parts on the device, in bytes."""
-        return int(sum(part.value for kind, part in self.parts.items() if kind != IN_HOST_MEMORY))
+        return int(sum(part.value for part in self.parts.values())) - self.on_host
+
+    @property
+    def on_host(self) -> int:
+        """What is in host memory instead, in bytes."""
+        return int(self.parts[IN_HOST_MEMORY].value) if IN_HOST_MEMORY in self.parts else 0
 
 
 @dataclass(frozen=True)

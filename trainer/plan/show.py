@@ -57,8 +57,7 @@ def _parts(memory: Memory) -> str:
     rest = memory.peak - sum(named.values())
     texts = [f"{kind} {size(value)}" for kind, value in named.items()]
     texts += [f"other {size(rest)}"] if rest >= least else []
-    apart = memory.parts.get(IN_HOST_MEMORY)
-    return ", ".join(texts) + (f"; {IN_HOST_MEMORY} {size(apart.value)}" if apart is not None else "")
+    return ", ".join(texts) + (f"; {IN_HOST_MEMORY} {size(memory.on_host)}" if memory.on_host else "")
 
 
 def _travels(flows: tuple[Flow, ...]) -> Iterator[tuple[str, str]]:

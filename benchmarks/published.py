@@ -1,7 +1,7 @@
-"""Step times against those that others have published.
+"""Step times and memory against those that others have published.
 
-``python -m benchmarks.published``: the table of docs/plan.md; ``... rows``: every row; ``... fit``: rates that fit the
-rows marked for calibration, to be written into trainer/plan/rates.py.
+``python -m benchmarks.published``: the tables of docs/plan.md; ``... rows``: every row's time; ``... fit``: rates that
+fit the rows marked for calibration, to be written into trainer/plan/rates.py.
 """
 
 import math
@@ -34,11 +34,17 @@ class Row(NamedTuple):
     job: Job
     cluster: Cluster
     unit: str
-    measured: float
+    measured: float | None
+    """Of time; None: memory alone is known."""
+    memory: float | None = None
+    """GiB of the rank that needs the most."""
+    loss: str = ""
+    """How the run computed it."""
 
     def error(self, rates: Rates) -> float:
         """Return by which share the predicted rate exceeds the measured one."""
         predicted = self.predicted(rates)
+        assert self.measured is not None
         return self.measured / predicted - 1 if self.unit == "seconds" else predicted / self.measured - 1
 
     def predicted(self, rates: Rates) -> float:
@@ -61,9 +67,18 @@ def _seconds(job: Job, cluster: Cluster, rates: Rates) -> float:
     return step_of(job, cluster, rates).seconds
 
 
-@cache
 def rows() -> tuple[Row, ...]:
-    """Return those of published.toml."""
+    """Return those of published.toml that have a time."""
+    return tuple(row for row in _all_rows() if row.measured is not None)
+
+
+def rows_with_memory() -> tuple[Row, ...]:
+    """Return those that have a memory."""
+    return tuple(row for row in _all_rows() if row.memory is not None)
+
+
+@cache
+def _all_rows() -> tuple[Row, ...]:
     data = tomllib.loads(Path(__file__).with_name("published.toml").read_text("utf-8"))
     shapes = {name: _shape(sizes) for name, sizes in data["models"].items()}
     known = [{**group, **row} for group in data["groups"] for row in group["rows"]]
@@ -97,7 +112,7 @@ def _row(row: Mapping[str, Any], shape: Shape) -> Row:
         device = device._replace(memory_rate=row["memory_rate"])
     return Row(
         row["name"], row["run"], row.get("use", "held out"), row["software"], job, Cluster(device), row["unit"],
-        row["measured"],
+        row.get("measured"), row.get("memory"), row.get("loss", ""),
     )  # fmt: skip
 
 
@@ -117,7 +132,7 @@ def errors(of: Sequence[Row], rates: Mapping[str, Rates] = RATES) -> Errors:
     """Return how far the predictions are off."""
     signed = [row.error(rates[row.software]) for row in of]
     sizes = sorted(abs(error) for error in signed)
-    pairs = [(row.predicted(rates[row.software]), row.measured) for row in of]
+    pairs = [(row.predicted(rates[row.software]), row.measured or 0.0) for row in of]
     return Errors(
         len(of), sizes[len(of) // 2], sizes[int(0.9 * len(of))], sizes[-1], sum(signed) / len(of),
         spearman(pairs) if len(of) > 2 else None,
@@ -186,5 +201,11 @@ def _fit() -> str:
     return "\n".join([*(f"{name}: {rates}" for name, rates in found.items()), table(found)])
 
 
+def _tables() -> str:
+    from benchmarks import published_memory
+
+    return f"{table()}\n\n{published_memory.table()}"
+
+
 if __name__ == "__main__":
-    print({"rows": _each, "fit": _fit}.get(" ".join(sys.argv[1:]), table)())
+    print({"rows": _each, "fit": _fit}.get(" ".join(sys.argv[1:]), _tables)())

@@ -7,24 +7,26 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.published import rows_with_memory
+from benchmarks.published_memory import error as memory_error
+from benchmarks.published_memory import line as memory_line
 from serried.configs.compose import compose
 from serried.configs.schema import RunConfig
-from serried.parallel.matrices import Matrices
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.parallel.phases import Phases
 from serried.parallel.traffic import Flow
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM
-from serried.runtime.session import open_session
+from serried.runtime.session import Session, open_session
 from serried.trainer.model import build_model, sharded
-from serried.trainer.optimizer import build_optimizer
+from serried.trainer.optimizer import model_optimizer
 from serried.trainer.plan.devices import device_of
 from serried.trainer.plan.memory import FormulaMemory, formula_memory, planned_flows, planned_memory
 from serried.trainer.plan.parts import Fits, Work
@@ -172,34 +174,41 @@ def allocated_and_sent(argv: list[str], path: str) -> tuple[int, dict[str, int]]
     config = compose([*SHORT, *argv])
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read once in a process, where later tests look at what it prints
     with open_session(config.launch) as session:
-        task, layout = CausalLM(config), resolve_layout(config.parallel, session.world_size)
-        accumulation = gradient_accumulation(config.trainer, layout)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-            model = build_model(config, task)
-            repeated = model.blocks
-            parallel = sharded(config, model, layout, session.device, task.initial_std, phases=Phases())
-            optimizer = build_optimizer(
-                [(held.name, held.tensor) for held in parallel.parameters], config.optim,
-                partial(Matrices.of, parallel, repeated, LOW_DTYPES[config.precision.name]),
-            )  # fmt: skip
-            step = train_step(config, task, task.weight_per_sample(), parallel, optimizer, None)
-            batches = [task.example_batch(config.trainer.micro_batch)] * accumulation
+            step = a_step(config, session)
             for number in range(5):
                 time.sleep(0.05)  # until Gloo's threads have freed what they copied
                 with record_function(f"step {number}"):
-                    step(batches, 1e-3, lambda: 0.0)
+                    step()
         with Wire() as wire:
-            step(batches, 1e-3, lambda: 0.0)
+            step()
         file = Path(path) / f"{session.rank}.json"
+    spans, sizes = spans_and_sizes(profiled, file)
+    steps = [span for name, span in spans.items() if re.fullmatch("step [1-4]", name)]
+    return min(max(size for at, size in sizes if first <= at <= last) for first, last in steps), dict(wire.bytes)
+
+
+def a_step(config: RunConfig, session: Session) -> Callable[[], object]:
+    """Build the model and optimizer of ``config``; what is returned trains a step."""
+    task, layout = CausalLM(config), resolve_layout(config.parallel, session.world_size)
+    model = build_model(config, task)
+    repeated = model.blocks
+    parallel = sharded(config, model, layout, session.device, task.initial_std, phases=Phases())
+    optimizer = model_optimizer(parallel, config.optim, repeated, LOW_DTYPES[config.precision.name])
+    step = train_step(config, task, task.weight_per_sample(), parallel, optimizer, None)
+    batches = [task.example_batch(config.trainer.micro_batch)] * gradient_accumulation(config.trainer, layout)
+    return partial(step, batches, 1e-3, lambda: 0.0)
+
+
+def spans_and_sizes(profiled: profile, file: Path) -> tuple[dict[str, tuple[float, float]], list[tuple[float, int]]]:
+    """When each named part of a profile began and ended; and the bytes that torch's allocator held, from when on."""
     profiled.export_chrome_trace(str(file))
     events = json.loads(file.read_text())["traceEvents"]
-    steps = [each for each in events if re.fullmatch("step [1-4]", each["name"]) and "dur" in each]
+    spans = {each["name"]: (each["ts"], each["ts"] + each["dur"]) for each in events if "dur" in each}
     counts = sorted((each["ts"], each["args"]) for each in events if each["name"] == "[memory]")
     # The counter keeps what earlier profiles of this process left allocated, even if it was freed after they ended.
     before = int(counts[0][1]["Total Allocated"]) - int(counts[0][1]["Bytes"])
-    sizes = [(at, int(counted["Total Allocated"]) - before) for at, counted in counts]
-    peak = min(max(size for at, size in sizes if 0 <= at - each["ts"] <= each["dur"]) for each in steps)
-    return peak, dict(wire.bytes)
+    return spans, [(at, int(counted["Total Allocated"]) - before) for at, counted in counts]
 
 
 @pytest.mark.parametrize(
@@ -216,6 +225,26 @@ def test_large_recipes_fit_as_many_gpus_of_80_gb_as_they_name(recipe: str, proce
 @pytest.mark.parametrize(("left", "answer"), [(-1, "no"), (50, "tight"), (200, "yes")])
 def test_what_fits_by_less_than_a_tenth_is_tight(left: int, answer: str) -> None:
     assert Fits(1000 - left, 1000).answer == answer
+
+
+@pytest.mark.slow
+def test_documentation_shows_published_memory_as_planned() -> None:
+    """Without context parallelism, whose traces take long."""
+    page = (ROOT / "docs/plan.md").read_text("utf-8")
+    rows = rows_with_memory()
+    assert len(rows) == 28
+    assert all(f"| {row.run} | {row.memory:.1f} |" in page for row in rows)
+    for row in rows:
+        assert row.job.layout.context > 1 or memory_line(row) in page, (
+            f"{memory_line(row)}: python -m benchmarks.published"
+        )
+
+
+def test_figure_of_korthikanti_is_counted_to_the_percent() -> None:
+    """Two rows: what a block keeps is traced, and counted as often as a pipeline has micro-batches in flight."""
+    rows = {row.run: row for row in rows_with_memory()}
+    assert abs(memory_error(rows["22B tp8 pp1 v1 none"])) < 0.01
+    assert abs(memory_error(rows["175B tp8 pp8 v3 sp+sel"])) < 0.01
 
 
 def test_work_adds_up() -> None:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ GRADIENTS, GATHERED, KEPT, WORKING = "gradients", "gathered", "kept for backward
 
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 _COPY_THEIR_INPUT = {"logsumexp"}
-"""Operations that hold a copy of their input while they run, which no allocation of theirs shows."""
+"""Operations that hold a copy of their input while they run, which no result shows."""
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "record_stream",
     "wait_tensor", "_unsafe_view", "lift_fresh", "device",
@@ -45,6 +45,13 @@ class Exchange(NamedTuple):
     ranks: int
     bytes: int
     """Sent by this rank, as rings do it: (n - 1)/n of a whole tensor to gather or scatter, twice that to sum."""
+
+
+def known_workspace(name: str, inputs: Sequence[Tensor]) -> int:
+    """Return the bytes that an operation allocates and frees while it runs."""
+    if name == "index":  # which converts indices
+        return sum(2 * each.nbytes for each in inputs[1:] if each.dtype == torch.int32)
+    return inputs[0].nbytes if name in _COPY_THEIR_INPUT else 0
 
 
 def exchange_of(operation: Any, args: Any) -> Exchange | None:
@@ -211,9 +218,9 @@ class StepTrace(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._live:
                 self._record(storage, storage.size())
-        if name in _COPY_THEIR_INPUT:
+        if size := known_workspace(name, inputs):
             block = Block(WORKING)
-            self._events += [(block, inputs[0].nbytes, self.phase), (block, -inputs[0].nbytes, self.phase)]
+            self._events += [(block, size, self.phase), (block, -size, self.phase)]
         if getattr(operation, "namespace", "") in ("c10d", "_c10d_functional"):
             if exchange := exchange_of(operation, args):
                 self.exchanges[self.forwards, self.phase, exchange] += 1

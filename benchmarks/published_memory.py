@@ -1,0 +1,239 @@
+"""Peak memory against what others have published: ``python -m benchmarks.published`` prints the table of docs/plan.md.
+
+torchtitan's runs are planned as runs of this project, with their own loss. Figure 1 of Korthikanti et al.
+(arXiv 2205.05198) is of Megatron-LM's block: it is traced as a user's module, and counted as often as the plan of a
+pipeline counts a block.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.published import Row, rows_with_memory
+from serried.configs.compose import compose
+from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
+from serried.parallel.phases import FORWARD
+from serried.parallel.plan import Vocabulary
+from serried.recipes.causal_lm import CausalLM
+from serried.recipes.models.head import HeadLoss, LanguageModelHead
+from serried.trainer.model import build_model
+from serried.trainer.plan.memory import formula_memory, planned_memory, share_of
+from serried.trainer.plan.seconds import Shape
+from serried.trainer.plan.step_plan import with_assumed
+from serried.trainer.plan.trace import StepTrace
+from serried.trainer.plan.traced import memory_of, trace_step
+
+_GIB = 2**30
+
+
+class _AllTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, vocabulary: Vocabulary) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.vocabulary = vocabulary
+        return vocabulary.tokens(hidden).view(-1, hidden.shape[-1])
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        return ctx.vocabulary.sum_tokens(gradient), None
+
+
+class _Compiled(torch.autograd.Function):
+    """Cross entropy that keeps logits as they are and makes their gradient in one kernel."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(logits)
+        return logits.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, _: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return torch.empty_like(*ctx.saved_tensors)
+
+
+class _LossParallel(torch.autograd.Function):
+    """Holds as many copies of logits as torch.distributed.tensor.parallel.loss_parallel."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        shifted = logits - logits.amax(-1, keepdim=True)
+        result = shifted - shifted.exp().sum(-1, keepdim=True).log()
+        ctx.save_for_backward(result)
+        return result.sum()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        (result,) = ctx.saved_tensors
+        wanted = torch.zeros_like(result)
+        return (wanted + torch.exp(result)) * gradient
+
+
+def _logits(hidden: Tensor, weight: Tensor, vocabulary: Vocabulary) -> Tensor:
+    return _AllTokens.apply(hidden, vocabulary) @ weight.to(hidden.dtype).T
+
+
+def _eager(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, _: float | None) -> Tensor:
+    logits, wanted = _logits(hidden, weight, vocabulary).float(), vocabulary.targets(targets)
+    if len(wanted) > 1:
+        return _LossParallel.apply(logits)
+    return F.cross_entropy(logits, wanted.flatten(), reduction="sum")
+
+
+def _compiled(hidden: Tensor, weight: Tensor, _: Tensor, vocabulary: Vocabulary, __: float | None) -> Tensor:
+    return _Compiled.apply(_logits(hidden, weight, vocabulary))
+
+
+_LOSSES: dict[str, HeadLoss] = {"eager": _eager, "compiled": _compiled}
+"""They hold whole logits. Where ranks divide the vocabulary, their memory is right and their numbers are not."""
+
+
+class _WithLoss(CausalLM):
+    """Next tokens, with the loss of the published run."""
+
+    def __init__(self, run: Any, loss: str) -> None:
+        self._loss = loss
+        super().__init__(run)
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        for head in model.modules():
+            if isinstance(head, LanguageModelHead):
+                head.loss = _LOSSES[self._loss]
+        return model
+
+
+class _Product(torch.autograd.Function):
+    """Matrix product of what all tensor ranks have of a sequence, of which each keeps its own part. Forward alone."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, ranks: int) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, weight)
+        return x.repeat(1, ranks, 1) @ weight.T
+
+
+class _MegatronBlock(nn.Module):
+    """What a tensor rank has of Megatron-LM's block, without its biases."""
+
+    def __init__(self, shape: Shape, layout: Layout, *, keeps_scores: bool) -> None:
+        super().__init__()
+        dim, ranks = shape.dim, layout.tensor
+        self._heads, self._keeps_scores = shape.heads // ranks, keeps_scores
+        self._parts = ranks if layout.sequence else 1
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
+        sizes = (3 * dim // ranks, dim), (dim, dim // ranks), (shape.hidden // ranks, dim), (dim, shape.hidden // ranks)
+        self.weights = nn.ParameterList(torch.empty(size) for size in sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attention_in, attention_out, hidden_in, hidden_out = self.weights
+        q, k, v = _Product.apply(self.norms[0](x), attention_in, self._parts).chunk(3, dim=-1)
+        heads = [each.unflatten(-1, (self._heads, -1)).transpose(1, 2) for each in (q, k, v)]
+        mixed = self._attend(*heads) if self._keeps_scores else checkpoint(self._attend, *heads, use_reentrant=False)
+        x = x + _dropped(self._mine(mixed.transpose(1, 2).flatten(2) @ attention_out.T))
+        hidden = F.gelu(_Product.apply(self.norms[1](x), hidden_in, self._parts))
+        return x + _dropped(self._mine(hidden @ hidden_out.T))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _dropped(torch.softmax(q @ k.transpose(-1, -2), -1)) @ v
+
+    def _mine(self, x: Tensor) -> Tensor:
+        return x[:, : x.shape[1] // self._parts].clone() if self._parts > 1 else x
+
+
+def _dropped(x: Tensor) -> Tensor:
+    return torch.native_dropout(x, 0.1, True)[0]  # as on a GPU, where it keeps a byte for each element
+
+
+def _kept_by(row: Row) -> int:
+    """Return the bytes that a block of ``row`` keeps for its backward."""
+    job, peaks = row.job, []
+    here = job.sequence // (job.layout.tensor if job.layout.sequence else 1)
+    for count in (2, 3):
+        with FakeTensorMode(), StepTrace() as trace:
+            torch.set_default_dtype(torch.bfloat16)
+            blocks = [_MegatronBlock(job.shape, job.layout, keeps_scores=job.recompute == "none") for _ in range(count)]
+            torch.set_default_dtype(torch.float32)
+            x = torch.empty(job.micro_batch, here, job.shape.dim, dtype=torch.bfloat16, requires_grad=True)
+            trace.begin()
+            trace.enter(FORWARD)
+            for block in blocks:
+                x = block(x)
+            peaks.append(trace.peak().by_phase[FORWARD])
+    return peaks[1] - peaks[0] - sum(each.nbytes for each in blocks[0].parameters())
+
+
+def _of_figure(row: Row) -> float:
+    """Return the bytes of the first stage: 18 a parameter, and what its micro-batches keep."""
+    shape, layout = row.job.shape, row.job.layout
+    config = compose(["data.tokenizer=bytes"])
+    blocks = shape.layers * share_of(config, layout, row.job.accumulation, shape.layers, 0).blocks
+    parameters = shape.layers / layout.pipeline * shape.of_dense / layout.tensor
+    return 18 * parameters + blocks * _kept_by(row)
+
+
+def _argv(row: Row) -> tuple[str, ...]:
+    job, shape, layout = row.job, row.job.shape, row.job.layout
+    sizes = {
+        "dim": shape.dim, "layers": shape.layers, "heads": shape.heads, "kv_heads": shape.kv_heads,
+        "hidden_dim": shape.hidden, "vocab_size": shape.vocab, "max_sequence_length": job.sequence,
+    }  # fmt: skip
+    degrees = {axis: getattr(layout, axis) for axis in ("tensor", "context", "pipeline")}
+    keys = {
+        **{f"model.{key}": value for key, value in sizes.items()},
+        **{f"parallel.{axis}": degree for axis, degree in degrees.items()},
+        "parallel.schedule": layout.schedule,
+        "parallel.stages_per_rank": layout.stages // layout.pipeline,
+        "trainer.micro_batch": job.micro_batch,
+        "trainer.global_batch": job.micro_batch * job.accumulation * layout.data_ranks,
+        "trainer.activation_checkpoint": job.recompute,
+        "data.sequence_length": job.sequence,
+        "data.tokenizer": "bytes",
+    }
+    # What products in 8 bits keep is next to what bf16 keeps: torchtitan's rows differ by 0.2 GiB.
+    return ("model=llama8b", "parallel=fsdp", "precision=bf16", "dry_run=true", *(f"{key}={keys[key]}" for key in keys))
+
+
+def planned(row: Row) -> tuple[float, str]:
+    """Return the bytes that the plan of ``row`` has, and how they were found."""
+    if not row.loss:
+        return _of_figure(row), "trace of a block"
+    return _run_planned(_argv(row), row.job.layout.world, row.loss)
+
+
+@cache
+def _run_planned(argv: tuple[str, ...], ranks: int, loss: str) -> tuple[float, str]:
+    config = compose(argv)
+    layout = resolve_layout(config.parallel, ranks)
+    accumulation = gradient_accumulation(config.trainer, layout)
+    if layout.pipeline == 1:
+        stages = trace_step(config, _WithLoss(config, loss), layout, accumulation)
+        return with_assumed(memory_of(stages)).peak, "trace"
+    task = CausalLM(config)  # whose loss takes less, on the last rank, which does not need the most
+    model = build_model(config, task)
+    found = planned_memory(config, task, layout, accumulation, model.module, model.plan)
+    return with_assumed(formula_memory(found)).peak, "formula"
+
+
+def line(row: Row) -> str:
+    """Return the line of the table."""
+    peak, found = planned(row)
+    return f"| {row.run} | {row.memory:.1f} | {peak / _GIB:.1f} | {error(row):+.0%} | {found} |"
+
+
+def error(row: Row) -> float:
+    """Return by which share the planned memory exceeds the published one."""
+    assert row.memory is not None
+    return planned(row)[0] / _GIB / row.memory - 1
+
+
+def table() -> str:
+    """Return the table as Markdown."""
+    every = rows_with_memory()
+    sizes = sorted(abs(error(row)) for row in every)
+    within = sum(size <= 0.1 for size in sizes)
+    lines = ["| run | published GiB | planned GiB | error | planned by |", "| --- " * 5 + "|", *map(line, every)]
+    of_all = f"median {sizes[len(sizes) // 2]:.0%}, worst {sizes[-1]:.0%}"
+    return "\n".join([*lines, f"| **all {len(sizes)}** | | | {of_all} | {within} within 10% |"])

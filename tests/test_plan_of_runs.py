@@ -146,6 +146,16 @@ def test_wrong_input_is_one_line(
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [{"products": []}, {"products": [[1, 2, 3, 0]]}, {"memory": 0}, {"attention": -1}, {"per_node": 0}, {"links": [1]}],
+)
+def test_damaged_rates_are_refused(damage: dict[str, object], rates: Path) -> None:
+    rates.write_text(json.dumps(json.loads(rates.read_text()) | damage))
+    with pytest.raises(UserError, match="holds no rates; serried plan calibrate"):
+        read_rates(rates)
+
+
 def test_rates_of_another_device_than_the_runs_are_refused(
     run: Path, rates: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,32 +64,39 @@ def read_rates(path: Path) -> MeasuredRates:
         raise UserError(
             f"cannot read plan.rates={path}: {error.strerror}; serried plan calibrate out={path} writes it"
         ) from None
-    except (NotPlainData, KeyError, TypeError, ValueError):
+    except (NotPlainData, LookupError, TypeError, ValueError):
         raise UserError(
             f"plan.rates={path} holds no rates; serried plan calibrate out=rates.json writes some"
         ) from None
 
 
 def _rates(path: Path, found: Mapping[str, Any]) -> MeasuredRates:
-    products = {(int(m), int(n), int(k)): float(seconds) for m, n, k, seconds in found["products"]}
+    products = {(int(m), int(n), int(k)): _positive(seconds) for m, n, k, seconds in found["products"]}
     peak, half = _fit(products)
     known = device_of_driver(found["device"])
     wire = found["links"] or {"bytes_per_second": math.inf, "seconds": 0.0}
-    rate, latency = float(wire["bytes_per_second"]), float(wire["seconds"])
-    between = float((found["network"] or wire)["bytes_per_second"])
-    per_node, precision = int(found["per_node"]), str(found["precision"])
+    rate, latency = _positive(wire["bytes_per_second"]), float(wire["seconds"])
+    between = _positive((found["network"] or wire)["bytes_per_second"])
+    per_node, precision = int(_positive(found["per_node"])), str(found["precision"])
     device = Device(
         known.name if known else found["device"], found["device"], float(found["memory_bytes"]),
-        float(found["memory"]), rate, between / per_node if found["network"] else rate, str(path), {precision: peak},
+        _positive(found["memory"]), rate, between / per_node if found["network"] else rate, str(path),
+        {precision: peak},
     )  # fmt: skip
     rates = Rates(
-        1.0, 1.0, float(found["attention"]) / peak, 1.0, 1.0, float(found["launch"]), network=1.0, half=half,
+        1.0, 1.0, _positive(found["attention"]) / peak, 1.0, 1.0, float(found["launch"]), network=1.0, half=half,
         latency=latency, hop=0.0,
     )  # fmt: skip
     return MeasuredRates(
         path, Cluster(device, per_node), rates, products, precision, float(found["hidden"]), str(found["date"]),
         str(found["torch"]), found["type"] == "cuda",
     )  # fmt: skip
+
+
+def _positive(value: Any) -> float:
+    if not float(value) > 0:
+        raise ValueError(value)
+    return float(value)
 
 
 def _fit(products: Mapping[Shape, float]) -> tuple[float, float]:

@@ -1009,6 +1009,8 @@ class RunConfig(Section):
             yield f"plan.{key}={getattr(self.plan, key)} is read by serried plan and dry_run=true alone; leave it out"
         elif self.plan.out is not None and not self.plan.search:
             yield f"plan.out={self.plan.out} is read by serried plan search alone; leave it out"
+        elif self.plan.mode == "trace" and self.plan.search:
+            yield "plan.mode=trace: serried plan search uses formulas; leave it out, and trace what you choose"
         if self.checkpoint.keep_best and not self.trainer.evaluates_every:
             yield (
                 "checkpoint.keep_best=true but trainer.eval_every=0 evaluates nothing; "

@@ -116,6 +116,9 @@ def recipes(words: list[str]) -> int:
     )
 
 
+_PARTS_OF_PLAN = ("search", "compare", "calibrate")
+
+
 @_command(f"[search|compare|calibrate] [RUN] {_OVERRIDES}")
 def plan(words: list[str]) -> int:
     """Print the plan of a run, on any machine: whether it fits, what ranks send, how long it takes, what would help.
@@ -133,7 +136,7 @@ def plan(words: list[str]) -> int:
     """
     from serried.program import main as train
 
-    part = words[0] if words[:1] in (["search"], ["compare"], ["calibrate"]) else ""
+    part = words[0] if words and words[0] in _PARTS_OF_PLAN else ""
     words = words[bool(part) :]
     if part == "calibrate":
         return calibrate(words)
@@ -144,6 +147,8 @@ def plan(words: list[str]) -> int:
     elif not any(word.startswith("plan.mode=") for word in words):
         words = [*words, "plan.mode=trace"]
     run = next((word for word in words if "=" not in word and not word.startswith("-")), None)
+    if run is not None and not Path(run).exists() and (close := nearest(run, _PARTS_OF_PLAN)):
+        raise UserError(f"there is no folder {run}; did you mean serried plan {close[0]}?")
     if run is not None or part == "compare":
         return plan_run(run, [word for word in words if word != run], is_compared=part == "compare")
     return train([*words, *([] if "dry_run=true" in words else ["dry_run=true"])])

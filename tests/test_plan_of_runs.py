@@ -126,6 +126,8 @@ def test_measured_rates_time_each_term_of_a_run(run: Path, rates: Path, capsys: 
         (["compare"], "serried plan compare needs a run folder"),
         (["compare", "{folder}"], "{folder} holds no run"),
         (["{folder}/none"], "there is no folder {folder}/none"),
+        (["serach", "recipe=tiny"], "there is no folder serach; did you mean serried plan search?"),
+        (["search", "recipe=tiny", "plan.mode=trace"], "serried plan search uses formulas; leave it out"),
         (["compare", "{run}", "parallel=ddp"], "parallel=ddp has no effect here"),
         (["compare", "{run}", "plan.rates={folder}/none.json"], "cannot read plan.rates={folder}/none.json: No such"),
         (["compare", "{run}", "plan.rates={run}/metrics.jsonl"], "holds no rates; serried plan calibrate"),
@@ -140,7 +142,7 @@ def test_wrong_input_is_one_line(
     words: list[str], text: str, run: Path, rates: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {"folder": run.parent, "run": run, "rates": rates}
-    how = ["plan.mode=formula"] if "calibrate" not in words else []
+    how = [] if "calibrate" in words or "plan.mode=trace" in words else ["plan.mode=formula"]
     error = printed(capsys, *(word.format(**names) for word in words), *how, code=78)
     assert text.format(**names) in error
     assert len(error.splitlines()) == 1

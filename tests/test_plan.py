@@ -194,7 +194,9 @@ def a_step(config: RunConfig, session: Session) -> Callable[[], object]:
     model = build_model(config, task)
     repeated = model.blocks
     parallel = sharded(config, model, layout, session.device, task.initial_std, phases=Phases())
-    optimizer = model_optimizer(parallel, config.optim, repeated, LOW_DTYPES[config.precision.name])
+    optimizer = model_optimizer(
+        parallel, config.optim, repeated, LOW_DTYPES[config.precision.name], config.trainer.seed
+    )
     step = train_step(config, task, task.weight_per_sample(), parallel, optimizer, None)
     batches = [task.example_batch(config.trainer.micro_batch)] * gradient_accumulation(config.trainer, layout)
     return partial(step, batches, 1e-3, lambda: 0.0)

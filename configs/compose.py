@@ -49,7 +49,10 @@ def compose(argv: Sequence[str], folder: Path = FOLDER, found: Sequence[str] = (
     """
     groups = choices_of(folder)
     given = {word.partition("=")[0].lstrip("+") for word in argv} | _keys_of_own_recipe(argv)
-    line = CommandLine(groups).read([*_defaults_beside(given, argv, folder), *argv])
+    beside = _defaults_beside(given, argv, folder)
+    if wrong := CommandLine(groups).read(beside).sentences({}):
+        _refuse([each.replace("(command line)", "(defaults of the task)") for each in wrong])
+    line = CommandLine(groups).read([*beside, *argv])
     plain: dict[str, Any] = {}
     late: Sequence[str] = ()
     try:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import create_model
+
 from serried.configs.data_section import names_of_singles
+from serried.configs.errors import UserError
 from serried.configs.plain_data import read_yaml
 from serried.configs.run_config import CHOSEN, base_schema, registered_sections
 from serried.configs.schema import NAME_PATTERN, RunConfig, Section
@@ -135,9 +138,26 @@ def own_keys(group: str, name: str) -> dict[str, Key]:
     return {path: key for path, key in found.items() if path.split(".")[1] not in registry.base.model_fields}
 
 
-def keys_of_task(section: type[Section]) -> Keys:
-    """Return the keys of a task's own section. Fails if there is a field of a type that no override can give."""
-    return _keys_of(section, "task.")
+def check_fields(section: type[Section], name: str) -> None:
+    """Raise ``UserError`` if a field of the ``section`` of a user, which they know as ``name``, cannot be a key."""
+    for field_name, field in section.model_fields.items():
+        alone: dict[str, Any] = {field_name: (field.annotation, field)}
+        try:
+            _keys_of(create_model("Config", __base__=Section, **alone), "")
+        except Exception as error:
+            kind = getattr(field.annotation, "__forward_arg__", getattr(field.annotation, "__name__", field.annotation))
+            raise UserError(
+                f"{name}.{field_name}: {kind} cannot be the type of a key; use int, float, bool, str, Path, "
+                "Literal, a list of numbers or texts, or a serried.Section"
+            ) from error
+
+
+def _keys_of_entry(section: type[Section], above: str) -> Keys:
+    try:
+        return _keys_of(section, above)
+    except Exception:
+        check_fields(section, section.__name__)
+        raise
 
 
 def readers(path: str) -> list[str]:
@@ -157,7 +177,7 @@ def is_source(path: str) -> bool:
 
 @functools.cache
 def _keys_of_any(schema: type[RunConfig], sections: tuple[tuple[str, type[Section]], ...]) -> Keys:
-    own, registered = _keys_of(schema, ""), [_keys_of(section, f"{group}.") for group, section in sections]
+    own, registered = _keys_of(schema, ""), [_keys_of_entry(section, f"{group}.") for group, section in sections]
     keys = Keys()
     for path, key in own.items():
         group = path.partition(".")[0]

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
-from pydantic import create_model
 
 from serried.configs.declaration import BUILT_IN, Declaration
 from serried.configs.errors import UserError
-from serried.configs.keys import keys_of_task
+from serried.configs.keys import check_fields
 from serried.configs.registry import BUILT_IN_TASKS, tasks
 from serried.configs.schema import Section
 
@@ -33,24 +32,10 @@ def declaration(given: "Task | type[Task]") -> Declaration:
         raise UserError(f"{what} is not a task; give a subclass of serried.Task, or an instance of one")
     if not (inspect.isclass(task.Config) and issubclass(task.Config, Section)):
         raise UserError(f"{task.__name__}.Config is not a section; write: class Config(serried.Section)")
-    _check_fields(task)
+    task.Config.model_rebuild(raise_errors=False, _types_namespace=vars(sys.modules[task.__module__]))
+    check_fields(task.Config, f"{task.__name__}.Config")
     make = given if inspect.isclass(given) else lambda: given
     return Declaration(task.task_name(), task.Config, task.sections, words(task.defaults), make)
-
-
-def _check_fields(task: "type[Task]") -> None:
-    """Raise ``UserError`` if a field of ``Config`` has a type that cannot be a key."""
-    task.Config.model_rebuild(raise_errors=False, _types_namespace=vars(sys.modules[task.__module__]))
-    for name, field in task.Config.model_fields.items():
-        alone: dict[str, Any] = {name: (field.annotation, field)}
-        try:
-            keys_of_task(create_model("Config", __base__=Section, **alone))
-        except Exception as error:
-            kind = getattr(field.annotation, "__forward_arg__", getattr(field.annotation, "__name__", field.annotation))
-            raise UserError(
-                f"{task.__name__}.Config.{name}: {kind} cannot be the type of a key; use int, float, bool, str, Path, "
-                "Literal, a list of numbers or texts, or a serried.Section"
-            ) from error
 
 
 def installed(name: str) -> Declaration:

@@ -250,6 +250,10 @@ def test_ranks_compare_their_validation_data_which_a_resume_does_not() -> None:
     assert compared["the validation data"] != others["the validation data"]
 
 
+class WrongDefault(Tiny):
+    defaults = {"optim.lrr": 0.1}
+
+
 class NoData(Tiny):
     """Without training data."""
 
@@ -330,6 +334,7 @@ class TakenName(Tiny):
         (nn.Identity(), [], r"Identity\(\) is not a task; give a subclass of serried.Task"),
         (Loader, [], r"Loader.dataset\('train'\) returned a DataLoader; return the data set itself"),
         (Unresolved, [], "Unresolved.Config.layers: Layers cannot be the type of a key"),
+        (WrongDefault, [], r"optim.lrr=0.1 \(defaults of the task\); did you mean optim.lr=0.1"),
         (NoData, [], r"NoData.dataset\('train'\) returned None"),
         (NoLoss, [], r"NoLoss must define loss\(model, batch\)"),
         (NoSection, [], r"NoSection.Config is not a section; write: class Config\(serried.Section\)"),

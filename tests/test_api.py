@@ -251,7 +251,9 @@ def test_ranks_compare_their_validation_data_which_a_resume_does_not() -> None:
 
 
 class WrongDefault(Tiny):
-    defaults = {"optim.lrr": 0.1}
+    """With a mistyped key."""
+
+    defaults: ClassVar = {"optim.lrr": 0.1}
 
 
 class NoData(Tiny):

@@ -2,9 +2,11 @@
 
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from serried.configs.compose import compose
 from serried.configs.declaration import declaring
@@ -15,8 +17,9 @@ from serried.parallel.mesh import Layout, resolve_layout
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM
 from serried.task_class import declaration
+from serried.trainer.checkpoint.resume import Start, plain
 from serried.trainer.host_memory import tensor_bytes
-from serried.trainer.micro_batch import choose
+from serried.trainer.micro_batch import choose, for_run
 from serried.trainer.plan.advice import Planned
 from tests.cluster import Cluster
 from tests.own_task import Points
@@ -49,6 +52,20 @@ def test_the_largest_micro_batch_that_leaves_a_tenth_is_chosen() -> None:
 def test_a_number_from_before_stays_while_it_fits() -> None:
     assert chosen(72.5, earlier=1)[0] == 1
     assert chosen(72.5, earlier=64)[0] == chosen(72.5, earlier=3)[0] == 2
+
+
+@pytest.mark.parametrize(("earlier", "number"), [({"micro_batch": 2.0}, 2), ({"micro_batch": "many"}, 4), ({}, 4)])
+def test_what_no_run_writes_in_a_checkpoint_is_not_kept(earlier: dict[str, Any], number: int) -> None:
+    config = compose(["trainer.micro_batch=auto", "trainer.global_batch=4", "data.sequence_length=64"])
+    state: dict[str, Any] = {"config": plain(config), "torch": torch.__version__, "world_size": 1}
+    del state["config"]["trainer"]["micro_batch"]
+    state["config"]["trainer"] |= earlier
+    session: Any = SimpleNamespace(
+        world_size=1, local_world_size=1, device=torch.device("cpu"), gather=lambda value: [value],
+        once=lambda function: function(),
+    )  # fmt: skip
+    found, _ = for_run(config, CausalLM(config), session, Start(Path("checkpoint"), state=state))
+    assert (found.trainer.micro_batch, type(found.trainer.micro_batch)) == (number, int)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 
 from serried.configs.errors import UserError
 from serried.configs.formats import size
+from serried.configs.plain_data import flatten
 from serried.configs.schema import RunConfig
 from serried.parallel.checks import allowed_micro_batches, with_micro_batch
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
@@ -41,7 +42,7 @@ def for_run(config: RunConfig, task: Task, session: Session, start: Start) -> tu
         here = tensor_bytes(processes=session.local_world_size)
     usable, earlier = min(session.gather(here)), 0
     if start.checkpoint is not None and not changes(start.state, config, session.world_size):
-        earlier = start.state["config"]["trainer"]["micro_batch"]
+        earlier = flatten(start.state["config"]).get("trainer.micro_batch", 0)
     samples, line = session.once(partial(choose, config, task, layout, usable, device, earlier=earlier, is_open=True))
     return with_micro_batch(config, samples), line
 
@@ -67,11 +68,12 @@ def choose(
         changed = with_micro_batch(planned.with_("trainer", activation_checkpoint=mode), samples)
         return Fits(on_host + _needed(changed, task, layout, planned, is_open=is_open), usable)
 
-    found = earlier if earlier in allowed and fits(earlier).answer == "yes" else _largest(allowed, fits)
+    kept = next((each for each in allowed if each == earlier), 0)
+    found = kept if kept and fits(kept).answer == "yes" else _largest(allowed, fits)
     if not found:
         raise UserError(_refusal(planned, fits(allowed[-1]), [*_others(planned, allowed, fits)]))
     others = [f"{samples} with {override}" for override, samples in _others(planned, allowed, fits) if samples > found]
-    why = "as before" if found == earlier else "all of a rank's" if found == allowed[0] else "the most that fit"
+    why = "as before" if found == kept else "all of a rank's" if found == allowed[0] else "the most that fit"
     rank = f"{size(fits(found).needed)} of {size(usable)} that a rank may have"
     return found, f"{'chosen':<10} trainer.micro_batch={found}, {why}: {rank}{''.join(f'; {each}' for each in others)}"
 

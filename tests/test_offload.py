@@ -96,6 +96,7 @@ def test_state_of_a_gpus_parameters_lies_in_pinned_host_memory() -> None:
         pytest.param(
             ("parallel=fsdp", "parallel.tensor=2"), "adamw8bit", [[OFFLOAD], [OFFLOAD]], marks=pytest.mark.slow
         ),
+        pytest.param(("parallel=fsdp", "precision=bf16"), "adamw_bf16", [[OFFLOAD], []], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_may_switch_it_on_or_off_when_it_resumes(

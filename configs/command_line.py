@@ -174,6 +174,11 @@ class CommandLine:
         section, _, leaf = key.rpartition(".")
         if not key:
             return f"={shown(value)} has no key before the =; e.g. trainer.steps=1000"
+        if key == "recipe" and key not in self.groups:
+            return (
+                f"recipe={shown(value)}: the recipes here are of language models, and this task reads none of them; "
+                "leave it out, or give --config-dir FOLDER with recipe/ in it"
+            )
         if key in self.groups or key in all_keys():
             if not value:
                 return f"{key}= has no value; e.g. {_another_value(key) or f'{key}={chr(124).join(self.groups[key])}'}"

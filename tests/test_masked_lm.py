@@ -144,6 +144,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         (["task.label_column=label"], "task.label_column"),
         (["task.mask_share=0"], "task.mask_share"),
         (["adapter=lora"], "a head that is tied to the embeddings"),
+        (["recipe=lora"], "the recipes here are of language models"),
     ):
         assert main(masked(folder, tmp_path / "run", "dry_run=true", *words)) == 78, words
         *_, line = capfd.readouterr().err.splitlines()

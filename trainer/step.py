@@ -117,11 +117,12 @@ class TrainStep:
             norm = squares.sqrt() / divisor
             halted = self._failed_in_row >= FAILURES_THAT_STOP
             mean_loss, limits = loss_sum / weight, self._window.limits()
-            failed = ~(loss_sum.isfinite() & norm.isfinite()) | halted
+            has_loss = loss_sum.isfinite()
+            failed = ~(has_loss & norm.isfinite()) | halted
             spike = (mean_loss > limits[0]) | (norm > limits[1])
             rejected = failed | spike if self._skips_spikes else failed
             # fp16 finding its scale is not a failure.
-            overflow = failed & loss_sum.isfinite() & (scale > 1)
+            overflow = failed & has_loss & (scale > 1)
             self._failed_in_row = (self._failed_in_row + ~overflow) * rejected
             self._window.add(mean_loss, norm, ~rejected)
             clip = (norm / self._max_grad_norm).clamp(min=1.0)

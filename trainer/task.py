@@ -411,5 +411,8 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors on ``device``, without waiting for the copy if they are pinned."""
+    """Return ``batch``, which is on the CPU, with its tensors on ``device``, without waiting for the copy if they are
+    pinned."""
+    if device.type == "cpu":
+        return batch
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)

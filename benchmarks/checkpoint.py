@@ -35,6 +35,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from harness.cluster import Cluster
+from harness.runs import write_text
 from serried.configs.compose import compose
 from serried.parallel.apply import parallelize
 from serried.parallel.held import local
@@ -45,8 +47,6 @@ from serried.trainer.checkpoint.resume import CHECKPOINTS
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.state import load_state, state_parts
 from serried.trainer.optimizer import build_optimizer
-from tests.cluster import Cluster
-from tests.runs import write_text
 
 KINDS = ("ours sync", "DCP sync", "ours async", "DCP async")
 _VOCABULARY = 32000

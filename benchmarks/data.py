@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from harness.cluster import ROOT
 from serried.configs.data_section import data_section
 from serried.recipes.data.dataset import TokenDataset, collate
 from serried.recipes.data.hugging_face_tokenizer import find_tokenizer, train_tokenizer
@@ -30,7 +31,6 @@ from serried.recipes.data.tokenize import TokenCounts
 from serried.recipes.data.tokenizer import BytesTokenizer
 from serried.trainer.loader import BatchLoader, Reader
 from serried.trainer.sampler import BatchShare, SampleOrder
-from tests.cluster import ROOT
 
 SEQUENCE = 2048
 FAR = 10**9

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from harness.forks import ROOT, typed_on
+from harness.runs import metrics, overrides, weights, write_text
 from serried.trainer.checkpoint.manifest import Damaged, check_file, read_manifest
 from serried.trainer.checkpoint.retention import committed, step_of
-from tests.forks import ROOT, typed_on
-from tests.runs import metrics, overrides, weights, write_text
 
 PATIENCE_SECONDS = 120.0
 """For a start to show its first step, and for a launcher to end."""
@@ -301,7 +301,7 @@ class Storm(ABC):
         launched, newest = time.time(), newest_step(self.run_dir)
         moment = self.chance.choices(list(self.moments), list(self.moments.values()))[0]
         target = self.chance.choice(self.targets)
-        script = ("-m", "tests.slow_data") if moment == "data wait" else ("train.py",)
+        script = ("-m", "harness.slow_data") if moment == "data wait" else ("train.py",)
         with self._started(self.keys_of_a_start(), script) as launcher:
             if not self._comes(moment, launcher, launched):
                 self._note(moment, [f"start {self.done + 1} ended or hung before it"])

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+from harness.allocated import allocated_and_sent
 from serried.configs.compose import compose
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.recipes.causal_lm import CausalLM
 from serried.trainer.model import build_model
 from serried.trainer.plan.devices import device_of
 from serried.trainer.plan.step_plan import StepPlan, plan_step
-from tests.test_plan import allocated_and_sent
 
 MODES = {
     "`selective`, AdamW": (),

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tests.cluster import Cluster
-from tests.runs import metrics, overrides, write_text
+from harness.cluster import Cluster
+from harness.runs import metrics, overrides, write_text
 
 STEPS, GLOBAL_BATCH = 20, 36
 ACCUMULATIONS = (1, 3)
@@ -202,7 +202,7 @@ def run(
     steps: int = 10,
     fault: dict[str, Any] | None = None,
 ) -> Curve:
-    """Train ``steps`` steps; ``fault`` multiplies gradients, as ``tests.runs.ObservedRecipe`` takes it.
+    """Train ``steps`` steps; ``fault`` multiplies gradients, as ``harness.runs.ObservedRecipe`` takes it.
 
     The tests train half as long as the table: a wrong gradient shows in the second step.
     """
@@ -213,7 +213,7 @@ def run(
         "model.layers=4", "data.sequence_length=24", *more,
     )  # fmt: skip
     patience = 900 if COMPILED in argv else 120
-    answers = cluster.run(cut.processes, "tests.runs:train_small", patience, argv=argv, ragged=True, fault=fault)
+    answers = cluster.run(cut.processes, "harness.runs:train_small", patience, argv=argv, ragged=True, fault=fault)
     lines = metrics(run_dir)
     ids = [
         sorted(

@@ -326,8 +326,8 @@ def main() -> None:
     if options.cold:
         cold(options.cold)
         return
-    from tests.cluster import Cluster
-    from tests.runs import write_text
+    from harness.cluster import Cluster
+    from harness.runs import write_text
 
     keys, processes, steps = SHAPES[options.shape]
     with tempfile.TemporaryDirectory(prefix="serried-peers-") as folder:
@@ -389,7 +389,7 @@ def first_step(name: str) -> None:
 
 def cold(rounds: int) -> None:
     """Print seconds from the start of the command to the first step, of processes of their own, in turns."""
-    from tests.runs import write_text
+    from harness.runs import write_text
 
     found: dict[str, list[float]] = {name: [] for name in ("serried", "by hand", *PEERS)}
     with tempfile.TemporaryDirectory(prefix="serried-peers-") as folder:

@@ -34,6 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from harness.cluster import Cluster
+from harness.runs import write_text
 from serried.configs.compose import compose, config_yaml
 from serried.configs.data_section import TextRunConfig
 from serried.parallel.axes import shard_specs
@@ -55,8 +57,6 @@ from serried.trainer.optimizer import learning_rate
 from serried.trainer.pulse import Pulse
 from serried.trainer.sampler import BatchShare, SampleOrder
 from serried.trainer.trainer import Trainer
-from tests.cluster import Cluster
-from tests.runs import write_text
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp": 2}
 MODELS = {

@@ -13,10 +13,10 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # of those that ask for several
 import pytest
 from hypothesis import settings
 
+from harness.cluster import Cluster
+from harness.runs import write_text
 from serried.configs.data_section import sources
 from serried.configs.registry import models, optimizers, schedules, tasks
-from tests.cluster import Cluster
-from tests.runs import write_text
 
 # A shell has what it starts in the background (`make test &`) ignore SIGINT, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from harness.cluster import Cluster
+from harness.runs import run_here, tiny_overrides
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.parallel.activations import Mix, checkpoint_blocks, mix_within
@@ -23,8 +25,6 @@ from serried.runtime.session import open_session
 from serried.trainer.activation_budget import chosen_mix
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task
-from tests.cluster import Cluster
-from tests.runs import run_here, tiny_overrides
 
 MODES = ("full", "selective", "offload")
 MIXED = Mix("full", "selective", 0.5, (0.1, 0.4))

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from benchmarks.parity import CUTS, EXPERT_CUTS, MIXTURE, TOLERANCES, compare, run
+from harness.cluster import Cluster
+from harness.runs import metrics, weights
 from serried.configs.compose import compose
 from serried.trainer.optimizer import build_optimizer
-from tests.cluster import Cluster
-from tests.runs import metrics, weights
 from tests.test_any_layout import train
 from tests.test_plan import TINY, both
 

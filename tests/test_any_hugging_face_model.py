@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from harness import runs
+from harness.cluster import Cluster
 from serried import cli
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
@@ -20,8 +22,6 @@ from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models.hugging_face_model import HuggingFaceModel
-from tests import runs
-from tests.cluster import Cluster
 from tests.test_families import BORDERS, LENGTH, POSITIONS, documents, opened, written
 from tests.test_sft import write_chats
 
@@ -155,10 +155,10 @@ def test_runs_agree_on_every_layout_and_resume_on_another(cluster: Cluster, fold
         ),
     ):
         argv = sft(folder, tmp_path / name, *more)
-        answers = cluster.run(ranks, "tests.runs:train_reported", argv=argv)
+        answers = cluster.run(ranks, "harness.runs:train_reported", argv=argv)
         assert {answer.value for answer in answers} <= {0, 75}, answers[0].printed
     argv = sft(folder, tmp_path / "ddp", "parallel=fsdp")
-    assert [answer.value for answer in cluster.run(2, "tests.runs:train_reported", argv=argv)] == [0, 0]
+    assert [answer.value for answer in cluster.run(2, "harness.runs:train_reported", argv=argv)] == [0, 0]
     for name in ("ddp", "fsdp"):
         assert losses(tmp_path / name) == pytest.approx(wanted, rel=1e-5)
 
@@ -175,7 +175,7 @@ def test_adapters_of_linear_layers_train_sharded_and_merge(cluster: Cluster, fol
 
     more = ["recipe=lora", "precision=fp32", "adapter.modules=[q_proj,fc1]", "adapter.rank=4", "optim.lr=0.01"]
     assert runs.run_here(sft(folder, tmp_path / "single", *more)).code == 0
-    cluster.run(2, "tests.runs:train_reported", argv=sft(folder, tmp_path / "fsdp", *more, "parallel=fsdp"))
+    cluster.run(2, "harness.runs:train_reported", argv=sft(folder, tmp_path / "fsdp", *more, "parallel=fsdp"))
     assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
     adapters = runs.weights(tmp_path / "fsdp", "adapter_model")
     assert "base_model.model.model.decoder.layers.0.self_attn.q_proj.lora_B.weight" in adapters
@@ -272,7 +272,7 @@ def test_tensor_ranks_divide_a_model_by_its_own_plan(
     more += ["parallel=fsdp", "parallel.tensor=2", "parallel.sequence=false"]
     for ranks in (2, 4) if name == "phi" else (2,):
         argv = sft(folder, tmp_path / f"on{ranks}", *more)
-        answers = cluster.run(ranks, "tests.runs:train_reported", argv=argv)
+        answers = cluster.run(ranks, "harness.runs:train_reported", argv=argv)
         assert {answer.value for answer in answers} == {0}, answers[0].printed
         assert losses(tmp_path / f"on{ranks}") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
     stem = "adapter_model" if of_run else "model"

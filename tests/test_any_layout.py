@@ -10,13 +10,13 @@ from unittest.mock import patch
 
 import pytest
 
+from harness.cluster import Cluster
+from harness.runs import metrics, overrides, save_again, weights
 from serried.parallel.held import local
 from serried.program import main
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.loader import BatchLoader
 from serried.trainer.loop import Loop
-from tests.cluster import Cluster
-from tests.runs import metrics, overrides, save_again, weights
 from tests.test_health import flip
 
 Steps = list[dict[str, Any]]
@@ -58,7 +58,7 @@ def argv_of(layout: str, text: Path, run_dir: Path, *more: str) -> list[str]:
 
 def train(cluster: Cluster, layout: str, text: Path, run_dir: Path, *more: str, code: int = 0) -> None:
     argv = argv_of(layout, text, run_dir, *more)
-    answers = cluster.run((LAYOUTS | EXPERTS)[layout][0], "tests.runs:train_small", argv=argv)
+    answers = cluster.run((LAYOUTS | EXPERTS)[layout][0], "harness.runs:train_small", argv=argv)
     assert {answer.value["code"] for answer in answers} == {code}, answers[0].printed
 
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_is_read_with_the_same_bits_and_training_continues_alike(
 ) -> None:
     source = saved(SAVED[layout in EXPERTS])
     argv = argv_of(layout, text, source)
-    cluster.run((LAYOUTS | EXPERTS)[layout][0], "tests.runs:save_again", argv=argv, run_dir=str(tmp_path / "again"))
+    cluster.run((LAYOUTS | EXPERTS)[layout][0], "harness.runs:save_again", argv=argv, run_dir=str(tmp_path / "again"))
     for stem in ("model", "optimizer"):
         expected, found = weights(source, stem), weights(tmp_path / "again", stem)
         assert expected.keys() == found.keys()
@@ -155,7 +155,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(
 ) -> None:
     def run(run_dir: Path, *more: str, code: int = 0) -> None:
         argv = overrides(text, run_dir, "trainer.steps=6", "trainer.deterministic=true", *how, *more)
-        answers = cluster.run(processes, "tests.runs:train_small", argv=argv, timeout_seconds=300)
+        answers = cluster.run(processes, "harness.runs:train_small", argv=argv, timeout_seconds=300)
         assert {answer.value["code"] for answer in answers} == {code}, answers[0].printed
 
     straight, pieces = tmp_path / "straight", tmp_path / "pieces"

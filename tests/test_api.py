@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 import serried
+from harness.cluster import ROOT, Cluster
+from harness.runs import metrics, steps_saved, weights
 from serried import cli, program
 from serried.configs.compose import compose
 from serried.configs.declaration import declaring
@@ -27,8 +29,6 @@ from serried.runtime.session import Session
 from serried.task_class import declaration
 from serried.trainer.checkpoint.resume import CHECKPOINTS
 from serried.trainer.data import Data
-from tests.cluster import ROOT, Cluster
-from tests.runs import metrics, steps_saved, weights
 
 PUBLIC = [
     "Task", "TextTask", "Inputs", "LossTerms", "ParallelPlan", "Section", "main", "fit", "load_model", "register_model",

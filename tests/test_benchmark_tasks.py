@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from harness.cluster import Cluster
+from harness.runs import metrics, overrides, run_here
 from serried import cli
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
@@ -15,8 +17,6 @@ from serried.configs.schema import LaunchSection
 from serried.parallel.checks import check_layout
 from serried.parallel.mesh import resolve_layout
 from serried.runtime.session import open_session
-from tests.cluster import Cluster
-from tests.runs import metrics, overrides, run_here
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +97,7 @@ def test_scores_are_those_of_the_exported_model_on_any_layout(
     assert events[-1]["rolling.bits_per_byte"] < events[0]["rolling.bits_per_byte"], "it learns"
     for ranks, more in ((3, []), (2, ["parallel.tensor=2"])):
         argv = run(text, tmp_path / f"x{ranks}", tasks, "parallel=fsdp", "trainer.micro_batch=2", *more)
-        cluster.run(ranks, "tests.runs:train_small", argv=argv)
+        cluster.run(ranks, "harness.runs:train_small", argv=argv)
         found = metrics(tmp_path / f"x{ranks}", "eval")[-1]
         assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
 

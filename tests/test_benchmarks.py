@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.step_overhead import MODELS
-from tests.cluster import Cluster
-from tests.runs import overrides
+from harness.cluster import Cluster
+from harness.runs import overrides
 
 
 @pytest.mark.parametrize(

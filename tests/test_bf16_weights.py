@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.cluster import Cluster
+from harness.runs import weights
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.parallel import rounding
@@ -15,8 +17,6 @@ from serried.parallel.plan import ParallelPlan
 from serried.parallel.rounding import Rounding
 from serried.parallel.shard_specs import ShardSpec, Slice
 from serried.trainer.optimizer import build_optimizer, check_optimizer, take_step
-from tests.cluster import Cluster
-from tests.runs import weights
 from tests.test_any_layout import train
 
 SEED = 3

@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.cluster import Cluster
+from harness.runs import overrides, train_small
+from harness.wire import Wire
 from serried.configs.compose import compose
 from serried.parallel.apply import parallelize
 from serried.parallel.mesh import resolve_layout
 from serried.parallel.plan import LossTerms
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models.transformer import Transformer
-from tests.cluster import Cluster
-from tests.runs import overrides, train_small
-from tests.wire import Wire
 
 MODEL = ["model.dim=64", "model.layers=4", "model.heads=4", "model.kv_heads=2", "model.hidden_dim=128"]
 

@@ -21,12 +21,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from harness.cluster import ROOT, Cluster
+from harness.runs import Ended, metrics, run_here, steps_saved, tiny_overrides, train_reported, tree, weights
 from serried.parallel.plan import LossTerms
 from serried.trainer.checkpoint import save, writer
 from serried.trainer.checkpoint.manifest import check_file, read_manifest
 from serried.trainer.checkpoint.retention import committed
-from tests.cluster import ROOT, Cluster
-from tests.runs import Ended, metrics, run_here, steps_saved, tiny_overrides, train_reported, tree, weights
 
 
 def train(text: Path, run_dir: Path, *more: str, code: int = 0, **keywords: Any) -> Ended:
@@ -452,7 +452,7 @@ def test_another_rank_dies_in_its_file(cluster: Cluster, text: Path, tmp_path: P
     verify(run_dir / "checkpoints/step-00000002")
     assert (run_dir / "checkpoints/.step-00000004.partial").exists(), "killed later than meant"
     for folder in ("run", "straight"):
-        cluster.run(2, "tests.runs:train_small", argv=tiny_overrides(text, tmp_path / folder, *how))
+        cluster.run(2, "harness.runs:train_small", argv=tiny_overrides(text, tmp_path / folder, *how))
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
     assert [line["step"] for line in metrics(run_dir)] == [1, 2, 3, 4, 5, 6]
     for stem in ("model", "optimizer"):

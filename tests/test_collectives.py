@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.cluster import Cluster
 from serried.configs.compose import compose
 from serried.parallel import collectives
 from serried.runtime.session import open_session
-from tests.cluster import Cluster
 
 Parts = list[Tensor]
 SENT = [[1, 3, 0], [0, 2, 2], [4, 0, 1]]

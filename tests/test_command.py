@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.cluster import ROOT
+from harness.forks import torchruns_variables, typed, typed_on
+from harness.runs import checkpoint, metrics, overrides, run_here
 from serried.program import main
-from tests.cluster import ROOT
-from tests.forks import torchruns_variables, typed, typed_on
-from tests.runs import checkpoint, metrics, overrides, run_here
 from tests.test_mistakes import MISTAKES, Mistake
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 from torch._inductor.runtime import cache_dir_utils
 
+from harness.cluster import Cluster
+from harness.runs import metrics, run_here, tiny_overrides
 from serried.configs.errors import UserError
 from serried.parallel.activations import checkpoint_blocks
 from serried.parallel.adapters import Adapter, attach
@@ -19,8 +21,6 @@ from serried.parallel.plan import ParallelPlan
 from serried.parallel.quantized import quantize
 from serried.runtime.console import Console
 from serried.trainer.compilation import Compilation, check_compiler, explained
-from tests.cluster import Cluster
-from tests.runs import metrics, run_here, tiny_overrides
 from tests.test_activations import EXPERTS, MODEL, step
 
 LAYOUTS: dict[str, tuple[int, list[str], list[str]]] = {

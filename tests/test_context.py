@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.cluster import Cluster
+from harness.runs import metrics, tiny_overrides, weights
+from harness.wire import Wire
 from serried.configs.compose import compose
 from serried.configs.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.parallel.axes import shard_specs
@@ -19,10 +22,7 @@ from serried.parallel.plan import Context, ParallelPlan
 from serried.recipes.models import attention
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask
 from serried.runtime.session import open_session
-from tests.cluster import Cluster
-from tests.runs import metrics, tiny_overrides, weights
 from tests.test_model import build, section
-from tests.wire import Wire
 
 METHODS = {"gather": Gather, "ring": Ring}
 BATCH, HEADS, KEY_HEADS, LENGTH, WIDTH = 2, 4, 2, 48, 8
@@ -226,7 +226,7 @@ DIVIDED = ("parallel=fsdp", "parallel.context=2", "parallel.context_method=ring"
 def test_run_evaluates_samples_and_resumes_as_one_process_does(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     def train(name: str, ranks: int, *more: str, code: int = EXIT_FINISHED) -> str:
         argv = tiny_overrides(text, tmp_path / name, *more)
-        answers = cluster.run(ranks, "tests.runs:train_reported", argv=argv)
+        answers = cluster.run(ranks, "harness.runs:train_reported", argv=argv)
         assert all(answer.value == code for answer in answers), [answer.printed for answer in answers]
         return answers[0].printed
 

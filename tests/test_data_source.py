@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from harness.forks import typed
+from harness.runs import metrics, tiny_overrides
 from serried.configs.compose import compose
 from serried.configs.data_section import register_source
 from serried.configs.errors import UserError
 from serried.configs.schema import Section
 from serried.recipes.data.progress import Progress
 from serried.recipes.data.source import open_source
-from tests.forks import typed
-from tests.runs import metrics, tiny_overrides
 
 _SCRIPT = '''
 import csv

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import serried
+from harness import runs
+from harness.cluster import Cluster
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.parallel.plan import Vocabulary
 from serried.program import main
 from serried.recipes.distillation import Distillation, _End, distillation_sums
 from serried.recipes.models.head import IGNORE
-from tests import runs
-from tests.cluster import Cluster
 from tests.test_sft import write_chats
 
 SIZES = {"vocab_size": 257, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}

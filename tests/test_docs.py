@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lines import table
-from tests.cluster import ROOT
-from tests.forks import typed, typed_on
-from tests.runs import metrics
+from harness.cluster import ROOT
+from harness.forks import typed, typed_on
+from harness.runs import metrics
 
 BLOCK = re.compile(r"```python\n# (?P<name>\w+\.py)\n(?P<code>.*?)```", re.DOTALL)
 """A block whose first line is the name of the file that the reader is to make."""

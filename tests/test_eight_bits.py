@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.parity import CUTS, Cut, compare, run
+from harness import runs
+from harness.cluster import Cluster
+from harness.runs import metrics, run_here, tiny_overrides
 from serried.cli import evaluate
 from serried.configs.errors import UserError
 from serried.parallel.activations import checkpoint_blocks
@@ -18,9 +21,6 @@ from serried.parallel.eight_bits import Float8, Int8, refuse_old
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.products import Product, choose_linear, set_product
-from tests import runs
-from tests.cluster import Cluster
-from tests.runs import metrics, run_here, tiny_overrides
 
 WIDE = ("model.dim=64", "model.hidden_dim=96")
 """Of which each part that a tensor rank has is a multiple of 16."""

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from harness.runs import metrics, run_here, tiny_overrides
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.trainer.data import with_steps
-from tests.runs import metrics, run_here, tiny_overrides
 
 
 class Samples:

@@ -15,6 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cluster import ROOT, Cluster
+from harness.runs import checkpoint, metrics, overrides, run_here, tiny_overrides
 from serried.cli import main
 from serried.configs.compose import compose_saved
 from serried.configs.errors import UserError
@@ -23,8 +25,6 @@ from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, fi
 from serried.recipes.data.text_bytes import TextBytes
 from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, hugging_face_files
 from serried.recipes.models.head import IGNORE
-from tests.cluster import ROOT, Cluster
-from tests.runs import checkpoint, metrics, overrides, run_here, tiny_overrides
 from tests.test_generate import files_of
 
 
@@ -39,7 +39,7 @@ def run_dir(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFacto
         text, folder, "parallel=fsdp", "trainer.steps=4", "trainer.eval_every=2", "trainer.eval_batches=1",
         "checkpoint.every=2", "launch.device=cpu", "data.packing=best_fit", *further,
     )  # fmt: skip
-    cluster.run(2, "tests.runs:train_small", argv=argv)
+    cluster.run(2, "harness.runs:train_small", argv=argv)
     return folder
 
 
@@ -100,7 +100,7 @@ def test_a_run_on_several_axes_is_evaluated_and_writes_as_one_process_does(
     for processes, layout in ((1, ["parallel=single", *model]), (ranks, how)):
         run_dir = tmp_path / f"x{processes}"
         argv = overrides(text, run_dir, *small, *layout)
-        cluster.run(processes, "tests.runs:train_small", argv=argv)
+        cluster.run(processes, "harness.runs:train_small", argv=argv)
         assert main(["generate", f"run.dir={run_dir}", "prompt=lorem ip", "temperature=0", "tokens=30"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cluster import Cluster
+from harness.runs import ObservedRecipe, metrics, tiny_overrides
 from serried.configs.compose import compose, config_yaml
 from serried.parallel.plan import LossTerms
 from serried.recipes.data.dataset import Batch, Sample, collate
@@ -20,8 +22,6 @@ from serried.runtime.session import open_session
 from serried.trainer.loader import BatchLoader, Reader
 from serried.trainer.run import train
 from serried.trainer.sampler import BatchShare, Stream, sample_order
-from tests.cluster import Cluster
-from tests.runs import ObservedRecipe, metrics, tiny_overrides
 from tests.test_lanes import encode, numbered
 
 GLOBAL_BATCH, SEQUENCE = 12, 8

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import serried
-from tests import forks
-from tests.cluster import ROOT, Cluster
-from tests.runs import checkpoint, metrics, steps_saved, weights
+from harness import forks
+from harness.cluster import ROOT, Cluster
+from harness.runs import checkpoint, metrics, steps_saved, weights
 
 EXAMPLES = ROOT / "examples"
 

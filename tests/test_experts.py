@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.cluster import Cluster
+from harness.runs import overrides, weights
+from harness.wire import Wire
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.parallel.axes import shard_specs
@@ -18,10 +21,7 @@ from serried.parallel.mesh import Layout, resolve_layout
 from serried.parallel.plan import ParallelPlan
 from serried.recipes.models.moe import MixtureOfExperts
 from serried.runtime.session import open_session
-from tests.cluster import Cluster
-from tests.runs import overrides, weights
 from tests.test_moe import section
-from tests.wire import Wire
 
 TOKENS, DIM, EXPERTS = 10, 48, 6
 MIXTURE = ["model=moe_tiny", "model.expert_hidden_dim=24", "trainer.steps=2"]
@@ -87,7 +87,7 @@ def test_a_checkpoint_of_divided_experts_is_read_on_any_layout_and_by_transforme
         argv = overrides(text, tmp_path / "run", *MIXTURE, *how, "trainer.micro_batch=3")
         cluster.run(processes, function, argv=argv, **keywords)
 
-    train(4, "tests.runs:train_small", ["parallel=fsdp", "parallel.expert=2"])
+    train(4, "harness.runs:train_small", ["parallel=fsdp", "parallel.expert=2"])
     first = {stem: weights(tmp_path / "run", stem) for stem in ("model", "optimizer")}
     for processes, how in (
         (1, ["parallel=single"]),
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_divided_experts_is_read_on_any_layout_and_by_transforme
         (4, ["parallel=fsdp", "parallel.pipeline=2", "parallel.expert=2"]),
     ):
         again = tmp_path / f"{processes}-{len(how)}"
-        train(processes, "tests.runs:save_again", how, run_dir=str(again))
+        train(processes, "harness.runs:save_again", how, run_dir=str(again))
         for stem, tensors in first.items():
             found = weights(again, stem)
             assert found.keys() == tensors.keys()
@@ -169,7 +169,7 @@ def test_a_run_with_experts_over_context_ranks_resumes_with_the_same_bits(
     how = ["parallel=fsdp", "parallel.context=2", "parallel.expert=2", "trainer.micro_batch=6", "trainer.steps=4"]
     for name, *more in (("straight",), ("again",), ("stopped", "trainer.stop_at=2"), ("stopped",)):
         argv = overrides(text, tmp_path / name, *MIXTURE, *how, "trainer.deterministic=true", *more)
-        cluster.run(2, "tests.runs:train_small", argv=argv)
+        cluster.run(2, "harness.runs:train_small", argv=argv)
     straight = weights(tmp_path / "straight")
     for name in ("again", "stopped"):
         found = weights(tmp_path / name)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.key_tables import families
 from benchmarks.parity import CUTS, TOLERANCES, compare, run
+from harness.cluster import ROOT, Cluster
 from serried.configs.compose import FOLDER, compose
 from serried.configs.errors import UserError
 from serried.configs.registry import models
@@ -23,7 +24,6 @@ from serried.parallel.mesh import Layout
 from serried.recipes.models.cache import Cache
 from serried.recipes.models.family import ModelFamily, family_of
 from serried.trainer.checkpoint.state import load_weights
-from tests.cluster import ROOT, Cluster
 
 WINDOW, LENGTH, ROWS = 8, 30, 131
 BORDERS = (0, 4, 21, LENGTH)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import Cluster
-from tests.runs import metrics, overrides
+from harness.cluster import Cluster
+from harness.runs import metrics, overrides
 
 LAYOUTS = {
     "single": (1, ["parallel=single"]),
@@ -27,7 +27,7 @@ def train(
     argv = overrides(
         text, run_dir, *how, "trainer.global_batch=12", f"trainer.micro_batch={12 // processes // 3}", *more
     )
-    cluster.run(processes, "tests.runs:train_small", argv=argv, fault=fault)
+    cluster.run(processes, "harness.runs:train_small", argv=argv, fault=fault)
     return metrics(run_dir)
 
 
@@ -65,7 +65,7 @@ def test_a_bad_gradient_on_the_last_rank_skips_the_step_and_changes_no_bit_on_an
         "trainer.global_batch=12", f"trainer.micro_batch={12 // processes // 3}", "trainer.steps=4",
     )  # fmt: skip
     fault = at_step(3, processes - 1, value)
-    answers = cluster.run(processes, "tests.runs:changes_by_step", argv=argv, fault=fault)
+    answers = cluster.run(processes, "harness.runs:changes_by_step", argv=argv, fault=fault)
     for rank, answer in enumerate(answers):
         changed = answer.value
         # Rows of bytes that do not occur have no gradient, so a good step need not change everything.
@@ -110,7 +110,7 @@ def test_three_bad_steps_in_a_row_end_the_run_with_one_clear_line(
     argv = overrides(text, run_dir, *how, "trainer.global_batch=12", f"trainer.micro_batch={4 // processes}")
     forwards = [(step - 1) * ACCUMULATION + 1 for step in (3, 5, 6, 7)]  # 3 alone is forgiven
     answers = cluster.run(
-        processes, "tests.runs:train_reported", argv=argv, fault={"rank": 0, "forwards": forwards, "value": math.nan}
+        processes, "harness.runs:train_reported", argv=argv, fault={"rank": 0, "forwards": forwards, "value": math.nan}
     )
     printed = "".join(answer.printed for answer in answers)
     assert printed.count("failed: ") == 1

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from harness.cluster import Cluster
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema import LaunchSection
@@ -24,7 +25,6 @@ from serried.trainer.checkpoint.manifest import read_manifest
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.state import load_state, state_parts
 from serried.trainer.optimizer import build_optimizer, take_step
-from tests.cluster import Cluster
 
 BATCH, STEPS = 12, 5
 

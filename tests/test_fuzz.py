@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.runs import run_here, tiny_overrides
 from serried.cli import main as serried
 from serried.configs.help import choices_of
 from serried.configs.keys import all_keys
 from serried.program import main
-from tests.runs import run_here, tiny_overrides
 
 GROUPS = choices_of()
 VALUES = [

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cluster import Cluster
+from harness.runs import metrics, overrides, run_here, tiny_overrides
 from serried.cli import main
 from serried.recipes.data.chat import CHATML, ask
 from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, train_tokenizer
@@ -17,8 +19,6 @@ from serried.recipes.data.tokenizer import BytesTokenizer, Tokenizer
 from serried.recipes.generation import TextStream, chooser, continued, until_end
 from serried.recipes.models.cache import Cache
 from serried.recipes.models.transformer import Transformer, hugging_face_config, hugging_face_name
-from tests.cluster import Cluster
-from tests.runs import metrics, overrides, run_here, tiny_overrides
 from tests.test_model import LLAMA31_SCALING, build, section
 
 CPU = torch.device("cpu")
@@ -334,7 +334,7 @@ def test_the_sample_at_the_end_of_a_run_is_the_same_under_sharding(
     ):
         folder = tmp_path / str(len(samples))
         argv = overrides(text, folder, *parallel, *more)
-        cluster.run(ranks, "tests.runs:train_small", argv=argv)
+        cluster.run(ranks, "harness.runs:train_small", argv=argv)
         log = (folder / "log" / "rank-0.log").read_text()
         samples.append([line[20:] for line in log.splitlines() if "  | " in line])
         assert metrics(folder, "stop")[-1]["state"] == "finished"

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import serried
+from harness.cluster import Cluster
+from harness.runs import checkpoint, metrics, overrides
 from serried.configs.schema import GPT2Section
 from serried.recipes.models.cache import Cache
 from serried.recipes.models.gpt2 import GPT2, GPT2Model
-from tests.cluster import Cluster
-from tests.runs import checkpoint, metrics, overrides
 
 
 def section(**changes: object) -> GPT2Section:
@@ -112,7 +112,7 @@ MORE_LAYOUTS = {
 def curve(cluster: Cluster, ranks: int, layout: str, text: Path, run_dir: Path) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step."""
     argv = overrides(text, run_dir, *TRAINED, *f"parallel={layout}".split(), "trainer.micro_batch=6")
-    cluster.run(ranks, "tests.runs:train_small", argv=argv, ragged=True)
+    cluster.run(ranks, "harness.runs:train_small", argv=argv, ragged=True)
     return [(line["loss"], line["grad_norm"]) for line in metrics(run_dir)]
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.cluster import Cluster
 from serried.configs.schema import LaunchSection
 from serried.parallel.groups import Groups
 from serried.parallel.mesh import Layout
 from serried.runtime.session import open_session
-from tests.cluster import Cluster
 from tests.slurm import wait_for
 
 

@@ -11,6 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from harness.cluster import Cluster
+from harness.runs import metrics, steps_saved, tiny_overrides, train_small, weights
 from serried.configs.errors import TrainingFailed
 from serried.configs.schema import HealthSection
 from serried.parallel.mesh import Layout
@@ -21,8 +23,6 @@ from serried.trainer.loader import BatchLoader
 from serried.trainer.loop import Loop
 from serried.trainer.spikes import SpikeWindow
 from serried.trainer.step import StepResult
-from tests.cluster import Cluster
-from tests.runs import metrics, steps_saved, tiny_overrides, train_small, weights
 
 BATCH = 4
 DDP2 = ["parallel=ddp", "health.spike_window=8", "trainer.steps=12", "checkpoint.every=3", "schedule=constant"]
@@ -79,7 +79,7 @@ def spike_at(*steps: int, value: float = 1e4) -> dict[str, Any]:
 
 def run(cluster: Cluster, text: Path, run_dir: Path, *more: str, fault: dict[str, Any] | None = None) -> str:
     argv = tiny_overrides(text, run_dir, *DDP2, *more)
-    answers = cluster.run(2, "tests.runs:train_reported", argv=argv, fault=fault)
+    answers = cluster.run(2, "harness.runs:train_reported", argv=argv, fault=fault)
     status = json.loads((run_dir / "status.json").read_text())
     assert {answer.value for answer in answers} == {status["exit_code"]}
     assert "Traceback" not in "".join(answer.printed for answer in answers)
@@ -114,7 +114,7 @@ def test_a_run_goes_back_and_leaves_the_samples_since_the_checkpoint_out(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     argv = tiny_overrides(text, tmp_path, *DDP2, "health.spike=rollback")
-    answers = cluster.run(2, "tests.runs:train_small", argv=argv, fault=spike_at(8))
+    answers = cluster.run(2, "harness.runs:train_small", argv=argv, fault=spike_at(8))
     assert [answer.value["code"] for answer in answers] == [0, 0]
     assert "Returned to " in answers[0].printed
     assert "the 8 samples since are left out" in answers[0].printed
@@ -154,7 +154,7 @@ def test_a_run_that_goes_back_in_the_step_that_stops_it_stops_behind_the_spike(
     assert printed.count("stopping   SIGTERM on rank 1") == printed.count("Returned to ") == 1
     state = json.loads((tmp_path / "checkpoints" / "step-00000007" / "state.json").read_text())
     assert (state["samples"], state["rollbacks"]) == (9 * BATCH, 1), "the step that saves that it has gone back"
-    again = cluster.run(2, "tests.runs:train_small", argv=argv)
+    again = cluster.run(2, "harness.runs:train_small", argv=argv)
     assert [answer.value["code"] for answer in again] == [0, 0]
     taken = [sample for answer in (*answers, *again) for ids in answer.value["sample_ids"] for sample in ids]
     assert len(taken) == len(set(taken)) == 14 * BATCH, "no sample was taken twice"

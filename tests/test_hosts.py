@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.disturb import is_alive
-from tests.cluster import ROOT
+from harness.cluster import ROOT
+from harness.runs import metrics, tiny_overrides
 from tests.hosts import Hosts, why_not
-from tests.runs import metrics, tiny_overrides
 from tests.slurm import wait_for
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(420)]

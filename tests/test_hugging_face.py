@@ -15,6 +15,7 @@ import transformers
 from tokenizers import Tokenizer as Library
 from tokenizers import processors
 
+from harness.cluster import ROOT
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.recipes.causal_lm import CausalLM
@@ -26,7 +27,6 @@ from serried.recipes.data.hugging_face_tokenizer import (
 )
 from serried.recipes.data.prepare import prepare
 from serried.recipes.data.tokenizer import hugging_face_files
-from tests.cluster import ROOT
 from tests.texts import documents, everything, many_files, section, write
 
 WORDS = "the tokenizer learns pairs of bytes from this text, naïve as it is 漢字 "

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image as pillow
 
+from harness.cluster import Cluster
+from harness.runs import checkpoint, kept_batches, metrics, weights
 from serried import cli
 from serried.configs.errors import UserError
 from serried.configs.tasks import ImageSection
@@ -17,8 +19,6 @@ from serried.program import main
 from serried.recipes.data.images import Image, cropped_at_random, cropped_to_centre, open_images
 from serried.recipes.image_classification import ImageClassification
 from serried.recipes.models.image_models import normalization
-from tests.cluster import Cluster
-from tests.runs import checkpoint, kept_batches, metrics, weights
 
 CLASSES = ("blue", "green", "red")
 

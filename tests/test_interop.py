@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from harness.cluster import ROOT, Cluster
+from harness.runs import checkpoint, metrics, run_here, tiny_overrides, train_reported, weights
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.recipes.causal_lm import CausalLM
 from serried.trainer.trainer import Trainer
-from tests.cluster import ROOT, Cluster
-from tests.runs import checkpoint, metrics, run_here, tiny_overrides, train_reported, weights
 
 LAYOUTS = {"single": (1, "parallel=single"), "fsdp x2": (2, "parallel=fsdp")}
 TOKENS = torch.randint(257, (2, 30), generator=torch.Generator().manual_seed(5))

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.parity import CUTS, TOLERANCES, Curve, Cut, compare, run
+from harness.cluster import Cluster
 from serried.recipes.data.dataset import positions_in_documents
 from serried.recipes.models.head import IGNORE
 from serried.recipes.models.transformer import hugging_face_config, hugging_face_name
-from tests.cluster import Cluster
 from tests.test_model import build, section
 
 LENGTHS = (40, 3, 70, 1, 25, 61)

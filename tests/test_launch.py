@@ -15,14 +15,14 @@ import numpy
 import pytest
 
 from benchmarks.disturb import is_alive
+from harness.cluster import ROOT
+from harness.forks import typed
+from harness.runs import metrics, tiny_overrides
 from serried import cli
 from serried.launch.grid import read_sweep
 from serried.launch.queue import Job, jobs_of, note_job
 from serried.launch.requeue import verdict
 from serried.launch.slurm import script
-from tests.cluster import ROOT
-from tests.forks import typed
-from tests.runs import metrics, tiny_overrides
 from tests.slurm import wait_for
 
 _ENDLESS = ("trainer.steps=1000000", "schedule=constant", "checkpoint.every=1000000")

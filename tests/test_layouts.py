@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.cluster import Cluster
-from tests.runs import metrics, overrides, tiny_overrides, weights
+from harness.cluster import Cluster
+from harness.runs import metrics, overrides, tiny_overrides, weights
 
 CUBE = ["parallel=fsdp", "parallel.pipeline=2", "parallel.tensor=2", "parallel.shard=2"]
 """On 8 processes."""
@@ -34,7 +34,7 @@ def train(
     fault: dict[str, Any] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     argv = overrides(text, run_dir, *SMALL, "schedule.warmup_steps=0", *layout, *more)
-    cluster.run(8 if layout is CUBE else 4, "tests.runs:train_small", argv=argv, fault=fault)
+    cluster.run(8 if layout is CUBE else 4, "harness.runs:train_small", argv=argv, fault=fault)
     return metrics(run_dir), weights(run_dir)
 
 
@@ -91,7 +91,7 @@ def test_fsdp_of_a_small_model_on_a_cpu_is_one_unit_with_the_bits_of_several(
         ("one", "parallel.reshard_after_forward=true"),
     ):
         argv = tiny_overrides(text, tmp_path / name, "parallel=fsdp", "model.layers=2", "precision=bf16", *more)
-        answers = cluster.run(2, "tests.runs:train_reported", argv=argv)
+        answers = cluster.run(2, "harness.runs:train_reported", argv=argv)
         assert {answer.value for answer in answers} <= {0, 75}, answers[0].printed
         assert ("gathered at once" in answers[0].printed) == (more[0].endswith("null"))
     lines = ([(each["loss"], each["grad_norm"]) for each in metrics(tmp_path / name)] for name in ("several", "one"))

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from harness.cluster import ROOT
+from harness.runs import run_here, tiny_overrides
 from serried.runtime.live import Doing, Live
 from serried.trainer.activity import activity
 from serried.trainer.pulse import DATA, LOG, TRAIN, Pulse
-from tests.cluster import ROOT
-from tests.runs import run_here, tiny_overrides
 
 SCREEN_COLUMNS = 300
 TRAIN_PY = [sys.executable, "-u", str(ROOT / "train.py")]

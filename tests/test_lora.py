@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import serried
+from harness import runs
+from harness.cluster import Cluster
 from serried import cli
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
@@ -23,8 +25,6 @@ from serried.recipes.data.dataset import Batch
 from serried.trainer.adapters import Adapters
 from serried.trainer.model import build_model
 from serried.trainer.trainer import Trainer
-from tests import runs
-from tests.cluster import Cluster
 from tests.own_task import Points
 from tests.test_sft import write_chats
 
@@ -165,7 +165,7 @@ def assert_close(found: Tensor, want: Tensor) -> None:
 
 
 def losses(cluster: Cluster, ranks: int, argv: list[str], run_dir: Path, code: int = 0) -> list[float]:
-    answers = cluster.run(ranks, "tests.runs:train_reported", argv=argv)
+    answers = cluster.run(ranks, "harness.runs:train_reported", argv=argv)
     assert {answer.value for answer in answers} == {code}, answers[0].printed
     return [line["loss"] for line in runs.metrics(run_dir)]
 

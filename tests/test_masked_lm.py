@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from harness.cluster import Cluster
+from harness.runs import checkpoint, kept_batches, metrics, weights
 from serried import cli
 from serried.program import main
 from serried.recipes.data.labelled_texts import open_encoder
 from serried.recipes.masked_lm import MaskedLM, Masking
 from serried.recipes.models.head import IGNORE
-from tests.cluster import Cluster
-from tests.runs import checkpoint, kept_batches, metrics, weights
 
 WORDS = ("good", "fine", "bad", "poor", "film", "book", "the", "was", "a", "very")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -2,10 +2,10 @@
 
 import torch
 
+from harness.cluster import Cluster
 from serried.configs.errors import UserError
 from serried.parallel.model import same_sums_everywhere
 from serried.parallel.plan import LossTerms
-from tests.cluster import Cluster
 
 
 def compare(names: list[list[str] | None]) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from harness.cluster import Cluster
+from harness.runs import metrics
 from serried.configs.compose import compose
 from serried.configs.declaration import declaring
 from serried.configs.errors import UserError
@@ -21,9 +23,7 @@ from serried.trainer.checkpoint.resume import Start, plain
 from serried.trainer.host_memory import tensor_bytes
 from serried.trainer.micro_batch import choose, for_run
 from serried.trainer.plan.advice import Planned
-from tests.cluster import Cluster
 from tests.own_task import Points
-from tests.runs import metrics
 
 LLAMA8B = ["recipe=llama8b", "data.tokenizer=bytes", "model.vocab_size=128256", "trainer.micro_batch=auto"]
 

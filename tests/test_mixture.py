@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.cluster import Cluster
+from harness.runs import checkpoint, metrics, run_here, tiny_overrides
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.recipes.causal_lm import CausalLM
@@ -17,8 +19,6 @@ from serried.recipes.data.mixture import MixtureDataset
 from serried.recipes.data.shards import TokenStream
 from serried.recipes.models.head import IGNORE
 from serried.trainer.sampler import sample_order
-from tests.cluster import Cluster
-from tests.runs import checkpoint, metrics, run_here, tiny_overrides
 
 VOCABULARIES = {"web": "lorem ipsum dolor sit amet", "code": "def return lambda yield", "held": "one two three four"}
 
@@ -48,12 +48,12 @@ def mixed(sources: dict[str, Path], run_dir: Path, *more: str) -> list[str]:
 def test_shares_and_counters_are_exact_on_every_cut(sources: dict[str, Path], cluster: Cluster, tmp_path: Path) -> None:
     """Ragged masks: the counters are of targets, not of samples. Stopped, and resumed on other ranks."""
     straight, pieces = tmp_path / "straight", tmp_path / "pieces"
-    answer = cluster.run(1, "tests.runs:train_small", argv=mixed(sources, straight), ragged=True)[0].value
+    answer = cluster.run(1, "harness.runs:train_small", argv=mixed(sources, straight), ragged=True)[0].value
     ids = [sample for micro_batch in answer["sample_ids"] for sample in micro_batch]
     dealt = []
     for ranks, *how in ((2, "trainer.stop_at=2"), (3, "parallel=fsdp")):
         argv = mixed(sources, pieces, *how)
-        answers = cluster.run(ranks, "tests.runs:train_small", argv=argv, ragged=True)
+        answers = cluster.run(ranks, "harness.runs:train_small", argv=argv, ragged=True)
         dealt += [sample for each in answers for ids_ in each.value["sample_ids"] for sample in ids_]
     assert sorted(dealt) == sorted(ids)
 
@@ -137,7 +137,7 @@ def test_evaluation_of_a_mixture_is_the_same_on_every_cut(
     for ranks in (1, 3):
         run_dir = tmp_path / f"{ranks}"
         argv = mixed(sources, run_dir, "trainer.eval_every=2", "trainer.eval_batches=2", "trainer.stop_at=2")
-        cluster.run(ranks, "tests.runs:train_small", argv=argv)
+        cluster.run(ranks, "harness.runs:train_small", argv=argv)
         (line,) = metrics(run_dir, "eval")
         losses.append(line)
     assert losses[0]["tokens"] == losses[1]["tokens"] == 24 * 32

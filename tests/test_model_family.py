@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import typed, typed_on
-from tests.runs import metrics, tiny_overrides
+from harness.forks import typed, typed_on
+from harness.runs import metrics, tiny_overrides
 
 _SCRIPT = '''
 import serried

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from benchmarks.parity import CUTS, MIXTURE, MUON, MUON_CUTS, MUON_EXPERT_CUTS, TOLERANCES, Curve, Cut, compare, run
+from harness.cluster import Cluster
+from harness.runs import metrics
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.registry import optimizers
@@ -23,8 +25,6 @@ from serried.trainer.model import build_model, sharded
 from serried.trainer.optimizer import check_optimizer
 from serried.trainer.parameter_groups import parameter_groups
 from serried.trainer.task import Task
-from tests.cluster import Cluster
-from tests.runs import metrics
 from tests.test_any_layout import train
 
 

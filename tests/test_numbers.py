@@ -18,6 +18,8 @@ import serried.recipes.models.head
 import serried.recipes.models.transformer
 import serried.trainer.metrics
 import serried.trainer.trainer
+from harness.cluster import Cluster
+from harness.runs import metrics, overrides, run_here, tiny_overrides, train_small
 from serried.configs.compose import compose
 from serried.parallel.phases import PHASES, PIPELINE
 from serried.recipes.models.transformer import Transformer, flops_per_token
@@ -25,8 +27,6 @@ from serried.runtime.session import open_session
 from serried.trainer.metrics import PROFILING, SAVING, Meter, eta_seconds
 from serried.trainer.peak_flops import PEAK_FLOPS, peak_flops
 from serried.trainer.step import TrainStep
-from tests.cluster import Cluster
-from tests.runs import metrics, overrides, run_here, tiny_overrides, train_small
 
 
 @pytest.mark.parametrize("more", [[], ["model.tie_embeddings=true"], ["model.kv_heads=4", "model.layers=1"]])

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.cluster import Cluster
+from harness.runs import metrics, overrides, weights
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema import OptimSection
@@ -24,8 +26,6 @@ from serried.trainer.host_memory import check_offload
 from serried.trainer.optimizer import build_optimizer, create_state, take_step
 from serried.trainer.optimizer_state import group_values, tensor_state
 from serried.trainer.plan.traced import memory_of
-from tests.cluster import Cluster
-from tests.runs import metrics, overrides, weights
 from tests.test_optimizers import OWN_OPTIMIZER, with_own
 from tests.test_plan import TINY, both
 
@@ -140,7 +140,7 @@ def test_the_device_holds_the_state_of_one_parameter_in_an_update(cluster: Clust
     assert memory.phase == "optimizer"
     assert memory.peak == pytest.approx(formula.total, rel=1e-3)
     assert memory.on_host == formula.on_host
-    (answer,) = cluster.run(1, "tests.test_plan:allocated_and_sent", argv=[*argv], path=str(tmp_path))
+    (answer,) = cluster.run(1, "benchmarks.memory:allocated_and_sent", argv=[*argv], path=str(tmp_path))
     assert memory.peak + memory.on_host == pytest.approx(answer.value[0], rel=1e-3)
 
 

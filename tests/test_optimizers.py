@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import serried
 from benchmarks.parity import CUTS, OPTIMIZER_CUTS, OPTIMIZERS, TOLERANCES, compare, run
+from harness.cluster import Cluster
+from harness.runs import ObservedRecipe, changes_by_step, metrics, overrides, train_small, weights
 from serried.configs.compose import FOLDER, compose, config_yaml
 from serried.configs.errors import UserError
 from serried.configs.help import help_text
@@ -34,8 +36,6 @@ from serried.trainer.optimizer_state import (
 )
 from serried.trainer.parameter_groups import freeze, parameter_groups
 from serried.trainer.run import train
-from tests.cluster import Cluster
-from tests.runs import ObservedRecipe, changes_by_step, metrics, overrides, train_small, weights
 
 OWN_OPTIMIZER = '''
 import serried
@@ -355,7 +355,7 @@ def test_groups_have_the_same_curve_on_every_layout(cluster: Cluster, text: Path
     lines = {}
     for processes, layout in ((1, "single"), (2, "fsdp")):
         argv = overrides(text, tmp_path / layout, f"parallel={layout}", *groups)
-        cluster.run(processes, "tests.runs:train_small", argv=argv)
+        cluster.run(processes, "harness.runs:train_small", argv=argv)
         lines[layout] = metrics(tmp_path / layout)
     assert [line["loss"] for line in lines["fsdp"]] == pytest.approx(
         [line["loss"] for line in lines["single"]], rel=1e-5

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from harness.cluster import ROOT
+from harness.runs import metrics, tiny_overrides
 from serried.configs.compose import compose
 from serried.configs.registry import models
 from serried.configs.schema import GPT2Section
@@ -28,9 +30,7 @@ from serried.recipes.models.head import HeadTerms, LanguageModelHead, linear_cro
 from serried.trainer.out_of_memory import _advice, _asked_bytes, _Usage, is_out_of_memory
 from serried.trainer.plan.advice import Planned
 from serried.trainer.pulse import SET_UP
-from tests.cluster import ROOT
 from tests.greedy import ABSURD, train_out_of_memory
-from tests.runs import metrics, tiny_overrides
 
 _ADDRESS_SPACE_BYTES = 3 * 2**30
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 
+from harness.cluster import ROOT
 from serried import cli
 from serried.recipes.data.hugging_face_tokenizer import train_tokenizer
 from serried.recipes.data.prepare import open_prepared
 from serried.recipes.data.tokenizer import hugging_face_files
-from tests.cluster import ROOT
 from tests.texts import many_files, write
 
 WORDS = ["lorem", "ipsum", "dolor", "sit", "amet", "consectetur", "adipiscing", "elit"]

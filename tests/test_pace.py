@@ -7,11 +7,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from harness.cluster import Cluster
+from harness.runs import metrics, tiny_overrides
 from serried.program import main
 from serried.runtime.session import Session
 from serried.trainer.pace import Pace, SlowRank
-from tests.cluster import Cluster
-from tests.runs import metrics, tiny_overrides
 
 
 def test_rank_slow_in_five_measurements_in_a_row_is_named_once() -> None:

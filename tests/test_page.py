@@ -17,6 +17,8 @@ import pytest
 import yaml
 
 import serried.trainer.run
+from harness.cluster import ROOT
+from harness.runs import metrics, run_here, tiny_overrides
 from serried.cli import main
 from serried.launch.summary import Outcome, write_summary
 from serried.records.page import write_report
@@ -24,8 +26,6 @@ from serried.records.page.page import render
 from serried.records.page.records import Curve, read_records
 from serried.records.page.thinning import means, thinned
 from tests.browser import Browser, Page, browser
-from tests.cluster import ROOT
-from tests.runs import metrics, run_here, tiny_overrides
 
 LIMIT_BYTES = 3_000_000
 SPIKE_STEP, SPIKE = 61_803, 17.25

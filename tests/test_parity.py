@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from benchmarks.parity import BORDER, CUTS, EXPERT_CUTS, MIXTURE, TIED_NAMES, TOLERANCES, Curve, Cut, compare, run
-from tests import runs
-from tests.cluster import Cluster
+from harness import runs
+from harness.cluster import Cluster
 
 TIED_SCHEDULES = ("pipeline x2, interleaved", "pipeline x2, dualpipev", "pipeline x4", "pipeline x2, zbv x tensor x2")
 """Of which each has the two ends of the model elsewhere."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import serried
+from harness.cluster import Cluster
+from harness.runs import metrics, overrides, weights
 from serried.configs.errors import UserError
 from serried.configs.schema import LlamaSection
 from serried.parallel.axes import shard_specs
@@ -16,9 +18,7 @@ from serried.parallel.mesh import Layout
 from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
 from serried.parallel.stages import split
 from serried.recipes.models.transformer import Transformer
-from tests.cluster import Cluster
 from tests.own_task import Points
-from tests.runs import metrics, overrides, weights
 
 SECTION = LlamaSection(
     name="t", dim=16, layers=4, heads=2, kv_heads=1, hidden_dim=24, vocab_size=33, tie_embeddings=True
@@ -171,7 +171,7 @@ def test_a_run_evaluates_samples_and_resumes_with_the_same_bits(cluster: Cluster
 
     def run(name: str, *more: str) -> str:
         argv = overrides(text, tmp_path / name, *small, *more)
-        return cluster.run(2, "tests.runs:train_small", argv=argv)[0].printed
+        return cluster.run(2, "harness.runs:train_small", argv=argv)[0].printed
 
     printed = run("whole", "trainer.eval_every=2", "trainer.sample_tokens=4")
     assert "sample     unconditional text" in printed

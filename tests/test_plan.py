@@ -1,41 +1,29 @@
 """``serried plan``: the trace of a step against the formula, and against what a real run allocates and sends."""
 
-import json
-import os
-import re
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.published import rows_with_memory
 from benchmarks.published_memory import error as memory_error
 from benchmarks.published_memory import line as memory_line
+from harness.cluster import ROOT, Cluster
 from serried.configs.compose import compose
 from serried.configs.schema import RunConfig
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
-from serried.parallel.phases import Phases
 from serried.parallel.traffic import Flow
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM
-from serried.runtime.session import Session, open_session
-from serried.trainer.model import build_model, sharded
-from serried.trainer.optimizer import model_optimizer
+from serried.trainer.model import build_model
 from serried.trainer.plan.devices import device_of
 from serried.trainer.plan.memory import FormulaMemory, formula_memory, planned_flows, planned_memory
 from serried.trainer.plan.parts import Fits, Work
 from serried.trainer.plan.step_plan import fits_of
 from serried.trainer.plan.traced import TracedStage, _Tracer, flows_of, memory_of, trace_step
-from serried.trainer.precision import LOW_DTYPES
-from serried.trainer.training_state import train_step
-from tests.cluster import ROOT, Cluster
-from tests.wire import Wire
 
 SHORT = [
     "model=llama8b", "model.layers=3", "model.vocab_size=128256", "data.sequence_length=4096", "precision=bf16",
@@ -153,7 +141,7 @@ def test_the_trace_is_what_processes_allocate_and_send(name: str, cluster: Clust
     processes, close, more = RUNS[name]
     argv = [*TINY, f"trainer.global_batch={4 * processes}", *more]
     stages = trace_step(*config_of(*argv, processes=processes))
-    answers = cluster.run(processes, "tests.test_plan:allocated_and_sent", argv=argv, path=str(tmp_path))
+    answers = cluster.run(processes, "harness.allocated:allocated_and_sent", argv=[*SHORT, *argv], path=str(tmp_path))
     planned: Counter[str] = Counter()
     for flow in flows_of(stages):
         planned[OPERATIONS[flow.kind]] += flow.bytes
@@ -166,51 +154,6 @@ OPERATIONS = {
     "all_gather": "allgather_base", "reduce_scatter": "reduce_scatter_base", "all_reduce": "allreduce",
     "all_to_all": "alltoall_base",
 }  # fmt: skip
-
-
-def allocated_and_sent(argv: list[str], path: str) -> tuple[int, dict[str, int]]:
-    """Bytes that a step holds at most on this rank, by the events of torch's allocator, the least of some steps; and
-    those that it sends, by operation."""
-    config = compose([*SHORT, *argv])
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read once in a process, where later tests look at what it prints
-    with open_session(config.launch) as session:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-            step = a_step(config, session)
-            for number in range(5):
-                time.sleep(0.05)  # until Gloo's threads have freed what they copied
-                with record_function(f"step {number}"):
-                    step()
-        with Wire() as wire:
-            step()
-        file = Path(path) / f"{session.rank}.json"
-    spans, sizes = spans_and_sizes(profiled, file)
-    steps = [span for name, span in spans.items() if re.fullmatch("step [1-4]", name)]
-    return min(max(size for at, size in sizes if first <= at <= last) for first, last in steps), dict(wire.bytes)
-
-
-def a_step(config: RunConfig, session: Session) -> Callable[[], object]:
-    """Build the model and optimizer of ``config``; what is returned trains a step."""
-    task, layout = CausalLM(config), resolve_layout(config.parallel, session.world_size)
-    model = build_model(config, task)
-    repeated = model.blocks
-    parallel = sharded(config, model, layout, session.device, task.initial_std, phases=Phases())
-    optimizer = model_optimizer(
-        parallel, config.optim, repeated, LOW_DTYPES[config.precision.name], config.trainer.seed
-    )
-    step = train_step(config, task, task.weight_per_sample(), parallel, optimizer, None)
-    batches = [task.example_batch(config.trainer.micro_batch)] * gradient_accumulation(config.trainer, layout)
-    return partial(step, batches, 1e-3, lambda: 0.0)
-
-
-def spans_and_sizes(profiled: profile, file: Path) -> tuple[dict[str, tuple[float, float]], list[tuple[float, int]]]:
-    """When each named part of a profile began and ended; and the bytes that torch's allocator held, from when on."""
-    profiled.export_chrome_trace(str(file))
-    events = json.loads(file.read_text())["traceEvents"]
-    spans = {each["name"]: (each["ts"], each["ts"] + each["dur"]) for each in events if "dur" in each}
-    counts = sorted((each["ts"], each["args"]) for each in events if each["name"] == "[memory]")
-    # The counter keeps what earlier profiles of this process left allocated, even if it was freed after they ended.
-    before = int(counts[0][1]["Total Allocated"]) - int(counts[0][1]["Bytes"])
-    return spans, [(at, int(counted["Total Allocated"]) - before) for at, counted in counts]
 
 
 @pytest.mark.parametrize(

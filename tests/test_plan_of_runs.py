@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.cluster import Cluster
+from harness.runs import overrides
 from serried import cli
 from serried.configs.compose import compose, compose_saved, config_yaml
 from serried.configs.declaration import declaring
@@ -16,8 +18,6 @@ from serried.planning import calibrate
 from serried.program import traced_products
 from serried.task_class import installed
 from serried.trainer.plan.measured_rates import read_rates
-from tests.cluster import Cluster
-from tests.runs import overrides
 
 LINES = [
     {"event": "start", "world_size": 2, "hosts": ["a", "a"], "device": "cpu", "memory_bytes": 300_000_000},

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from harness import runs
+from harness.cluster import Cluster
 from serried.configs.compose import compose
 from serried.configs.declaration import BUILT_IN
 from serried.configs.errors import UserError
@@ -21,8 +23,6 @@ from serried.recipes.data.rows import Column, units_of_file
 from serried.recipes.data.tokenizer import BytesTokenizer
 from serried.recipes.models.head import IGNORE, LanguageModelHead, token_losses
 from serried.recipes.preference import Preference, dpo_losses, orpo_losses, simpo_losses
-from tests import runs
-from tests.cluster import Cluster
 
 ASK = {"role": "user", "content": "Say three."}
 YES, NO = ({"role": "assistant", "content": text} for text in ("Three.", "Nope, never."))

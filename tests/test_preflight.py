@@ -8,14 +8,14 @@ from unittest.mock import patch
 
 import pytest
 
+from harness.cluster import Cluster
+from harness.forks import typed
 from serried.cli import checkpoints_bytes
 from serried.configs.compose import compose
 from serried.configs.schema import LaunchSection
 from serried.launch import probes
 from serried.launch.preflight import judge, preflight, report
 from serried.runtime.session import Session
-from tests.cluster import Cluster
-from tests.forks import typed
 
 GIB = 2**30
 MATMUL, ALL_REDUCE, VERSIONS = probes.matmul_flops, probes.all_reduce, probes.versions

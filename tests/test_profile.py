@@ -14,11 +14,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from harness.cluster import Cluster
+from harness.runs import metrics, run_here, tiny_overrides, weights
 from serried.trainer.plan.profiled import exchanged
 from serried.trainer.profile import StepProfiler, record_history, write_snapshot
 from serried.trainer.trainer import Trainer
-from tests.cluster import Cluster
-from tests.runs import metrics, run_here, tiny_overrides, weights
 
 LAYOUTS = {"single": 1, "fsdp": 2}
 
@@ -44,7 +44,7 @@ def test_a_profile_changes_no_bit_and_shows_the_steps_of_every_rank(
     ranks, printed = LAYOUTS[strategy], []
     for name, more in (("without", []), ("with", ["profile.steps=[3,4]", "profile.memory=true"])):
         argv = tiny_overrides(text, tmp_path / name, f"parallel={strategy}", "trainer.micro_batch=1", *more)
-        answers = cluster.run(ranks, "tests.runs:train_reported", argv=argv)
+        answers = cluster.run(ranks, "harness.runs:train_reported", argv=argv)
         assert {answer.value for answer in answers} == {0}, answers[0].printed
         printed = [answer.printed for answer in answers]
 
@@ -124,7 +124,7 @@ def test_a_rollback_in_the_middle_ends_the_profile(cluster: Cluster, text: Path,
         text, tmp_path / "run", "profile.steps=[3,8]", "trainer.steps=8", "health.non_finite=rollback"
     )
     fault = {"rank": 0, "forwards": [7, 9, 11], "value": float("nan")}  # of steps 4, 5 and 6
-    (answer,) = cluster.run(1, "tests.runs:train_reported", argv=argv, fault=fault)
+    (answer,) = cluster.run(1, "harness.runs:train_reported", argv=argv, fault=fault)
     assert answer.value == 0, answer.printed
     assert len(metrics(tmp_path / "run", "rollback")) == 1
     assert metrics(tmp_path / "run")[-1]["step"] == 8

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.parity import CUTS, Cut, compare, run
+from harness import runs
+from harness.cluster import Cluster
+from harness.runs import metrics, run_here, tiny_overrides
 from serried import cli
 from serried.configs.errors import UserError
 from serried.parallel.compile import compile_blocks
 from serried.parallel.fake_quantized import FakeQuantized, torchao_config
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.products import check_torchao, product_of_torchao, set_product
-from tests import runs
-from tests.cluster import Cluster
-from tests.runs import metrics, run_here, tiny_overrides
 from tests.test_eight_bits import WIDE, block
 
 HOW = ("int8_dynamic_int4", "int4_weight_only")

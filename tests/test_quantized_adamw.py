@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # there is no public one
 
+from harness.cluster import Cluster
+from harness.runs import weights
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.parallel.mesh import Layout
@@ -16,8 +18,6 @@ from serried.parallel.shard_specs import ShardSpec, Slice
 from serried.trainer.optimizer import build_optimizer, take_step
 from serried.trainer.optimizer_state import state_bytes
 from serried.trainer.quantized_adamw import QuantizedAdamW, check_columns
-from tests.cluster import Cluster
-from tests.runs import weights
 from tests.test_any_layout import train
 
 

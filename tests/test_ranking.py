@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.published import spearman
+from harness.cluster import Cluster
 from serried.configs.compose import compose
 from serried.launch.calibrate import measure, of_all
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
@@ -23,7 +24,6 @@ from serried.trainer.plan.planned_time import Timed
 from serried.trainer.plan.step_plan import plan_step
 from serried.trainer.plan.traced import products_of, trace_step
 from serried.trainer.training_state import train_step
-from tests.cluster import Cluster
 
 QUIET_LOAD = 1.0
 ROUNDS = 4

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
+from harness.runs import metrics, run_here, tiny_overrides
 from serried.cli import main as serried
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, flatten, parse_json, parse_yaml, read_json
@@ -19,7 +20,6 @@ from serried.records.page.page import write_report
 from serried.records.run_folder import RunFolder
 from serried.records.status import Status, read_status, record_end, record_kill, write_status
 from serried.trainer.trainer import Trainer
-from tests.runs import metrics, run_here, tiny_overrides
 
 
 def test_lines_that_a_full_disk_refuses_are_written_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

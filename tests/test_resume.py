@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cluster import Cluster
-from tests.runs import metrics, overrides, weights
+from harness.cluster import Cluster
+from harness.runs import metrics, overrides, weights
 
 LAYOUTS = {
     "single": (1, ["parallel=single"]),
@@ -46,7 +46,7 @@ def run(
     processes, how = LAYOUTS[layout]
     how = [*how, "trainer.deterministic=true", "checkpoint.every=5", f"trainer.micro_batch={micro_batch}"]
     argv = overrides(text, run_dir, *how, *more)
-    answers = [answer.value for answer in cluster.run(processes, "tests.runs:train_small", argv=argv, **keywords)]
+    answers = [answer.value for answer in cluster.run(processes, "harness.runs:train_small", argv=argv, **keywords)]
     assert {answer["code"] for answer in answers} == {code}
     return ids_by_step(answers, micro_batch)
 
@@ -151,7 +151,7 @@ def test_state_is_read_bit_by_bit_on_any_layout(
     """Saved, resumed elsewhere and saved again at once: the same bits, whole tensors under the same names."""
     processes, how = LAYOUTS[target]
     argv = overrides(text, saved(source), *how, "trainer.steps=4")
-    cluster.run(processes, "tests.runs:save_again", argv=argv, run_dir=str(tmp_path / "run"))
+    cluster.run(processes, "harness.runs:save_again", argv=argv, run_dir=str(tmp_path / "run"))
     assert_same_tensors(saved(source), tmp_path / "run")
 
 

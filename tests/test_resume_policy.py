@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from harness.runs import Ended, checkpoint, metrics, run_here, steps_saved, tiny_overrides, tree
 from serried.configs.compose import compose
 from serried.configs.data_section import TextRunConfig
 from serried.configs.run_config import run_config_class
 from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
 from serried.trainer.checkpoint.resume import differences, is_free
-from tests.runs import Ended, checkpoint, metrics, run_here, steps_saved, tiny_overrides, tree
 
 pytestmark = pytest.mark.usefixtures("_elsewhere")
 

@@ -9,14 +9,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import serried
+from harness import runs
+from harness.cluster import Cluster
 from serried import cli
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.program import main
 from serried.recipes.models.head import IGNORE
 from serried.recipes.reward import Reward
-from tests import runs
-from tests.cluster import Cluster
 from tests.test_preference import dpo, model, train
 
 __all__ = ["model"]  # a fixture

@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers
 
+from harness.cluster import ROOT, Cluster
+from harness.forks import typed
+from harness.runs import overrides, weights
 from serried.cli import main
 from serried.launch.summary import Outcome, write_summary
 from serried.trainer.checkpoint.manifest import MANIFEST
-from tests.cluster import ROOT, Cluster
-from tests.forks import typed
-from tests.runs import overrides, weights
 
 
 def serried(*arguments: str, where: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -25,7 +25,7 @@ def serried(*arguments: str, where: Path = ROOT) -> subprocess.CompletedProcess[
 def run_dir(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
     argv = overrides(text, folder, "parallel=fsdp", "trainer.steps=4", "checkpoint.every=2")
-    cluster.run(2, "tests.runs:train_small", argv=argv)
+    cluster.run(2, "harness.runs:train_small", argv=argv)
     return folder
 
 

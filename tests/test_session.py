@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.cluster import ROOT, Cluster
+from harness.forks import typed
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema import LaunchSection
@@ -28,8 +30,6 @@ from serried.runtime.ranks import (
     usable_cores,
 )
 from serried.runtime.session import open_session
-from tests.cluster import ROOT, Cluster
-from tests.forks import typed
 from tests.slurm import wait_for
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness import runs
 from serried import cli
 from serried.recipes.data.rows import Column, units_of_file
 from serried.recipes.data.summary import marked_lines
 from serried.recipes.data.tokenizer import BytesTokenizer
-from tests import runs
 
 CHAT = [
     {"role": "system", "content": "You count."},

@@ -17,6 +17,9 @@ import pytest
 import torch
 
 from benchmarks.disturb import family, is_alive, started
+from harness.cluster import ROOT, Cluster
+from harness.forks import Typed, typed, typed_on
+from harness.runs import ObservedRecipe, metrics, run_here, steps_saved, tiny_overrides, weights
 from serried.configs.declaration import BUILT_IN
 from serried.configs.errors import StopRequested
 from serried.configs.schema import LaunchSection
@@ -26,9 +29,6 @@ from serried.runtime.session import open_session
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.loop import Loop
 from serried.trainer.trainer import Trainer
-from tests.cluster import ROOT, Cluster
-from tests.forks import Typed, typed, typed_on
-from tests.runs import ObservedRecipe, metrics, run_here, steps_saved, tiny_overrides, weights
 
 STEPS = 6
 _OUT_OF_TIME = r"Slurm ends this job at \d\d:\d\d"

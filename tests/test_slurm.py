@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.cluster import ROOT
+from harness.runs import metrics, tiny_overrides
 from serried.trainer.plan.measured_rates import read_rates
-from tests.cluster import ROOT
-from tests.runs import metrics, tiny_overrides
 from tests.slurm import SlurmCluster, wait_for, why_not
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(420)]

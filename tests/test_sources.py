@@ -18,13 +18,13 @@ import pyarrow.parquet
 import pytest
 
 import serried.recipes.data.rows
+from harness.cluster import ROOT
 from serried.configs.data_section import DataSection, data_section
 from serried.configs.errors import UserError
 from serried.recipes.data.hugging_face_dataset import HubStream
 from serried.recipes.data.prepare import Prepared, prepare
 from serried.recipes.data.progress import Progress
 from serried.recipes.data.source import Row, open_source
-from tests.cluster import ROOT
 from tests.texts import documents, everything, many_files, section, write
 
 TEXTS = [f"document {i}: " + "né and so on " * (i % 7) for i in range(200)]

@@ -16,6 +16,8 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
 from benchmarks.disturb import is_alive
+from harness.cluster import ROOT
+from harness.runs import metrics, run_here, steps_saved, tiny_overrides
 from serried.cli import main as serried
 from serried.configs.errors import EXIT_FAILED, EXIT_MISTAKE, EXIT_STOPPED, UserError
 from serried.launch.grid import read_sweep
@@ -25,8 +27,6 @@ from serried.launch.search import Search
 from serried.launch.summary import Outcome, outcome_of, read_outcome, table, write_summary
 from serried.launch.sweep import run_sweep, summarize
 from serried.program import main
-from tests.cluster import ROOT
-from tests.runs import metrics, run_here, steps_saved, tiny_overrides
 from tests.slurm import wait_for
 
 pytestmark = pytest.mark.timeout(600)

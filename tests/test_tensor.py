@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.cluster import Cluster
+from harness.wire import Wire
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema import LlamaSection
@@ -23,8 +25,6 @@ from serried.parallel.tensor import TENSOR, _rows_of_vocabularies, _Stream
 from serried.recipes.models import head
 from serried.recipes.models.transformer import Transformer
 from serried.runtime.session import open_session
-from tests.cluster import Cluster
-from tests.wire import Wire
 
 VOCABULARY = 257
 """Which no number of ranks here divides."""

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import serried
+from harness.cluster import Cluster
+from harness.runs import checkpoint, kept_batches, metrics, weights
 from serried import cli
 from serried.configs.errors import UserError
 from serried.configs.model_folder import without_code
@@ -18,8 +20,6 @@ from serried.program import main
 from serried.recipes.data.labelled_texts import open_encoder, open_texts
 from serried.recipes.models.classifier import build_classifier
 from serried.recipes.text_classification import TextClassification
-from tests.cluster import Cluster
-from tests.runs import checkpoint, kept_batches, metrics, weights
 
 WORDS = ("good", "fine", "bad", "poor", "film", "book", "the", "was", "a", "very")
 

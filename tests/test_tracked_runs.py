@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.disturb import family, is_alive, last_step, send, started
+from harness.runs import checkpoint, metrics, run_here, tiny_overrides, weights
 from serried.trainer.trainer import Trainer
-from tests.runs import checkpoint, metrics, run_here, tiny_overrides, weights
 from tests.tracked import await_trackers, scalars, trackers, wait_for, wandb_run
 
 _NUMBERS = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "skipped")

@@ -13,6 +13,8 @@ from shutil import rmtree
 import pytest
 
 from benchmarks.disturb import family, send
+from harness.cluster import ROOT
+from harness.runs import metrics, tiny_overrides
 from serried.cli import main
 from serried.configs.addresses import masked
 from serried.configs.compose import compose
@@ -20,8 +22,6 @@ from serried.configs.errors import UserError
 from serried.configs.trackers import check_trackers
 from serried.records.metrics import GrowingFile
 from serried.records.trackers.rows import Rows
-from tests.cluster import ROOT
-from tests.runs import metrics, tiny_overrides
 from tests.tracked import Records, await_trackers, scalars, trackers, wait_for, wandb_run
 from tests.wandb_server import WandbServer, serving
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.cluster import ROOT, Cluster
+from harness.runs import metrics, steps_saved, tiny_overrides
 from serried.configs.schema import LaunchSection
 from serried.parallel import collectives
 from serried.program import main
@@ -28,8 +30,6 @@ from serried.trainer.loader import BatchLoader
 from serried.trainer.loop import Loop
 from serried.trainer.pulse import DATA, END, LOG, SAVE, SET_UP, TRAIN, Patience, Pulse
 from serried.trainer.watchdog import Watchdog, last_collectives
-from tests.cluster import ROOT, Cluster
-from tests.runs import metrics, steps_saved, tiny_overrides
 
 SUM = ("gloo/0", 8, "all_reduce of 2 numbers", False)
 BARRIER = ("gloo/0", 8, "barrier", False)
@@ -317,7 +317,7 @@ def test_a_hanging_rank_is_named_and_the_run_ends_and_goes_on(
     assert json.loads((tmp_path / "log" / "collectives-2.json").read_text())
     if how not in ("sleep", "skip"):
         return
-    answers = cluster.run(ranks, "tests.runs:train_small", argv=argv)
+    answers = cluster.run(ranks, "harness.runs:train_small", argv=argv)
     assert metrics(tmp_path, "start")[-1]["resumed_from"] >= 2
     assert [answer.value["code"] for answer in answers] == [0] * ranks
     assert steps_saved(tmp_path)[-1] == 6

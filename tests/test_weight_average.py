@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from harness.cluster import Cluster
+from harness.runs import metrics, overrides, run_here, tiny_overrides, weights
 from serried.cli import main as serried
 from serried.program import main
-from tests.cluster import Cluster
-from tests.runs import metrics, overrides, run_here, tiny_overrides, weights
 from tests.test_evaluate import evaluated
 
 AVERAGED = "trainer.ema_decay=0.5"
@@ -63,7 +63,7 @@ def test_the_average_is_the_same_on_other_layouts_and_after_a_resume(
             text, tmp_path / name, AVERAGED, "model.tie_embeddings=true", "trainer.steps=4",
             "trainer.deterministic=true", "trainer.eval_every=2", "trainer.eval_batches=1", *more,
         )  # fmt: skip
-        cluster.run(ranks, "tests.runs:train_small", argv=argv)
+        cluster.run(ranks, "harness.runs:train_small", argv=argv)
 
     train("single", 1, "parallel=single")
     train("straight", 2, "parallel=fsdp")
@@ -89,13 +89,13 @@ def test_a_stage_without_trained_weights_resumes(cluster: Cluster, text: Path, t
             text, tmp_path, AVERAGED, "parallel=fsdp", "parallel.pipeline=2", "parallel.layers_of_stages=[1,2]",
             *frozen, "trainer.steps=4", f"trainer.stop_at={stop}",
         )  # fmt: skip
-        cluster.run(2, "tests.runs:train_small", argv=argv)
+        cluster.run(2, "harness.runs:train_small", argv=argv)
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_a_rejected_step_leaves_the_average(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(text, tmp_path, AVERAGED, "parallel=fsdp", "trainer.steps=2", "checkpoint.every=1")
-    cluster.run(2, "tests.runs:train_small", argv=argv, fault={"rank": 1, "forwards": [2], "value": math.nan})
+    cluster.run(2, "harness.runs:train_small", argv=argv, fault={"rank": 1, "forwards": [2], "value": math.nan})
     assert [line["skipped"] for line in metrics(tmp_path)] == [0, 1]
     before, after = model_of(tmp_path, 1), model_of(tmp_path, 2)
     assert all(value.equal(before[name]) for name, value in after.items())

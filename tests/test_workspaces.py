@@ -16,10 +16,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from harness.allocated import a_step, spans_and_sizes
 from serried.configs.compose import compose
 from serried.runtime.session import open_session
 from serried.trainer.plan.trace import known_workspace
-from tests.test_plan import a_step, spans_and_sizes
 
 SMALL = [
     "data.tokenizer=bytes", "model.vocab_size=4000", "model.layers=2", "model.dim=128", "model.heads=4",

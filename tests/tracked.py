@@ -12,10 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 from benchmarks.disturb import family, is_alive, parent
+from harness.runs import tiny_overrides
 from serried.configs.compose import compose, config_yaml
 from serried.records.run_folder import RunFolder
 from serried.records.trackers.processes import Trackers
-from tests.runs import tiny_overrides
 
 PATIENCE_SECONDS = 400.0
 

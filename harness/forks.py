@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.runs", "tests.loaded", "torch._dynamo"])  # the last an optimizer imports
+FORKS.set_forkserver_preload(["harness.runs", "harness.loaded", "torch._dynamo"])  # the last an optimizer imports
 
 
 def settle() -> None:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import serried.parallel.pipeline
 import serried.records.page.page  # noqa: F401
+from harness.runs import tiny_overrides
 from serried.configs.compose import compose
 from serried.configs.data_section import sources
 from serried.configs.registry import models, optimizers, schedules, tasks
-from tests.runs import tiny_overrides
 
 for registry in (models, optimizers, schedules, sources, tasks):
     registry.names()

@@ -1,4 +1,4 @@
-"""``train.py`` on a slow disk, slower for rank 1: ``torchrun ... -m tests.slow_data KEY=VALUE ...``."""
+"""``train.py`` on a slow disk, slower for rank 1: ``torchrun ... -m harness.slow_data KEY=VALUE ...``."""
 
 import os
 import sys
@@ -18,5 +18,5 @@ def read(*arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
-    Reader.read = read
+    Reader.read = read  # type: ignore[method-assign, assignment]
     leave(main(sys.argv[1:]))

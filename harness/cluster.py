@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.forks import FORKS, torchruns_variables
-from tests.forks import ROOT as ROOT
-from tests.worker import serve
+from harness.forks import FORKS, torchruns_variables
+from harness.forks import ROOT as ROOT
+from harness.worker import serve
 
 _NOT_DONE = {"error": "not done in time"}
 

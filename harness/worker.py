@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.forks import settle, torchruns_variables
+from harness.forks import settle, torchruns_variables
 
 
 def serve(pipe: Connection) -> None:

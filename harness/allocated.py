@@ -1,0 +1,68 @@
+"""What a step on this rank allocates and sends, as measured."""
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from harness.wire import Wire
+from serried.configs.compose import compose
+from serried.configs.schema import RunConfig
+from serried.parallel.mesh import gradient_accumulation, resolve_layout
+from serried.parallel.phases import Phases
+from serried.recipes.causal_lm import CausalLM
+from serried.runtime.session import Session, open_session
+from serried.trainer.model import build_model, sharded
+from serried.trainer.optimizer import model_optimizer
+from serried.trainer.precision import LOW_DTYPES
+from serried.trainer.training_state import train_step
+
+
+def allocated_and_sent(argv: list[str], path: str) -> tuple[int, dict[str, int]]:
+    """Bytes that a step holds at most on this rank, by the events of torch's allocator, the least of some steps; and
+    those that it sends, by operation."""
+    config = compose(argv)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read once in a process, where later tests look at what it prints
+    with open_session(config.launch) as session:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+            step = a_step(config, session)
+            for number in range(5):
+                time.sleep(0.05)  # until Gloo's threads have freed what they copied
+                with record_function(f"step {number}"):
+                    step()
+        with Wire() as wire:
+            step()
+        file = Path(path) / f"{session.rank}.json"
+    spans, sizes = spans_and_sizes(profiled, file)
+    steps = [span for name, span in spans.items() if re.fullmatch("step [1-4]", name)]
+    return min(max(size for at, size in sizes if first <= at <= last) for first, last in steps), dict(wire.bytes)
+
+
+def a_step(config: RunConfig, session: Session) -> Callable[[], object]:
+    """Build the model and optimizer of ``config``; what is returned trains a step."""
+    task, layout = CausalLM(config), resolve_layout(config.parallel, session.world_size)
+    model = build_model(config, task)
+    repeated = model.blocks
+    parallel = sharded(config, model, layout, session.device, task.initial_std, phases=Phases())
+    optimizer = model_optimizer(
+        parallel, config.optim, repeated, LOW_DTYPES[config.precision.name], config.trainer.seed
+    )
+    step = train_step(config, task, task.weight_per_sample(), parallel, optimizer, None)
+    batches = [task.example_batch(config.trainer.micro_batch)] * gradient_accumulation(config.trainer, layout)
+    return partial(step, batches, 1e-3, lambda: 0.0)
+
+
+def spans_and_sizes(profiled: profile, file: Path) -> tuple[dict[str, tuple[float, float]], list[tuple[float, int]]]:
+    """When each named part of a profile began and ended; and the bytes that torch's allocator held, from when on."""
+    profiled.export_chrome_trace(str(file))
+    events = json.loads(file.read_text())["traceEvents"]
+    spans = {each["name"]: (each["ts"], each["ts"] + each["dur"]) for each in events if "dur" in each}
+    counts = sorted((each["ts"], each["args"]) for each in events if each["name"] == "[memory]")
+    # The counter keeps what earlier profiles of this process left allocated, even if it was freed after they ended.
+    before = int(counts[0][1]["Total Allocated"]) - int(counts[0][1]["Bytes"])
+    return spans, [(at, int(counted["Total Allocated"]) - before) for at, counted in counts]

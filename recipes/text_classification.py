@@ -115,6 +115,9 @@ class TextClassification(Classification):
         except Exception as error:  # of any kind: the code of hundreds of models
             raise not_built(f"task.model={self.config.model}", self.config.pretrained, "texts", error) from None
         longest = getattr(model.config, "max_position_embeddings", None)
+        table: Any = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+        if isinstance(longest, int) and getattr(table, "padding_idx", None) is not None:
+            longest -= table.padding_idx + 1  # RoBERTa counts positions from behind the one of padding
         if isinstance(longest, int) and longest < self.config.sequence_length:
             raise UserError(
                 f"task.sequence_length={self.config.sequence_length}: task.model={self.config.model} takes {longest} "

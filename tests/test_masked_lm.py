@@ -127,11 +127,13 @@ def test_shares_of_hidden_tokens_are_those_of_bert(folder: Path) -> None:
 
 def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": 5}')
-    for name in ("none", "small", "gpt2"):
+    for name in ("none", "small", "gpt2", "roberta"):
         shutil.copytree(folder / "bert", tmp_path / name)
     tokenizer = (folder / "bert/tokenizer.json").read_text()
     (tmp_path / "none/tokenizer.json").write_text(tokenizer.replace("[MASK]", "[HIDDEN]"))
     (tmp_path / "gpt2/config.json").write_text('{"model_type": "gpt2"}')
+    config = json.loads((folder / "bert/config.json").read_text())
+    (tmp_path / "roberta/config.json").write_text(json.dumps(config | {"model_type": "roberta", "pad_token_id": 1}))
     more = json.loads(tokenizer)
     more["model"]["vocab"] |= {f"word{n}": n for n in range(15, 40)}
     (tmp_path / "small/tokenizer.json").write_text(json.dumps(more))
@@ -139,6 +141,10 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         ([f"task.model={tmp_path / 'none'}"], "its tokenizer has no mask token"),
         ([f"task.model={tmp_path / 'small'}"], "its tokenizer has 40 tokens, and the model 16"),
         ([f"task.model={tmp_path / 'gpt2'}"], "transformers has no AutoModelForMaskedLM of model_type gpt2"),
+        (
+            [f"task.model={tmp_path / 'roberta'}", "task.pretrained=false", "task.sequence_length=32"],
+            "takes 30 tokens; use task.sequence_length=30",
+        ),
         ([f"task.path={tmp_path / 'rows.jsonl'}"], "row 1: needs a text; fix"),
         (["task.text_column=body"], "has the columns text; use task.text_column=text"),
         (["task.label_column=label"], "task.label_column"),

@@ -153,4 +153,4 @@ class MaskedLM(TextClassification):
         return f"{c.model} of transformers, as a masked language model" + ", pretrained" * c.pretrained
 
     def describe_data(self) -> str:
-        return f"{super().describe_data()}, of which {self.config.mask_share:.3g} are to be predicted"
+        return f"{super().describe_data()}, {100 * self.config.mask_share:.3g}% of them to be predicted"

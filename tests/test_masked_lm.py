@@ -157,4 +157,4 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         assert line.startswith("error: ")
         assert told in line
     assert main(masked(folder, tmp_path / "run", "dry_run=true")) == 0
-    assert "48 texts, 12 to evaluate on, at most 16 tokens each, of which 0.15 are" in capfd.readouterr().out
+    assert "48 texts, 12 to evaluate on, at most 16 tokens each, 15% of them to be predicted" in capfd.readouterr().out

@@ -10,14 +10,14 @@ from serried.configs.plain_data import NotPlainData, is_count, is_number, read_y
 from serried.launch.queue import jobs_of, queued_jobs, was_submitted
 from serried.launch.summary import RECORD, read_summary, table
 from serried.records.metrics import METRICS, read_events
-from serried.records.status import read_status
+from serried.records.status import STATUS, read_status
 
 
 def runs_in(folder: Path) -> list[Path]:
     """Return the folders of runs and sweeps in ``folder``: with a status or a table, or submitted to Slurm."""
 
     def is_one(path: Path) -> bool:
-        return (path / "status.json").exists() or (path / RECORD).exists() or was_submitted(path)
+        return (path / STATUS).exists() or (path / RECORD).exists() or was_submitted(path)
 
     try:
         return sorted(filter(is_one, folder.iterdir()))

@@ -21,6 +21,7 @@ from serried.launch.slurm import submit
 from serried.launch.summary import Outcome, outcome_of, read_summary, shown, table, write_summary
 from serried.launch.sweep_run import CONSOLE, train
 from serried.records.lock import is_locked, lock_folder
+from serried.records.metrics import METRICS
 from serried.runtime.ending import in_one_line, say_why
 from serried.runtime.ranks import say
 
@@ -156,7 +157,7 @@ def update_summary(folder: Path, write_report: WriteReport) -> None:
 
 def _write(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome], write_report: WriteReport) -> None:
     files = ["sweep.json", "sweep.csv"] if _write_table(folder, keys, outcomes) else []
-    started = [each.run_dir for each in sorted(outcomes, key=Outcome.rank) if (each.run_dir / "metrics.jsonl").exists()]
+    started = [each.run_dir for each in sorted(outcomes, key=Outcome.rank) if (each.run_dir / METRICS).exists()]
     if started:
         try:
             write_report(started, folder / "report.html")

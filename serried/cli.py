@@ -20,6 +20,7 @@ from serried.configs.suggest import nearest
 from serried.configs.words import number, pairs, run_key
 from serried.opening import opened, opened_any, task_that_trained
 from serried.planning import calibrate, plan_run
+from serried.records.metrics import METRICS
 from serried.runs import existing_runs, find_run, is_run, run_folder, runs_of_a_sweep, similar_runs
 from serried.runtime.early import print_any_text
 from serried.runtime.ending import leave, note_repeated, report_mistake
@@ -324,7 +325,7 @@ def send(words: list[str]) -> int:
     missing, advice = missing_trackers(track)
     if missing:
         raise UserError(advice)
-    if not (run / "metrics.jsonl").is_file():
+    if not (run / METRICS).is_file():
         raise UserError(f"the run in {run} has not started: it has no metrics.jsonl, so there is nothing to send")
     began_in: Path | None = None
     with suppress(OSError, ValueError, KeyError, TypeError):

@@ -8,6 +8,8 @@ from pathlib import Path
 from serried.configs.errors import UserError
 from serried.configs.schema import parse_count
 from serried.configs.suggest import nearest
+from serried.records.metrics import METRICS
+from serried.records.status import STATUS
 from serried.runtime.program import typed_command
 
 IsTaken = Callable[[Path], bool]
@@ -121,7 +123,7 @@ def choose_checkpoint(found: Mapping[int, Path], given: Mapping[str, str]) -> Pa
 
 def is_run(folder: Path) -> bool:
     """Whether a run has left records in ``folder``."""
-    return any((folder / name).is_file() for name in ("metrics.jsonl", "status.json", "config.yaml"))
+    return any((folder / name).is_file() for name in (METRICS, STATUS, "config.yaml"))
 
 
 def has_saved(folder: Path) -> bool:

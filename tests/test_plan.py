@@ -1,5 +1,6 @@
 """``serried plan``: the trace of a step against the formula, and against what a real run allocates and sends."""
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -22,7 +23,8 @@ from serried.trainer.model import build_model
 from serried.trainer.plan.devices import device_of
 from serried.trainer.plan.memory import FormulaMemory, formula_memory, planned_flows, planned_memory
 from serried.trainer.plan.parts import Fits, Work
-from serried.trainer.plan.step_plan import fits_of
+from serried.trainer.plan.show import plan_lines
+from serried.trainer.plan.step_plan import RESERVED_BYTES, fits_of, plan_step
 from serried.trainer.plan.traced import TracedStage, _Tracer, flows_of, memory_of, trace_step
 
 SHORT = [
@@ -213,6 +215,23 @@ def test_advice_is_given_where_a_run_does_not_fit(capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out
     assert "fits       no: " in printed
     assert "better     trainer." in printed
+
+
+@pytest.mark.slow
+def test_advice_for_a_task_that_estimates_no_activations_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, task, layout, accumulation = config_of(*SMALL, "parallel=fsdp", "trainer.micro_batch=4", processes=8)
+    config = config.model_copy(update={"plan": config.plan.model_copy(update={"mode": "trace"})})
+    monkeypatch.setattr(task, "activation_bytes", lambda *_, **__: None)
+    model = build_model(config, task)
+    plan = plan_step(config, task, layout, accumulation, model.module, model.plan, RESERVED_BYTES, is_timed=False)
+    lines = "\n".join(text for _, text in plan_lines(config, task, plan))
+    kept = plan.memory.parts["kept for backward"].value / 2**20
+    full = re.search(r"trainer.activation_checkpoint=full +saves about ([\d.]+)MiB, and computes blocks again", lines)
+    half = re.search(r"trainer.micro_batch=2 +saves about ([\d.]+)MiB of activations", lines)
+    assert full is not None
+    assert half is not None
+    assert kept / 2 < float(full[1]) < kept
+    assert 0.4 * kept < float(half[1]) < 0.6 * kept
 
 
 @pytest.mark.slow

@@ -2,17 +2,22 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 
+from serried.configs.divisors import divisors
+from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.schema import RunConfig
+from serried.parallel.mesh import gradient_accumulation
 from serried.parallel.phases import BACKWARD
 from serried.parallel.traffic import Flow
-from serried.trainer.plan.advice import Planned, advice
+from serried.trainer.plan.advice import Advice, Planned, advice
 from serried.trainer.plan.memory import RECEIVE_BUFFERS, WHY_RECEIVE_BUFFERS
 from serried.trainer.plan.parts import IN_HOST_MEMORY, Fits, Memory
 from serried.trainer.plan.planned_time import Timed
-from serried.trainer.plan.step_plan import FRAGMENTED_SHARE, RESERVED_BYTES, StepPlan, with_assumed
+from serried.trainer.plan.step_plan import FRAGMENTED_SHARE, RESERVED_BYTES, TRACED, StepPlan, with_assumed
 from serried.trainer.plan.time_lines import time_lines
+from serried.trainer.plan.traced import CannotTrace, memory_of, trace_step
 from serried.trainer.task import Task
 
 _ADVICE_LINES = 3
@@ -34,12 +39,27 @@ def plan_lines(config: RunConfig, task: Task, plan: StepPlan) -> Iterator[tuple[
         yield from _travels(plan.flows)
     if fits is not None and fits.answer != "yes":
         planned = Planned(config, task, plan.layout.world)
-        for number, each in enumerate(advice(planned, BACKWARD, 0.9 * fits.usable)[:_ADVICE_LINES]):
+        traced = () if planned.memory.activations or plan.found != TRACED else _traced_advice(planned, task, plan)
+        for number, each in enumerate(advice(planned, BACKWARD, 0.9 * fits.usable, traced)[:_ADVICE_LINES]):
             yield "" if number else "better", f"{each.override:<42} saves about {size(each.saved)}{each.note}"
     if plan.time is not None:
         yield from time_lines(config, plan.time)
     trust = f"; {plan.time.trust}" if isinstance(plan.time, Timed) else ""
     yield "trust", f"memory: {plan.found}{_assumed(plan.capacity)}{trust}"
+
+
+def _traced_advice(planned: Planned, task: Task, plan: StepPlan) -> Iterator[Advice]:
+    """Yield what keeps less for the backward, traced: the task does not estimate its activations."""
+    trainer = planned.config.trainer
+    changes: list[tuple[str, object, str]] = []
+    if planned.plan.blocks and trainer.activation_checkpoint in ("none", "selective"):
+        changes.append(("activation_checkpoint", "full", ", and computes blocks again"))
+    changes += [("micro_batch", samples, " of activations") for samples in divisors(trainer.micro_batch)[-2:-1]]
+    for key, value, note in changes:
+        config = planned.with_("trainer", **{key: value})
+        with suppress(CannotTrace, UserError):
+            stages = trace_step(config, task, plan.layout, gradient_accumulation(config.trainer, plan.layout))
+            yield Advice(f"trainer.{key}={value}", plan.memory.peak - memory_of(stages).peak, note)
 
 
 def _fits(fits: Fits, memory: Memory) -> str:

@@ -16,6 +16,8 @@ from serried.trainer.plan.planned_time import Timed, UnknownTime, time_of
 from serried.trainer.plan.traced import CannotTrace, TracedStage, flows_of, memory_of, trace_step
 from serried.trainer.task import Task
 
+TRACED = "traced"
+"""How a plan says so."""
 RESERVED_BYTES = 2 * 2**30
 """Of a GPU, for the CUDA context, libraries and NCCL: assumed."""
 FRAGMENTED_SHARE = 0.05
@@ -74,7 +76,7 @@ def plan_step(
     if config.plan.mode == "trace":
         try:
             stages = trace_step(config, task, layout, accumulation)
-            memory, found = memory_of(stages), "traced"
+            memory, found = memory_of(stages), TRACED
             flows = flows if layout.is_replicated else flows_of(stages)  # of DDP one process is traced
         except CannotTrace as error:
             found = f"by formula, as the step cannot be traced: {error}"

@@ -534,7 +534,8 @@ class ParallelSection(Section):
 
 
 class PrecisionSection(Section):
-    """Arithmetic of forward and backward. Parameters, gradient sums and optimizer state are fp32 always."""
+    """Arithmetic of forward and backward. Gradient sums and optimizer state are fp32 always, and so are parameters, but
+    with ``optim=adamw_bf16``."""
 
     name: Literal["fp32", "bf16", "fp16", "float8", "int8"]
     """Dtype of matrix products; ``float8`` and ``int8``: of the linear layers of the blocks, and bf16 elsewhere."""

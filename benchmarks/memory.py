@@ -24,6 +24,7 @@ MODES = {
     "`offload`": ("trainer.activation_checkpoint=offload",),
     "`optim=adamw8bit`": ("optim=adamw8bit",),
     "`optim=adamw4bit`": ("optim=adamw4bit",),
+    "`optim=adamw_bf16`": ("optim=adamw_bf16",),
     "`optim=muon`": ("optim=muon",),
     "`optim.offload=true`": ("optim.offload=true",),
     "`precision=float8`": ("precision=float8",),

@@ -154,6 +154,17 @@ class ModelFamily:
         return {"model_type": self.section.family, "vocab_size": self.vocab_size, "eos_token_id": end_token}
 
 
+class LossFamily(ModelFamily):
+    """A family whose model ends in a ``LanguageModelHead``, which forms the loss chunk by chunk."""
+
+    def inputs(self, batch: Tokens) -> Inputs:
+        return Inputs(batch.tokens, {"targets": batch.targets, "positions": batch.positions})
+
+    def loss_sum(self, output: Tensor, batch: Tokens) -> Tensor:
+        del batch
+        return output
+
+
 class BuiltFamily(ModelFamily):
     """The family of a function ``build(section, vocab_size)``."""
 

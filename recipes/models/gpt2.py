@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from serried.configs.schema import GPT2Section
 from serried.parallel.fragments import Fragment
-from serried.parallel.plan import ALL_OF_IT, Context, Inputs, ParallelPlan, Share
+from serried.parallel.plan import ALL_OF_IT, Context, ParallelPlan, Share
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask
 from serried.recipes.models.cache import Cache, LayerCache
-from serried.recipes.models.family import BlockBytes, ModelFamily, Tokens, most_bytes
+from serried.recipes.models.family import BlockBytes, LossFamily, most_bytes
 from serried.recipes.models.head import LanguageModelHead
 from serried.recipes.models.transformer import Embedding, end_bytes
 
@@ -150,7 +150,7 @@ class GPT2Model(nn.Module):
         return self.lm_head(self.ln_f(x), targets, self.wte.weight if self.config.tie_embeddings else None)
 
 
-class GPT2(ModelFamily):
+class GPT2(LossFamily):
     """``model.family=gpt2``."""
 
     opens_in = "transformers"
@@ -162,13 +162,6 @@ class GPT2(ModelFamily):
     def build(self) -> GPT2Model:
         with torch.device("meta"):
             return GPT2Model(self.section, self.vocab_size)
-
-    def inputs(self, batch: Tokens) -> Inputs:
-        return Inputs(batch.tokens, {"targets": batch.targets, "positions": batch.positions})
-
-    def loss_sum(self, output: Tensor, batch: Tokens) -> Tensor:
-        del batch
-        return output
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         """Each block alone; the two ends alone, or in no unit if they share a weight."""

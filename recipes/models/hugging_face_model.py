@@ -23,10 +23,10 @@ from serried.configs.families import DIVIDED_MODELS, HuggingFaceSection
 from serried.configs.model_folder import without_code
 from serried.configs.registry import models
 from serried.parallel.fragments import Fragment
-from serried.parallel.plan import Inputs, ParallelPlan
+from serried.parallel.plan import ParallelPlan
 from serried.parallel.products import import_torchao
 from serried.recipes.models.attention import causal_mask
-from serried.recipes.models.family import ModelFamily, Tokens
+from serried.recipes.models.family import LossFamily
 from serried.recipes.models.head import IGNORE, linear_cross_entropy_sum
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")
@@ -39,7 +39,7 @@ _WHOLE_IN_REGIONS = ("replicated_with_grad_allreduce",)
 """Styles of what every rank has whole within a region, such as norms of each head."""
 
 
-class HuggingFaceModel(ModelFamily):
+class HuggingFaceModel(LossFamily):
     """``model=hf``."""
 
     opens_in = "transformers"
@@ -113,13 +113,6 @@ class HuggingFaceModel(ModelFamily):
                     f"model.pretrained=false: {name} is initialized with {drawn}, and only normal distributions around "
                     "zero are drawn here; let transformers save a new model, and use model.path=FOLDER of that one"
                 )
-
-    def inputs(self, batch: Tokens) -> Inputs:
-        return Inputs(batch.tokens, {"targets": batch.targets, "positions": batch.positions})
-
-    def loss_sum(self, output: Tensor, batch: Tokens) -> Tensor:
-        del batch
-        return output
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         """Name the repeated blocks, and what tensor ranks divide. With units FSDP2 would gather parameters in low

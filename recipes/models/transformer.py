@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.schema import LlamaSection, RopeScaling
-from serried.parallel.plan import ALL_OF_IT, Context, Inputs, ParallelPlan, Share
+from serried.parallel.plan import ALL_OF_IT, Context, ParallelPlan, Share
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask
 from serried.recipes.models.cache import Cache, LayerCache
-from serried.recipes.models.family import BlockBytes, EndBytes, ModelFamily, Tokens, most_bytes
+from serried.recipes.models.family import BlockBytes, EndBytes, LossFamily, most_bytes
 from serried.recipes.models.head import LanguageModelHead, chunk_tokens
 
 
@@ -405,7 +405,7 @@ def hugging_face_config(config: LlamaSection, vocab_size: int, end_token: int | 
     }
 
 
-class Llama(ModelFamily):
+class Llama(LossFamily):
     """Llama 2 and 3: ``model.family=llama``."""
 
     opens_in = "transformers"
@@ -423,13 +423,6 @@ class Llama(ModelFamily):
     def build(self) -> Transformer:
         with torch.device("meta"):
             return self.transformer(self.section, self.vocab_size)
-
-    def inputs(self, batch: Tokens) -> Inputs:
-        return Inputs(batch.tokens, {"targets": batch.targets, "positions": batch.positions})
-
-    def loss_sum(self, output: Tensor, batch: Tokens) -> Tensor:
-        del batch  # the model has formed its loss chunk by chunk
-        return output
 
     def parallel_plan(self, model: nn.Module) -> ParallelPlan:
         assert isinstance(model, Transformer)

@@ -52,7 +52,8 @@ def _traced_advice(planned: Planned, task: Task, plan: StepPlan) -> Iterator[Adv
     """Yield what keeps less for the backward, traced: the task does not estimate its activations."""
     trainer = planned.config.trainer
     changes: list[tuple[str, object, str]] = []
-    if planned.plan.blocks and trainer.activation_checkpoint in ("none", "selective"):
+    is_free = trainer.activation_memory_budget == 1 and trainer.activation_checkpoint in ("none", "selective")
+    if planned.plan.blocks and is_free:
         changes.append(("activation_checkpoint", "full", ", and computes blocks again"))
     changes += [("micro_batch", samples, " of activations") for samples in divisors(trainer.micro_batch)[-2:-1]]
     for key, value, note in changes:

@@ -95,7 +95,10 @@ def opened(folder: Path, choice: str = "auto") -> tuple[ModelFamily, nn.Module]:
 def written(family: ModelFamily, model: nn.Module, folder: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint in ``folder`` of ``model``."""
     state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    kept = model.state_dict()
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):  # which names tied ones once
+        if (tensor := kept.get(name)) is None:
+            continue
         for fragment in family.exported(name, tensor.shape):
             whole = state.setdefault(fragment.name, torch.full(fragment.shape, float("nan")))
             whole[fragment.theirs.indices()] = tensor[fragment.ours.indices()]

@@ -53,7 +53,9 @@ def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges
 
     ZeRO-3 gathers each unit in every forward and again in every backward, but the last, where the backward starts, and
     ``rest``: once. ZeRO-2 gathers all once a step. If gradients are reduced at the end of a step alone, FSDP2 gathers
-    the last unit once more.
+    the last unit once more: the first takes it for the one that comes next, unless there is a ``rest``. Of units before
+    all that are trained no gradient needs the parameters: the last of them comes with that after it, and serves the
+    next forward, unless gradients were reduced.
     """
     ranks, copies = layout.shard * layout.context, layout.replicate
     held = [unit for unit in (*units, rest) if unit.shapes]
@@ -63,12 +65,18 @@ def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges
         yield Flow("replicate", "all_reduce", "backward", 2 * whole * (copies - 1) // copies, 1, copies)
         return
     if layout.is_sharded and ranks > 1:
-        forward = [_shard(unit.shapes, ranks) for unit in held]
-        backward = [_shard(unit.shapes, ranks) for unit in units[:-1]] if how.frees_after_forward else []
-        times = how.accumulation if how.frees_after_forward else 1
-        again = units and how.accumulation > 1 and not how.reduces_each
+        frozen = next((number for number, unit in enumerate(units) if unit.trained), 0)
+        first = [_shard(unit.shapes, ranks) for unit in held]
+        later = first if how.reduces_each else first[: max(0, frozen - 1)] + first[frozen:]
+        left = how.accumulation - 1 if how.frees_after_forward else 0
+        forward, backward = first + left * later, []
+        if how.frees_after_forward:
+            backward = how.accumulation * [_shard(unit.shapes, ranks) for unit in units[max(0, frozen - 1) : -1]]
+        again = (
+            units and how.accumulation > 1 and not (how.reduces_each or frozen or rest.shapes or layout.pipeline > 1)
+        )
         more = [_shard(units[-1].shapes, ranks)] if again else []
-        for when, shards in (("forward", times * forward), ("backward", times * backward + more)):
+        for when, shards in (("forward", forward), ("backward", backward + more)):
             if shards:
                 sent = how.width * (ranks - 1) * sum(shards)
                 yield Flow("fsdp", "all_gather", when, sent, len(shards), ranks)

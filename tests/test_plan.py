@@ -86,10 +86,18 @@ def test_the_formula_is_at_most_3_percent_above_the_trace_and_never_below(name: 
     processes, argv = LAYOUTS[name]
     stages, formula, flows = both(*argv, processes=processes)
     assert 1 <= formula.total / memory_of(stages).peak < 1.03
-    # Traced as one process; other collectives in the same group; units that a backward does not need again.
-    if not name.startswith(("ddp", "context", "pipeline", "adapters")):
+    # Traced as one process; other collectives in the same group.
+    if not name.startswith(("ddp", "context", "pipeline")):
         axes = ("fsdp", "replicate")
         assert sent(flows_of(stages), *axes) == sent(flows, *axes)
+
+
+def test_the_formula_knows_what_adafactor_exchanges() -> None:
+    argv = ["parallel=fsdp", "optim=adafactor", "trainer.global_batch=4"]
+    stages, _, flows = both(*argv, processes=4)
+    (formula,) = (flow for flow in flows if flow.kind == "all_reduce")
+    traced = sum(flow.bytes for flow in flows_of(stages) if (flow.kind, flow.when) == ("all_reduce", "end"))
+    assert 0 <= traced - formula.bytes < 100, "the norm of gradients, and the loss, are summed too"
 
 
 @pytest.mark.parametrize(

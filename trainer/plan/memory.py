@@ -124,14 +124,26 @@ def planned_flows(
 
 def _optimizer_flows(config: RunConfig, sizes: "_Sizes", pipeline: int) -> Iterator[Flow]:
     layout, ranks = sizes.layout, sizes.layout.world // sizes.layout.pipeline
-    if ranks == 1 or not takes(config.optim, "matrices"):
-        return
-    shapes = {name: spec.shape for name, spec in sizes.specs.items()}
-    names = matrix_names(shapes, sizes.plan.blocks_in(sizes.model)) & sizes.trained
-    here = [spec for name, spec in sizes.specs.items() if name in names and pipeline in spec.holders]
-    elements, calls = sent_elements(here, layout, pipeline)
-    width = _FP32_BYTES if LOW_DTYPES[config.precision.name] is None else torch.bfloat16.itemsize
-    yield Flow("stage" if layout.pipeline > 1 else "world", "all_to_all", "end", width * elements, calls, ranks)
+    group = "stage" if layout.pipeline > 1 else "world"
+    here = {name: spec for name, spec in sizes.specs.items() if name in sizes.trained and pipeline in spec.holders}
+    if ranks > 1 and takes(config.optim, "matrices"):
+        shapes = {name: spec.shape for name, spec in sizes.specs.items()}
+        names = matrix_names(shapes, sizes.plan.blocks_in(sizes.model))
+        elements, calls = sent_elements([spec for name, spec in here.items() if name in names], layout, pipeline)
+        width = _FP32_BYTES if LOW_DTYPES[config.precision.name] is None else torch.bfloat16.itemsize
+        yield Flow(group, "all_to_all", "end", width * elements, calls, ranks)
+    if takes(config.optim, "sums"):
+        # Of rows and columns, and then two of each parameter; those that two stages share apart.
+        for is_shared in (False, True):
+            divided = [
+                spec.shape for spec in here.values()
+                if layout.size(spec.sliced_axes) > 1 and (len(spec.holders) > 1) == is_shared
+            ]  # fmt: skip
+            matrices = [shape for shape in divided if len(shape) > 1]
+            sums = [sum(prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in matrices), 2 * len(divided)]
+            sent = sum(2 * _FP32_BYTES * each * (ranks - 1) // ranks for each in sums)
+            if sent:
+                yield Flow(group, "all_reduce", "end", sent, sum(each > 0 for each in sums), ranks)
 
 
 class _Sizes:

@@ -118,7 +118,7 @@ def parallelize(
         runner = Direct(sync, phases, autocast)
     if trained_dtype:
         for stage in stages.values():
-            sum_in_fp32(stage)
+            sum_in_fp32(stage, reduces_each=section.sync_every_micro_batch)
     parallel = DistributedModel(
         list(stages.values()), runner, specs, groups, device,
         loads=loads, buffers=buffers, shared=shared_buffers(buffers, plan),

@@ -120,11 +120,6 @@ def _check_bf16_weights(config: RunConfig) -> None:
             f"{how} with trainer.ema_decay={trainer.ema_decay:g}: an average held in bf16 would stand still; use "
             "trainer.ema_decay=0, or optim=adamw"
         )
-    if config.parallel.sync_every_micro_batch:
-        raise UserError(
-            f"{how} with parallel.sync_every_micro_batch=true, which would sum the gradients of micro-batches in bf16; "
-            "use parallel.sync_every_micro_batch=false, or optim=adamw"
-        )
 
 
 def _check_compile(config: RunConfig, layout: Layout) -> None:

@@ -12,11 +12,23 @@ from serried.parallel.mesh import Layout
 _LONGEST_FP32_ROW = 2**15
 
 
-def sum_in_fp32(module: nn.Module) -> None:
-    """Let micro-batches add up their gradients in fp32, for parameters of fewer bits; FSDP2 does so with its own."""
+def sum_in_fp32(module: nn.Module, *, reduces_each: bool) -> None:
+    """Let micro-batches add up their gradients in fp32, for parameters of fewer bits.
+
+    FSDP2 does so with those that are not reduced yet. ``reduces_each``: it reduces those of each micro-batch, and adds
+    them up in the type of ``.grad``.
+    """
     for parameter in module.parameters():
         if parameter.requires_grad and not is_sharded(parameter):
             parameter.grad_dtype = torch.float32
+        elif parameter.requires_grad and reduces_each:
+            parameter.grad_dtype = None  # FSDP2's is bf16 at first
+            parameter.register_post_accumulate_grad_hook(_widen)
+
+
+def _widen(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad = parameter.grad.float()
 
 
 def zero_gradient(parameter: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.cluster import Cluster
@@ -11,11 +12,15 @@ from harness.runs import metrics, weights
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.parallel import rounding
-from serried.parallel.held import HeldTensor
+from serried.parallel.apply import parallelize
+from serried.parallel.held import HeldTensor, local
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.rounding import Rounding
 from serried.parallel.shard_specs import ShardSpec, Slice
+from serried.recipes.causal_lm import CausalLM
+from serried.recipes.data.dataset import Batch
+from serried.recipes.models.transformer import Transformer
 from serried.trainer.optimizer import build_optimizer, check_optimizer, take_step
 from tests.test_any_layout import train
 
@@ -111,6 +116,33 @@ def test_state_is_fp32_and_updates_are_near_those_of_adamw() -> None:
     _, ours = trained("adamw_bf16", torch.bfloat16, 20, 0.05)
     before, exact = trained("adamw", torch.float32, 20, 0.05)
     assert (ours - exact).norm() < 0.05 * (exact - before).norm()
+
+
+def test_gradients_reduced_after_each_micro_batch_add_up_in_fp32() -> None:
+    """Each has 8 bits, and 7 of them need more."""
+    small = ["model.dim=16", "model.layers=1", "model.heads=2", "model.kv_heads=2", "model.hidden_dim=16"]
+    config = compose(["parallel=fsdp", "parallel.sync_every_micro_batch=true", *small])
+    found = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with torch.device("meta"):
+            model = Transformer(config.model, 16)
+        parallel = parallelize(
+            model, model.parallel_plan(), lambda _: 0.2, seed=1, layout=Layout("fsdp"), section=config.parallel,
+            low_dtype=torch.bfloat16, trained_dtype=torch.bfloat16, device=torch.device("cpu"),
+        )  # fmt: skip
+        tokens = torch.arange(16).view(1, 16)
+        batch = Batch(tokens, tokens.roll(-1, 1), torch.zeros(1), None)
+        for count in (1, 7):
+            parallel.forward_backward([batch] * count, CausalLM(config), 1.0, lambda: 0.0)
+            found.append([local(held.tensor.grad) for held in parallel.parameters if held.tensor.grad is not None])
+            for held in parallel.parameters:
+                held.tensor.grad = None
+    finally:
+        dist.destroy_process_group()
+    for one, seven in zip(*found, strict=True):
+        assert seven.dtype == torch.float32
+        torch.testing.assert_close(seven, 7 * one, rtol=1e-6, atol=0)
 
 
 def test_a_model_that_may_compute_in_other_types_is_one_line() -> None:

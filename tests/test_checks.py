@@ -79,12 +79,6 @@ def check(arguments: list[str], processes: int) -> None:
         ("optim=adamw_bf16", 2, "optim=adamw_bf16 with precision=fp32: weights held in bf16", "precision=bf16"),
         ("optim=adamw_bf16 precision=bf16 adapter=lora", 2, "adapter.method=lora: the base model", "optim=adamw"),
         ("optim=adamw_bf16 precision=bf16 trainer.ema_decay=0.9", 2, "would stand still", "trainer.ema_decay=0"),
-        (
-            "optim=adamw_bf16 precision=bf16 parallel.sync_every_micro_batch=true",
-            2,
-            "sum the gradients of micro-batches in bf16",
-            "parallel.sync_every_micro_batch=false",
-        ),
     ],
 )
 def test_a_layout_that_does_not_fit_says_why_and_what_would(

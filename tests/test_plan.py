@@ -44,6 +44,10 @@ LAYOUTS = {
     "fsdp, selective": (8, ["parallel=fsdp", "trainer.activation_checkpoint=selective"]),
     "fsdp, budget": (8, ["parallel=fsdp", "trainer.activation_memory_budget=0.6"]),
     "fsdp, weights in bf16": (8, ["parallel=fsdp", "optim=adamw_bf16"]),
+    "fsdp, weights in bf16, reduced each time": (
+        8,
+        ["parallel=fsdp", "optim=adamw_bf16", "parallel.sync_every_micro_batch=true"],
+    ),
     "ddp, weights in bf16": (4, ["parallel=ddp", "optim=adamw_bf16"]),
     "hsdp": (8, ["parallel=hsdp", "parallel.replicate=2"]),
     "tensor": (8, ["parallel=fsdp", "parallel.tensor=4"]),

@@ -287,7 +287,7 @@ def _memory(
 ) -> str:
     memory, trainer = planned_memory(config, task, layout, accumulation, model, plan), config.trainer
     note = ""
-    may_sum_each = layout.pipeline == 1 and layout.strategy != "ddp" and not trained_type(config)
+    may_sum_each = layout.pipeline == 1 and layout.strategy != "ddp"
     if memory.gradients_while_accumulating and may_sum_each:
         note = f" (whole while accumulating; parallel.sync_every_micro_batch=true: {size(memory.gradients)})"
     parts = [

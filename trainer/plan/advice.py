@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from serried.configs.divisors import divisors
 from serried.configs.errors import UserError
-from serried.configs.registry import takes
 from serried.configs.schema import RunConfig
 from serried.parallel.checks import check_layout
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
@@ -110,7 +109,7 @@ def _that_keep_the_numbers(planned: Planned, stage: str, usable: float) -> Itera
             "parallel.reshard_after_forward=true", planned.saved_by("parallel", reshard_after_forward=True),
             ", and is slower",
         )  # fmt: skip
-    if layout.shard > 1 and layout.pipeline == 1 and not takes(config.optim, "rounding"):
+    if layout.shard > 1 and layout.pipeline == 1:
         yield Advice(
             "parallel.sync_every_micro_batch=true", planned.saved_by("parallel", sync_every_micro_batch=True),
             ", and communicates more",

@@ -229,7 +229,8 @@ def _of_stages(
     estimate = activation_estimate(config, task, layout, sizes.plan)
     activations = int(_ALLOWANCE * (estimate(share=share) or 0))
     received = activations - int(_ALLOWANCE * (estimate(share=share._replace(borders=0)) or 0)) if share.borders else 0
-    gradients = share_trained * (sizes.trained_width if layout.is_sharded else _FP32_BYTES)
+    sums_in_fp32 = config.parallel.sync_every_micro_batch or not layout.is_sharded
+    gradients = share_trained * (_FP32_BYTES if sums_in_fp32 else sizes.trained_width)
     has_earlier = accumulation > 1 or keeps_buckets(config, layout)
     reduced = max(sizes.of_units(trained), default=0) if is_divided else 0
     states = sum(copies[name] * sizes.state_bytes[name] for name in trained)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from serried.configs.errors import UserError
 from serried.parallel.mesh import Layout
 
 
@@ -94,22 +95,31 @@ class Summed(NoSync):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self._is_last, self._travelling = False, list[dist.Work]()
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._sum)
+        self._is_last, self._travelling = False, dict[torch.Tensor, dist.Work]()
+        self._names = {each: name for name, each in module.named_parameters() if each.requires_grad}
+        for parameter in self._names:
+            parameter.register_post_accumulate_grad_hook(self._sum)
 
     def _sum(self, parameter: torch.Tensor) -> None:
         if self._is_last:
             work = dist.all_reduce(parameter.grad, async_op=True)
             assert work is not None
-            self._travelling.append(work)
+            self._travelling[parameter] = work
 
     @contextmanager
     def during(self, is_last: bool) -> Iterator[None]:
-        """Sum gradients in the last micro-batch only."""
+        """Sum gradients in the last micro-batch only.
+
+        Raises:
+            UserError: a parameter has none, so that it would not be summed, or with another one of another rank.
+        """
         self._is_last = is_last
         yield
-        for work in self._travelling:
+        if is_last and (unused := [name for each, name in self._names.items() if each not in self._travelling]):
+            raise UserError(
+                f"the loss does not depend on {unused[0]}, as it must if parallel_plan() names units; set "
+                "requires_grad=False for it, or use optim=adamw and a plan without units"
+            )
+        for work in self._travelling.values():
             work.wait()
         self._travelling.clear()

@@ -13,6 +13,7 @@ from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.parallel import rounding
 from serried.parallel.apply import parallelize
+from serried.parallel.data import Summed
 from serried.parallel.held import HeldTensor, local
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
@@ -143,6 +144,19 @@ def test_gradients_reduced_after_each_micro_batch_add_up_in_fp32() -> None:
     for one, seven in zip(*found, strict=True):
         assert seven.dtype == torch.float32
         torch.testing.assert_close(seven, 7 * one, rtol=1e-6, atol=0)
+
+
+def test_a_parameter_without_a_gradient_on_ddps_layout_is_one_line() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sync = Summed(model)
+        with sync.during(is_last=False):
+            sum(model[name](torch.ones(2)).sum() for name in model).backward()
+        with pytest.raises(UserError, match=r"does not depend on unused\.weight"), sync.during(is_last=True):
+            model["used"](torch.ones(2)).sum().backward()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_model_that_may_compute_in_other_types_is_one_line() -> None:

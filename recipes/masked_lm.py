@@ -104,8 +104,8 @@ class MaskedLM(TextClassification):
             with suppress(OSError, ValueError):
                 entry = read_json(self._folder / name).get("mask_token")
                 named.append(entry.get("content") if isinstance(entry, dict) else entry)
-        for token in (*filter(None, named), *_USUAL_MASKS):
-            if self._encoder.token_to_id(token) is not None:
+        for token in (*named, *_USUAL_MASKS):
+            if isinstance(token, str) and self._encoder.token_to_id(token) is not None:
                 return Masking(self._encoder, token, self.config.mask_share)
         raise UserError(
             f"task.model={self.config.model}: its tokenizer has no mask token, which tokenizer_config.json names as "

@@ -131,6 +131,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         shutil.copytree(folder / "bert", tmp_path / name)
     tokenizer = (folder / "bert/tokenizer.json").read_text()
     (tmp_path / "none/tokenizer.json").write_text(tokenizer.replace("[MASK]", "[HIDDEN]"))
+    (tmp_path / "none/tokenizer_config.json").write_text('{"mask_token": 5}')
     (tmp_path / "gpt2/config.json").write_text('{"model_type": "gpt2"}')
     config = json.loads((folder / "bert/config.json").read_text())
     (tmp_path / "roberta/config.json").write_text(json.dumps(config | {"model_type": "roberta", "pad_token_id": 1}))

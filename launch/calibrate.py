@@ -3,7 +3,7 @@
 import json
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,18 @@ _MOST_SHAPES = 60
 Shape = tuple[int, int, int]
 
 
-def calibrate(section: LaunchSection, out: Path, precision: str, shapes: Callable[[], Sequence[Shape]]) -> int:
+def calibrate(section: LaunchSection, out: Path, precision: str, shapes: Sequence[Shape]) -> int:
     """Measure rates on all processes of this start at once, and write them to ``out``. Return the exit code.
 
     Args:
         precision: of products: fp32, bf16 or fp16.
-        shapes: returns m, n, k of the products to time, those that cost the most first; called on rank 0.
+        shapes: m, n, k of the products to time, those that cost the most first; the same on all ranks.
     """
 
     def work(session: Session) -> int:
-        chosen = session.once(lambda: shapes()[:_MOST_SHAPES])
         with warnings.catch_warnings():  # torch renames its collectives
             warnings.simplefilter("ignore", FutureWarning)
-            found = session.gather(measure(session, [(m, n, k) for m, n, k in chosen], precision))
+            found = session.gather(measure(session, shapes[:_MOST_SHAPES], precision))
 
         def write() -> int:
             rates = of_all(found) | {"date": datetime.now(UTC).date().isoformat(), "precision": precision}

@@ -125,7 +125,7 @@ def plan(words: list[str]) -> int:
     """Print the plan of a run, on any machine: whether it fits, what ranks send, how long it takes, what would help.
 
     RUN          a run folder: its own config, on as many processes; overrides come on top
-    plan.mode    trace (default): a step on tensors without data; formula: from sizes alone, in a second
+    plan.mode    trace (default): a step on tensors without data; formula: from sizes alone, sooner
     plan.device  h100, a100, ...: the GPU to plan for; plan.tokens=15T and plan.price=2.5: what the time adds up to
     plan.rates   file of rates of another machine, as serried plan calibrate writes it
     json=true    print one JSON object

@@ -37,7 +37,8 @@ def calibrate(words: list[str]) -> int:
             with TemporaryDirectory() as folder:
                 there = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(folder)})})
                 return run_local(there, words, program=("-m", "serried", "plan", "calibrate")) or EXIT_FINISHED
-        return measure(config.launch, out, config.precision.name, lambda: traced_products(config))
+        shapes = traced_products(config)  # before the session: the trace has a process group of its own
+        return measure(config.launch, out, config.precision.name, shapes)
 
 
 def plan_run(word: str | None, overrides: list[str], *, is_compared: bool) -> int:

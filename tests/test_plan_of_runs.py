@@ -178,7 +178,8 @@ def test_two_processes_write_rates_that_a_plan_reads(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "rates.json"
-    argv = ["launch.device=cpu", "precision=fp32", "data.tokenizer=bytes", *(f"model.{each}" for each in TINY)]
+    sizes = [f"model.{each}" for each in TINY]
+    argv = ["launch.device=cpu", "precision=fp32", "data.tokenizer=bytes", "parallel=fsdp", *sizes]
     cluster.run(2, "tests.test_plan_of_runs:calibrated", argv=[*argv, f"out={out}"])
     found = read_rates(out)
     assert found.cluster.per_node == 2
@@ -186,7 +187,7 @@ def test_two_processes_write_rates_that_a_plan_reads(
     assert 0 <= found.hidden <= 1
     near = min(found.products)
     assert math.isclose(found.product_seconds(near), found.products[near])
-    text = printed(capsys, *argv, "parallel=fsdp", "launch.processes=2", f"plan.rates={out}")
+    text = printed(capsys, *argv, "launch.processes=2", f"plan.rates={out}")
     assert "needs" in text, "no GPU that it might fit"
     assert f"on 2 {found.cluster.device.name}" in text
     assert f"time: rates measured on {found.date} in {out}" in text

@@ -608,6 +608,11 @@ class AdapterSection(Section):
                 f"adapter.quantize={self.quantize} with adapter.method={self.method}: quantized weights are trained "
                 "with adapters of LoRA alone; use adapter=lora, or adapter.quantize=none"
             )
+        for name in ("rank", "alpha", "dropout", "scale", "modules") if self.method == "none" else ():
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                shown = f"[{','.join(value)}]" if isinstance(value, tuple) else value
+                given = f"adapter.{name}={shown}"
+                yield f"{given} has no effect with adapter.method=none; use adapter=lora, or leave it out"
 
 
 class ScheduleSection(Section):

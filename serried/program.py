@@ -138,7 +138,23 @@ def task_of(config: RunConfig) -> "Task":
     """Return the declared task, or the built-in or installed one that ``config`` names, for the run of ``config``."""
     task: Task = (declared().task or tasks.get(config.task.name).load())()
     task.configure(config)
+    _check_text(config, task)
     return task
+
+
+def _check_text(config: RunConfig, task: "Task") -> None:
+    """Refuse keys that only a model of text has a use for."""
+    from serried.trainer.task import TextTask
+
+    trainer, name = config.trainer, type(task).__name__
+    if isinstance(task, TextTask) or hasattr(config, "data"):
+        return
+    if trainer.sample_tokens:
+        raise UserError(
+            f"trainer.sample_tokens={trainer.sample_tokens} with {name}, which writes no text; leave it out"
+        )
+    if trainer.evaluate:
+        raise UserError(f"trainer.evaluate needs a model of text, and {name} is no serried.TextTask; leave it out")
 
 
 def _load(config: RunConfig) -> None:

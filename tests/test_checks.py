@@ -76,6 +76,8 @@ def check(arguments: list[str], processes: int) -> None:
             "when FSDP has freed them",
             "parallel.reshard_after_forward=false",
         ),
+        ("adapter.rank=4", 1, "adapter.rank=4 has no effect with adapter.method=none", "adapter=lora"),
+        ("adapter.modules=[q_proj]", 1, "adapter.modules=[q_proj] has no effect", "adapter=lora"),
         ("optim=adamw_bf16", 2, "optim=adamw_bf16 with precision=fp32: weights held in bf16", "precision=bf16"),
         ("optim=adamw_bf16 precision=bf16 adapter=lora", 2, "adapter.method=lora: the base model", "optim=adamw"),
         ("optim=adamw_bf16 precision=bf16 trainer.ema_decay=0.9", 2, "would stand still", "trainer.ema_decay=0"),

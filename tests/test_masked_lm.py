@@ -151,6 +151,8 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capfd: pytest.Captu
         (["task.label_column=label"], "task.label_column"),
         (["task.mask_share=0"], "task.mask_share"),
         (["adapter=lora"], "a head that is tied to the embeddings"),
+        (["trainer.sample_tokens=9"], "trainer.sample_tokens=9 with MaskedLM, which writes no text; leave it out"),
+        (["trainer.evaluate=[lm_eval:arc_easy]"], "trainer.evaluate needs a model of text"),
         (["recipe=lora"], "the recipes here are of language models"),
     ):
         assert main(masked(folder, tmp_path / "run", "dry_run=true", *words)) == 78, words

@@ -27,7 +27,7 @@ from serried.trainer.optimizer import build_optimizer, create_state, take_step
 from serried.trainer.optimizer_state import group_values, tensor_state
 from serried.trainer.plan.traced import memory_of
 from tests.test_optimizers import OWN_OPTIMIZER, with_own
-from tests.test_plan import TINY, both
+from tests.test_plan import SHORT, TINY, both
 
 OFFLOAD = "optim.offload=true"
 
@@ -140,7 +140,7 @@ def test_the_device_holds_the_state_of_one_parameter_in_an_update(cluster: Clust
     assert memory.phase == "optimizer"
     assert memory.peak == pytest.approx(formula.total, rel=1e-3)
     assert memory.on_host == formula.on_host
-    (answer,) = cluster.run(1, "benchmarks.memory:allocated_and_sent", argv=[*argv], path=str(tmp_path))
+    (answer,) = cluster.run(1, "harness.allocated:allocated_and_sent", argv=[*SHORT, *argv], path=str(tmp_path))
     assert memory.peak + memory.on_host == pytest.approx(answer.value[0], rel=1e-3)
 
 

@@ -71,6 +71,11 @@ class Objective(Protocol):
         needs it."""
 
 
+MOMENTS = ("forward", "backward", "block", "start")
+"""Of a micro-batch: the end of its forward, the beginning of its backward, the backward of a block, and that of what
+comes before the blocks."""
+
+
 class Share(NamedTuple):
     """What one rank does of the work on a micro-batch, for estimates of its memory."""
 
@@ -84,12 +89,14 @@ class Share(NamedTuple):
     """Ranks that activations between these matrices are divided over."""
     blocks: float = 1.0
     """Share of the blocks, times the micro-batches that are between their forward and their backward at a time."""
-    has_end: bool = True
-    """Whether the end of the model is here, where the loss is."""
+    ends: int = 1
+    """Micro-batches that are between the forward and the backward of the end of the model, where the loss is."""
     trains_weights: bool = True
     """Whether the model's own weights are trained; with adapters they are not."""
-    forward_extra: int = 0
-    """Bytes that the end of a forward holds beyond the beginning of a backward, whatever the model."""
+    adapters: int = 0
+    """The rank of adapters, if they are trained instead."""
+    moment: str = ""
+    """One of ``MOMENTS``; empty: when most is held."""
     borders: int = 0
     """Buffers for what a pipeline's stages send each other, each of a micro-batch."""
     checkpoint: str = "none"

@@ -144,7 +144,7 @@ class Distillation(CausalLM):
     ) -> int | None:
         own = super().activation_bytes(samples, dtype, autocast=autocast, share=share)
         layers = max(1, getattr(self._teacher.section, "layers", 1))  # one of them at a time
-        once = share._replace(blocks=1 / layers, checkpoint="none", rest="none")
+        once = share._replace(moment="", blocks=1 / layers, checkpoint="none", rest="none")
         length = self._data.sequence_length
         its = self._teacher.activation_bytes(samples, length, dtype, autocast=False, share=once)
         return None if own is None or its is None else own + its

@@ -71,6 +71,7 @@ def share_of_blocks(config: RunConfig, layout: Layout) -> Share:
         tensor=layout.tensor,
         sequence=layout.tensor if layout.sequence else 1,
         trains_weights=config.adapter.method == "none",
+        adapters=config.adapter.rank if config.adapter.method != "none" else 0,
     )
 
 
@@ -91,7 +92,11 @@ def activation_estimate(
 
 def _estimated(config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan) -> Mapping[str, float] | None:
     """Return what all blocks keep, by mode: what twice as many of them hold more."""
-    estimate, share, kept = activation_estimate(config, task, layout, plan), share_of_blocks(config, layout), {}
+    estimate, share, kept = (
+        activation_estimate(config, task, layout, plan),
+        share_of_blocks(config, layout)._replace(moment="start"),
+        {},
+    )
     for mode in _MODES:
         once, twice = (estimate(share=share._replace(checkpoint=mode, blocks=times)) for times in (1, 2))
         if once is None or twice is None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from serried.configs.errors import UserError
 from serried.configs.schema import ModelSection
 from serried.parallel.fragments import Fragment
-from serried.parallel.plan import ALL_OF_IT, Inputs, ParallelPlan, Share
+from serried.parallel.plan import ALL_OF_IT, MOMENTS, Inputs, ParallelPlan, Share
 from serried.recipes.models.head import IGNORE
 
 
@@ -38,8 +38,10 @@ class BlockBytes(NamedTuple):
     """What enters it."""
     selected: float
     """What ``trainer.activation_checkpoint=selective`` keeps beside that."""
-    products: float
-    """The gradient of its largest product."""
+    gradients: float
+    """Those of its activations that its backward has at once, but for what it has freed by then."""
+    computed: float = 0.0
+    """What its forward has at its end, and does not keep."""
 
 
 class EndBytes(NamedTuple):
@@ -53,27 +55,34 @@ class EndBytes(NamedTuple):
     """Beside that, while the backward begins."""
 
 
-def most_bytes(share: Share, layers: int, block: BlockBytes, end: EndBytes, *, copies: float = 0.0) -> int:
-    """Return what forward and backward of ``layers`` blocks and of the ``end`` of a model hold at most.
+def bytes_at(share: Share, layers: int, block: BlockBytes, end: EndBytes, *, copies: float = 0.0) -> int:
+    """Return what ``layers`` blocks and the ``end`` of a model hold at ``share.moment``, beside gradients of blocks.
 
     ``copies``: of the weights of all blocks, under autocast.
     """
+    if not share.moment:
+        return max(bytes_at(share._replace(moment=each), layers, block, end, copies=copies) for each in MOMENTS)
     kept = {"none": block.all, "full": block.stream, "selective": block.stream + block.selected, "offload": 0.0}
     checkpointed = 0 if share.checkpoint == "none" else -(-layers // share.every) * share.firsts
-    of_blocks = share.blocks * (checkpointed * kept[share.checkpoint] + (layers - checkpointed) * kept[share.rest])
-    of_blocks += share.borders * block.stream
-    of_end = end.all + max(end.forward + share.forward_extra, end.backward)
-    if not share.has_end:
-        of_end = 4 * block.products  # gradients of what is in the last block
-    begins = of_blocks + copies + of_end
+    of_blocks = checkpointed * kept[share.checkpoint]
+    of_blocks += (layers - checkpointed) * (kept[share.rest] + (share.rest == "none") * copies / layers)
+    of_blocks = share.blocks * of_blocks + share.borders * block.stream
+    if share.moment == "forward":
+        cached = share.blocks * checkpointed * copies / layers  # which autocast keeps to the end of a forward
+        return int(of_blocks + cached + (share.ends * end.all + end.forward if share.ends else block.gradients))
+    if share.moment == "backward":
+        return int(of_blocks + share.ends * end.all + end.backward * bool(share.ends))
+    if share.moment == "start":
+        return int(of_blocks + 2 * block.stream)
     if not checkpointed:
-        return int(begins)
-    # One block is whole at a time, with a gradient, and autocast copies its weights alone.
+        return int(of_blocks + block.stream + block.gradients)  # with what enters its backward
+    working = block.stream + max(block.gradients, block.computed)
+    # One block is whole at a time, with what enters it, and autocast copies its weights alone.
     last = share.checkpoint if share.rest == "none" else share.rest
-    again = block.all - kept[last] + block.products + copies / layers
+    again = block.all - max(0, kept[last] - block.stream) + copies / layers
     is_whole = last == share.checkpoint and (share.firsts < 1 or (layers - 1) % share.every)
     freed = block.all if is_whole else 0  # of the last block, where it comes before one of these
-    return int(max(begins, of_blocks - freed + again + (end.all if share.has_end else 0)))
+    return int(of_blocks + max(0, again - freed) + working)
 
 
 class ModelFamily:

@@ -20,7 +20,7 @@ from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ALL_OF_IT, Context, ParallelPlan, Share
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask
 from serried.recipes.models.cache import Cache, LayerCache
-from serried.recipes.models.family import BlockBytes, LossFamily, most_bytes
+from serried.recipes.models.family import BlockBytes, LossFamily, bytes_at
 from serried.recipes.models.head import LanguageModelHead
 from serried.recipes.models.transformer import Embedding, end_bytes
 
@@ -218,15 +218,15 @@ class GPT2(LossFamily):
         selected = (width * (3 * model.dim + model.hidden_dim) + 4 * model.heads) / share.tensor
         selected += 2 * into * (1 + 1 / share.sequence) * (share.tensor > 1)
         selected += 2 * into * share.context / share.tensor * (share.context > share.keys)
-        products = width * model.hidden_dim / share.tensor
-        each = (norm + divided / share.tensor, into / share.sequence, selected, products)
+        gradients = width * model.hidden_dim / share.tensor * (2 if width < 4 else 1)  # in bf16, copies of it
+        each = (norm + divided / share.tensor, into / share.sequence, selected, gradients)
         matrices = model.layers * (4 * model.dim + 2 * model.hidden_dim) * model.dim
         # Of weights; autocast keeps those of transposed ones no longer than the block.
         copies = width * matrices / share.tensor if autocast else 0
         end = end_bytes(model.dim, self.vocab_size, tokens, dtype, share, autocast=autocast)
         block = BlockBytes(*(tokens * number for number in each))
         block = block._replace(all=block.all + copies / model.layers)
-        return most_bytes(share, model.layers, block, end)
+        return bytes_at(share, model.layers, block, end)
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         owner, _, last = name.rpartition(".")

@@ -21,7 +21,7 @@ from serried.configs.schema import LlamaSection, RopeScaling
 from serried.parallel.plan import ALL_OF_IT, Context, ParallelPlan, Share
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask
 from serried.recipes.models.cache import Cache, LayerCache
-from serried.recipes.models.family import BlockBytes, EndBytes, LossFamily, most_bytes
+from serried.recipes.models.family import BlockBytes, EndBytes, LossFamily, bytes_at
 from serried.recipes.models.head import LanguageModelHead, chunk_tokens
 
 
@@ -304,10 +304,10 @@ def flops_per_token(config: LlamaSection, parameters: int, vocab_size: int, sequ
 def activation_bytes(
     config: LlamaSection, vocab_size: int, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool,
     share: Share = ALL_OF_IT, stream_norms: int = 2, normalizes_heads: bool = False,
-    more: Sequence[float] = (0, 0, 0, 0),
+    more: Sequence[float] = (0, 0, 0, 0, 0),
 ) -> int:  # fmt: skip
-    """Bytes that a forward and its backward need at most beside parameters and their gradients: what the forward keeps
-    for the backward, and the logits of one chunk.
+    """Bytes that a forward and its backward need at ``share.moment``, beside parameters and their gradients: what the
+    forward keeps for the backward, and the logits of one chunk.
 
     ``dtype`` is that of matrix products; under ``autocast`` copies of the weights in it are kept too. A block has
     ``stream_norms`` of the stream, and maybe those of queries and keys; ``more``: what it has beside what is common to
@@ -320,24 +320,33 @@ def activation_bytes(
     of_norm = 8 if share.trains_weights else 4  # its input, and for its weight's gradient the normalised one, in fp32
     norm = of_norm * config.dim + 4  # and 1 / root mean square
     into = width * config.dim  # its output, which the matrices read: of all tokens
+    gathers_keys = share.context > share.keys
     # q, the mix, the scores' log-sum, k, v
     attention = width * 2 * (queries + keys * share.context / share.keys) + 4 * config.heads
     if normalizes_heads:
         attention += of_norm * (queries + keys)  # as those of the stream
     feed_forward = 4 * width * config.hidden_dim  # gate, its SiLU, up, their product
     layer = stream_norms * norm / share.sequence + 2 * into + (attention + feed_forward) / share.tensor
+    layer += 7 * width * share.adapters  # what passes through adapters of all seven matrices
     # Queries, values, gate and what leaves the feed-forward; the mix, the scores' log-sum; what other ranks sent.
     selected = (width * (2 * queries + keys + config.hidden_dim) + 4 * config.heads) / share.tensor + into
     selected += (2 * into + 2 * stream) * (share.tensor > 1)
-    selected += 2 * width * keys * share.context / share.tensor * (share.context > share.keys)
-    products = width * config.hidden_dim / share.tensor
-    common = (layer, stream, selected, products)
+    selected += 2 * width * keys * share.context / share.tensor * gathers_keys
+    product = width * config.hidden_dim / share.tensor
+    gradients = 2 * product  # of both factors
+    if share.tensor > 1:  # or of what all ranks have: what the block adds; or what the factors read, twice and summed
+        gradients = max(gradients, product + into, 3 * into - 2 * product)
+    # The last product, of all tokens, and what a rank gets of it; the stream, its norm, and what enters the backward.
+    computed = (into + 5 * stream) * (share.tensor > 1)
+    common = (layer, stream, selected, gradients, computed)
     block = BlockBytes(*(tokens * each + extra for each, extra in zip(common, more, strict=True)))
-    rope = 8 * sequence_length * config.attention_head_dim
+    rope = 8 * sequence_length * config.attention_head_dim + 32 * tokens  # and this batch and the next
+    if gathers_keys:
+        rope += rope // share.context  # its part
     matrices = config.dim * (2 * queries + 2 * keys + 3 * config.hidden_dim)
     copies = width * config.layers * matrices if autocast else 0
     end = end_bytes(config.dim, vocab_size, tokens, dtype, share, autocast=autocast, of_norm=of_norm)
-    return rope + most_bytes(share, config.layers, block, end, copies=copies)
+    return rope + bytes_at(share, config.layers, block, end, copies=copies)
 
 
 def end_bytes(
@@ -348,18 +357,25 @@ def end_bytes(
     ``of_norm``: that the norm keeps of each number that it reads.
     """
     width, rows = dtype.itemsize, -(-vocab_size // share.tensor)
-    # Of the head's forward: both gradients, and the tokens.
     of_weight = 4 * rows * dim if share.trains_weights else 0
-    ends = tokens * ((of_norm * dim + 4) / share.sequence + width * dim + 8) + of_weight
+    stream = width * dim * tokens / share.sequence
+    # The norm's, and of the head's forward both gradients.
+    ends = tokens * ((of_norm * dim + 4) / share.sequence + 8) + stream + of_weight
     has_copies = autocast or dtype == torch.float16
-    inputs = width * dim * 2 * tokens if width < 4 else 0  # of the head, in it; without copies gone after the forward
-    logits = 8 * rows * min(tokens, chunk_tokens(rows))  # two copies of a chunk's logits in fp32
-    copy = width * rows * dim if width < 4 else 0  # of the weight in the forward, of its gradient in the backward
-    scaled = of_weight + width * dim * tokens  # both gradients, times that of the loss
+    copy = width * rows * dim if width < 4 else 0  # of the weight in the forward, of its gradient in both
+    chunk = min(tokens, chunk_tokens(rows))
+    # Logits in fp32, with a copy for the log of their sum; or with their gradient in the low type, and what it gives.
+    logits = 8 * rows * chunk
+    if dtype == torch.float16:  # whose products that give a weight's gradient are in fp32
+        logits = max(logits, (8 + width) * rows * chunk + 4 * dim * chunk)
+    elif width < 4:
+        logits = max(logits, (4 + width) * rows * chunk + max(copy * share.trains_weights, width * dim * chunk))
+    inputs = 2 * stream + width * dim * chunk * (share.tensor > 1)  # of the norm and of the head
+    inputs += 32 * chunk  # targets, and what is computed of each
     return EndBytes(
-        ends + inputs * has_copies,
-        logits + (copy if has_copies else inputs),
-        scaled + copy * share.trains_weights,
+        ends,
+        logits + inputs + copy * has_copies,
+        of_weight + stream + copy * (share.trains_weights and not has_copies),  # both, times that of the loss
     )
 
 

@@ -1,9 +1,9 @@
 """Memory that a rank needs, and what FSDP2 exchanges, computed from sizes: nothing is allocated."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from math import prod
+from functools import cache
+from math import ceil, prod
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from serried.trainer.activation_budget import (
     share_of_blocks,
 )
 from serried.trainer.optimizer_state import state_bytes_by_name
+from serried.trainer.plan.moments import How, Moment, Part, Parts, moments
 from serried.trainer.plan.parts import IN_HOST_MEMORY, Amount, Memory
 from serried.trainer.precision import LOW_DTYPES, frozen_type, trained_type
 from serried.trainer.task import Task
@@ -38,8 +39,8 @@ WHY_RECEIVE_BUFFERS = (
     "trainer.global_batch, more data ranks, or parallel.stages_per_rank=1"
 )
 _FP32_BYTES = 4
-_ALLOWANCE = 1.025
-"""For what the estimates of activations leave out, so that they are not below what a trace finds."""
+_ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
+"""Schedules of a pipeline that begin with the forwards of all micro-batches."""
 
 
 class FormulaMemory(NamedTuple):
@@ -53,27 +54,24 @@ class FormulaMemory(NamedTuple):
     gathered: int
     """Whole parameters of a sharded model, while they are used."""
     activations: int
-    """What forward and backward of a micro-batch need on top, by estimate; 0: unknown."""
-    gradients_at_peak: int
-    """Those that are there when a backward begins: of earlier micro-batches."""
-    reducing: int
-    """At the end of a backward or after it: gradients of a unit on their way to the ranks that hold them, or state of
-    a parameter that is fetched from host memory."""
+    """What forward and backward of a micro-batch need on top at most, by estimate; 0: unknown."""
     received: int
     """Of the activations, the buffers of a pipeline's messages: torch has one for each micro-batch of a step."""
     on_host: int
-    """Optimizer state in host memory; of one parameter at a time ``reducing`` has it."""
+    """Optimizer state in host memory."""
+    peak: Moment
+    """When most is there."""
 
     @property
     def total(self) -> int:
-        """At the peak: where a backward begins, or where it ends, when activations have given way to gradients."""
-        begins = self.activations + self.gradients_at_peak
-        return self.parameters + self.optimizer_state + self.gathered + max(begins, self.gradients + self.reducing)
+        """At the peak."""
+        return self.parameters + self.optimizer_state + int(self.peak.bytes)
 
     @property
     def is_of_parts(self) -> bool:
         """Whether all parts are there at the peak."""
-        return self.gradients + self.gradients_while_accumulating == self.gradients_at_peak
+        gradients = self.gradients + self.gradients_while_accumulating
+        return gradients + self.gathered + self.activations == int(self.peak.bytes)
 
 
 def planned_memory(
@@ -87,19 +85,18 @@ def planned_memory(
 
 def formula_memory(found: FormulaMemory) -> Memory:
     """Return ``found`` as the parts of its peak."""
-    begins = found.activations + found.gradients_at_peak >= found.gradients + found.reducing
-    gradients = found.gradients_at_peak if begins else found.gradients
-    passing = found.activations - found.received if begins else found.reducing
+    peak, received = found.peak, min(found.received, found.peak.activations)
     parts = {
         "parameters": Amount(found.parameters, "exact"),
         "optimizer state": Amount(found.optimizer_state, "exact"),
         IN_HOST_MEMORY: Amount(found.on_host, "exact"),
-        "gradients": Amount(gradients, "exact"),
-        "gathered": Amount(found.gathered, "formula"),
-        "activations": Amount(passing, "formula"),
-        RECEIVE_BUFFERS: Amount(found.received if begins else 0, "formula"),
+        "gradients": Amount(peak.gradients, "exact"),
+        "gathered": Amount(peak.gathered, "formula"),
+        "activations": Amount(peak.activations - received, "formula"),
+        "gradients on their way": Amount(peak.passing, "formula"),
+        RECEIVE_BUFFERS: Amount(received, "formula"),
     }
-    return Memory({kind: part for kind, part in parts.items() if part.value}, "backward", {})
+    return Memory({kind: part for kind, part in parts.items() if part.value}, peak.phase, {})
 
 
 def planned_flows(
@@ -152,6 +149,7 @@ class _Sizes:
     def __init__(self, config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelPlan) -> None:
         self.plan, self.layout, self.model = plan, layout, model
         self._units = () if plan.is_one_unit else plan.units or units_of(model)
+        self._blocks = {*plan.blocks_in(model)}
         self.specs = shard_specs(model, plan, layout)
         self.trained_width = (trained_type(config) or torch.float32).itemsize
         self.trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -193,60 +191,69 @@ class _Sizes:
             [self.shapes[name] for name in names], [self.shapes[name] for name in names if name in self.trained]
         )
 
-    def of_units(self, names: Collection[str]) -> list[int]:
-        """Gathered, of each unit, with the parameters ``names`` alone."""
-        if self.plan.is_one_unit:
-            return [sum(self.gathered[name] for name in names)]
-        counts = []
+    def parts(self, pipeline: int) -> Parts:
+        """Return what is gathered together on the ranks at a coordinate of the pipeline."""
+        rest, blocks = [name for name, spec in self.specs.items() if pipeline in spec.holders], self._blocks
+        before: list[Part] = []
+        middle: list[Part] = []
+        after: list[Part] = []
         for unit in self._units:
-            prefixes = tuple(f"{module}." for module in unit)
-            counts.append(sum(self.gathered[name] for name in names if name.startswith(prefixes)))
-        return counts
+            names = [name for name in rest if name.startswith(tuple(f"{module}." for module in unit))]
+            rest = [name for name in rest if name not in names]
+            kind = middle if not blocks.isdisjoint(unit) else after if middle or not blocks else before
+            kind += [self._part(names, pipeline)] if names else []
+        return Parts(before, middle, after, self._part(rest, pipeline))
+
+    def _part(self, names: Sequence[str], pipeline: int) -> Part:
+        copies = {name: self.specs[name].holders.count(pipeline) for name in names}
+        trained = [name for name in names if name in self.trained]
+        return Part(
+            sum(copies[name] * self.gathered[name] for name in names),
+            sum(copies[name] * self.gathered[name] for name in trained),
+            sum(copies[name] * self.held[name] for name in trained),
+            max((self.gathered[name] for name in trained), default=0),
+        )
 
 
 def _of_stages(
     config: RunConfig, task: Task, layout: Layout, accumulation: int, sizes: _Sizes, pipeline: int
 ) -> FormulaMemory:
     """Memory of the ranks at a coordinate of the pipeline."""
-    low_dtype = LOW_DTYPES[config.precision.name]
-    copies = {name: spec.holders.count(pipeline) for name, spec in sizes.specs.items()}
-    here = [name for name, count in copies.items() if count]
-    trained = [name for name in here if name in sizes.trained]
-    share_trained = sum(sizes.held[name] * copies[name] for name in trained)
-    is_divided = layout.is_sharded and layout.shard * layout.context > 1
-    holds_whole_gradients = is_divided and accumulation > 1 and not config.parallel.sync_every_micro_batch
-    whole = sum(sizes.gathered[name] for name in trained) if holds_whole_gradients else 0
-    gathered = gathered_type(sizes.plan, low_dtype)
-    width = gathered.itemsize if gathered else _FP32_BYTES
-    gathers, more = _gathered(config, sizes, here)
-    # A single shard of that type is used as it is.
-    uses_copies = is_divided or (layout.is_sharded and width < sizes.trained_width)
-    frozen = frozen_type(config, sizes.plan)
-    mix, blocks = chosen_mix(config, task, layout, sizes.plan, None), sizes.plan.blocks_in(sizes.model)
-    share = share_of(config, layout, accumulation, len(blocks), pipeline, mix)._replace(
-        forward_extra=more * width if uses_copies else 0
-    )
+    copies = {name: count for name, spec in sizes.specs.items() if (count := spec.holders.count(pipeline))}
+    trained, frozen = [name for name in copies if name in sizes.trained], frozen_type(config, sizes.plan)
+    how, parts = _how(config, sizes, accumulation, pipeline), sizes.parts(pipeline)
+    mix, blocks = chosen_mix(config, task, layout, sizes.plan, None), max(1, len(sizes.plan.blocks_in(sizes.model)))
+    share = share_of(config, layout, accumulation, blocks, pipeline, mix)
     estimate = activation_estimate(config, task, layout, sizes.plan)
-    activations = int(_ALLOWANCE * (estimate(share=share) or 0))
-    received = activations - int(_ALLOWANCE * (estimate(share=share._replace(borders=0)) or 0)) if share.borders else 0
-    sums_in_fp32 = config.parallel.sync_every_micro_batch or not layout.is_sharded
-    gradients = share_trained * (_FP32_BYTES if sums_in_fp32 else sizes.trained_width)
-    has_earlier = accumulation > 1 or keeps_buckets(config, layout)
-    reduced = max(sizes.of_units(trained), default=0) if is_divided else 0
-    states = sum(copies[name] * sizes.state_bytes[name] for name in trained)
-    fetched = int(max((sizes.state_bytes[name] for name in trained), default=0))
-    on_host = config.optim.offload
+    held = sum(len(layout.block_range(stage, blocks)) for stage in layout.stages_of(pipeline))
+    waits = layout.pipeline > 1 and layout.schedule in _ALL_FORWARDS_FIRST  # the more, the fewer backwards have been
+    is_copied = frozen is not None and not layout.is_sharded  # autocast copies adapters
+    of_adapters = is_copied * torch.bfloat16.itemsize * sum(sizes.held[name] for name in trained)
+
+    @cache
+    def activations(moment: str, left: int, has_earlier: bool) -> float:
+        # Of each micro-batch in flight but one, all blocks are still to come.
+        gone = held * (waits and has_earlier) + held - left
+        ends = max(0, share.ends - (waits and has_earlier))
+        now = share._replace(moment=moment, blocks=max(0.0, share.blocks - gone / blocks), ends=ends)
+        return of_adapters + (estimate(share=now) or 0)
+
+    states, is_offloaded = {name: copies[name] * sizes.state_bytes[name] for name in trained}, config.optim.offload
+    fetched = is_offloaded * max(states.values(), default=0)
+    found = list(moments(parts, held, how, activations, fetched))
+    all_of_it = (*parts.before, *parts.blocks, *parts.after, parts.rest)
+    without = estimate(share=share._replace(moment="forward", borders=0)) or 0
+    averages = sum(copies[name] * sizes.average_bytes[name] for name in trained)
     return FormulaMemory(
-        parameters=sum(sizes.held[name] * copies[name] * sizes.width(name, frozen) for name in here),
-        gradients=gradients,
-        gradients_while_accumulating=whole * _FP32_BYTES,
-        optimizer_state=int(states * (not on_host) + sum(copies[name] * sizes.average_bytes[name] for name in trained)),
-        gathered=gathers * width if uses_copies else 0,
-        activations=activations,
-        gradients_at_peak=(whole * _FP32_BYTES or gradients) if has_earlier else 0,
-        reducing=max(reduced * (_FP32_BYTES + width), fetched * on_host),
-        received=received,
-        on_host=int(states * on_host),
+        parameters=sum(sizes.held[name] * count * sizes.width(name, frozen) for name, count in copies.items()),
+        gradients=how.held_width * sum(part.held for part in all_of_it),
+        gradients_while_accumulating=how.holds_whole * _FP32_BYTES * sum(part.trained for part in all_of_it),
+        optimizer_state=int(averages + (not is_offloaded) * sum(states.values())),
+        gathered=int(max(each.gathered for each in found)),
+        activations=int(max(each.activations for each in found)),
+        received=int(activations("forward", held, False) - of_adapters - without),
+        on_host=int(is_offloaded * sum(states.values())),
+        peak=max(found, key=lambda moment: moment.bytes),
     )
 
 
@@ -255,19 +262,24 @@ def keeps_buckets(config: RunConfig, layout: Layout) -> bool:
     return layout.is_replicated and not trained_type(config)
 
 
-def _gathered(config: RunConfig, sizes: _Sizes, names: Collection[str]) -> tuple[int, int]:
-    """Return the elements of gathered parameters that a rank holds at once: those in no unit, and a unit and the next;
-    and how many more at the end of a forward, where the last unit is there twice: the buffer that it arrived in is
-    freed at the next gather."""
-    whole = sum(sizes.gathered[name] for name in names)
-    units = [each for each in sizes.of_units(names) if each]
-    last = units[-1] if units else whole
-    if sizes.layout.shard * sizes.layout.context == 1:  # a copy in the low type, made when it is used
-        return whole - sum(units) + max(units, default=0), 0
-    if sizes.plan.is_one_unit or not config.parallel.frees_after_forward:
-        return whole, last
-    rest, most = whole - sum(units), max(first + second for first, second in pairwise([0, *units, 0]))
-    return rest + most, max(0, 2 * last - most)
+def _how(config: RunConfig, sizes: _Sizes, accumulation: int, pipeline: int) -> How:
+    layout, low_dtype = sizes.layout, LOW_DTYPES[config.precision.name]
+    gathered, ranks = gathered_type(sizes.plan, low_dtype), layout.shard * layout.context if layout.is_sharded else 1
+    width = gathered.itemsize if gathered and layout.is_sharded else sizes.trained_width
+    stages = layout.stages_of(pipeline)
+    return How(
+        accumulation,
+        keeps_buckets(config, layout),
+        layout.is_sharded,
+        layout.pipeline > 1,
+        ranks,
+        width,
+        sizes.trained_width if layout.is_sharded else _FP32_BYTES,
+        layout.is_sharded and (ranks > 1 or width < sizes.trained_width),  # one shard of that type is used as it is
+        config.parallel.frees_after_forward and not sizes.plan.is_one_unit,
+        config.parallel.sync_every_micro_batch,
+        ((0 in stages) + 1) * (layout.stages - 1 in stages) if sizes.plan.tied else 0,
+    )
 
 
 def share_of(
@@ -276,10 +288,12 @@ def share_of(
     """What a rank at a coordinate of the pipeline does of the work on a micro-batch; the model has so many blocks."""
     trainer, stages, blocks = config.trainer, layout.stages_of(pipeline), max(1, blocks)
     held = sum(len(layout.block_range(stage, blocks)) for stage in stages)
+    in_flight = _in_flight(layout, accumulation, pipeline)
+    received = accumulation * sum((stage > 0) + (stage < layout.stages - 1) for stage in stages)
     share = share_of_blocks(config, layout)._replace(
-        blocks=held / blocks * _in_flight(layout, accumulation, pipeline),
-        has_end=layout.stages - 1 in stages,
-        borders=accumulation * sum((stage > 0) + (stage < layout.stages - 1) for stage in stages),
+        blocks=held / blocks * in_flight,
+        ends=_ends_in_flight(layout, accumulation) * (layout.stages - 1 in stages),
+        borders=received + ceil(in_flight) * sum(stage < layout.stages - 1 for stage in stages),  # and what they sent
         checkpoint="none" if holds_what_it_computed_again(trainer, layout) else trainer.activation_checkpoint,
         every=trainer.activation_checkpoint_every,
     )
@@ -297,11 +311,15 @@ def holds_what_it_computed_again(trainer: TrainerSection, layout: Layout) -> boo
     return computes and layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES
 
 
+def _ends_in_flight(layout: Layout, accumulation: int) -> int:
+    return accumulation if layout.pipeline > 1 and layout.schedule in _ALL_FORWARDS_FIRST else 1
+
+
 def _in_flight(layout: Layout, accumulation: int, pipeline: int) -> float:
     """Micro-batches between their forward and their backward at a time, on a rank of a pipeline."""
     if layout.pipeline == 1:
         return 1.0
-    if layout.schedule in ("gpipe", "looped_bfs"):
+    if layout.schedule in _ALL_FORWARDS_FIRST:
         return accumulation
     after, per_rank = layout.pipeline - pipeline, layout.stages // layout.pipeline
     if layout.schedule == "1f1b":

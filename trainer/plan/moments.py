@@ -1,0 +1,195 @@
+"""The moments of a step at which a rank may hold the most, by arithmetic on sizes."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+_FP32_BYTES = 4
+
+
+class Activations(Protocol):
+    """An estimate of the activations that are held."""
+
+    def __call__(self, moment: str, left: int, has_earlier: bool) -> float:
+        """Return bytes at one of ``plan.MOMENTS``, with so many blocks whose backward is to come. ``has_earlier``:
+        the backward of another micro-batch has been."""
+
+
+class Moment(NamedTuple):
+    """What comes and goes in a step, in bytes at one moment of it."""
+
+    phase: str
+    gathered: float
+    gradients: float
+    passing: float
+    """Gradients on their way into these, or to the ranks that hold them."""
+    activations: float = 0
+
+    @property
+    def bytes(self) -> float:
+        """All of it."""
+        return self.gathered + self.gradients + self.passing + self.activations
+
+
+class Part(NamedTuple):
+    """Parameters that are gathered together, in elements."""
+
+    gathered: int
+    trained: int
+    """Of these."""
+    held: int
+    """Of the trained, on this rank."""
+    largest: int
+    """The largest that is trained."""
+
+
+class Parts(NamedTuple):
+    """All parameters of a rank, in the order of the forward."""
+
+    before: Sequence[Part]
+    blocks: Sequence[Part]
+    after: Sequence[Part]
+    rest: Part
+    """In no unit: gathered through the whole forward and backward."""
+
+
+class How(NamedTuple):
+    """How gradients are formed and summed, and what is gathered for it."""
+
+    accumulation: int
+    keeps_buckets: bool
+    """DDP's: gradients are there between steps."""
+    is_sharded: bool
+    is_pipelined: bool
+    """In stages, which reduce all gradients when the last micro-batch has passed."""
+    ranks: int
+    """That each parameter is divided over."""
+    width: int
+    """Bytes of an element that is gathered, and of its gradient before it is added or summed."""
+    held_width: int
+    """Bytes of an element of the gradients that this rank holds."""
+    gathers: bool
+    """Whether parameters are used as copies."""
+    frees: bool
+    """Whether units are freed after their forward."""
+    reduces_each: bool
+    """Whether gradients are reduced after each micro-batch."""
+    tied: int
+    """How often one stage uses a weight that is the embedding's and the head's; 0: none has both, or none the head."""
+
+    @property
+    def holds_whole(self) -> bool:
+        """Whether gradients of earlier micro-batches are held whole."""
+        sums_up = self.is_pipelined or (self.accumulation > 1 and not self.reduces_each)
+        return self.is_sharded and self.ranks > 1 and sums_up
+
+
+def moments(parts: Parts, blocks: int, how: How, activations: Activations, fetched: float = 0) -> Iterator[Moment]:
+    """Yield the moments; the model has so many ``blocks`` here, in units of their own or not. ``fetched``: state of a
+    parameter that the optimizer has from host memory."""
+    held = sum(part.held for part in (*parts.before, *parts.blocks, *parts.after, parts.rest))
+    yield Moment("optimizer", 0, how.held_width * held, fetched)
+    different = min(how.accumulation, 3)  # the first, those between, the last
+    for number in range(different):
+        has_earlier = number > 0 or how.keeps_buckets
+        is_last = number == different - 1 and not how.is_pipelined
+        yield from _MicroBatch(parts, blocks, how, activations, has_earlier, is_last).moments()
+    units = [parts.rest, *parts.before, *parts.blocks, *parts.after]
+    for number, part in enumerate(units if how.is_pipelined else ()):
+        gathered = how.gathers * how.width * sum(each.gathered for each in units[number + 1 :])
+        to_come = (_FP32_BYTES if how.holds_whole else how.width) * sum(each.trained for each in units[number:])
+        formed = how.held_width * sum(each.held for each in units[: number + 1])
+        yield Moment("backward", gathered, formed + to_come, _FP32_BYTES * part.trained, activations("start", 0, True))
+
+
+class _MicroBatch:
+    def __init__(
+        self, parts: Parts, blocks: int, how: How, activations: Activations, has_earlier: bool, is_last: bool
+    ) -> None:
+        self._parts, self._blocks, self._how = parts, blocks, how
+        self._activations = partial(activations, has_earlier=has_earlier)
+        self._has_earlier, self._is_last = has_earlier, is_last
+        self._reduces = how.is_sharded and not how.is_pipelined and (is_last or how.reduces_each)
+        self._order = [*reversed(parts.after), *reversed(parts.blocks), *reversed(parts.before)]
+        """Of the backward."""
+
+    def moments(self) -> Iterator[Moment]:
+        """Yield what may be most: both ends of the forward and the backward, and the blocks whose neighbours differ."""
+        parts, blocks, after, rest = self._parts, self._blocks, len(self._parts.after), self._parts.rest
+        yield Moment("forward", self._after_forward(), self._gradients(0), 0, self._activations("forward", blocks))
+        begins = self._activations("backward", blocks)
+        yield Moment("backward", self._in_backward(0, starts=not after), self._gradients(0), 0, begins)
+        if not parts.blocks:
+            yield self._within(after, rest, self._activations("block", blocks))
+        for number in sorted({0, len(parts.blocks) - 2, len(parts.blocks) - 1} & {*range(len(parts.blocks))}):
+            place = after + len(parts.blocks) - 1 - number
+            yield self._within(place, self._order[place], self._activations("block", number + 1))
+            yield from self._reduced(place, self._order[place], self._activations("start", number))
+        starts = self._activations("start", 0)
+        for place in range(after + len(parts.blocks), len(self._order)):
+            if self._order[place].trained:
+                yield self._within(place, self._order[place], starts)
+                yield from self._reduced(place, self._order[place], starts)
+        if rest.trained:
+            yield self._within(len(self._order), rest, starts, tied=self._how.tied)
+            yield from self._reduced(len(self._order), rest, starts)
+
+    def _within(self, place: int, part: Part, activations: float, tied: int | None = None) -> Moment:
+        """In the backward of a part: the gradient of its largest parameter has been formed.
+
+        ``tied``: as the part holds the embedding, which the head uses too, its gradients of both and their sum are
+        formed; otherwise that of the head waits for it.
+        """
+        how = self._how
+        times = (3 if tied > 1 else 1) if tied is not None else 1
+        formed = how.width * (part.trained + (times - 1) * part.largest if tied is not None else part.largest)
+        waits = how.width * self._parts.rest.largest if how.tied and tied is None else 0
+        passing = self._reducing(place) + formed + waits
+        return Moment("backward", self._in_backward(place), self._gradients(place), passing, activations)
+
+    def _reduced(self, place: int, part: Part, activations: float) -> Iterator[Moment]:
+        """After the backward of a part: its gradients are on their way."""
+        how = self._how
+        if not how.is_sharded:
+            return
+        is_added = how.holds_whole and self._has_earlier
+        is_wide = self._reduces and (is_added or how.ranks == 1)  # torch divides what one rank has into a copy
+        passing = (_FP32_BYTES if is_wide else how.width) * part.trained + self._reducing(place + 1)
+        if place < len(self._order) and how.tied:
+            passing += how.width * self._parts.rest.largest
+        gathered = self._in_backward(place + 1, starts=True) if place < len(self._order) else 0
+        yield Moment("backward", gathered, self._gradients(place + 1), passing, activations)
+
+    def _gradients(self, place: int) -> float:
+        """Return the bytes of gradients, after the backward of so many parts."""
+        all_of_it = [*self._order, self._parts.rest]
+        formed, to_come = all_of_it[:place], all_of_it[place:]
+        if not self._how.holds_whole:
+            return self._how.held_width * sum(part.held for part in (all_of_it if self._has_earlier else formed))
+        if not self._reduces:
+            return _FP32_BYTES * sum(part.trained for part in (all_of_it if self._has_earlier else formed))
+        shards = self._how.held_width * sum(part.held for part in formed)
+        return shards + _FP32_BYTES * sum(part.trained for part in to_come)
+
+    def _reducing(self, place: int) -> float:
+        """Return the bytes of the gradients that are reduced last, after the backward of so many parts."""
+        if not self._reduces or not place:
+            return 0
+        return _FP32_BYTES * [*self._order, self._parts.rest][place - 1].trained
+
+    def _after_forward(self) -> float:
+        """Return what is gathered, with the buffer in which the last part arrived: it is freed at the next gather."""
+        units, rest = self._order, self._parts.rest.gathered
+        last = units[0].gathered if units else rest
+        kept = last * bool(units) if self._how.frees else sum(part.gathered for part in units)
+        arrives = self._how.ranks > 1 and (self._how.frees or not self._has_earlier)
+        return self._how.gathers * self._how.width * (rest + kept + arrives * last)
+
+    def _in_backward(self, place: int, *, starts: bool = False) -> float:
+        """Return what is gathered in the backward of a part: with it the next, unless it ``starts``."""
+        units, rest = self._order, self._parts.rest.gathered
+        if not self._how.frees:
+            left = units[place:] if self._is_last else units
+        else:
+            left = units[place : place + (1 if starts or self._how.ranks == 1 else 2)]
+        return self._how.gathers * self._how.width * (rest + sum(part.gathered for part in left))

@@ -72,7 +72,7 @@ def test_what_no_run_writes_in_a_checkpoint_is_not_kept(earlier: dict[str, Any],
     ("usable_gib", "argv", "says"),
     [
         (72.5, ["trainer.activation_checkpoint=none"], "use trainer.activation_checkpoint=selective, with which"),
-        (30, [], "use trainer.activation_checkpoint=full, with which 1 fit or trainer.micro_batch=1 to try"),
+        (30, [], "use trainer.activation_checkpoint=full, with which 2 fit or trainer.micro_batch=1 to try"),
         (22, ["trainer.activation_checkpoint=full"], "use optim.offload=true or trainer.micro_batch=1 to try"),
         (10, ["trainer.activation_checkpoint=full"], "true, which alone is not enough, or trainer.micro_batch=1"),
     ],

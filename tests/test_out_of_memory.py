@@ -98,6 +98,8 @@ def test_activations_that_are_computed_again_take_what_the_plan_says_to_a_sevent
     share = Share(checkpoint=mode, every=every)
     estimate = family.activation_bytes(8, 128, dtype, autocast=dtype != torch.float32, share=share)
     assert estimate is not None
+    # The gradient of a matrix too, in both types: the formula counts it with those of the model.
+    estimate += max(each.numel() for each in model.parameters()) * (4 + dtype.itemsize % 4)
     assert 0.86 < estimate / taken < 1.14, f"{estimate:,} estimated, {taken:,} taken"
 
 

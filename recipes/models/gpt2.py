@@ -218,8 +218,11 @@ class GPT2(LossFamily):
         selected = (width * (3 * model.dim + model.hidden_dim) + 4 * model.heads) / share.tensor
         selected += 2 * into * (1 + 1 / share.sequence) * (share.tensor > 1)
         selected += 2 * into * share.context / share.tensor * (share.context > share.keys)
-        gradients = width * model.hidden_dim / share.tensor * (2 if width < 4 else 1)  # in bf16, copies of it
-        each = (norm + divided / share.tensor, into / share.sequence, selected, gradients)
+        # Of what the activation makes; what it reads takes the place of that. With it what all ranks have.
+        gradients = width * model.hidden_dim / share.tensor + into * (share.tensor > 1)
+        adapted = 6 * width * share.adapters
+        computed = into * (1 + 5 / share.sequence) * (share.tensor > 1)  # as there
+        each = (norm + adapted + divided / share.tensor, into / share.sequence, selected, gradients, computed)
         matrices = model.layers * (4 * model.dim + 2 * model.hidden_dim) * model.dim
         # Of weights; autocast keeps those of transposed ones no longer than the block.
         copies = width * matrices / share.tensor if autocast else 0

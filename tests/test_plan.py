@@ -61,6 +61,7 @@ LAYOUTS = {
     "adafactor": (8, [*FSDP, "optim=adafactor"]),
     "micro-batches of 4": (8, [*FSDP, "trainer.micro_batch=4"]),
     "micro-batches of 4, tensor": (8, [*FSDP, *TENSOR, "trainer.micro_batch=4"]),
+    "weights in bf16, reduced each time": (8, [*FSDP, *SYNC, "optim=adamw_bf16"]),
 }
 CELLS = [(count, tied, mode) for count in (1, 4) for tied in ("false", "true") for mode in ("none", "full")]
 """Micro-batches, whether embeddings are tied, and what is computed again."""

@@ -267,6 +267,7 @@ def _how(config: RunConfig, sizes: _Sizes, accumulation: int, pipeline: int) -> 
     gathered, ranks = gathered_type(sizes.plan, low_dtype), layout.shard * layout.context if layout.is_sharded else 1
     width = gathered.itemsize if gathered and layout.is_sharded else sizes.trained_width
     stages = layout.stages_of(pipeline)
+    sums_in_fp32 = config.parallel.sync_every_micro_batch or not layout.is_sharded
     return How(
         accumulation,
         keeps_buckets(config, layout),
@@ -274,7 +275,7 @@ def _how(config: RunConfig, sizes: _Sizes, accumulation: int, pipeline: int) -> 
         layout.pipeline > 1,
         ranks,
         width,
-        sizes.trained_width if layout.is_sharded else _FP32_BYTES,
+        _FP32_BYTES if sums_in_fp32 else sizes.trained_width,
         layout.is_sharded and (ranks > 1 or width < sizes.trained_width),  # one shard of that type is used as it is
         config.parallel.frees_after_forward and not sizes.plan.is_one_unit,
         config.parallel.sync_every_micro_batch,

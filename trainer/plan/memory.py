@@ -227,7 +227,8 @@ def _of_stages(
     estimate = activation_estimate(config, task, layout, sizes.plan)
     held = sum(len(layout.block_range(stage, blocks)) for stage in layout.stages_of(pipeline))
     waits = layout.pipeline > 1 and layout.schedule in _ALL_FORWARDS_FIRST  # the more, the fewer backwards have been
-    is_copied = frozen is not None and not layout.is_sharded  # autocast copies adapters
+    # Autocast copies adapters.
+    is_copied = frozen is not None and not layout.is_sharded and not trained_type(config)
     of_adapters = is_copied * torch.bfloat16.itemsize * sum(sizes.held[name] for name in trained)
 
     @cache

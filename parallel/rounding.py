@@ -16,7 +16,7 @@ from serried.parallel.model import DistributedModel
 from serried.parallel.shard_specs import Box, ShardSpec
 
 _ELEMENTS_AT_ONCE, _ON_A_CPU = 2**22, 2**18
-"""Limits the working memory; on a CPU to its caches, unless that made too many pieces."""
+"""Limits the working memory; on a CPU to its caches, unless that makes more pieces than ``_PIECES_ON_A_CPU``."""
 _PIECES_ON_A_CPU = 4
 _LOST_BITS = 16
 """Of fp32 that bf16 lacks."""
@@ -47,7 +47,7 @@ class Rounding:
         """Yield places that together are what this rank holds, each small enough to compute with in fp32."""
         sizes, most = self._held[parameter].box.sizes, _ELEMENTS_AT_ONCE
         if parameter.device.type == "cpu":
-            most = max(_ON_A_CPU, -(-prod(sizes) // _PIECES_ON_A_CPU))
+            most = min(most, max(_ON_A_CPU, -(-prod(sizes) // _PIECES_ON_A_CPU)))
         yield from _pieces(sizes, most)
 
     def round(self, values: Tensor, parameter: Tensor, place: Place, step: Tensor) -> Tensor:

@@ -79,8 +79,6 @@ def sample() -> Iterator[object]:
         for cell in (CELLS[number % 4], CELLS[7 - number % 4]):
             cell = (4, *cell[1:]) if "pipeline" in name else cell  # a stage needs a micro-batch
             marks = [] if name in IN_SHORT else [pytest.mark.slow]
-            if (name, cell) == ("ddp, weights in bf16", (1, "false", "full")):
-                marks.append(pytest.mark.xfail(strict=True, reason="on a CPU the update rounds a quarter at a time"))
             yield pytest.param(name, cell, marks=marks, id=f"{name}-{'-'.join(map(str, cell))}")
 
 

@@ -151,6 +151,8 @@ class _MicroBatch:
         """After the backward of a part: its gradients are on their way."""
         how = self._how
         if not how.is_sharded:
+            if how.held_width > how.width and not how.gathers:  # bf16 weights: one gradient is widened
+                yield Moment("backward", 0, self._gradients(place + 1), how.width * part.largest, activations)
             return
         is_added = how.holds_whole and self._has_earlier
         is_wide = self._reduces and (is_added or how.ranks == 1)  # torch divides what one rank has into a copy

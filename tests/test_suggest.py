@@ -53,6 +53,7 @@ def paste(override: str) -> None:
     """Type a suggestion, with what else such a run needs."""
     key = override.partition("=")[0]
     family = [f"model={PRESETS[readers(key)[0]]}"] if key.startswith("model.") else []
+    family += ["adapter=lora"] if key.startswith("adapter.") else []
     if key != "model.path" and override != "model=auto":  # a model would have to be there
         compose([*NEEDED.get(override, NEEDED.get(key, family)), override])
 

@@ -32,7 +32,7 @@ def allocated_and_sent(argv: list[str], path: str) -> tuple[int, dict[str, int]]
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
             step = a_step(config, session)
             for number in range(5):
-                time.sleep(0.05)  # until Gloo's threads have freed what they copied
+                time.sleep(0.2)  # until Gloo's threads have freed what they copied
                 with record_function(f"step {number}"):
                     step()
         with Wire() as wire:

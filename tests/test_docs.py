@@ -49,10 +49,10 @@ def test_documented_plan_has_the_same_losses_in_tensor_and_pipeline(tmp_path: Pa
         assert losses(axis, 2, "parallel=fsdp", f"parallel.{axis}=2") == pytest.approx(whole, rel=1e-5), axis
 
 
-def test_readers_meet_a_start_whose_ctrl_c_prints_no_traceback_before_torchrun() -> None:
+def test_readme_shows_launch_local_before_torchrun_and_its_traceback() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     assert readme.index("launch=local launch.processes=") < readme.index("torchrun -")
-    assert "prints a traceback of its own at Ctrl-C" in readme
+    assert "prints its own traceback on Ctrl-C" in readme
     assert "torchrun" not in (ROOT / "Makefile").read_text("utf-8")
 
 

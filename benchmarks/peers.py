@@ -299,15 +299,18 @@ def show(measured: dict[str, list[tuple[float, float]]]) -> None:
         milliseconds = 1000 * statistics.median(values)
         print(f"| {name} | {milliseconds:.1f} | {ratio(values, found[base])} | {ratio(used[name], used[base])} |")
 
+    def against(ours: str, theirs: str) -> str:
+        wall, cores = ratio(found[ours], found[theirs]), ratio(used[ours], used[theirs])
+        return f"- {ours} against {theirs}: {wall}; of processor time {cores}"
+
     def best(names: list[str]) -> str:
         ratios = {name: [b / a for a, b in zip(used[name], used[base], strict=True)] for name in names}
         return max(names, key=lambda name: statistics.median(ratios[name]))
 
-    ours = best([name for name in found if name.startswith("serried")])
-    print("")
-    for other in (best([name for name in found if not name.startswith("serried")]), base):
-        wall, cores = ratio(found[ours], found[other]), ratio(used[ours], used[other])
-        print(f"{ours} against {other}: {wall}; of processor time {cores}")
+    ours = [name for name in found if name.startswith("serried")]
+    print("\n" + against(best(ours), best([name for name in found if name not in ours])))
+    for name in ours:
+        print(against(name, name.replace("serried", "by hand")))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""This project beside a loop written by hand, HF Trainer, accelerate and Lightning: the same module, the same tokens.
+"""This project beside a hand-written loop, HF Trainer, accelerate and Lightning: the same module, the same tokens.
 
     pip install -e .[bench]
     python -m benchmarks.peers                          # 2 processes, fp32
@@ -43,7 +43,7 @@ SHAPES = {"work": (MODEL, 2, 1), "tiny": (TINY, 1, 20)}
 WARM_UP = 2
 """Turns that are not counted: caches and allocators fill, and blocks are compiled."""
 PEERS = ("HF Trainer", "accelerate", "Lightning")
-BASE = "by hand, ddp"
+BASE = "hand-written, ddp"
 LEARNING_RATE = 3e-4
 
 
@@ -220,7 +220,7 @@ def race(
     argv: list[str], budget: float, steps_in_a_turn: int, compiles: bool, layouts: list[str]
 ) -> dict[str, list[tuple[float, float]]]:
     """Seconds a step of each turn, and of processor time, by name; turns for ``budget`` seconds. Runs on every rank."""
-    from benchmarks.step_overhead import _built, _take, by_hand
+    from benchmarks.step_overhead import _built, _take, hand_written
     from serried.configs.compose import compose
     from serried.parallel.mesh import gradient_accumulation, resolve_layout
     from serried.recipes.causal_lm import CausalLM
@@ -240,10 +240,10 @@ def race(
                 config = configured(name, parallel, f"trainer.compile={str(compiled).lower()}")
                 trainers.append(_built(config, CausalLM(config), session))
                 racers[name] = trainers[-1].steps()
-                plain = configured("by hand", parallel, "model.attention=sdpa")
+                plain = configured("hand-written", parallel, "model.attention=sdpa")
                 recipe = CausalLM(plain)
                 recipe.open_data(recipe.prepare(lambda _: None))
-                racers[f"by hand, {layout}{end}"] = by_hand(plain, recipe, session.device, compiles=compiled)
+                racers[f"hand-written, {layout}{end}"] = hand_written(plain, recipe, session.device, compiles=compiled)
             samples = [
                 (tokens, targets)
                 for step in _take(plain, recipe, 8)
@@ -291,9 +291,9 @@ def show(measured: dict[str, list[tuple[float, float]]]) -> None:
     """Print the table, and how the project stands against the best of the others."""
     found = {name: [took for took, _ in turns] for name, turns in measured.items()}
     used = {name: [cores for _, cores in turns] for name, turns in measured.items()}
-    base = next(name for name in found if name.startswith("by hand"))
+    base = next(name for name in found if name.startswith("hand-written"))
     print(f"{len(found[base])} turns; load {os.getloadavg()[0]:.0f}\n")
-    print(f"| | ms/step | speed against {base}: median (quartiles) | the same of processor time |")
+    print(f"| | ms/step | speed relative to {base}: median (quartiles) | same, in processor time |")
     print("| --- | --- | --- | --- |")
     for name, values in found.items():
         milliseconds = 1000 * statistics.median(values)
@@ -310,7 +310,7 @@ def show(measured: dict[str, list[tuple[float, float]]]) -> None:
     ours = [name for name in found if name.startswith("serried")]
     print("\n" + against(best(ours), best([name for name in found if name not in ours])))
     for name in ours:
-        print(against(name, name.replace("serried", "by hand")))
+        print(against(name, name.replace("serried", "hand-written")))
 
 
 def main() -> None:
@@ -320,7 +320,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=180.0, help="of turns, after those that warm up")
     parser.add_argument("--layouts", nargs="+", choices=["ddp", "fsdp"], default=["ddp", "fsdp"])
     parser.add_argument("--cold", type=int, default=0, help="rounds of start to first step instead")
-    parser.add_argument("--first-step", choices=["by hand", *PEERS], help=argparse.SUPPRESS)
+    parser.add_argument("--first-step", choices=["hand-written", *PEERS], help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if options.first_step:
@@ -374,7 +374,7 @@ def first_step(name: str) -> None:
         precision = type("Precision", (), {"name": "fp32"})
 
     job = Job(model, samples, Config, 2)
-    if name == "by hand":
+    if name == "hand-written":
         dist.init_process_group("gloo")
         replicas = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         optimizer = _adamw(replicas)
@@ -394,7 +394,7 @@ def cold(rounds: int) -> None:
     """Print seconds from the start of the command to the first step, of processes of their own, in turns."""
     from harness.runs import write_text
 
-    found: dict[str, list[float]] = {name: [] for name in ("serried", "by hand", *PEERS)}
+    found: dict[str, list[float]] = {name: [] for name in ("serried", "hand-written", *PEERS)}
     with tempfile.TemporaryDirectory(prefix="serried-peers-") as folder:
         text = Path(folder) / "text"
         text.mkdir()
@@ -427,7 +427,9 @@ def cold(rounds: int) -> None:
                 process.communicate()
                 if turn:
                     found[name].append(took)
-    print("| | start to first step, s: median (lowest to highest) | serried's time against it |\n| --- | --- | --- |")
+    print(
+        "| | start to first step, s: median (lowest to highest) | serried's time relative to it |\n| --- | --- | --- |"
+    )
     for name, values in found.items():
         share = statistics.median(found["serried"]) / statistics.median(values)
         spread = f"{min(values):.1f} to {max(values):.1f}"

@@ -1,4 +1,4 @@
-"""What the trainer costs: the same module on the same batches, beside a loop written by hand for the purpose.
+"""What the trainer costs: the same module on the same batches, compared with a minimal hand-written loop.
 
     python -m benchmarks.step_overhead                     # all layouts; a real model and one of almost no compute
     python -m benchmarks.step_overhead --layouts ddp --turns 40
@@ -83,10 +83,10 @@ def race(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[fl
     recipe = CausalLM(config)
     with _trainer(config, recipe) as (trainer, session):
         ours = trainer.steps()
-        theirs = by_hand(config, recipe, session.device)
-        seconds: dict[str, list[float]] = {"trainer": [], "by hand": []}
+        theirs = hand_written(config, recipe, session.device)
+        seconds: dict[str, list[float]] = {"trainer": [], "hand-written": []}
         for turn in range(turns + 2):  # the first two warm up caches, allocators and optimizer state
-            racers = [("trainer", ours), ("by hand", theirs)]
+            racers = [("trainer", ours), ("hand-written", theirs)]
             for name, racer in racers if turn % 2 else reversed(racers):
                 if session.world_size > 1:
                     dist.barrier()
@@ -103,10 +103,10 @@ def race_against_no_numbers(argv: list[str], turns: int) -> dict[str, list[float
     config = compose(argv)
     with _trainer(config, CausalLM(config)) as (trainer, _):
         steps = trainer.steps()
-        seconds: dict[str, list[float]] = {"trainer": [], "no numbers": []}
+        seconds: dict[str, list[float]] = {"trainer": [], "no-numbers": []}
         for turn in range(turns + 2):  # the first two warm up caches, allocators and optimizer state
-            for name in ("trainer", "no numbers") if turn % 2 else ("no numbers", "trainer"):
-                with _no_numbers() if name == "no numbers" else nullcontext():
+            for name in ("trainer", "no-numbers") if turn % 2 else ("no-numbers", "trainer"):
+                with _no_numbers() if name == "no-numbers" else nullcontext():
                     started = time.perf_counter()
                     for _ in range(STEPS_IN_A_TURN_OF_NUMBERS):
                         next(steps)
@@ -185,7 +185,7 @@ def _built(config: TextRunConfig, recipe: CausalLM, session: Session) -> Trainer
     return Trainer(Context(config, recipe, session, console, folder, Pulse()), config_yaml(config), Start())
 
 
-def by_hand(config: Any, recipe: CausalLM, device: torch.device, *, compiles: bool = False) -> Iterator[None]:
+def hand_written(config: Any, recipe: CausalLM, device: torch.device, *, compiles: bool = False) -> Iterator[None]:
     """The loop one would write for this job alone."""
     model: Any = recipe.build_model()
     strategy, world, is_low = config.parallel.strategy, _world(), config.precision.name == "bf16"
@@ -261,15 +261,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--against", choices=["by-hand", "no-numbers", *ITSELF], default="by-hand")
+    parser.add_argument("--against", choices=["hand-written", "no-numbers", *ITSELF], default="hand-written")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--turns", type=int, default=20)
     options = parser.parse_args()
-    other = options.against.replace("-", " ")
-    columns = [f"{other}, ms/step", "speed of the trainer against it: median (quartiles)", "added, ms/step"]
+    columns = [
+        f"{options.against}, ms/step",
+        "speed of the trainer relative to it: median (quartiles)",
+        "added, ms/step",
+    ]
     if options.profile:
-        columns = ["profiled, ms/step", "its numbers", "share"]
+        columns = ["profiled, ms/step", "instrumentation, ms/step", "share"]
     print(f"| model | layout | {' | '.join(columns)} |\n|{' --- |' * 5}")
     cluster = Cluster(2)
     with tempfile.TemporaryDirectory(prefix="serried-overhead-") as temporary:
@@ -299,18 +302,18 @@ def main() -> None:
                 if options.profile:
                     row = f"{1000 * found[0]:.1f} | {1000 * found[1]:.3f} | {found[1] / found[0]:.2%}"
                 else:
-                    row = _row(found["trainer"], found[other])
+                    row = _row(found["trainer"], found[options.against])
                 print(f"| {model} | {layout} x{LAYOUTS[layout]} | {row} |", flush=True)
     cluster.stop()
 
 
-def _row(trainer: list[float], by_hand: list[float]) -> str:
-    ratios = sorted(b / t for t, b in zip(trainer, by_hand, strict=True))
-    added = [1000 * (t - b) for t, b in zip(trainer, by_hand, strict=True)]
+def _row(trainer: list[float], hand_written: list[float]) -> str:
+    ratios = sorted(b / t for t, b in zip(trainer, hand_written, strict=True))
+    added = [1000 * (t - b) for t, b in zip(trainer, hand_written, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     a_low, a_middle, a_high = statistics.quantiles(added, n=4)
     return (
-        f"{1000 * statistics.median(by_hand):.1f} | {middle:.3f} ({low:.3f} to {high:.3f}) | "
+        f"{1000 * statistics.median(hand_written):.1f} | {middle:.3f} ({low:.3f} to {high:.3f}) | "
         f"{a_middle:+.2f} ({a_low:+.2f} to {a_high:+.2f})"
     )
 

@@ -13,7 +13,7 @@ from harness.runs import overrides
     ("layout", "processes"),
     [("ddp", 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("single", 1), ("fsdp", 2)))],
 )
-def test_the_trainer_races_the_loop_by_hand(
+def test_trainer_races_hand_written_loop(
     layout: str, processes: int, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     argv = overrides(text, tmp_path / "run", f"parallel={layout}", "trainer.steps=1000", *MODELS["almost no compute"])
@@ -21,7 +21,7 @@ def test_the_trainer_races_the_loop_by_hand(
         processes, "benchmarks.step_overhead:race", argv=[*argv, "checkpoint.every=0"], turns=2, steps_in_a_turn=2
     )
     seconds = answer[0].value
-    assert all(len(seconds[name]) == 2 and min(seconds[name]) > 0 for name in ("trainer", "by hand"))
+    assert all(len(seconds[name]) == 2 and min(seconds[name]) > 0 for name in ("trainer", "hand-written"))
 
 
 @pytest.mark.slow
@@ -29,7 +29,7 @@ def test_the_trainer_races_itself_without_its_numbers(text: Path, tmp_path: Path
     argv = overrides(text, tmp_path / "run", "trainer.steps=1000", *MODELS["almost no compute"], "checkpoint.every=0")
     answer = cluster.run(2, "benchmarks.step_overhead:race_against_no_numbers", argv=argv, turns=2)
     seconds = answer[0].value
-    assert all(len(seconds[name]) == 2 and min(seconds[name]) > 0 for name in ("trainer", "no numbers"))
+    assert all(len(seconds[name]) == 2 and min(seconds[name]) > 0 for name in ("trainer", "no-numbers"))
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def families() -> str:
         axes = ", ".join(axis for axis, names in declared.items() if names)
         form = (entry.section.__doc__ or "").removeprefix("Architecture of ").rstrip(".")
         rows.append((_code(entry.name), _code(reads), form, ", ".join(map(_code, own)), axes))
-    return "\n".join(_table(("`model.family`", "Opens", "Form", "Presets", "Axes beside data"), rows))
+    return "\n".join(_table(("`model.family`", "Opens", "Architecture", "Presets", "Axes besides data parallel"), rows))
 
 
 def _plain(known: str) -> str:

@@ -1,4 +1,4 @@
-"""Sections of the families that share most of the Llama form, and how the ``config.json`` of a checkpoint maps to them.
+"""Sections of the families that share most of the Llama architecture, and how the ``config.json`` of a checkpoint maps to them.
 
 What a family computes differently is in ``recipes/models/`` under its name.
 """
@@ -13,7 +13,7 @@ from serried.configs.schema import LlamaSection, ModelSection, Number, Size, ref
 
 
 class MistralSection(LlamaSection):
-    """Architecture of Mistral: the Llama form, with attention to a window of tokens."""
+    """Architecture of Mistral: Llama with sliding-window attention."""
 
     sliding_window: Size | None = None
     """Tokens, itself included, that a token attends to; null: all before it."""
@@ -28,7 +28,7 @@ class MistralSection(LlamaSection):
 
 
 class Qwen2Section(LlamaSection):
-    """Architecture of Qwen 2 and 2.5: the Llama form, with a bias of queries, keys and values."""
+    """Architecture of Qwen 2 and 2.5: Llama with biases on queries, keys and values."""
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class Qwen2Section(LlamaSection):
 
 
 class Qwen3Section(LlamaSection):
-    """Architecture of Qwen 3: the Llama form, with normalised queries and keys."""
+    """Architecture of Qwen 3: Llama with normalized queries and keys."""
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Qwen3Section(LlamaSection):
 
 
 class Olmo2Section(LlamaSection):
-    """Architecture of OLMo 2: the Llama form, with norms behind attention and feed-forward, and of queries and keys."""
+    """Architecture of OLMo 2: Llama with norms after attention and feed-forward, and normalized queries and keys."""
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Olmo2Section(LlamaSection):
 
 
 class Phi3Section(MistralSection):
-    """Architecture of Phi-3 and Phi-4: the Llama form, perhaps with a window."""
+    """Architecture of Phi-3 and Phi-4: Llama, optionally with a sliding window."""
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:

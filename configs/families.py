@@ -1,4 +1,4 @@
-"""Sections of the families that share most of the Llama architecture, and how the ``config.json`` of a checkpoint maps to them.
+"""Sections of the families that are close to Llama, and how the ``config.json`` of a checkpoint maps to them.
 
 What a family computes differently is in ``recipes/models/`` under its name.
 """

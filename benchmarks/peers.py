@@ -354,7 +354,7 @@ def main() -> None:
 
 def first_step(name: str) -> None:
     """Build one of the others under torchrun, and print when its first step is done."""
-    from serried.configs.schema import LlamaSection
+    from serried.configs.families import LlamaSection
     from serried.recipes.models.transformer import Transformer
 
     section = LlamaSection(

@@ -14,13 +14,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, create_model
 
+from serried.configs.families import LlamaSection
 from serried.configs.registry import Entry, Registry
 from serried.configs.schema import (
     DEFAULT_VALIDATION,
     NAME_PATTERN,
     TRAINING,
     Count,
-    LlamaSection,
     Number,
     RunConfig,
     Section,

@@ -1,15 +1,373 @@
-"""Sections of the families that are close to Llama, and how the ``config.json`` of a checkpoint maps to them.
+"""The configuration section of each model family, and how the ``config.json`` of a checkpoint maps to its keys.
 
-What a family computes differently is in ``recipes/models/`` under its name.
+What a family computes is in ``recipes/models/`` under its name.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from serried.configs.schema import LlamaSection, ModelSection, Number, Size, refuse_unless
+from serried.configs.divisors import nearest_divisors
+from serried.configs.schema import Count, DerivedSize, Number, PositiveCount, Section, Size, parse_count
+
+
+class RopeScaling(Section):
+    """Llama 3.1's rescaling of rotary frequencies for long contexts (Hugging Face ``rope_type: llama3``)."""
+
+    factor: Number = Field(gt=0)
+    """Factor by which the context exceeds that of the first training."""
+    low_freq_factor: Number = Field(gt=0)
+    """Wavelengths above original length / this are scaled by the whole factor."""
+    high_freq_factor: Number = Field(gt=0)
+    """Wavelengths below original length / this are unchanged."""
+    original_max_sequence_length: PositiveCount
+    """Longest sequence of the first training, in tokens."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.high_freq_factor <= self.low_freq_factor:
+            yield (
+                f"model.rope_scaling.high_freq_factor={self.high_freq_factor:g} must exceed "
+                f"model.rope_scaling.low_freq_factor={self.low_freq_factor:g}; Llama 3.1 uses 4 and 1"
+            )
+
+
+def _nearest(key: str, values: Sequence[int]) -> str:
+    """``use model.heads=4 (or one of [8, 2, 16])``; ``values`` come nearest first."""
+    return f"use {key}={values[0]}" + (f" (or one of {list(values[1:4])})" if values[1:] else "")
+
+
+def refuse_unless(found: Mapping[str, Any], **plain: Any) -> None:
+    """Raise ``ValueError`` if a key of the ``config.json`` ``found`` is set to another value than ``plain``."""
+    for key, value in plain.items():
+        if (found.get(key) or value) != value:
+            raise ValueError(f"has {key} {found[key]}; only {value} can be taken over")
+
+
+class ModelSection(Section):
+    """Keys that all families of language models have; each adds its own."""
+
+    free = ("name", "max_sequence_length", "vocab_size", "vocab_multiple", "head_dim", "initializer_std", "attention")
+    # Sizes among them are compared by the shapes of tensors.
+
+    name: str
+    """Name of the model config, for display."""
+    family: str = "llama"
+    """Name of the model family; a YAML file in ``model/`` sets it."""
+    path: str | None = Field(default=None, min_length=1, max_length=4096)
+    """Folder or Hub name of a Hugging Face model to start from: its architecture, weights and tokenizer are used."""
+    pretrained: bool = True
+    """Start with the weights in ``path``; false: with random ones."""
+    vocab_size: Size | None = None
+    """Rows of the embedding table, in tokens; the tokenizer's size when null."""
+    vocab_multiple: Size = 1
+    """Round the tokenizer's size up to a multiple of this (128 suits GPUs). ``vocab_size`` is not rounded."""
+    max_sequence_length: Annotated[Count, Field(ge=1, le=10**8)] = 131072
+    """Longest sequence that the model supports, in tokens; ``data.sequence_length`` must not exceed it."""
+
+    def divisible(self) -> Mapping[str, Mapping[str, int]]:
+        """Mesh axes -> the keys, with their values, that the degree of the axis must divide."""
+        return {}
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of this section that describe the model of a Hugging Face ``config.json``.
+
+        Raises:
+            ValueError: no keys can; KeyError: it lacks something.
+        """
+        raise ValueError(f"is of model_type {found.get('model_type')}, which {cls.__name__} does not read")
+
+
+class LlamaSection(ModelSection):
+    """Architecture of a decoder-only transformer of the Llama 3 family."""
+
+    dim: Size
+    """Width of the residual stream."""
+    layers: Annotated[Count, Field(ge=1, le=1000)]
+    """Number of transformer blocks."""
+    heads: Size
+    """Number of query heads per block."""
+    kv_heads: DerivedSize
+    """Number of key/value heads per block; fewer than ``heads`` is grouped-query attention. When null, half of an even
+    number of ``heads``."""
+    head_dim: Size | None = None
+    """Width of one head; ``dim / heads`` when null."""
+    hidden_dim: DerivedSize
+    """Inner width of the SwiGLU feed-forward; 8/3 of ``dim``, rounded up to a multiple of 128, when null."""
+    tie_embeddings: bool = False
+    """Use the embedding table as the output projection too."""
+    norm_eps: Number = Field(default=1e-5, gt=0)
+    """Added to the mean square inside RMSNorm."""
+    rope_theta: Number = Field(default=500000.0, gt=0)
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3.1 frequency scaling; null for none."""
+    initializer_std: Number = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
+    attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
+    """Kernel of attention: ``auto`` chooses by device and batch; ``sdpa`` is torch's, with a mask for documents and
+    windows; ``flex`` and ``varlen`` keep those apart on a GPU."""
+
+    @property
+    def attention_head_dim(self) -> int:
+        """Width of one head, resolved."""
+        return self.head_dim or self.dim // self.heads
+
+    def divisible(self) -> Mapping[str, Mapping[str, int]]:
+        sizes = {"model.heads": self.heads, "model.kv_heads": self.kv_heads, "model.hidden_dim": self.hidden_dim}
+        return {"tensor": sizes}
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        refuse_unless(found, attention_bias=False, mlp_bias=False, hidden_act="silu")
+        if found.get("quantization_config"):
+            raise ValueError("has a quantization_config; only plain float weights can be taken over")
+        # transformers 5 has one dictionary; before it there were two keys. Defaults are those of LlamaConfig.
+        rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", "llama3"):
+            raise ValueError(f"has rope_type {kind}; only default and llama3 can be taken over")
+        names = {"original_max_sequence_length": "original_max_position_embeddings"}
+        scaling = {key: rope[names.get(key, key)] for key in RopeScaling.model_fields} if kind == "llama3" else None
+        heads = found["num_attention_heads"]
+        return {
+            "dim": found["hidden_size"],
+            "layers": found["num_hidden_layers"],
+            "heads": heads,
+            "kv_heads": found.get("num_key_value_heads") or heads,
+            "head_dim": found.get("head_dim") or found["hidden_size"] // heads,
+            "hidden_dim": found["intermediate_size"],
+            "vocab_size": found["vocab_size"],
+            "tie_embeddings": bool(found.get("tie_word_embeddings")),
+            "norm_eps": float(found.get("rms_norm_eps") or 1e-6),
+            "rope_theta": float(rope.get("rope_theta") or found.get("rope_theta") or 10000.0),
+            "rope_scaling": scaling,
+            "max_sequence_length": found.get("max_position_embeddings") or 2048,
+        }
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading numbers of each head that rotary embeddings turn."""
+        return self.attention_head_dim
+
+    def window(self, layer: int) -> int | None:
+        """Number of tokens, with itself, that a token attends to in block ``layer``; None: all up to itself."""
+        del layer
+        return None
+
+    def rope_base(self, layer: int) -> float:
+        """Base of the rotary frequencies in block ``layer``."""
+        del layer
+        return self.rope_theta
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derived(cls, values: Any) -> Any:
+        """Fill in the sizes that follow from ``dim`` and ``heads``, so that a resized preset keeps its proportions."""
+        if not isinstance(values, dict):
+            return values
+        values, dim, heads = {**values}, parse_count(values.get("dim")), parse_count(values.get("heads"))
+        if "hidden_dim" in values and values["hidden_dim"] is None and isinstance(dim, int):
+            values["hidden_dim"] = min(max(1, -(-dim * 8 // (3 * 128)) * 128), 10**7)
+        if "kv_heads" in values and values["kv_heads"] is None and isinstance(heads, int):
+            values["kv_heads"] = heads // 2 if heads % 2 == 0 and heads > 0 else heads
+        return values
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.head_dim is None and self.dim % self.heads:
+            if self.dim % 2:  # rotary embeddings turn pairs, so no number of heads would do
+                pairs = 2 * self.heads
+                fix = f"use model.dim={max(pairs, (self.dim + self.heads) // pairs * pairs)}"
+            else:
+                fix = _nearest("model.heads", nearest_divisors(self.dim // 2, self.heads))
+            yield f"model.heads={self.heads} does not divide model.dim={self.dim}; {fix}, or set model.head_dim"
+        if self.heads % self.kv_heads:
+            yield (
+                f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
+                + _nearest("model.kv_heads", nearest_divisors(self.heads, self.kv_heads))
+            )
+        width = self.attention_head_dim
+        if width % 2:
+            derived = "" if self.head_dim else f" (model.dim={self.dim} / model.heads={self.heads})"
+            yield (
+                f"model.head_dim={width}{derived} is odd, but rotary embeddings turn pairs; "
+                f"use model.head_dim={width + 1}"
+            )
+
+
+_FORMS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_moe": {"shared_experts": 0, "qk_norm": True, "rotary_fraction": 1.0, "routed_scale": 1.0},
+    "mixtral": {
+        "shared_experts": 0, "dense_layers": 0, "normalize_weights": True, "qk_norm": False, "attention_bias": False,
+        "rotary_fraction": 1.0, "routed_scale": 1.0,
+    },
+}  # fmt: skip
+"""What the checkpoints of a family cannot express otherwise."""
+
+
+class MoESection(LlamaSection):
+    """Architecture of a decoder-only transformer with a mixture of experts in place of most feed-forwards."""
+
+    experts: Size
+    """Number of routed experts of a layer."""
+    experts_per_token: Size
+    """Routed experts that each token is sent to."""
+    expert_hidden_dim: Size
+    """Inner width of one expert."""
+    shared_experts: Annotated[Count, Field(ge=0, le=1000)] = 0
+    """Experts that every token passes, held as one feed-forward of so many times ``expert_hidden_dim``."""
+    dense_layers: Annotated[Count, Field(ge=0, le=1000)] = 0
+    """First layers that have a feed-forward of ``hidden_dim`` and no experts."""
+    routed_scale: Number = Field(default=1.0, gt=0)
+    """Factor of what the routed experts add."""
+    normalize_weights: bool = True
+    """Divide the weights of a token's experts by their sum."""
+    attention_bias: bool = False
+    """Add a bias to queries, keys and values."""
+    qk_norm: bool = False
+    """Normalise queries and keys, each head by itself."""
+    rotary_fraction: Number = Field(default=1.0, gt=0, le=1)
+    """Share of each head that rotary embeddings turn."""
+    balance_rate: Number = Field(default=0.001, ge=0)
+    """Step by which the router's bias of an expert moves after each optimizer step, up if the expert got fewer tokens
+    than the mean, else down (arXiv 2408.15664). Families with a softmax router have no such bias."""
+
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether routers score by sigmoid and are balanced by a bias, else by softmax."""
+        return self.family not in _FORMS
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading numbers of each head that rotary embeddings turn."""
+        return int(self.attention_head_dim * self.rotary_fraction)
+
+    def divisible(self) -> Mapping[str, Mapping[str, int]]:
+        sizes = {"model.heads": self.heads, "model.kv_heads": self.kv_heads}
+        if self.dense_layers:
+            sizes["model.hidden_dim"] = self.hidden_dim
+        if self.shared_experts:
+            width = self.shared_experts * self.expert_hidden_dim
+            sizes[f"model.expert_hidden_dim x {self.shared_experts} shared"] = width
+        widths = {"model.dim": self.dim, "model.expert_hidden_dim": self.expert_hidden_dim}
+        return {"tensor": sizes, "expert": {"model.experts": self.experts}, "expert_shard": widths}
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        family = found["model_type"]
+        keys = super().keys_from({**found, "attention_bias": False})
+        keys |= {"attention_bias": bool(found.get("attention_bias")), "experts_per_token": found["num_experts_per_tok"]}
+        if family == "mixtral":
+            refuse_unless(found, sliding_window=None)
+            keys |= _FORMS[family]
+            return keys | {"experts": found["num_local_experts"], "expert_hidden_dim": found["intermediate_size"]}
+        keys |= {"expert_hidden_dim": found["moe_intermediate_size"]}
+        if family == "qwen3_moe":
+            dense = found.get("mlp_only_layers") or []
+            if dense != list(range(len(dense))):
+                raise ValueError(f"has mlp_only_layers {dense}; only the first layers can be dense")
+            refuse_unless(found, decoder_sparse_step=1, use_sliding_window=False)
+            experts = found.get("num_experts") or found["num_local_experts"]  # renamed in transformers 5
+            normalizes = bool(found.get("norm_topk_prob"))
+            keys |= _FORMS[family]
+            return keys | {"experts": experts, "dense_layers": len(dense), "normalize_weights": normalizes}
+        refuse_unless(found, n_group=1, topk_group=1)
+        rope = found.get("rope_parameters") or {}
+        turned = rope.get("partial_rotary_factor") or found.get("partial_rotary_factor")
+        return keys | {
+            "experts": found["n_routed_experts"],
+            "shared_experts": found.get("n_shared_experts", 1),
+            "dense_layers": found.get("first_k_dense_replace", 1),
+            "normalize_weights": found.get("norm_topk_prob", True),
+            "qk_norm": bool(found.get("use_qk_norm")),
+            "rotary_fraction": float(turned or 0.5),  # transformers' default
+            "routed_scale": float(found.get("routed_scaling_factor") or 1.0),
+        }
+
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
+        if self.experts_per_token > self.experts:
+            yield (
+                f"model.experts_per_token={self.experts_per_token} exceeds model.experts={self.experts}; "
+                f"use model.experts_per_token={self.experts}"
+            )
+        if self.dense_layers > self.layers:
+            yield (
+                f"model.dense_layers={self.dense_layers} exceeds model.layers={self.layers}; "
+                f"use model.dense_layers={self.layers - 1}"
+            )
+        if self.rotary_dim % 2:
+            yield (
+                f"model.rotary_fraction={self.rotary_fraction:g} of model.head_dim={self.attention_head_dim} is "
+                f"{self.rotary_dim}, which is odd, but rotary embeddings turn pairs; use model.rotary_fraction=1"
+            )
+        for key, value in _FORMS.get(self.family, {}).items():
+            if getattr(self, key) != value:
+                fixed = str(value).lower() if isinstance(value, bool) else value
+                yield (
+                    f"model.{key}={str(getattr(self, key)).lower()} with model.family={self.family}, whose checkpoints "
+                    f"cannot express it; use model.{key}={fixed}, or model.family=glm4_moe"
+                )
+
+
+class GPT2Section(ModelSection):
+    """Architecture of GPT-2."""
+
+    dim: Size
+    """Width of the residual stream."""
+    layers: Annotated[Count, Field(ge=1, le=1000)]
+    """Number of transformer blocks."""
+    heads: Size
+    """Number of heads per block."""
+    hidden_dim: DerivedSize
+    """Inner width of the feed-forward; 4 times ``dim`` when null."""
+    tie_embeddings: bool = True
+    """Use the embedding table as the output projection too."""
+    norm_eps: Number = Field(default=1e-5, gt=0)
+    """Added to the variance inside LayerNorm."""
+    initializer_std: Number = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
+    attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
+    """Kernel of attention: ``auto`` chooses by device and batch; ``sdpa`` is torch's, with a mask for documents and
+    windows; ``flex`` and ``varlen`` keep those apart on a GPU."""
+    max_sequence_length: Annotated[Count, Field(ge=1, le=10**7)] = 1024
+    """Rows of the table of positions: the longest sequence; ``data.sequence_length`` must not exceed it."""
+
+    def divisible(self) -> Mapping[str, Mapping[str, int]]:
+        return {"tensor": {"model.heads": self.heads, "model.hidden_dim": self.hidden_dim}}
+
+    @classmethod
+    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
+        refuse_unless(
+            found, activation_function="gelu_new", scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
+        )
+        if not found.get("scale_attn_weights", True):
+            raise ValueError("has scale_attn_weights False; only True can be taken over")
+        return {
+            "dim": found["n_embd"],
+            "layers": found["n_layer"],
+            "heads": found["n_head"],
+            "hidden_dim": found.get("n_inner") or 4 * found["n_embd"],
+            "vocab_size": found["vocab_size"],
+            "tie_embeddings": found.get("tie_word_embeddings", True),
+            "norm_eps": float(found.get("layer_norm_epsilon", 1e-5)),
+            "max_sequence_length": found["n_positions"],
+        }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derived(cls, values: Any) -> Any:
+        dim = parse_count(values.get("dim")) if isinstance(values, dict) else None
+        if isinstance(dim, int) and values.get("hidden_dim", 0) is None:
+            return {**values, "hidden_dim": 4 * dim}
+        return values
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.dim % self.heads:
+            nearest = _nearest("model.heads", nearest_divisors(self.dim, self.heads))
+            yield f"model.heads={self.heads} does not divide model.dim={self.dim}; {nearest}"
 
 
 class MistralSection(LlamaSection):

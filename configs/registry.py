@@ -22,8 +22,12 @@ from pydantic import create_model
 from serried.configs.errors import UserError
 from serried.configs.families import (
     GemmaSection,
+    GPT2Section,
     HuggingFaceSection,
+    LlamaSection,
     MistralSection,
+    ModelSection,
+    MoESection,
     Olmo2Section,
     Phi3Section,
     Qwen2Section,
@@ -31,10 +35,6 @@ from serried.configs.families import (
 )
 from serried.configs.near import nearest
 from serried.configs.schema import (
-    GPT2Section,
-    LlamaSection,
-    ModelSection,
-    MoESection,
     OptimSection,
     ScheduleSection,
     Section,

@@ -15,6 +15,7 @@ from torch import nn
 
 from serried.configs.data_section import DataSection, TextRunConfig
 from serried.configs.errors import UserError
+from serried.configs.families import ModelSection
 from serried.configs.formats import printable
 from serried.configs.model_folder import CONFIG, GENERATION, model_folder
 from serried.configs.plain_data import NotPlainData, read_json
@@ -22,7 +23,6 @@ from serried.configs.registry import models
 from serried.configs.schema import (
     DEFAULT_VALIDATION,
     WHOLE,
-    ModelSection,
     RunConfig,
     TrainerSection,
 )

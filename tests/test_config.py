@@ -19,10 +19,10 @@ from serried.configs.compose import FOLDER, compose
 from serried.configs.declaration import BUILT_IN, declaring
 from serried.configs.divisors import divisors
 from serried.configs.errors import UserError
+from serried.configs.families import LlamaSection
 from serried.configs.help import choices_of, help_text
 from serried.configs.keys import all_keys
 from serried.configs.run_config import check, config_yaml
-from serried.configs.schema import LlamaSection
 from serried.configs.suggest import unknown_key
 from serried.configs.trackers import asked_for
 from serried.configs.words import repeated

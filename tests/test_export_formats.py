@@ -12,7 +12,7 @@ from torch import Tensor
 
 from serried import cli
 from serried.configs.errors import UserError
-from serried.configs.schema import LlamaSection
+from serried.configs.families import LlamaSection
 from serried.exporting import _difference, _move_all
 from serried.program import main
 from serried.recipes.data.hugging_face_tokenizer import train_tokenizer

@@ -9,7 +9,7 @@ import torch
 import serried
 from harness.cluster import Cluster
 from harness.runs import checkpoint, metrics, overrides
-from serried.configs.schema import GPT2Section
+from serried.configs.families import GPT2Section
 from serried.recipes.models.cache import Cache
 from serried.recipes.models.gpt2 import GPT2, GPT2Model
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from serried.configs.schema import LlamaSection, RopeScaling
+from serried.configs.families import LlamaSection, RopeScaling
 from serried.parallel.axes import shard_specs
 from serried.parallel.held import held_parameters
 from serried.parallel.initialize import initialize, normal_rows

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from serried.configs.compose import compose
-from serried.configs.schema import MoESection, ParallelSection
+from serried.configs.families import MoESection
+from serried.configs.schema import ParallelSection
 from serried.parallel.apply import parallelize
 from serried.parallel.axes import shard_specs
 from serried.parallel.held import held_parameters

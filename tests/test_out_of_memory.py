@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from harness.cluster import ROOT
 from harness.runs import metrics, tiny_overrides
 from serried.configs.compose import compose
+from serried.configs.families import GPT2Section
 from serried.configs.registry import models
-from serried.configs.schema import GPT2Section
 from serried.parallel.activations import checkpoint_blocks
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER
 from serried.parallel.plan import Share

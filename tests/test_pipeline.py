@@ -12,7 +12,7 @@ import serried
 from harness.cluster import Cluster
 from harness.runs import metrics, overrides, weights
 from serried.configs.errors import UserError
-from serried.configs.schema import LlamaSection
+from serried.configs.families import LlamaSection
 from serried.parallel.axes import shard_specs
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import Inputs, LossTerms, ParallelPlan

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
-from serried.configs.schema import LlamaSection
+from serried.configs.families import LlamaSection
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models.attention import (
     Rows,

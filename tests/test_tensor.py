@@ -16,7 +16,7 @@ from harness.cluster import Cluster
 from harness.wire import Wire
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
-from serried.configs.schema import LlamaSection
+from serried.configs.families import LlamaSection
 from serried.parallel.apply import check_plan, parallelize
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import LossTerms, ParallelPlan

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serried.configs.errors import UserError
-from serried.configs.schema import ModelSection
+from serried.configs.families import ModelSection
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ALL_OF_IT, MOMENTS, Inputs, ParallelPlan, Share
 from serried.recipes.models.head import IGNORE

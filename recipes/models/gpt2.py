@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serried.configs.schema import GPT2Section
+from serried.configs.families import GPT2Section
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ALL_OF_IT, Context, ParallelPlan, Share
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serried.configs.schema import MoESection
+from serried.configs.families import MoESection
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ALL_OF_IT, Dispatch, ParallelPlan, Share
 from serried.recipes.models.transformer import (

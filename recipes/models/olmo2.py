@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from serried.configs.schema import LlamaSection
+from serried.configs.families import LlamaSection
 from serried.parallel.plan import ParallelPlan, Width
 from serried.recipes.models.cache import LayerCache
 from serried.recipes.models.transformer import Attention, FeedForward, Llama, RMSNorm, Transformer

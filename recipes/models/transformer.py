@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serried.configs.schema import LlamaSection, RopeScaling
+from serried.configs.families import LlamaSection, RopeScaling
 from serried.parallel.plan import ALL_OF_IT, Context, ParallelPlan, Share
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask
 from serried.recipes.models.cache import Cache, LayerCache

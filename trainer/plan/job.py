@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from serried.configs.families import HuggingFaceSection
-from serried.configs.schema import GPT2Section, LlamaSection, MoESection, RunConfig, TaskSection
+from serried.configs.families import GPT2Section, HuggingFaceSection, LlamaSection, MoESection
+from serried.configs.schema import RunConfig, TaskSection
 from serried.configs.tasks import CausalLMSection
 from serried.parallel.activations import Mix
 from serried.parallel.mesh import Layout

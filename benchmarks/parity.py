@@ -326,39 +326,41 @@ def border_table() -> str:
 
 _BORDER = """
 
-## fp16 at the overflow border
+## fp16 near overflow
 
-The same run with a loss scale that starts at 2^22 and doubles after two good steps, so that gradients overflow again
-and again. Weight gradients are summed in fp32 (`parallel/wide_gradients.py`), so what overflows is the gradient of one
-token's activations, and the same steps are skipped on every layout. Its rounding may depend on the layout: a largest
-value within one unit in the last place of 65,504 could still be judged differently.
+The same run with a loss scale that starts at 2^22 and doubles after two good steps, so that gradients overflow
+repeatedly. Weight gradients are summed in fp32 (`parallel/wide_gradients.py`), so only the gradient of one token's
+activations can overflow, and the same steps are skipped on every layout. Its rounding may depend on the layout: if
+its largest value is within one unit in the last place of 65,504, layouts could still decide differently.
 
 """
 
 _HEAD = """# Parity: the same loss curve on every parallel layout
 
-Made by `python -m benchmarks.parity` (torch {torch}, Python {python}, Gloo on CPU); `tests/test_parity.py` holds the
-bounds in the test suite.
+Largest difference of each layout from one process, over a whole training run. `python -m benchmarks.parity` writes
+this page (torch {torch}, Python {python}, Gloo on CPU); `tests/test_parity.py` enforces the bounds.
 
-The same run of {steps} optimizer steps, global batch {batch}, sequences of 24 tokens, 4 layers, vocabulary 257 (which
-no number of ranks here divides), untied embeddings, ragged loss masks, clipping at norm 1, AdamW with warm-up. Each row
-is a whole training run through `trainer.train`, compared at every step with the single process of the same precision.
-Bounds: fp32 1e-5, bf16 3e-2, fp16 5e-3. A bf16 or fp16 row shows rounding of the low type and could not reveal a lost
-gradient; fp32 rows do. Rows of "tied" have tied embeddings, and those of "gpt2" are GPT-2 with tied embeddings. Rows of
-"experts" are a mixture of 8 experts, of which each token passes 2; "same" says for them too that every layer sent
-exactly as many tokens to its most and its least loaded expert in every step. Rows of "compiled" have
-`trainer.compile=true`, and the reference has not. Rows of an optimizer's name have that `optim`, and so has their
-reference; those of `adamw8bit` and `adamw4bit` have a bound of 1e-3, as rounding may move a code of their state to the
-next, and those of `adamw_bf16`, which computes in bf16, of 5e-3. Each run compares all copies of weights and optimizer
-state, bit by bit, before it saves.
+Each row is a training run through `trainer.train`, compared at every step with the single process of the same
+precision: {steps} optimizer steps, global batch {batch}, sequences of 24 tokens, 4 layers, vocabulary 257 (which no
+number of ranks here divides), untied embeddings, ragged loss masks, clipping at norm 1, AdamW with warm-up. Before it
+saves, each run compares all copies of weights and optimizer state bitwise.
 
-Equality has a limit that no framework moves: at the edge of stability a run amplifies rounding. With `optim.lr=0.01`
-instead of 0.003 this one spikes at step 7 (gradient norm 7.5), and rows came to differ by up to 1.4e-5 in the norm and
-4.5e-7 in the loss.
+- Bounds: fp32 1e-5, bf16 3e-2, fp16 5e-3. A bf16 or fp16 row shows rounding of the low-precision type and could not
+  reveal a lost gradient; fp32 rows do.
+- "tied": tied embeddings. "gpt2": GPT-2 with tied embeddings.
+- "experts": a mixture of 8 experts, of which each token passes through 2. "same" then also means that every layer
+  sent exactly as many tokens to its most and its least loaded expert in every step.
+- "compiled": `trainer.compile=true`; the reference is not compiled.
+- The name of an optimizer: the row and its reference use that `optim`. The bound is 1e-3 for `adamw8bit` and
+  `adamw4bit`, because rounding may change a code of their state by one, and 5e-3 for `adamw_bf16`, which computes in
+  bf16.
 
-On torch 2.11, 20 fp32 rows with one and several axes (tensor, context by gather and by ring, pipelines of all schedules
-that it has, experts) stay within 1.6e-7 in the loss and 4.5e-7 in the norm; `interleaved_zero_bubble`, `zbv` and
-`dualpipev` are refused there.
+At the edge of stability every run amplifies rounding, in any framework. With `optim.lr=0.01` instead of 0.003 this
+run spikes at step 7 (gradient norm 7.5), and rows differ by up to 1.4e-5 in the norm and 4.5e-7 in the loss.
+
+On torch 2.11, 20 fp32 rows with one and several axes (tensor, context by gather and by ring, pipelines of all
+schedules that it has, experts) stay within 1.6e-7 in the loss and 4.5e-7 in the norm; `interleaved_zero_bubble`,
+`zbv` and `dualpipev` are refused there.
 
 """
 
@@ -366,7 +368,7 @@ that it has, experts) stay within 1.6e-7 in the loss and 4.5e-7 in the norm; `in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=Path, default=Path("docs/parity.md"), help="where to write the table")
-    parser.add_argument("--border", action="store_true", help="make the last section again, and no other")
+    parser.add_argument("--border", action="store_true", help="measure only the last section again")
     arguments = parser.parse_args()
     path: Path = arguments.write
     if arguments.border:

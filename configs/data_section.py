@@ -57,7 +57,7 @@ class MixedSource(SourceSection):
     """One source of a mixture."""
 
     weight: Number = Field(default=1.0, ge=1e-9, le=1e9)
-    """Share of the training data, relative to the weights of the other sources."""
+    """Weight of this source in the training data, relative to those of the other sources."""
 
 
 @functools.cache
@@ -94,7 +94,8 @@ class DataSection(SourceSection):
     validation: ValidationSets = Field(default_factory=dict)
     """Further validation sets, by names you choose; each is evaluated whole, or up to ``trainer.eval_batches``."""
     validation_fraction: Number = Field(default=0.05, gt=0, lt=1)
-    """Fraction of the text kept for validation: whole documents, or the tail of each file if there are few files."""
+    """Fraction of the text held out for validation: whole documents, or the end of each file if there are few
+    files."""
     format: Literal["text", "chat", "preference"] = "text"
     """``chat``: each row is a conversation; only the assistant's messages are trained on. ``preference``: a pair of
     answers."""
@@ -109,7 +110,7 @@ class DataSection(SourceSection):
     packing: Literal["split", "best_fit"] = "split"
     """``split``: one stream of documents, split into sequences. ``best_fit``: pack whole documents."""
     isolate_documents: bool = False
-    """Mask attention between documents of a sequence, and restart positions with each."""
+    """Mask attention between documents of a sequence, and restart positions at each."""
     cache_dir: Path | None = None
     """Folder of prepared tokens; ``$XDG_CACHE_HOME/serried`` or ``~/.cache/serried`` when null."""
 

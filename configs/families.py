@@ -17,13 +17,13 @@ class RopeScaling(Section):
     """Llama 3.1's rescaling of rotary frequencies for long contexts (Hugging Face ``rope_type: llama3``)."""
 
     factor: Number = Field(gt=0)
-    """Factor by which the context exceeds that of the first training."""
+    """Factor by which the context exceeds that of the original training."""
     low_freq_factor: Number = Field(gt=0)
     """Wavelengths above original length / this are scaled by the whole factor."""
     high_freq_factor: Number = Field(gt=0)
     """Wavelengths below original length / this are unchanged."""
     original_max_sequence_length: PositiveCount
-    """Longest sequence of the first training, in tokens."""
+    """Longest sequence of the original training, in tokens."""
 
     def _mistakes(self) -> Iterator[str]:
         if self.high_freq_factor <= self.low_freq_factor:
@@ -58,7 +58,7 @@ class ModelSection(Section):
     path: str | None = Field(default=None, min_length=1, max_length=4096)
     """Folder or Hub name of a Hugging Face model to start from: its architecture, weights and tokenizer are used."""
     pretrained: bool = True
-    """Start with the weights in ``path``; false: with random ones."""
+    """Start from the weights in ``path``; false: from random ones."""
     vocab_size: Size | None = None
     """Rows of the embedding table, in tokens; the tokenizer's size when null."""
     vocab_multiple: Size = 1
@@ -107,8 +107,8 @@ class LlamaSection(ModelSection):
     initializer_std: Number = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
     attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
-    """Kernel of attention: ``auto`` chooses by device and batch; ``sdpa`` is torch's, with a mask for documents and
-    windows; ``flex`` and ``varlen`` keep those apart on a GPU."""
+    """Attention kernel: ``auto`` chooses by device and batch; ``sdpa`` is torch's, with a mask for documents and
+    windows; ``flex`` and ``varlen`` need no mask, on a GPU."""
 
     @property
     def attention_head_dim(self) -> int:
@@ -213,23 +213,24 @@ class MoESection(LlamaSection):
     experts: Size
     """Number of routed experts of a layer."""
     experts_per_token: Size
-    """Routed experts that each token is sent to."""
+    """Number of routed experts that each token is sent to."""
     expert_hidden_dim: Size
     """Inner width of one expert."""
     shared_experts: Annotated[Count, Field(ge=0, le=1000)] = 0
-    """Experts that every token passes, held as one feed-forward of so many times ``expert_hidden_dim``."""
+    """Number of experts that every token passes through, implemented as one feed-forward of that many times
+    ``expert_hidden_dim``."""
     dense_layers: Annotated[Count, Field(ge=0, le=1000)] = 0
-    """First layers that have a feed-forward of ``hidden_dim`` and no experts."""
+    """Number of first layers with a feed-forward of ``hidden_dim`` instead of experts."""
     routed_scale: Number = Field(default=1.0, gt=0)
-    """Factor of what the routed experts add."""
+    """Factor on the output of the routed experts."""
     normalize_weights: bool = True
     """Divide the weights of a token's experts by their sum."""
     attention_bias: bool = False
     """Add a bias to queries, keys and values."""
     qk_norm: bool = False
-    """Normalise queries and keys, each head by itself."""
+    """Normalize queries and keys, per head."""
     rotary_fraction: Number = Field(default=1.0, gt=0, le=1)
-    """Share of each head that rotary embeddings turn."""
+    """Fraction of each head that rotary embeddings apply to."""
     balance_rate: Number = Field(default=0.001, ge=0)
     """Step by which the router's bias of an expert moves after each optimizer step, up if the expert got fewer tokens
     than the mean, else down (arXiv 2408.15664). Families with a softmax router have no such bias."""
@@ -330,8 +331,8 @@ class GPT2Section(ModelSection):
     initializer_std: Number = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights; projections into the residual stream get this / sqrt(2 x layers)."""
     attention: Literal["auto", "sdpa", "flex", "varlen"] = "auto"
-    """Kernel of attention: ``auto`` chooses by device and batch; ``sdpa`` is torch's, with a mask for documents and
-    windows; ``flex`` and ``varlen`` keep those apart on a GPU."""
+    """Attention kernel: ``auto`` chooses by device and batch; ``sdpa`` is torch's, with a mask for documents and
+    windows; ``flex`` and ``varlen`` need no mask, on a GPU."""
     max_sequence_length: Annotated[Count, Field(ge=1, le=10**7)] = 1024
     """Rows of the table of positions: the longest sequence; ``data.sequence_length`` must not exceed it."""
 
@@ -374,7 +375,7 @@ class MistralSection(LlamaSection):
     """Architecture of Mistral: Llama with sliding-window attention."""
 
     sliding_window: Size | None = None
-    """Tokens, itself included, that a token attends to; null: all before it."""
+    """Number of last tokens, including itself, that a token attends to; null: all earlier tokens."""
 
     def window(self, layer: int) -> int | None:
         del layer
@@ -425,15 +426,15 @@ class GemmaSection(MistralSection):
     """Architecture of Gemma 2 and the text model of Gemma 3."""
 
     global_every: Size = 2
-    """Each so many-th block attends to all tokens, the others to ``sliding_window``."""
+    """Every n-th block attends to all tokens, the others to ``sliding_window``."""
     local_rope_theta: Number | None = Field(default=None, gt=0)
     """Base of the rotary frequencies in blocks with a window, for Gemma 3; ``rope_theta`` when null."""
     query_pre_attention_scalar: Size | None = None
     """Scores are divided by its square root; ``head_dim`` when null."""
     score_soft_cap: Number | None = Field(default=None, gt=0)
-    """A score x becomes c tanh(x / c), for Gemma 2; null: it stays."""
+    """A score x becomes c tanh(x / c), for Gemma 2; null: no cap."""
     logit_soft_cap: Number | None = Field(default=None, gt=0)
-    """A logit x becomes c tanh(x / c); null: it stays."""
+    """A logit x becomes c tanh(x / c); null: no cap."""
 
     def window(self, layer: int) -> int | None:
         return None if (layer + 1) % self.global_every == 0 else self.sliding_window

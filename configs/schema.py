@@ -118,9 +118,9 @@ class RunSection(Section):
     """Name and folder of the run."""
 
     name: str = Field(min_length=1, pattern=r"^[^/\s\x00-\x1f\x7f]+$")
-    """Name of the run; the recipe's name unless given."""
+    """Name of the run; by default the recipe's name."""
     dir: Path
-    """Run folder, relative to the current folder. Never a timestamp: the same command finds it again."""
+    """Run folder, relative to the current folder. It has no timestamp, so the same command finds it again."""
 
 
 TRAINING = "train"
@@ -140,20 +140,20 @@ class ParallelSection(Section):
     """``ddp`` replicates the model, ``fsdp`` shards it, ``hsdp`` replicates groups of shards. One process is always
     ``single``."""
     replicate: Degree = 1
-    """Number of replicas of the model; -1: the rest of the processes."""
+    """Number of replicas of the model; -1: all remaining processes."""
     shard: Degree = 1
-    """Number of ranks that one replica is sharded over; -1: the rest of the processes."""
+    """Number of ranks that one replica is sharded over; -1: all remaining processes."""
     context: Degree = 1
-    """Number of ranks that each sequence is divided over; -1: the rest of the processes."""
+    """Number of ranks that each sequence is sharded over; -1: all remaining processes."""
     tensor: Degree = 1
-    """Number of ranks that each matrix of a block is divided over; -1: the rest of the processes."""
+    """Number of ranks that each matrix of a block is sharded over; -1: all remaining processes."""
     pipeline: Degree = 1
-    """Number of ranks that the blocks are divided over, in stages; -1: the rest of the processes."""
+    """Number of ranks that the blocks are distributed over, in stages; -1: all remaining processes."""
     expert: Annotated[Count, Field(ge=1, le=10**6)] = 1
-    """Number of ranks that the experts of a mixture are divided over: a divisor of shard x context x tensor, whose
+    """Number of ranks that the experts of a mixture are distributed over: a divisor of shard x context x tensor, whose
     ranks it uses."""
     sequence: bool = True
-    """With ``tensor``: divide the activations between the matrices along the sequence; false keeps them whole."""
+    """With ``tensor``: shard the activations between the matrices along the sequence; false keeps them whole."""
     context_method: Literal["gather", "ring"] = "gather"
     """With ``context``: gather all keys and values, or pass them around the ranks (less memory, more messages)."""
     schedule: Schedule = "1f1b"
@@ -161,7 +161,7 @@ class ParallelSection(Section):
     stages_per_rank: Annotated[Count, Field(ge=1, le=1000)] | None = None
     """With ``pipeline``: stages on each rank; when null 1, or 2 for schedules of several stages per rank."""
     layers_of_stages: tuple[Annotated[Count, Field(ge=1, le=1000)], ...] | None = None
-    """With ``pipeline``: blocks of each stage; when null as even as can be, the last stages having fewer."""
+    """With ``pipeline``: blocks of each stage; when null as even as possible, with fewer in the last stages."""
     reshard_after_forward: bool | None = None
     """Free gathered parameters after forward (ZeRO-3); false keeps them (ZeRO-2: faster, more memory). When null true,
     but false with ``pipeline``, which would gather again for each micro-batch, and all parameters as one unit on a CPU
@@ -180,12 +180,13 @@ class PrecisionSection(Section):
     with ``optim=adamw_bf16``."""
 
     name: Literal["fp32", "bf16", "fp16", "float8", "int8"]
-    """Dtype of matrix products; ``float8`` and ``int8``: of the linear layers of the blocks, and bf16 elsewhere."""
+    """Dtype of matrix products; ``float8`` and ``int8`` apply to the linear layers of the blocks, with bf16
+    elsewhere."""
     recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"] = "rowwise"
-    """float8: numbers with a scale of their own: each row, or each whole tensor (faster, coarser); or each row, with
-    the gradients of weights in bf16."""
+    """float8: one scale per row, or per tensor (faster, less exact); or per row, with the gradients of weights in
+    bf16."""
     initial_scale: Number = Field(default=65536.0, ge=1e-30, le=1e30)
-    """fp16: first loss scale."""
+    """fp16: initial loss scale."""
     growth_interval: PositiveCount = 2000
     """fp16: steps without overflow after which the loss scale doubles."""
 
@@ -194,7 +195,8 @@ class ParameterGroup(Section):
     """Parameters of the model that are trained differently from the rest."""
 
     parameters: str = Field(min_length=1)
-    """Pattern of parameter names, as in ``decoder.*`` or ``*.bias``. The first group that matches a name has it."""
+    """Pattern of parameter names, as in ``decoder.*`` or ``*.bias``. A parameter belongs to the first group that
+    matches."""
     lr_scale: Number = Field(default=1.0, ge=0)
     """Learning rate, as a multiple of ``optim.lr``."""
     weight_decay: Annotated[Number, Field(ge=0)] | None = None
@@ -217,7 +219,7 @@ class OptimSection(Section):
     groups: dict[str, ParameterGroup] = Field(default_factory=dict)
     """Parameters with a learning rate or weight decay of their own, or frozen ones, by names you choose."""
     offload: bool = False
-    """Hold the optimizer's state in host memory: the same numbers, less memory on the GPU, slower updates."""
+    """Keep the optimizer state in host memory: the same numbers, less GPU memory, slower updates."""
 
     def _mistakes(self) -> Iterator[str]:
         betas = getattr(self, "betas", ())
@@ -229,13 +231,13 @@ class AdapterSection(Section):
     """Low-rank adapters: the model's weights are frozen, and two small matrices beside some of them are trained."""
 
     method: Literal["none", "lora", "dora"] = "none"
-    """``none`` trains the model itself; ``lora``; ``dora``, which also trains the length of each row of a weight."""
+    """``none`` trains the model itself; ``lora``; ``dora``, which also trains the norm of each row of a weight."""
     rank: Annotated[Count, Field(ge=1, le=10**5)] = 16
-    """Rank of the matrix that is added to a weight."""
+    """Rank of the update of a weight."""
     alpha: Number = Field(default=32.0, gt=0)
-    """What is added is multiplied by alpha / rank."""
+    """The update of a weight is multiplied by alpha / rank."""
     dropout: Number = Field(default=0.0, ge=0, lt=1)
-    """Share of an adapter's inputs that is dropped in training."""
+    """Dropout probability of an adapter's inputs."""
     scale: Literal["standard", "rslora"] = "standard"
     """``rslora`` multiplies by alpha / sqrt(rank) instead, for large ranks (arXiv 2312.03732)."""
     quantize: Literal["none", "nf4"] = "none"
@@ -289,19 +291,20 @@ class TrainerSection(Section):
     """Sequences per forward pass on one process; ``auto``: the most that fit, by the plan.
     Accumulation = global_batch / (micro_batch x data ranks)."""
     activation_checkpoint: Literal["none", "full", "selective", "offload"] = "none"
-    """What blocks keep for the backward: all; ``full``: their inputs alone, and compute the rest again; ``selective``:
-    also half of the matrix products and attention; ``offload``: all, in host memory. The numbers are the same."""
+    """What blocks keep for the backward: everything; ``full``: only their inputs, and recompute the rest;
+    ``selective``: also half of the matrix products and attention; ``offload``: everything, in host memory. The numbers
+    are the same."""
     activation_checkpoint_every: PositiveCount = 1
-    """``activation_checkpoint`` of every second (2), third (3) ... block; the others keep all."""
+    """Apply ``activation_checkpoint`` to every second (2), third (3) ... block; the others keep everything."""
     activation_memory_budget: Number = Field(default=1.0, gt=0, le=1)
-    """Most that blocks keep for the backward, as a share of all that ``activation_checkpoint=none`` keeps: some blocks
-    are then ``selective`` or ``full``. The numbers are the same. 1: no limit."""
+    """Maximum that blocks keep for the backward, as a fraction of what ``activation_checkpoint=none`` keeps: some
+    blocks are then ``selective`` or ``full``. The numbers are the same. 1: no limit."""
     ema_decay: Number = Field(default=0.0, ge=0, lt=1)
-    """Decay of an exponential moving average of the weights, such as 0.999; 0: none. Evaluations use the average, and
-    it is the model of every checkpoint; training goes on from the weights, which are saved beside it."""
+    """Decay of an exponential moving average of the weights, such as 0.999; 0: none. Evaluations and checkpoints use
+    the average; training continues from the weights, which are saved too."""
     quantize_aware: Literal["none", "int8_dynamic_int4", "int4_weight_only"] = "none"
-    """Compute the linear layers of the blocks as after quantization, so that training makes up for it: weights in 4
-    bits, in groups of 32; ``int8_dynamic_int4``: and each token's inputs in 8. Checkpoints stay plain."""
+    """Compute the linear layers of the blocks as after quantization, so that training compensates for it: 4-bit
+    weights in groups of 32; ``int8_dynamic_int4``: also 8-bit inputs per token. Checkpoints are not quantized."""
     compile: bool = False
     """Compile each block with ``torch.compile`` when training first runs it. Needs a C++ compiler; on a GPU Triton."""
     max_grad_norm: Number = Field(default=1.0, ge=0)
@@ -313,12 +316,13 @@ class TrainerSection(Section):
     log_every: CountOrZero = 10
     """Steps between log lines; 0: none."""
     eval_every: CountOrZero | None = None
-    """Steps between evaluations on the validation data, with the last step; 0: none. When null a tenth of the run."""
+    """Steps between evaluations on the validation data, also at the last step; 0: none. When null a tenth of the
+    run."""
     eval_batches: PositiveCount = 8
     """Number of validation batches of ``global_batch`` sequences per evaluation; fewer if the data has fewer."""
     evaluate: tuple[str, ...] = ()
-    """Tasks of lm-evaluation-harness, as in ``[lm_eval:arc_easy]``, scored with each evaluation on at most as many
-    documents; a path to a ``.yaml`` is a task of your own."""
+    """Tasks of lm-evaluation-harness, as in ``[lm_eval:arc_easy]``, scored at each evaluation on at most as many
+    documents; a path to a ``.yaml`` is your own task."""
     patience: CountOrZero = 0
     """Finish after this many evaluations in a row without a better ``checkpoint.best_metric``; 0: never."""
     stop_at: PositiveCount | None = None
@@ -413,7 +417,7 @@ class CheckpointSection(Section):
     mode: Literal["async", "sync"] = "async"
     """``async``: training continues while a checkpoint is written. ``sync``: it waits; no copy on a CPU."""
     resume: str = Field(default="auto", min_length=1)
-    """``auto`` (the newest checkpoint, if any), ``must``, ``never`` or a path. ``never`` starts again and moves earlier
+    """``auto`` (the newest checkpoint, if any), ``must``, ``never`` or a path. ``never`` restarts and moves earlier
     files to ``earlier-N``; a path is a checkpoint, a run folder, or a Hugging Face model folder (weights only)."""
     allow_changes: bool = False
     """Resume even if settings that change the loss curve (schedule, seed, data, global batch, ...) have changed."""
@@ -465,11 +469,11 @@ class LaunchSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` (the GPU if there is one), ``cpu`` or ``cuda``."""
     threads: Annotated[Count, Field(ge=1, le=10**4)] | None = None
-    """Threads of each process. When null ``OMP_NUM_THREADS`` if set, else the cores divided among the processes."""
+    """Threads per process. When null ``OMP_NUM_THREADS`` if set, else the cores divided by the processes."""
     start_timeout_seconds: Seconds = 1800.0
     """How long a process waits for others until the first step is done, including data preparation and set-up."""
     step_timeout_seconds: Seconds = 300.0
-    """How long the run may stand still after the first step. Then the rank that holds it up is named and the run stops,
+    """How long the run may stall after the first step. Then the rank that holds it up is reported and the run stops,
     to resume later; at a fifth of the time there is a warning. A phase that took longer the first time has twice that
     time."""
     stop_timeout_seconds: Seconds = 600.0
@@ -544,7 +548,7 @@ class SlurmSection(Section):
     array_concurrency: PositiveCount | None = None
     """Runs of a sweep (``-m``) at a time; all when null."""
     modules: str | None = None
-    """Environment modules to load, separated by blanks."""
+    """Environment modules to load, separated by spaces."""
     setup: str | None = None
     """Shell commands to run on the first node before training; their exports reach all nodes: ``source /opt/env.sh;
     export NCCL_DEBUG=INFO``."""
@@ -555,7 +559,7 @@ class SlurmSection(Section):
     interface: _Word | None = None
     """Network interface for Gloo and NCCL, such as ``ib0``; chosen automatically when null."""
     requeue: bool = True
-    """Queue a stopped run (time limit, preemption) again, to resume. Not a failed one."""
+    """Requeue a stopped run (time limit, preemption), to resume. Failed runs are not requeued."""
     signal_seconds: PositiveCount = 120
     """Seconds before the time limit at which the run saves and stops."""
     dry_run: bool = False
@@ -577,22 +581,22 @@ class PlanSection(Section):
     device: str | None = Field(default=None, min_length=1)
     """Device to plan for, such as ``h100`` or ``a100``; when null this machine's, or ``h100``."""
     per_node: PositiveCount | None = None
-    """Devices of a node; when null ``launch.processes`` where ``launch.nodes`` is set, else 8."""
+    """Devices per node; when null ``launch.processes`` if ``launch.nodes`` is set, else 8."""
     mode: Literal["formula", "trace"] | None = None
-    """How memory and messages are found: ``formula``, or ``trace``, a step on tensors without data. ``serried plan``
-    traces; when null ``dry_run=true`` prints the formula's memory alone."""
+    """How memory and communication are computed: ``formula``, or ``trace``, a step on tensors without data. ``serried
+    plan`` traces; when null ``dry_run=true`` prints only the formula's memory."""
     tokens: PositiveCount | None = None
     """Tokens of the whole training, such as ``15T``; when null those of ``trainer.steps``."""
     price: Annotated[Number, Field(gt=0)] | None = None
-    """Price of a device for an hour, in any currency; when null no costs are printed."""
+    """Price per device-hour, in any currency; when null no costs are printed."""
     rates: Path | None = None
-    """File of rates that ``serried plan calibrate`` measured; when null those of published runs are used."""
+    """File of rates written by ``serried plan calibrate``; when null the rates of published runs are used."""
     search: bool = False
     """Compare all valid layouts instead, as ``serried plan search`` does."""
     out: Path | None = None
     """HTML page of these layouts to write; ``serried plan search out=FILE``."""
     as_json: bool = False
-    """Print one JSON object in place of lines; ``serried plan json=true``."""
+    """Print one JSON object instead of lines; ``serried plan json=true``."""
 
 
 class TaskSection(Section):
@@ -626,7 +630,7 @@ class RunConfig(Section):
     )  # fmt: skip
 
     recipe: str
-    """Name of the recipe that chose the rest."""
+    """Name of the recipe, which sets the other keys unless given."""
     dry_run: bool = False
     """Print the plan and stop, on any machine, for any number of processes."""
     run: RunSection

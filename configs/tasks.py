@@ -14,9 +14,9 @@ class CausalLMSection(TaskSection):
     """Training to predict the next token."""
 
     label_smoothing: Number = Field(default=0.0, ge=0, lt=1)
-    """Share of each target that is spread evenly over the vocabulary, in training only."""
+    """Fraction of each target that is spread evenly over the vocabulary, in training only."""
     z_loss: Number = Field(default=0.0, ge=0)
-    """Factor of the squared log of the sum of exp(logits), which training then keeps near 0, such as 1e-4."""
+    """Weight of the z-loss, the squared log-sum-exp of the logits, such as 1e-4."""
 
 
 class PreferenceSection(TaskSection):
@@ -25,11 +25,11 @@ class PreferenceSection(TaskSection):
     formats: ClassVar[tuple[str, ...]] = ("preference",)
 
     loss: Literal["dpo", "orpo", "simpo"] = "dpo"
-    """``dpo`` compares with the model at the start; ``orpo`` and ``simpo`` need no reference."""
+    """``dpo`` compares with the initial model; ``orpo`` and ``simpo`` need no reference."""
     beta: Annotated[Number, Field(gt=0)] | None = None
-    """Scale of the rewards, for ``orpo`` the weight of the odds ratio; when null 0.1, for ``simpo`` 2."""
+    """Scale of the rewards, for ``orpo`` the weight of the odds ratio; when null 0.1, or 2 for ``simpo``."""
     margin: Annotated[Number, Field(ge=0)] | None = None
-    """``simpo``: the margin between the rewards to aim at; when null 1."""
+    """``simpo``: target margin between the rewards; when null 1."""
 
     @property
     def scale(self) -> float:
@@ -60,9 +60,9 @@ class DistillationSection(TaskSection):
     teacher: str | None = Field(default=None, min_length=1, max_length=4096)
     """Folder of the teacher, or its name on the Hub."""
     weight: Annotated[Number, Field(gt=0, le=1)] = 0.5
-    """Share of the divergence from the teacher in the loss; the rest is cross entropy."""
+    """Weight of the divergence from the teacher in the loss; the rest is cross entropy."""
     temperature: Annotated[Number, Field(gt=0, le=100)] = 1.0
-    """Both distributions are softened by it before they are compared."""
+    """Temperature that softens both distributions before they are compared."""
 
     def mistakes_with(self, config: Any) -> Iterator[str]:
         yield from super().mistakes_with(config)
@@ -107,11 +107,11 @@ class SampledSection(Section):
     path: str = Field(min_length=1, max_length=4096)
     """Samples: a file or folder, or a Hugging Face dataset."""
     validation: str | None = None
-    """Split to evaluate on; when null ``val``, ``validation`` or ``test``, the first that there is."""
+    """Split to evaluate on; when null the first of ``val``, ``validation`` and ``test`` that exists."""
     model: str = Field(min_length=1, max_length=4096)
-    """Name of the model in its library; of transformers a folder, or a name on the Hub."""
+    """Name of the model in its library; for transformers a folder, or a name on the Hub."""
     pretrained: bool = False
-    """Begin with the weights that there are for the model; the head is new, unless it has as many classes."""
+    """Start from the pretrained weights of the model; the head is new unless the number of classes matches."""
     label_smoothing: Number = Field(default=0.0, ge=0, lt=1)
     """Share of each target that is spread evenly over the classes, in training only."""
 
@@ -127,7 +127,7 @@ class LabelledSection(SampledSection):
     """Samples that have a class each, and the model that is to tell the classes apart."""
 
     label_column: str = "label"
-    """Column that holds the classes."""
+    """Column of the labels."""
 
 
 class ImageSection(LabelledSection):
@@ -136,19 +136,19 @@ class ImageSection(LabelledSection):
     path: str = Field(default="images", min_length=1, max_length=4096)
     """Samples: a file or folder, or a Hugging Face dataset."""
     image_column: str = "image"
-    """Column of a Hugging Face dataset that holds the images."""
+    """Column of a Hugging Face dataset with the images."""
     library: Literal["torchvision", "timm", "transformers"] = "torchvision"
-    """Where the model comes from."""
+    """Library of the model."""
     model: str = Field(default="resnet50", min_length=1, max_length=4096)
-    """Name of the model in its library; of transformers a folder, or a name on the Hub."""
+    """Name of the model in its library; for transformers a folder, or a name on the Hub."""
     image_size: Size = 224
     """Height and width that images are scaled to."""
     smallest_crop: Annotated[Number, Field(gt=0, le=1)] = 0.08
-    """Smallest share of an image that is cropped at random in training; 1: no random crops."""
+    """Smallest fraction of an image that a random crop keeps in training; 1: no random crops."""
     flip: bool = True
     """Mirror half of the images in training."""
     sync_batch_norm: bool = False
-    """Take BatchNorm's statistics over all ranks; on GPUs only."""
+    """Compute BatchNorm's statistics over all ranks; on GPUs only."""
 
 
 class TextsSection(SampledSection):
@@ -157,13 +157,13 @@ class TextsSection(SampledSection):
     path: str = Field(default="texts.jsonl", min_length=1, max_length=4096)
     """Samples: a file or folder, or a Hugging Face dataset."""
     text_column: str = "text"
-    """Column that holds the texts."""
+    """Column of the texts."""
     model: str = Field(default="answerdotai/ModernBERT-base", min_length=1, max_length=4096)
-    """Name of the model in its library; of transformers a folder, or a name on the Hub."""
+    """Name of the model in its library; for transformers a folder, or a name on the Hub."""
     pretrained: bool = True
-    """Begin with the weights that there are for the model; the head is new, unless it has as many classes."""
+    """Start from the pretrained weights of the model; the head is new unless the number of classes matches."""
     sequence_length: Annotated[Count, Field(ge=2, le=10**6)] = 512
-    """Tokens of a text; the rest of a longer one is cut off."""
+    """Maximum tokens of a text; longer texts are truncated."""
 
 
 class TextClassSection(TextsSection, LabelledSection):
@@ -174,7 +174,7 @@ class MaskedLMSection(TextsSection):
     """Texts of which a model is to predict words that are hidden."""
 
     mask_share: Annotated[Number, Field(gt=0, le=1)] = 0.15
-    """Share of the tokens to predict: of these 80% are masked, 10% are any token, and 10% stay."""
+    """Fraction of the tokens to predict: of these 80% are masked, 10% become a random token, and 10% stay."""
 
 
 def _whole_sequences(config: Any) -> Iterator[str]:

@@ -16,7 +16,7 @@ class AdafactorSection(OptimSection):
     beta2_decay: Number = Field(default=-0.8, le=0)
     """The running square decays by 1 - step to this power."""
     clip_threshold: Number = Field(default=1.0, ge=1)
-    """Updates whose root mean square is larger are scaled down to it."""
+    """Updates with a larger root mean square are scaled down to it."""
 
 
 @register_optimizer("adafactor", section=AdafactorSection)

@@ -12,7 +12,7 @@ class MuonSection(OptimSection):
     """Muon for the matrices of the blocks, AdamW for embeddings, head, norms and biases."""
 
     momentum: Number = Field(default=0.95, ge=0, lt=1)
-    """Share of earlier gradients in the next update."""
+    """Weight of earlier gradients in the next update."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Factor on the learning rate of a matrix: ``match_rms_adamw`` 0.2 sqrt(larger dim), for rates that suit AdamW
     (arXiv 2502.16982); ``original`` sqrt(max(1, outputs / inputs))."""

@@ -16,9 +16,9 @@ class SGDSection(OptimSection):
     momentum: Number = Field(default=0.9, ge=0, lt=1)
     """Share of the last update in the next one; 0: no momentum and no optimizer state."""
     dampening: Number = Field(default=0.0, ge=0, lt=1)
-    """Share of the gradient that the momentum leaves out."""
+    """Dampening of the momentum."""
     nesterov: bool = False
-    """Look ahead by the momentum."""
+    """Use Nesterov momentum."""
 
     @model_validator(mode="after")
     def _nesterov_fits(self) -> "SGDSection":

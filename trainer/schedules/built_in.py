@@ -16,14 +16,14 @@ class DecaySection(ScheduleSection):
     """Warm-up, then a decay over the rest of the run."""
 
     min_lr_ratio: Number = Field(default=0.1, ge=0, le=1)
-    """Learning rate at the last step, as a share of ``optim.lr``."""
+    """Learning rate at the last step, as a fraction of ``optim.lr``."""
 
 
 class WSDSection(DecaySection):
     """Warm-up, stable, then a linear decay (https://arxiv.org/abs/2404.06395)."""
 
     decay_fraction: Number = Field(default=0.1, gt=0, le=1)
-    """Share of all steps spent decaying."""
+    """Fraction of all steps spent decaying."""
 
 
 @register_schedule("constant", section=ConstantSection)

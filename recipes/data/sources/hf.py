@@ -26,7 +26,7 @@ class HubSection(RowsSection):
     revision: str | None = None
     """Branch, tag or commit of the dataset."""
     validation_split: str | None = None
-    """Split for validation, in place of a fraction of the training split."""
+    """Split for validation, instead of a fraction of the training split."""
     streaming: bool = False
     """Read during training, for data that does not fit on disk."""
 

@@ -20,9 +20,9 @@ class RowsSection(SourceSection):
     """Documents in the rows of a table."""
 
     text_column: str = "text"
-    """Column that holds the text, in Hugging Face datasets and in .jsonl and .parquet files."""
+    """Column of the text, in Hugging Face datasets and in .jsonl and .parquet files."""
     messages_column: str = "messages"
-    """Column that holds a conversation (``data.format=chat``)."""
+    """Column of the conversation (``data.format=chat``)."""
 
 
 class TextSection(RowsSection):

@@ -47,11 +47,11 @@ from serried.recipes.data.stream import open_training, prepare_stream
 from serried.recipes.data.summary import marked_lines, summary_of
 from serried.recipes.data.text_bytes import TextBytes
 from serried.recipes.data.tokenizer import Tokenizer, hugging_face_files
-from serried.recipes.generation import Piece, TextStream, chooser, continued, until_end
+from serried.recipes.generation import TextStream, chooser, continued, until_end
 from serried.recipes.models.attention_choice import describe_attention
 from serried.recipes.models.family import ModelFamily, family_of
 from serried.recipes.models.head import IGNORE, HeadTerms, LanguageModelHead, linear_cross_entropy_sum
-from serried.trainer.task import TextTask
+from serried.trainer.task import Piece, TextTask
 
 _TEMPERATURE = 0.8
 

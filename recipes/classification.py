@@ -16,10 +16,10 @@ from serried.configs.schema import WHOLE, RunConfig
 from serried.configs.tasks import SampledSection
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import LossTerms
-from serried.recipes.data.labelled import LabelledData, LabelledSet
+from serried.recipes.data.labelled import LabelledData
 from serried.recipes.models.head import IGNORE
 from serried.recipes.models.hugging_face_model import fragments_of
-from serried.trainer.task import Task
+from serried.trainer.task import Dataset, Task
 
 _TOP = 5
 
@@ -71,7 +71,7 @@ class Classification(Task):
         """Names of the classes by number."""
         return self._data.classes if self._classes is None else self._classes
 
-    def dataset(self, split: str) -> LabelledSet | None:
+    def dataset(self, split: str) -> Dataset | None:
         if split == "train" or (split == WHOLE and self._data.validation is None):
             return self._data.training
         return self._data.validation

@@ -1,7 +1,6 @@
 """Text from a model: one token after another, each chosen by what the model makes of those before it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +13,6 @@ _HELD_TOKENS = 8
 """Tokens that may be waited for to make up a character: of bytes one takes 4."""
 _CONTEXT_TOKENS = 8
 """Of the prompt, decoded with what follows: some tokenizers leave out a blank that begins a text."""
-
-
-class Piece(NamedTuple):
-    """A piece of text that was made."""
-
-    text: str
-    tokens: int
-    """Since the piece before."""
 
 
 Choose = Callable[[Tensor], int]

@@ -17,10 +17,11 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import read_json
 from serried.configs.schema import RunConfig
 from serried.configs.tasks import MaskedLMSection
-from serried.recipes.data.labelled import LabelledData, LabelledSet
+from serried.recipes.data.labelled import LabelledData
 from serried.recipes.data.labelled_texts import open_encoder, open_texts
 from serried.recipes.models.head import IGNORE
 from serried.recipes.text_classification import TextBatch, TextClassification
+from serried.trainer.task import Dataset, fingerprint
 
 _USUAL_MASKS = ("[MASK]", "<mask>")
 """Mask tokens to look for if no file names one."""
@@ -57,8 +58,8 @@ class Masking:
 class MaskedTexts:
     """A split to evaluate on: what is hidden in a text follows from its number."""
 
-    def __init__(self, texts: LabelledSet, masking: Masking) -> None:
-        self._texts, self._masking, self.fingerprint = texts, masking, texts.fingerprint
+    def __init__(self, texts: Dataset, masking: Masking) -> None:
+        self._texts, self._masking, self.fingerprint = texts, masking, fingerprint(texts)
 
     def __len__(self) -> int:
         return len(self._texts)

@@ -5,9 +5,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from serried.configs.schema import WHOLE, RunConfig
-from serried.parallel.plan import ALL_OF_IT, Share
+from serried.parallel.plan import ALL_OF_IT, LossTerms, Share
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.data.mixture import mistakes_of
 from serried.recipes.data.pair_dataset import Pair, PairBatch, PairDataset, collate_pairs
@@ -67,3 +68,16 @@ class PairTask(CausalLM):
         self, samples: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
     ) -> int | None:
         return super().activation_bytes(2 * samples, dtype, autocast=autocast, share=share)
+
+
+def pair_terms(losses: Tensor, rewards: Tensor, batch: PairBatch, **more: Tensor) -> LossTerms:
+    """Return the sums of ``losses`` [pairs], and of what shows how well ``rewards`` [pairs, 2] tell answers apart;
+    ``more``: further metrics [pairs]. Padding has no part in them."""
+    is_pair, margins = batch.sample_ids >= 0, rewards[:, 0] - rewards[:, 1]
+    metrics = {
+        "reward_margin": margins, "reward_accuracy": (margins > 0).double(),
+        "chosen_reward": rewards[:, 0], "rejected_reward": rewards[:, 1], **more,
+    }  # fmt: skip
+    pairs = is_pair.sum()
+    sums = {name: (values.detach().where(is_pair, 0).sum(), pairs) for name, values in metrics.items()}
+    return LossTerms(losses.where(is_pair, 0).sum().float(), pairs, sums)

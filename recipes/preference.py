@@ -6,7 +6,6 @@ and never a mean over a batch, so it does not depend on how pairs are grouped.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,10 @@ from serried.parallel.plan import Inputs, LossTerms
 from serried.recipes.data.pair_dataset import PairBatch
 from serried.recipes.data.prepare import cache_folder
 from serried.recipes.models.head import IGNORE, LanguageModelHead, token_losses
-from serried.recipes.pair_task import PairTask
+from serried.recipes.pair_task import PairTask, pair_terms
 from serried.trainer.task import Reference
+
+_FOLDER = "reference"
 
 
 class Preference(PairTask):
@@ -81,19 +82,7 @@ class Preference(PairTask):
         else:
             rewards = beta * sums / lengths
             losses = orpo_losses(sums / lengths, beta)
-        is_pair = batch.sample_ids >= 0
-
-        def total(values: Tensor) -> Tensor:
-            return values.where(is_pair, 0).sum()
-
-        pairs, margins = is_pair.sum(), rewards[:, 0] - rewards[:, 1]
-        metrics = {
-            "reward_margin": margins, "reward_accuracy": (margins > 0).double(),
-            "chosen_reward": rewards[:, 0], "rejected_reward": rewards[:, 1],
-            "chosen_log_prob": sums[:, 0], "rejected_log_prob": sums[:, 1],
-        }  # fmt: skip
-        named = {name: (total(values.detach()), pairs) for name, values in metrics.items()}
-        return LossTerms(total(losses).float(), pairs, named)
+        return pair_terms(losses, rewards, batch, chosen_log_prob=sums[:, 0], rejected_log_prob=sums[:, 1])
 
     # reference ------------------------------------------------------------------------------------------------------
 
@@ -103,7 +92,12 @@ class Preference(PairTask):
         return self.config.loss == "dpo" and self.run.adapter.method != "none" and self.run.parallel.pipeline == 1
 
     def reference_numbers(self) -> Reference | None:
-        return None if self.config.loss != "dpo" or self._compares_with_base else _LogProbs(self)
+        if self.config.loss != "dpo" or self._compares_with_base:
+            return None
+        return Reference(
+            columns=2, folder=cache_folder(self._data) / _FOLDER, settings=self.reference_settings(),
+            numbers=lambda output, batch: (batch.sample_ids, log_probs(output, batch)[0]), use=self._take_reference,
+        )  # fmt: skip
 
     def describe_reference(self) -> str:
         if self.config.loss != "dpo":
@@ -115,7 +109,7 @@ class Preference(PairTask):
             f"{cache_folder(self._data) / _FOLDER}; no second model"
         )
 
-    def take_reference(self, split: str, numbers: np.ndarray) -> None:
+    def _take_reference(self, split: str, numbers: np.ndarray) -> None:
         """Compare the pairs of ``split`` with these log-probabilities, [pairs, 2]."""
         self.dataset(split).reference = numbers
 
@@ -125,28 +119,6 @@ class Preference(PairTask):
         # A frozen model is held in fewer bits than one that is trained.
         frozen = None if adapter.method == "none" else {"quantize": adapter.quantize}
         return {"model": model, "precision": self.run.precision.name, "frozen": frozen}
-
-    def reference_folder(self) -> Path:
-        """Return where log-probabilities are kept."""
-        return cache_folder(self._data) / _FOLDER
-
-
-_FOLDER = "reference"
-
-
-class _LogProbs:
-    """The log-probabilities of both answers by the model at the start."""
-
-    columns = 2
-
-    def __init__(self, task: Preference) -> None:
-        self._task, self.folder, self.settings = task, task.reference_folder(), task.reference_settings()
-
-    def numbers(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        return batch.sample_ids, log_probs(output, batch)[0]
-
-    def use(self, split: str, numbers: np.ndarray) -> None:
-        self._task.take_reference(split, numbers)
 
 
 def log_probs(output: Tensor, batch: PairBatch) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from serried.parallel.plan import LossTerms
 from serried.recipes.data.pair_dataset import Pair
 from serried.recipes.data.tokenizer import Tokenizer
 from serried.recipes.models.head import IGNORE, LanguageModelHead
-from serried.recipes.pair_task import PairTask
+from serried.recipes.pair_task import PairTask, pair_terms
 from serried.records.tensors import TensorFolder
 
 _HEAD, _SCORE = "lm_head", "score.weight"
@@ -133,18 +133,7 @@ class Reward(PairTask):
 
     def terms(self, output: Tensor, batch: Any) -> LossTerms:
         scores = (output.double() * (batch.targets != IGNORE)).sum(1).view(-1, 2)
-        is_pair, margins = batch.sample_ids >= 0, scores[:, 0] - scores[:, 1]
-
-        def total(values: Tensor) -> Tensor:
-            return values.where(is_pair, 0).sum()
-
-        metrics = {
-            "reward_margin": margins, "reward_accuracy": (margins > 0).double(),
-            "chosen_reward": scores[:, 0], "rejected_reward": scores[:, 1],
-        }  # fmt: skip
-        pairs = is_pair.sum()
-        named = {name: (total(values.detach()), pairs) for name, values in metrics.items()}
-        return LossTerms(total(-F.logsigmoid(margins)).float(), pairs, named)
+        return pair_terms(-F.logsigmoid(scores[:, 0] - scores[:, 1]), scores, batch)
 
 
 _NO_TEXT = (

@@ -5,14 +5,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from serried.configs.errors import UserError
 from serried.trainer.sampler import BatchShare, Order, Stream, micro_batch_indices
-from serried.trainer.task import map_tensors
+from serried.trainer.task import Dataset, map_tensors
 
 PADDING_ID = -1
 """Stands for a sample that only fills a micro-batch; ``Task.collate_numbered`` makes it weigh nothing."""
@@ -29,13 +29,6 @@ Collate = Callable[[Sequence[Any], np.ndarray], Any]
 """Samples and their numbers [batch], int64 -> a batch: tensors in dicts, lists, tuples and named tuples."""
 
 
-class MapDataset(Protocol):
-    """Samples by number, a pure function of it, callable from any thread."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Any: ...
-
-
 class SampleError(RuntimeError):
     """A sample could not be read. The message has its number, the cause is what the data set raised."""
 
@@ -43,7 +36,7 @@ class SampleError(RuntimeError):
 class Reader(NamedTuple):
     """Reads samples and makes batches of them."""
 
-    dataset: MapDataset
+    dataset: Dataset
     collate: Collate
     augment: Augment | None = None
 

@@ -8,7 +8,7 @@ order, and a position in the data is one integer.
 import hashlib
 import heapq
 import math
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from fractions import Fraction
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -20,11 +20,8 @@ _LARGEST_BLOCK = 2**16
 """Samples after which the choice of sources repeats, at most: of a mixture, the part kept in memory."""
 
 
-class Order(Protocol):
-    """The order of samples."""
-
-    def __call__(self, indices: np.ndarray) -> np.ndarray:
-        """Global indices [n], int64, not negative -> sample numbers [n], int64."""
+Order = Callable[[np.ndarray], np.ndarray]
+"""Global indices [n], int64, not negative -> sample numbers [n], int64."""
 
 
 class SampleOrder:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,7 +32,8 @@ def fingerprint(dataset: Dataset) -> str:
     return str(getattr(dataset, "fingerprint", None) or f"{type(dataset).__name__}-{len(dataset)}")
 
 
-class Reference(Protocol):
+@dataclass(frozen=True)
+class Reference:
     """Numbers of each sample that the pretrained model gives, which training compares with.
 
     They are computed once, before training, by the model of the run on its own layout, and kept in ``folder``.
@@ -43,13 +44,12 @@ class Reference(Protocol):
     folder: Path
     settings: Mapping[str, Any]
     """What the numbers depend on beside weights and samples, as JSON."""
-
-    def numbers(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the ids of the samples [samples] and their numbers [samples, columns], fp64, from what the model
-        returned."""
-
-    def use(self, split: str, numbers: np.ndarray) -> None:
-        """Take the numbers of all samples of ``split``, [samples, columns]; NaN where they were not asked for."""
+    numbers: Callable[[Any, Any], tuple[Tensor, Tensor]]
+    """What the model returned, and the batch -> ids of the samples [samples], and their numbers [samples, columns],
+    fp64."""
+    use: Callable[[str, np.ndarray], None]
+    """Takes the name of a data set and the numbers of all its samples, [samples, columns]; NaN where they were not
+    asked for."""
 
 
 @dataclass(frozen=True)
@@ -335,16 +335,13 @@ class Task:
         """Called once, after the last step."""
 
 
-class Text(Protocol):
+class Piece(NamedTuple):
     """A piece of generated text."""
 
-    @property
-    def text(self) -> str:
-        """Empty if no more characters are complete: one may take several tokens."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens generated since the piece before."""
+    text: str
+    """Empty if no more characters are complete: one may take several tokens."""
+    tokens: int
+    """Tokens generated since the piece before."""
 
 
 class TextTask(Task):
@@ -390,7 +387,7 @@ class TextTask(Task):
     def write(
         self, model: nn.Module, said: Sequence[str], *, tokens: int, temperature: float, top_p: float, seed: int,
         device: torch.device,
-    ) -> Iterator[Text]:  # fmt: skip
+    ) -> Iterator[Piece]:  # fmt: skip
         """Yield what ``model`` writes after ``said``, as in ``prompt_ids``, until it ends or ``tokens`` tokens are
         generated."""
         raise NotImplementedError(f"{type(self).__name__} must define write()")

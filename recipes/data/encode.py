@@ -1,8 +1,8 @@
 """Rows of a source as tokens."""
 
 import io
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,15 +21,9 @@ class Encoded(NamedTuple):
     """[tokens], uint8, 1 for those that are trained on; None: all of them."""
 
 
-class Encoder(Protocol):
-    """Turns rows into tokens. Pure and thread-safe; takes many rows at once, for speed."""
-
-    def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded]:
-        """Return one ``Encoded`` per row; ``unit`` names their source in messages.
-
-        Raises:
-            UserError: a row cannot be encoded; names the unit and the row.
-        """
+Encoder = Callable[[Sequence[Row], str], list[Encoded]]
+"""Turns rows, and the name of their unit for messages, into one ``Encoded`` per row. Pure and thread-safe; takes many
+rows at once, for speed. Raises ``UserError`` for a row that cannot be encoded."""
 
 
 class TextEncoder:

@@ -1,32 +1,24 @@
 """What data sets with a class for each sample have in common: splits, classes and columns."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from serried.configs.errors import UserError
 from serried.configs.near import nearest
 from serried.configs.tasks import LabelledSection, SampledSection
 from serried.recipes.data.files import assignment, library, quiet
+from serried.trainer.task import Dataset, fingerprint
 
 TRAINING = "train"
 _VALIDATION = ("val", "validation", "test")
 _SHOWN = 5
 
 
-class LabelledSet(Protocol):
-    """One split."""
-
-    fingerprint: str
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Any: ...
-
-
 class Renumbered:
     """A split whose classes have other numbers."""
 
-    def __init__(self, samples: LabelledSet, numbers: Sequence[int]) -> None:
-        self._samples, self._numbers, self.fingerprint = samples, numbers, samples.fingerprint
+    def __init__(self, samples: Dataset, numbers: Sequence[int]) -> None:
+        self._samples, self._numbers, self.fingerprint = samples, numbers, fingerprint(samples)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -40,8 +32,8 @@ class LabelledData(NamedTuple):
     """What ``task.path`` holds."""
 
     classes: Sequence[str]
-    training: LabelledSet
-    validation: LabelledSet | None
+    training: Dataset
+    validation: Dataset | None
 
     def numbered_as(self, names: Sequence[str], where: str) -> "LabelledData":
         """Return the same samples, with the numbers that a model has for the classes ``names``.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,21 +17,15 @@ from torch import Tensor
 from serried.configs.data_section import DataSection, SourceSection, alone
 from serried.configs.data_section import sources as registered
 from serried.configs.errors import UserError
-from serried.recipes.data.dataset import Batch, Sample
+from serried.recipes.data.dataset import Batch, PackedDataset, Sample, TokenDataset
 from serried.recipes.models.head import IGNORE
 
 _MEASURED_SAMPLES = 256
 """Samples of each source from which the mean number of tokens is estimated."""
 
 
-class Samples(Protocol):
-    """One source's sequences, by number."""
-
-    fingerprint: str
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Sample: ...
-    def describe(self) -> str: ...
+Samples = TokenDataset | PackedDataset
+"""One source's sequences, by number."""
 
 
 @dataclass(frozen=True)

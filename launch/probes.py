@@ -11,13 +11,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from serried.runtime.session import Session
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
 
 _WRITE_BYTES = 64 * 2**20
 _SHARED_MEMORY = Path("/dev/shm")
@@ -28,8 +28,6 @@ _CLOCK_ROUNDS = 5
 
 def versions() -> dict[str, str | None]:
     """Return the versions that must be equal on all nodes."""
-    import torch
-
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() and torch.version.cuda else None
     return {
         "python": platform.python_version(),
@@ -50,8 +48,6 @@ def _driver() -> str | None:
 
 def device(session: Session) -> dict[str, Any]:
     """Return name and number of the node's devices, and the free share of the memory of this rank's device."""
-    import torch
-
     if session.device.type == "cpu":
         return {"name": platform.machine() or "cpu", "count": os.cpu_count() or 1, "free_share": 1.0}
     free, total = torch.cuda.mem_get_info(session.device)
@@ -61,8 +57,6 @@ def device(session: Session) -> dict[str, Any]:
 
 def matmul_flops(session: Session) -> float:
     """Return the best FLOP/s of a few large matrix products (bf16 on a GPU, fp32 on a CPU)."""
-    import torch
-
     size, dtype = (8192, torch.bfloat16) if session.device.type == "cuda" else (512, torch.float32)
     matrix = torch.full((size, size), 1 / size, dtype=dtype, device=session.device)
     seconds = min(_timed(session, lambda: torch.mm(matrix, matrix)) for _ in range(4 * _TIMED))
@@ -75,9 +69,6 @@ def collectives(session: Session) -> dict[str, Any]:
     Return ``reduce_bytes_per_second`` and ``gather_bytes_per_second``, the bus bandwidth as nccl-tests define it,
     ``is_reduce_wrong``, and ``gather_wrong``: the ranks whose data was wrong.
     """
-    import torch
-    import torch.distributed as dist
-
     ranks = session.world_size
     count = 2**24 if session.device.type == "cuda" else 2**20
     mine = _pattern(session.rank, count, session.device)
@@ -98,27 +89,20 @@ def collectives(session: Session) -> dict[str, Any]:
     }
 
 
-def all_reduce(tensor: "torch.Tensor") -> "torch.Tensor":
+def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
     """Sum ``tensor`` over all ranks, in place."""
-    import torch.distributed as dist
-
     dist.all_reduce(tensor)
     return tensor
 
 
-def _pattern(rank: int, count: int, device: "torch.device") -> "torch.Tensor":
+def _pattern(rank: int, count: int, device: torch.device) -> torch.Tensor:
     """Return integers; those of rank r are larger by r than those of rank 0."""
-    import torch
-
     return (torch.arange(count, device=device) % 1009 + rank).float()
 
 
 def pairs_bytes_per_second(session: Session, members: list[int]) -> float | None:
     """Return the mean rate at which this rank exchanges data with each of the other ``members`` in turn; a slow link
     affects all pairs of one rank. None for a rank that is not a member, or is the only one. A collective."""
-    import torch
-    import torch.distributed as dist
-
     count = 2**24 if session.device.type == "cuda" else 2**20
     out, into = (torch.ones(count, device=session.device) for _ in range(2))
     rates = []
@@ -149,8 +133,6 @@ def tournament(members: list[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 def _timed(session: Session, work: Callable[[], Any]) -> float:
-    import torch
-
     def wait() -> None:
         if session.device.type == "cuda":
             torch.cuda.synchronize(session.device)
@@ -164,9 +146,6 @@ def _timed(session: Session, work: Callable[[], Any]) -> float:
 
 def clock_ahead_seconds(session: Session) -> float:
     """Return how far this machine's clock is ahead of rank 0's, within the time of a barrier. A collective."""
-    import torch
-    import torch.distributed as dist
-
     if session.world_size == 1:
         return 0.0
     found = []
@@ -235,8 +214,6 @@ _SMALL = 300
 
 def device_name(session: Session) -> str:
     """Return what the driver calls this rank's GPU, or the model of the CPU."""
-    import torch
-
     if session.device.type == "cuda":
         return torch.cuda.get_device_name(session.device)
     with suppress(OSError):
@@ -248,8 +225,6 @@ def device_name(session: Session) -> str:
 
 def memory_bytes(session: Session) -> int:
     """Return the memory of this rank's GPU, or of the machine."""
-    import torch
-
     if session.device.type == "cuda":
         return int(torch.cuda.get_device_properties(session.device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -257,8 +232,6 @@ def memory_bytes(session: Session) -> int:
 
 def product_seconds(session: Session, shape: tuple[int, int, int], precision: str) -> float:
     """Return the seconds of a matrix product of m x k and k x n."""
-    import torch
-
     m, n, k = shape
     a, b = (_random(session, precision, *size) for size in ((m, k), (k, n)))
     return _best(session, lambda: torch.mm(a, b))
@@ -266,8 +239,6 @@ def product_seconds(session: Session, shape: tuple[int, int, int], precision: st
 
 def attention_flops(session: Session, precision: str) -> float:
     """Return the FLOP/s of causal attention, forward and backward, counted as if nothing were masked."""
-    import torch
-
     query, key, value = (_random(session, precision, *_ATTENTION).requires_grad_() for _ in range(3))
 
     def attend() -> None:
@@ -278,8 +249,6 @@ def attention_flops(session: Session, precision: str) -> float:
 
 def copy_bytes_per_second(session: Session) -> float:
     """Return how many bytes a second an operation on large tensors reads and writes."""
-    import torch
-
     count = 2**26 if session.device.type == "cuda" else 2**21
     a, b, out = (torch.ones(count, device=session.device) for _ in range(3))
     return 3 * a.nbytes / _best(session, lambda: torch.mul(a, b, out=out))
@@ -287,27 +256,20 @@ def copy_bytes_per_second(session: Session) -> float:
 
 def launch_seconds(session: Session) -> float:
     """Return the seconds of an operation on next to nothing."""
-    import torch
-
     small = torch.ones(8, device=session.device)
     return _best(session, lambda: [small * small for _ in range(_SMALL)]) / _SMALL
 
 
-def group_of_node(session: Session) -> "ProcessGroup":
+def group_of_node(session: Session) -> ProcessGroup:
     """Return the process group of the ranks of this node. A collective."""
-    import torch.distributed as dist
-
     each, count = session.local_world_size, session.world_size
     groups = [dist.new_group(list(range(first, first + each))) for first in range(0, count, each)]
     return groups[session.rank // each]
 
 
-def exchange_rate(session: Session, group: "ProcessGroup | None") -> dict[str, float]:
+def exchange_rate(session: Session, group: ProcessGroup | None) -> dict[str, float]:
     """Return how many bytes a second each rank sends in an all-gather or a reduce-scatter, and the seconds of a call.
     A collective."""
-    import torch
-    import torch.distributed as dist
-
     ranks = dist.get_world_size(group)
     points = []
     for size in _EXCHANGED_BYTES:
@@ -322,9 +284,6 @@ def exchange_rate(session: Session, group: "ProcessGroup | None") -> dict[str, f
 
 def hidden_share(session: Session) -> float:
     """Return which share of an exchange is hidden by products that are computed meanwhile. A collective."""
-    import torch
-    import torch.distributed as dist
-
     is_gpu = session.device.type == "cuda"
     size, count = (8192, 2**26) if is_gpu else (512, 2**21)
     matrix = _random(session, "bf16" if is_gpu else "fp32", size, size)
@@ -352,9 +311,7 @@ def hidden_share(session: Session) -> float:
     return min(1.0, max(0.0, (computing + alone - together) / min(computing, alone)))
 
 
-def _random(session: Session, precision: str, *size: int) -> "torch.Tensor":
-    import torch
-
+def _random(session: Session, precision: str, *size: int) -> torch.Tensor:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     return torch.randn(size, device=session.device).to(dtype)
 

@@ -16,7 +16,6 @@ from serried.runtime.ranks import is_started, say
 def calibrate(words: list[str]) -> int:
     """Measure rates with the processes that train.py would have, here or in a job, and write them."""
     from serried.configs.compose import compose
-    from serried.launch.calibrate import calibrate as measure
     from serried.launch.local import run_local
     from serried.launch.slurm import measure_by_job
     from serried.program import planned_layout, traced_products
@@ -37,6 +36,8 @@ def calibrate(words: list[str]) -> int:
             with TemporaryDirectory() as folder:
                 there = config.model_copy(update={"run": config.run.model_copy(update={"dir": Path(folder)})})
                 return run_local(there, words, program=("-m", "serried", "plan", "calibrate")) or EXIT_FINISHED
+        from serried.launch.calibrate import calibrate as measure  # with torch, which a login node need not have
+
         shapes = traced_products(config)  # before the session: the trace has a process group of its own
         return measure(config.launch, out, config.precision.name, shapes)
 

@@ -18,7 +18,7 @@ from serried.recipes.data.hugging_face_tokenizer import HuggingFaceTokenizer, tr
 from serried.recipes.data.tokenizer import BytesTokenizer, Tokenizer
 from serried.recipes.generation import TextStream, chooser, continued, until_end
 from serried.recipes.models.cache import Cache
-from serried.recipes.models.transformer import Transformer, hugging_face_config, hugging_face_name
+from serried.recipes.models.transformer import Llama, Transformer
 from tests.test_model import LLAMA31_SCALING, build, section
 
 CPU = torch.device("cpu")
@@ -40,9 +40,9 @@ def without_cache(model: Transformer, prompt: list[int], tokens: int) -> list[in
 def theirs(model: Transformer) -> Any:
     import transformers
 
-    config = transformers.LlamaConfig(**hugging_face_config(model.config, 131, None), attn_implementation="eager")
+    config = transformers.LlamaConfig(**Llama(model.config, 131).export_config(None), attn_implementation="eager")
     twin = transformers.LlamaForCausalLM(config).eval()
-    state = {hugging_face_name(name): parameter for name, parameter in model.named_parameters()}
+    state = {Llama(model.config, 131).export_name(name): parameter for name, parameter in model.named_parameters()}
     twin.load_state_dict(state, strict=False)
     return twin
 

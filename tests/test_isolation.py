@@ -14,7 +14,7 @@ from benchmarks.parity import CUTS, TOLERANCES, Curve, Cut, compare, run
 from harness.cluster import Cluster
 from serried.recipes.data.dataset import positions_in_documents
 from serried.recipes.models.head import IGNORE
-from serried.recipes.models.transformer import hugging_face_config, hugging_face_name
+from serried.recipes.models.transformer import Llama
 from tests.test_model import build, section
 
 LENGTHS = (40, 3, 70, 1, 25, 61)
@@ -104,9 +104,11 @@ def test_loss_equals_hugging_face_with_positions_and_mask(kv_heads: int) -> None
     config = section(kv_heads=kv_heads)
     ours = build(config)
     theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**hugging_face_config(config, 131, None), attn_implementation="eager")
+        transformers.LlamaConfig(**Llama(config, 131).export_config(None), attn_implementation="eager")
     ).eval()
-    theirs.load_state_dict({hugging_face_name(name): parameter for name, parameter in ours.named_parameters()})
+    theirs.load_state_dict(
+        {Llama(config, 131).export_name(name): parameter for name, parameter in ours.named_parameters()}
+    )
     documents = (POSITIONS == 0).cumsum(1)
     allowed = (documents.unsqueeze(2) == documents.unsqueeze(1)).tril().unsqueeze(1)
     with torch.no_grad():

@@ -15,12 +15,7 @@ from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.recipes.models import head
 from serried.recipes.models.head import IGNORE, HeadTerms, LanguageModelHead, linear_cross_entropy_sum
-from serried.recipes.models.transformer import (
-    Transformer,
-    hugging_face_config,
-    hugging_face_name,
-    initial_std,
-)
+from serried.recipes.models.transformer import Llama, Transformer
 
 LLAMA31_SCALING = RopeScaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_sequence_length=64)
 
@@ -40,7 +35,7 @@ def build(config: LlamaSection, seed: int = 0) -> Transformer:
     # Four times the usual spread, so that a wrong rotation or scale shows far above rounding.
     initialize(
         held_parameters([model], shard_specs(model, ParallelPlan(), Layout("single")), Layout("single")),
-        lambda name: None if (std := initial_std(config, name)) is None else 4 * std,
+        lambda name: None if (std := Llama(config, 131).initial_std(name)) is None else 4 * std,
         seed,
     )
     return model
@@ -58,9 +53,9 @@ def test_logits_equal_hugging_face(
     config = section(kv_heads=kv_heads, tie_embeddings=tied, rope_scaling=scaling, head_dim=head_dim)
     ours = build(config)
     theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**hugging_face_config(config, 131, None), attn_implementation="eager")
+        transformers.LlamaConfig(**Llama(config, 131).export_config(None), attn_implementation="eager")
     ).eval()
-    state = {hugging_face_name(name): parameter for name, parameter in ours.named_parameters()}
+    state = {Llama(config, 131).export_name(name): parameter for name, parameter in ours.named_parameters()}
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert not unexpected
     assert missing == (["lm_head.weight"] if tied else [])

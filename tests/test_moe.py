@@ -23,8 +23,6 @@ from serried.recipes.models.moe import (
     MixtureOfExperts,
     MoE,
     Router,
-    checkpoint_names,
-    moe_hugging_face_config,
 )
 from serried.trainer.checkpoint.state import load_weights
 
@@ -64,7 +62,7 @@ def build(config: MoESection) -> torch.nn.Module:
 def exported(config: MoESection, model: torch.nn.Module) -> dict[str, Tensor]:
     state = {}
     for name, tensor in model.state_dict().items():
-        names = checkpoint_names(config, name)
+        names = MoE(config, 131).checkpoint_names(name)
         state |= {names[0]: tensor} if len(names) == 1 else dict(zip(names, tensor, strict=True))
     return state
 
@@ -84,7 +82,7 @@ def test_logits_and_config_equal_hugging_face(changes: dict[str, Any], tmp_path:
 
     config = section(**changes)
     ours = build(config)
-    described = moe_hugging_face_config(config, 131, None)
+    described = MoE(config, 131).export_config(None)
     (tmp_path / "config.json").write_text(json.dumps(described))
     state = {name: tensor.contiguous() for name, tensor in exported(config, ours).items()}
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})

@@ -22,7 +22,7 @@ from harness.cluster import Cluster
 from harness.runs import metrics, overrides, run_here, tiny_overrides, train_small
 from serried.configs.compose import compose
 from serried.parallel.phases import PHASES, PIPELINE
-from serried.recipes.models.transformer import Transformer, flops_per_token
+from serried.recipes.models.transformer import Llama, Transformer
 from serried.runtime.session import open_session
 from serried.trainer.metrics import PROFILING, SAVING, Meter, eta_seconds
 from serried.trainer.peak_flops import PEAK_FLOPS, peak_flops
@@ -42,7 +42,7 @@ def test_flops_per_token_are_those_of_the_matrix_products(more: list[str], tmp_p
     with FlopCounterMode(display=False, custom_mapping=in_place) as counted, sdpa_kernel(SDPBackend.MATH):
         model(tokens, tokens).backward()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    said = flops_per_token(config.model, parameters, vocab_size=257, sequence_length=48)
+    said = Llama(config.model, 257).flops_per_token(parameters, 48)
     # The formula also has 6 for each weight of a norm, which is in no product.
     assert said * tokens.numel() == pytest.approx(counted.get_total_flops(), rel=0.02)
 

@@ -12,11 +12,8 @@ _SDPA, _ROWS = "scaled_dot_product_attention", "attention in blocks of rows"
 
 
 def describe_attention(config: TextRunConfig, device: str) -> str:
-    """Return the attention of a run on a device of this type, for the plan; empty if the model chooses it.
-
-    Raises:
-        UserError: ``model.attention`` is a kernel that cannot compute it.
-    """
+    """Return the attention of a run on a device of this type, for the plan; empty if the model chooses it. Raises
+    ``UserError`` if ``model.attention`` is a kernel that cannot compute it."""
     model = config.model
     kernel = getattr(model, "attention", None)
     if kernel is None:

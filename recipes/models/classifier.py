@@ -22,8 +22,7 @@ def build_classifier(
     ``classes``: none for those of the model. ``own``: values for keys that the config has. ``pad_id``: of a token, if
     the config names none.
 
-    Raises:
-        UserError: there is no such model.
+    Raises ``UserError`` if there is no such model.
     """
     try:
         transformers = importlib.import_module("transformers")

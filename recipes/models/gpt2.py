@@ -114,11 +114,7 @@ class GPT2Model(nn.Module):
         self.context = Context(attend, attend_with_logsumexp)
 
     def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache: Cache | None = None,
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
         """``tokens`` [B, S] -> logits [B, S, V]; with ``targets`` [B, S] (-100: no target) -> loss sum, fp32 scalar.
 
@@ -200,7 +196,7 @@ class GPT2(LossFamily):
         return f"{model.layers} layers, dim {model.dim}, feed-forward {model.hidden_dim}, heads {model.heads}{tied}"
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
-        """As ``transformer.flops_per_token``."""
+        """As ``Llama.flops_per_token``."""
         model = self.section
         looked_up = model.max_sequence_length + (0 if model.tie_embeddings else self.vocab_size)
         return 6.0 * (parameters - looked_up * model.dim) + 12 * model.layers * model.dim * sequence_length

@@ -208,11 +208,8 @@ class _Forward:
             return self._head.is_product and self._logits(tokens[:1, :2]) is self._head.returned()
 
     def _way_to_keep_apart(self, tokens: Tensor) -> Callable[[Tensor], dict[str, Tensor]]:
-        """Try on a few tokens whether two documents are computed as each is alone.
-
-        Raises:
-            UserError: the model sees one document from the other.
-        """
+        """Try on a few tokens whether two documents are computed as each is alone. Raises ``UserError`` if the model
+        sees one document from the other."""
         config = self._model.config
         few = torch.arange(7, 91, 7, device=tokens.device).unsqueeze(0) % config.vocab_size  # the same on all ranks
         positions = torch.cat((torch.arange(5), torch.arange(7))).to(tokens.device).unsqueeze(0)
@@ -341,8 +338,7 @@ def fragments_of(model: Any) -> dict[str, tuple[Fragment, ...]]:
 
     Since version 5 it renames some, and divides stacked experts: what it does to tensors without values shows how.
 
-    Raises:
-        UserError: a tensor would hold more than one parameter.
+    Raises ``UserError`` if a tensor would hold more than one parameter.
     """
     from transformers.core_model_loading import revert_weight_conversion  # save_pretrained calls it
 

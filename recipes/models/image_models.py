@@ -19,11 +19,7 @@ _SHOWN = 8
 
 def build_image_model(section: ImageSection, classes: Sequence[str]) -> nn.Module:
     """Return the model that ``section`` names, from images [B, 3, H, W] to scores [B, classes], or to an object with
-    ``logits``.
-
-    Raises:
-        UserError: there is none, or its library or weights are not here.
-    """
+    ``logits``. Raises ``UserError`` if there is none, or its library or weights are not here."""
     build = {"torchvision": _of_torchvision, "timm": _of_timm, "transformers": _of_transformers}[section.library]
     try:
         return build(section, classes).train()

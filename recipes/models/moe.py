@@ -28,9 +28,6 @@ from serried.recipes.models.transformer import (
     Llama,
     Transformer,
     activation_bytes,
-    flops_per_token,
-    hugging_face_config,
-    hugging_face_name,
 )
 
 _GROUPED_ALIGNMENT = 16
@@ -198,6 +195,9 @@ class MoETransformer(Transformer):
         )
 
 
+_MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
 class MoE(Llama):
     """GLM-4.5 (``model.family=glm4_moe``), Qwen3-MoE (``qwen3_moe``) and Mixtral (``mixtral``)."""
 
@@ -219,7 +219,7 @@ class MoE(Llama):
         return parameters - idle * 3 * model.dim * model.expert_hidden_dim
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
-        return flops_per_token(self.section, self.active_parameters(parameters), self.vocab_size, sequence_length)
+        return super().flops_per_token(self.active_parameters(parameters), sequence_length)
 
     def activation_bytes(
         self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
@@ -244,64 +244,55 @@ class MoE(Llama):
         )  # fmt: skip
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
-        names = checkpoint_names(self.section, name)
+        names = self.checkpoint_names(name)
         if len(names) == 1:
             return (Fragment.whole(names[0], shape),)
         return tuple(Fragment.entry(each, shape, index) for index, each in enumerate(names))
 
+    def checkpoint_names(self, name: str) -> list[str]:
+        """The name in a Hugging Face checkpoint of parameter ``name``; of stacked experts, one for each expert."""
+        owner, _, last = name.rpartition(".")
+        is_mixtral = self.section.family == "mixtral"
+        if is_mixtral and ".mlp." in owner + ".":
+            owner = owner.replace(".mlp", ".block_sparse_moe")
+        if not owner.endswith(".experts"):
+            return [self.export_name(f"{owner}.{last}")]
+        last = _MIXTRAL_NAMES[last] if is_mixtral else last
+        return [self.export_name(f"{owner}.{expert}.{last}.weight") for expert in range(self.section.experts)]
+
     def export_config(self, end_token: int | None) -> dict[str, Any]:
-        return moe_hugging_face_config(self.section, self.vocab_size, end_token)
-
-
-_MIXTRAL_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-
-
-def checkpoint_names(config: MoESection, name: str) -> list[str]:
-    """The name in a Hugging Face checkpoint of parameter ``name``; of stacked experts, one for each expert."""
-    owner, _, last = name.rpartition(".")
-    is_mixtral = config.family == "mixtral"
-    if is_mixtral and ".mlp." in owner + ".":
-        owner = owner.replace(".mlp", ".block_sparse_moe")
-    if not owner.endswith(".experts"):
-        return [hugging_face_name(f"{owner}.{last}")]
-    last = _MIXTRAL_NAMES[last] if is_mixtral else last
-    return [hugging_face_name(f"{owner}.{expert}.{last}.weight") for expert in range(config.experts)]
-
-
-def moe_hugging_face_config(config: MoESection, vocab_size: int, end_token: int | None) -> dict[str, Any]:
-    """``config.json`` with which transformers opens the saved weights."""
-    plain = hugging_face_config(config, vocab_size, end_token)
-    del plain["mlp_bias"]
-    plain |= {"model_type": config.family, "num_experts_per_tok": config.experts_per_token}
-    if config.family == "mixtral":
-        return plain | {
-            "architectures": ["MixtralForCausalLM"],
-            "num_local_experts": config.experts,
-            "intermediate_size": config.expert_hidden_dim,
-            "sliding_window": None,
+        config, plain = self.section, super().export_config(end_token)
+        del plain["mlp_bias"]
+        plain |= {"model_type": config.family, "num_experts_per_tok": config.experts_per_token}
+        if config.family == "mixtral":
+            return plain | {
+                "architectures": ["MixtralForCausalLM"],
+                "num_local_experts": config.experts,
+                "intermediate_size": config.expert_hidden_dim,
+                "sliding_window": None,
+            }
+        plain |= {
+            "attention_bias": config.attention_bias,
+            "moe_intermediate_size": config.expert_hidden_dim,
+            "norm_topk_prob": config.normalize_weights,
         }
-    plain |= {
-        "attention_bias": config.attention_bias,
-        "moe_intermediate_size": config.expert_hidden_dim,
-        "norm_topk_prob": config.normalize_weights,
-    }
-    if config.family == "qwen3_moe":
+        if config.family == "qwen3_moe":
+            return plain | {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "num_experts": config.experts,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": list(range(config.dense_layers)),
+            }
         return plain | {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "num_experts": config.experts,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": list(range(config.dense_layers)),
+            "architectures": ["Glm4MoeForCausalLM"],
+            "n_routed_experts": config.experts,
+            "n_shared_experts": config.shared_experts,
+            "first_k_dense_replace": config.dense_layers,
+            "routed_scaling_factor": config.routed_scale,
+            "use_qk_norm": config.qk_norm,
+            "partial_rotary_factor": config.rotary_fraction,
+            "rope_parameters": {**plain["rope_parameters"], "partial_rotary_factor": config.rotary_fraction},
+            "n_group": 1,
+            "topk_group": 1,
+            "num_nextn_predict_layers": 0,
         }
-    return plain | {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "n_routed_experts": config.experts,
-        "n_shared_experts": config.shared_experts,
-        "first_k_dense_replace": config.dense_layers,
-        "routed_scaling_factor": config.routed_scale,
-        "use_qk_norm": config.qk_norm,
-        "partial_rotary_factor": config.rotary_fraction,
-        "rope_parameters": {**plain["rope_parameters"], "partial_rotary_factor": config.rotary_fraction},
-        "n_group": 1,
-        "topk_group": 1,
-        "num_nextn_predict_layers": 0,
-    }

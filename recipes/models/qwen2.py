@@ -2,16 +2,13 @@
 
 from typing import Any
 
-from serried.recipes.models.transformer import Attention, Block, FeedForward, Llama, Transformer
+from serried.recipes.models.transformer import Llama, Transformer
 
 
 class Qwen2Transformer(Transformer):
     """``Transformer`` with these biases."""
 
-    def block(self, number: int) -> Block:
-        del number  # all are alike
-        config = self.config
-        return Block(config, Attention(config, bias=True), FeedForward(config.dim, config.hidden_dim))
+    has_bias = True
 
 
 class Qwen2(Llama):

@@ -2,16 +2,13 @@
 
 from typing import Any
 
-from serried.recipes.models.transformer import Attention, Block, FeedForward, Llama, Transformer
+from serried.recipes.models.transformer import Llama, Transformer
 
 
 class Qwen3Transformer(Transformer):
     """``Transformer`` with these norms."""
 
-    def block(self, number: int) -> Block:
-        del number  # all are alike
-        config = self.config
-        return Block(config, Attention(config, norm=True), FeedForward(config.dim, config.hidden_dim))
+    normalizes_heads = True
 
 
 class Qwen3(Llama):

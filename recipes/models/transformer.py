@@ -160,6 +160,9 @@ class Transformer(nn.Module):
     reads the embedding's), so there is nothing that sharding or moving could untie.
     """
 
+    has_bias = normalizes_heads = False
+    """Of queries, keys and values; and norms of queries and keys, head by head."""
+
     def __init__(self, config: LlamaSection, vocab_size: int) -> None:
         super().__init__()
         self.config = config
@@ -173,14 +176,11 @@ class Transformer(nn.Module):
     def block(self, number: int) -> nn.Module:
         """Make block ``number``; a family whose blocks differ overrides this."""
         del number
-        return Block(self.config, Attention(self.config), FeedForward(self.config.dim, self.config.hidden_dim))
+        attention = Attention(self.config, bias=self.has_bias, norm=self.normalizes_heads)
+        return Block(self.config, attention, FeedForward(self.config.dim, self.config.hidden_dim))
 
     def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache: Cache | None = None,
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
         """``tokens`` [B, S] -> logits [B, S, V]; with ``targets`` [B, S] (-100: no target) -> loss sum, fp32 scalar.
 
@@ -272,35 +272,6 @@ class Transformer(nn.Module):
         )
 
 
-def initial_std(config: LlamaSection, name: str) -> float | None:
-    """Standard deviation of the parameter called ``name`` at the start; None where it starts at one.
-
-    Projections into the residual stream are scaled down by sqrt(2 x layers), so that its variance does not grow with
-    depth (GPT-2, section 2.3).
-    """
-    if name.endswith("norm.weight"):
-        return None
-    if name.endswith(".bias"):
-        return 0.0
-    if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
-        return config.initializer_std / math.sqrt(2 * config.layers)
-    return config.initializer_std
-
-
-def flops_per_token(config: LlamaSection, parameters: int, vocab_size: int, sequence_length: int) -> float:
-    """Forward and backward FLOPs per token, PaLM's formula (https://arxiv.org/abs/2204.02311, appendix B).
-
-    6 per parameter that multiplies (the embedding look-up does not, unless it is the head too; the few weights of norms
-    are counted as if they did), and 12 x layers x heads x head_dim x sequence for attention scores, causality not
-    discounted: the products in which a kernel may leave out the masked half count as computed. Those outside of a
-    window do not.
-    """
-    lookup = 0 if config.tie_embeddings else vocab_size * config.dim
-    seen = sum(min(sequence_length, config.window(layer) or sequence_length) for layer in range(config.layers))
-    attention = 12 * config.heads * config.attention_head_dim * seen
-    return 6.0 * (parameters - lookup) + attention
-
-
 def activation_bytes(
     config: LlamaSection, vocab_size: int, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool,
     share: Share = ALL_OF_IT, stream_norms: int = 2, normalizes_heads: bool = False,
@@ -379,48 +350,6 @@ def end_bytes(
     )
 
 
-def hugging_face_name(name: str) -> str:
-    """Our parameter name -> the name in a Hugging Face Llama checkpoint."""
-    return name if name.startswith("lm_head.") else f"model.{name}"
-
-
-def hugging_face_config(config: LlamaSection, vocab_size: int, end_token: int | None) -> dict[str, Any]:
-    """``config.json`` with which ``transformers.LlamaForCausalLM`` opens the saved weights."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling.factor,
-            "low_freq_factor": config.rope_scaling.low_freq_factor,
-            "high_freq_factor": config.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": config.rope_scaling.original_max_sequence_length,
-        }
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.attention_head_dim,
-        "intermediate_size": config.hidden_dim,
-        "vocab_size": vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
-        "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.max_sequence_length,
-        "initializer_range": config.initializer_std,
-        "rope_parameters": rope,  # transformers >= 5
-        "rope_theta": config.rope_theta,  # transformers 4
-        "rope_scaling": rope if config.rope_scaling else None,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": end_token,
-        "eos_token_id": end_token,
-        "dtype": "float32",
-    }
-
-
 class Llama(LossFamily):
     """Llama 2 and 3: ``model.family=llama``."""
 
@@ -445,7 +374,15 @@ class Llama(LossFamily):
         return model.parallel_plan()
 
     def initial_std(self, name: str) -> float | None:
-        return initial_std(self.section, name)
+        """Projections into the residual stream are scaled down by sqrt(2 x layers), so that its variance does not grow
+        with depth (GPT-2, section 2.3)."""
+        if name.endswith("norm.weight"):
+            return None
+        if name.endswith(".bias"):
+            return 0.0
+        std = self.section.initializer_std
+        is_into_stream = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
+        return std / math.sqrt(2 * self.section.layers) if is_into_stream else std
 
     def describe(self) -> str:
         model = self.section
@@ -458,7 +395,18 @@ class Llama(LossFamily):
         )
 
     def flops_per_token(self, parameters: int, sequence_length: int) -> float:
-        return flops_per_token(self.section, parameters, self.vocab_size, sequence_length)
+        """Forward and backward FLOPs per token, PaLM's formula (https://arxiv.org/abs/2204.02311, appendix B).
+
+        6 per parameter that multiplies (the embedding look-up does not, unless it is the head too; the few weights of
+        norms are counted as if they did), and 12 x layers x heads x head_dim x sequence for attention scores, causality
+        not discounted: the products in which a kernel may leave out the masked half count as computed. Those outside of
+        a window do not.
+        """
+        model = self.section
+        lookup = 0 if model.tie_embeddings else self.vocab_size * model.dim
+        seen = sum(min(sequence_length, model.window(layer) or sequence_length) for layer in range(model.layers))
+        attention = 12 * model.heads * model.attention_head_dim * seen
+        return 6.0 * (parameters - lookup) + attention
 
     def activation_bytes(
         self, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool, share: Share = ALL_OF_IT
@@ -469,7 +417,40 @@ class Llama(LossFamily):
         )  # fmt: skip
 
     def export_name(self, name: str) -> str:
-        return hugging_face_name(name)
+        return name if name.startswith("lm_head.") else f"model.{name}"
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
-        return hugging_face_config(self.section, self.vocab_size, end_token)
+        model = self.section
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+        if model.rope_scaling:
+            rope |= {
+                "rope_type": "llama3",
+                "factor": model.rope_scaling.factor,
+                "low_freq_factor": model.rope_scaling.low_freq_factor,
+                "high_freq_factor": model.rope_scaling.high_freq_factor,
+                "original_max_position_embeddings": model.rope_scaling.original_max_sequence_length,
+            }
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": model.dim,
+            "num_hidden_layers": model.layers,
+            "num_attention_heads": model.heads,
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.attention_head_dim,
+            "intermediate_size": model.hidden_dim,
+            "vocab_size": self.vocab_size,
+            "tie_word_embeddings": model.tie_embeddings,
+            "rms_norm_eps": model.norm_eps,
+            "max_position_embeddings": model.max_sequence_length,
+            "initializer_range": model.initializer_std,
+            "rope_parameters": rope,  # transformers >= 5
+            "rope_theta": model.rope_theta,  # transformers 4
+            "rope_scaling": rope if model.rope_scaling else None,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": end_token,
+            "eos_token_id": end_token,
+            "dtype": "float32",
+        }

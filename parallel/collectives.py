@@ -8,6 +8,7 @@ checkpointing can keep the result in place of a second exchange, and torch.compi
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,22 +24,22 @@ def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
     Backward: gradients of all ranks are summed, and each rank gets the sum for its own part (``scatter_sum``).
     """
-    return _Gather.apply(x, dim, group)
+    return _Exchange.apply(x, partial(_gathered, dim=dim, group=group), partial(_scattered_sum, dim=dim, group=group))
 
 
 def scatter_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's part, along ``dim``, of the sum over all ranks. Backward: ``gather``."""
-    return _ScatterSum.apply(x, dim, group)
+    return _Exchange.apply(x, partial(_scattered_sum, dim=dim, group=group), partial(_gathered, dim=dim, group=group))
 
 
 def copy(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return ``x``, which is equal on all ranks. Backward: the sum of the gradients of all ranks."""
-    return _Copy.apply(x, group)
+    return _Exchange.apply(x, _same, partial(_summed, group=group))
 
 
 def all_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum over all ranks. Backward: the gradient as it is, which must be equal on all ranks."""
-    return _AllSum.apply(x, group)
+    return _Exchange.apply(x, partial(_summed, group=group), _same)
 
 
 def join(x: Tensor, dim: int, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -70,7 +71,8 @@ def start_shift(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
 
 def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
     """Send ``sent[i]`` rows of ``x`` to rank i, in order; return ``received[i]`` rows of each. Backward reverses."""
-    return _AllToAll.apply(x, list(sent), list(received), group)
+    there, back = (partial(exchange, sent=a, received=b, group=group) for a, b in ((sent, received), (received, sent)))
+    return _Exchange.apply(x, there, back)
 
 
 def exchange(x: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -95,54 +97,26 @@ def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
     return _done(_functional.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
 def _done(result: Tensor) -> Tensor:
     """Wait for ``result``: on a GPU its stream does, not the host."""
     return _functional.wait_tensor(result)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _gathered(x, dim, group)
+class _Exchange(torch.autograd.Function):
+    """``there`` of a tensor; backward is ``back`` of the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _scattered_sum(gradient, ctx.dim, ctx.group), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _scattered_sum(x, dim, group)
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(gradient, ctx.dim, ctx.group), None, None
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
-
-
-class _AllSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        del ctx
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        del ctx
-        return gradient, None
+        return ctx.back(gradient), None, None
 
 
 class _Join(torch.autograd.Function):
@@ -159,14 +133,3 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return gradient.narrow(ctx.dim, ctx.first, ctx.size), None, None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return exchange(x, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None

@@ -15,7 +15,6 @@ MODEL_AXES = ("pipeline", "context", "tensor")
 """Axes along which ranks divide the work on one sample."""
 
 
-_ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv", "dualpipev")
 V_SCHEDULES = ("zbv", "dualpipev")
 """Pipeline schedules in which a rank holds a stage of the first half and its mirror image in the second."""
 ZERO_BUBBLE_SCHEDULES = ("interleaved_zero_bubble", *V_SCHEDULES)
@@ -156,23 +155,16 @@ class Layout:
             return text
         counts = [len(self.block_range(stage, blocks)) for stage in range(self.stages)]
         layers = " + ".join(map(str, counts)) + " layers" if len(set(counts)) > 1 else f"{counts[0]} layers a stage"
-        bubble = (
-            f", bubble {self._bubble(micro_batches):.0%}" if micro_batches and self.schedule not in _ZERO_BUBBLE else ""
-        )
+        bubble = ""
+        if micro_batches and self.schedule not in ZERO_BUBBLE_SCHEDULES:  # of equal stages
+            work = micro_batches * self.stages // self.pipeline
+            bubble = f", bubble {(self.pipeline - 1) / (work + self.pipeline - 1):.0%}"
         return f"{text} ({self.schedule}, {layers}{bubble})"
-
-    def _bubble(self, micro_batches: int) -> float:
-        """Share of a step that a rank of the pipeline waits, if all stages take equally long."""
-        work = micro_batches * self.stages // self.pipeline
-        return (self.pipeline - 1) / (work + self.pipeline - 1)
 
 
 def resolve_layout(section: ParallelSection, world_size: int) -> Layout:
-    """Fill in -1 and check that the degrees multiply to ``world_size``.
-
-    Raises:
-        UserError: the strategy and the degrees contradict each other, or their product is not ``world_size``.
-    """
+    """Fill in -1 and check that the degrees multiply to ``world_size``. Raises ``UserError`` if the strategy and the
+    degrees contradict each other, or their product is not ``world_size``."""
     strategy = section.strategy
     degrees = {axis: getattr(section, axis) for axis in AXES}
     for axis, degree in degrees.items():
@@ -271,11 +263,8 @@ def _nearest(degrees: Mapping[str, int], world_size: int) -> str:
 
 
 def gradient_accumulation(trainer: TrainerSection, layout: Layout) -> int:
-    """Micro-batches per optimizer step on each rank: global_batch / (micro_batch x data ranks).
-
-    Raises:
-        UserError: it is not a whole number; names the nearest values that are.
-    """
+    """Micro-batches per optimizer step on each rank: global_batch / (micro_batch x data ranks). Raises ``UserError`` if
+    it is not a whole number; names the nearest values that are."""
     per_pass = trainer.micro_batch * layout.data_ranks
     if trainer.global_batch % per_pass == 0:
         return trainer.global_batch // per_pass

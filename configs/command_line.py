@@ -60,11 +60,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Action, list[str]]:
 
 
 def config_dirs(argv: Sequence[str]) -> tuple[list[str], tuple[Path, ...]]:
-    """Split each ``--config-dir FOLDER`` from the overrides.
-
-    Raises:
-        UserError: there is no such folder, or a file in it has the name of a shipped one, which would win.
-    """
+    """Split each ``--config-dir FOLDER`` from the overrides. Raises ``UserError`` if there is no such folder, or a file
+    in it has the name of a shipped one, which would win."""
     overrides, folders = [], []
     words = list(argv)
     while words:

@@ -44,8 +44,7 @@ def compose(argv: Sequence[str], folder: Path = FOLDER, found: Sequence[str] = (
 
     ``found``: mistakes found earlier, to report together with those found here.
 
-    Raises:
-        UserError: anything is wrong with ``argv`` or the YAML files in ``folder``; names every mistake.
+    Raises ``UserError`` if anything is wrong with ``argv`` or the YAML files in ``folder``; names every mistake.
     """
     groups = choices_of(folder)
     given = {word.partition("=")[0].lstrip("+") for word in argv} | _keys_of_own_recipe(argv)
@@ -120,8 +119,7 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> T
     ``reads``: prefixes of the keys that are read here; others are refused. A new choice of ``data`` keeps the keys
     that say how documents become tokens.
 
-    Raises:
-        UserError: the file cannot be read, or anything is wrong with it or with ``argv``; names every mistake.
+    Raises ``UserError`` if the file cannot be read, or anything is wrong with it or with ``argv``; names every mistake.
     """
     groups = choices_of(FOLDER)
     line = CommandLine(groups).read(argv)
@@ -146,11 +144,8 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> T
 
 
 def refuse_misread(argv: Sequence[str], reads: tuple[str, ...]) -> None:
-    """Refuse what ``compose_saved`` would refuse for any run, if the run is not known.
-
-    Raises:
-        UserError: there is a mistake; names every one.
-    """
+    """Refuse what ``compose_saved`` would refuse for any run, if the run is not known. Raises ``UserError`` if there is
+    a mistake; names every one."""
     _refuse(_misread(CommandLine(choices_of(FOLDER)).read(argv), reads, None))
 
 
@@ -189,11 +184,8 @@ def _refuse(mistakes: Sequence[str]) -> None:
 
 
 def _composed(folder: Path, line: CommandLine) -> dict[str, Any]:
-    """Return the YAML files and overrides, composed by Hydra, as plain data.
-
-    Raises:
-        UserError: a YAML file cannot be read or merged, or refers to something that does not exist.
-    """
+    """Return the YAML files and overrides, composed by Hydra, as plain data. Raises ``UserError`` if a YAML file cannot
+    be read or merged, or refers to something that does not exist."""
     try:
         yamls = sorted(path for each in (folder, *declared().config_dirs) for path in each.rglob("*.yaml"))
         stamp = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in yamls)

@@ -34,11 +34,8 @@ _FREE = ("name", "path", "max_sequence_length")
 
 
 def without_code(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a stranger's ``config.json`` without keys that name code, in its parts too.
-
-    Raises:
-        UserError: it names another model.
-    """
+    """Return the content of a stranger's ``config.json`` without keys that name code, in its parts too. Raises
+    ``UserError`` if it names another model."""
     if named := next((key for key in _NAMES_MODELS if found.get(key)), None):
         raise UserError(
             f"the {CONFIG} of the model has {named}: {shown(found[named])}, by which a library would build, download "
@@ -56,8 +53,7 @@ def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[
 
     ``given``: keys that the user set, which win, or are refused if the weights do not allow them.
 
-    Raises:
-        UserError: the model cannot be read, or ``given`` contradicts it.
+    Raises ``UserError`` if the model cannot be read, or ``given`` contradicts it.
     """
     model, data = plain.get("model"), plain.get("data")
     if not isinstance(model, dict) or not isinstance(data, dict):
@@ -87,11 +83,8 @@ def with_model_folder(plain: Mapping[str, Any], given: Collection[str]) -> dict[
 
 @lru_cache(maxsize=1)  # a search asks again for each layout
 def teacher_section(name: str) -> Any:
-    """Return the section that describes the teacher ``name``, a folder or a name on the Hub.
-
-    Raises:
-        UserError: it cannot be read, or no built-in family can compute it.
-    """
+    """Return the section that describes the teacher ``name``, a folder or a name on the Hub. Raises ``UserError`` if it
+    cannot be read, or no built-in family can compute it."""
     keys = keys_of_model(name, key=_TEACHER)
     try:
         return models.get(keys["family"]).section.model_validate({"name": name, "path": name, **keys})
@@ -103,11 +96,8 @@ def teacher_section(name: str) -> Any:
 
 def keys_of_model(name: str, family: str | None = None, key: str = _MODEL) -> dict[str, Any]:
     """Return the keys of the section ``model`` that describe the model ``name``, a folder or a name on the Hub, for
-    ``family``; None: the one that its ``config.json`` names. ``key`` is the one that names the model.
-
-    Raises:
-        UserError: it cannot be read, or no family can compute it.
-    """
+    ``family``; None: the one that its ``config.json`` names. ``key`` is the one that names the model. Raises
+    ``UserError`` if it cannot be read, or no family can compute it."""
     file = model_folder(name, CONFIG, key=key) / CONFIG
     any_other = _ANY_OTHER if key == _MODEL else ""
     try:
@@ -155,10 +145,7 @@ def _nearest_family(model_type: str) -> str:
 
 def model_folder(name: str, *patterns: str, key: str = _MODEL) -> Path:
     """Return the folder ``name``. If it is a name on the Hub, the files that match ``patterns`` are downloaded first.
-
-    Raises:
-        UserError: there is no such folder, and it cannot be downloaded.
-    """
+    Raises ``UserError`` if there is no such folder, and it cannot be downloaded."""
     folder = expanded(name)
     if _exists(folder) or name.count("/") != 1 or name.startswith(("/", ".", "~")):
         return folder

@@ -84,11 +84,7 @@ class Registry:
     _entries: dict[str, Entry] = field(default_factory=dict)
 
     def register(self, name: str, section: type[Section], load: Callable[[], Any]) -> None:
-        """Add an entry.
-
-        Raises:
-            UserError: there is another entry of this name.
-        """
+        """Add an entry. Raises ``UserError`` if there is another entry of this name."""
         self._load_built_in()
         own = section
         if name in self._entries:
@@ -119,11 +115,8 @@ class Registry:
         return list(self._entries.values())
 
     def get(self, name: str) -> Entry:
-        """Entry ``name``; the package that provides it is imported if need be.
-
-        Raises:
-            UserError: there is none.
-        """
+        """Entry ``name``; the package that provides it is imported if need be. Raises ``UserError`` if there is
+        none."""
         self._load_built_in()
         if name not in self._entries and name in self._installed:
             self._import(self._installed[name])

@@ -20,11 +20,8 @@ CHOSEN: dict[str, Registry] = {registry.group: registry for registry in (optimiz
 
 
 def run_config_class(plain: Mapping[str, Any], schema: type[Config]) -> type[Config]:
-    """Return ``schema`` with the sections of what the config ``plain``, as nested dicts, chooses.
-
-    Raises:
-        UserError: it names something that is not registered.
-    """
+    """Return ``schema`` with the sections of what the config ``plain``, as nested dicts, chooses. Raises ``UserError``
+    if it names something that is not registered."""
     chosen = {group: registry for group, registry in CHOSEN.items() if group in schema.model_fields}
     names = {group: _name(plain, registry, schema) for group, registry in chosen.items()}
     sections = [(group, CHOSEN[group].get(name).section) for group, name in names.items() if name]

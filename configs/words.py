@@ -44,11 +44,7 @@ def pairs(
     words: Sequence[str], command: str, keys: Sequence[str], *, reads_overrides: bool = False
 ) -> tuple[dict[str, str], list[str]]:
     """Sort ``words`` into the command's own ``keys`` and, if it reads them, overrides of train.py. A bare folder is
-    that of the run.
-
-    Raises:
-        UserError: some words are neither; names all.
-    """
+    that of the run. Raises ``UserError`` if some words are neither; names all."""
     given: dict[str, str] = {}
     overrides: list[str] = []
     mistakes: list[str] = []
@@ -96,11 +92,8 @@ def _is_slip(key: str, keys: Sequence[str]) -> bool:
 
 
 def number(given: dict[str, str], key: str, default: _Number, lowest: float, highest: float) -> _Number:
-    """Return the number given for ``key``, of the type of ``default``.
-
-    Raises:
-        UserError: it is none, or out of range.
-    """
+    """Return the number given for ``key``, of the type of ``default``. Raises ``UserError`` if it is none, or out of
+    range."""
     kind = type(default)
     try:
         value = kind(parse_count(given.get(key, default)))

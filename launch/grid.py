@@ -21,8 +21,7 @@ def read_sweep(argv: Sequence[str]) -> Sweep:
 
     Every run of a grid is composed and checked; for a search, the corners of its space.
 
-    Raises:
-        UserError: no key has several values, or a run would have a mistake. Names every mistake found.
+    Raises ``UserError`` if no key has several values, or a run would have a mistake. Names every mistake found.
     """
     words = read_words(argv)
     if words.options:

@@ -81,11 +81,8 @@ def queued_jobs() -> list[Job] | None:
 
 
 def queued_before_another(run_dirs: Sequence[Path]) -> list[Job]:
-    """Return this user's jobs that have not ended, before others are submitted for ``run_dirs``.
-
-    Raises:
-        UserError: squeue does not answer, and an earlier job of one of these may still run.
-    """
+    """Return this user's jobs that have not ended, before others are submitted for ``run_dirs``. Raises ``UserError``
+    if squeue does not answer, and an earlier job of one of these may still run."""
     queued = queued_jobs()
     if queued is not None:
         return queued

@@ -67,11 +67,8 @@ class Search:
             study.tell(trial, loss, TrialState.FAIL if loss is None else None)
 
     def _suggest(self, study: optuna.Study, tried: list[Mapping[str, Any]]) -> tuple[optuna.Trial, Point] | None:
-        """Return a trial with values that no earlier one has; None if the space has no more of them.
-
-        Raises:
-            UserError: none of the values suggested fit the other settings.
-        """
+        """Return a trial with values that no earlier one has; None if the space has no more of them. Raises
+        ``UserError`` if none of the values suggested fit the other settings."""
         problem: UserError | None = None
         for attempt in range(_ATTEMPTS):
             seed = random.Random(f"{self.seed}, trial {len(tried)}, attempt {attempt}").getrandbits(32)
@@ -92,12 +89,8 @@ class Search:
 
 
 def read_search(words: Words) -> Sweep:
-    """Return the search over the swept keys of ``words``.
-
-    Raises:
-        UserError: an option, a range or a corner of the space has a mistake, nothing is swept, or the folder holds
-            trials of another space.
-    """
+    """Return the search over the swept keys of ``words``. Raises ``UserError`` if an option, a range or a corner of the
+    space has a mistake, nothing is swept, or the folder holds trials of another space."""
     options = _read_options(words)
     space: dict[str, BaseDistribution] = {}
     for key in words.swept:
@@ -171,11 +164,8 @@ def _corners(space: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _earlier(folder: Path, space: Mapping[str, BaseDistribution]) -> dict[str, dict[str, Any]]:
-    """Return the parameters of the trials in ``folder``, by name.
-
-    Raises:
-        UserError: they were chosen from a space that is not within ``space``.
-    """
+    """Return the parameters of the trials in ``folder``, by name. Raises ``UserError`` if they were chosen from a space
+    that is not within ``space``."""
     _, outcomes = read_summary(folder)
     trials = {each.run_dir.name: each.values for each in outcomes}
     earlier = {}

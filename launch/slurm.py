@@ -42,8 +42,7 @@ def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
 
     The submitted script is kept as ``slurm/JOB.sbatch`` in the (first) run folder.
 
-    Raises:
-        UserError: a job of one of the runs is in the queue already, or Slurm refuses the job.
+    Raises ``UserError`` if a job of one of the runs is in the queue already, or Slurm refuses the job.
     """
     configs = list(points.values())
     text = script(points)
@@ -57,11 +56,8 @@ def submit(points: Mapping[tuple[str, ...], RunConfig]) -> int:
 
 
 def refuse_unequal(configs: Sequence[RunConfig]) -> None:
-    """Check that all runs of a sweep ask for the same nodes, as the tasks of an array do.
-
-    Raises:
-        UserError: two ask for different nodes.
-    """
+    """Check that all runs of a sweep ask for the same nodes, as the tasks of an array do. Raises ``UserError`` if two
+    ask for different nodes."""
     first, *others = [_asked_for(config) for config in configs]
     for key, value in ((key, each[key]) for each in others for key in each):
         if value != first[key]:
@@ -84,8 +80,7 @@ def measure_by_job(command: str, argv: Sequence[str], config: RunConfig) -> int:
 
     Ctrl-C and other signals that would end this process cancel the job.
 
-    Raises:
-        UserError: Slurm refuses the job, or the run folder cannot be written.
+    Raises ``UserError`` if Slurm refuses the job, or the run folder cannot be written.
     """
     text = measuring_script(command, argv, config)
     if config.slurm.dry_run:

@@ -22,8 +22,7 @@ def start_elsewhere(argv: Sequence[str], config: RunConfig, load: Callable[[], o
 
     ``load`` imports what training needs, once for all ranks that are forked from this process.
 
-    Raises:
-        UserError: the launcher cannot do that here, or a library that the run needs is not installed.
+    Raises ``UserError`` if the launcher cannot do that here, or a library that the run needs is not installed.
     """
     _check_libraries(config)
     if is_started():
@@ -58,11 +57,8 @@ def _check_libraries(config: RunConfig) -> None:
 
 
 def planned_sweep(argv: Sequence[str]) -> Sweep:
-    """Return the sweep that ``argv`` asks for, checked.
-
-    Raises:
-        UserError: there is no such sweep, or the launcher cannot run it from here.
-    """
+    """Return the sweep that ``argv`` asks for, checked. Raises ``UserError`` if there is no such sweep, or the launcher
+    cannot run it from here."""
     if is_started():
         raise UserError(
             "-m under torchrun would start every run in every process; use it without torchrun: python train.py -m "

@@ -45,8 +45,7 @@ def run_sweep(sweep: Sweep, write_report: WriteReport, train: Train = train) -> 
     A run that fails does not end the sweep, unless several in a row fail for the same reason before their first step.
     A signal is passed on to the current run, which saves, and ends the sweep; the same command resumes it.
 
-    Raises:
-        UserError: another process runs this sweep, or its folder cannot be written.
+    Raises ``UserError`` if another process runs this sweep, or its folder cannot be written.
     """
     with _claimed(sweep.folder), NotedSignals() as signals:
         runs = _Runs(sweep, signals, train)
@@ -110,10 +109,7 @@ def values_shown(keys: Sequence[str], point: Point) -> str:
 
 def submit_sweep(sweep: Sweep, write_report: WriteReport) -> int:
     """Submit the runs that are neither finished nor in the queue, and print a table of all. Return the exit code.
-
-    Raises:
-        UserError: Slurm refuses the job, or squeue does not answer.
-    """
+    Raises ``UserError`` if Slurm refuses the job, or squeue does not answer."""
     if sweep.points[0].config.slurm.dry_run:
         return submit({point.argv: point.config for point in sweep.points})
     outcomes = [outcome_of(point) for point in sweep.points]

@@ -75,11 +75,8 @@ def read_words(argv: Sequence[str]) -> Words:
 
 
 def values_of(override: Override) -> list[str]:
-    """Return the values of a swept key as one would type them.
-
-    Raises:
-        UserError: it has none that can be listed.
-    """
+    """Return the values of a swept key as one would type them. Raises ``UserError`` if it has none that can be
+    listed."""
     value = override.value()
     try:
         if isinstance(value, Glob):
@@ -122,11 +119,8 @@ class PointBuilder:
         return PointBuilder(tuple(fixed), folder, run.name, folder if inside else home)
 
     def point(self, name: str, values: Mapping[str, str]) -> Point:
-        """Return the run with ``values`` for the swept keys.
-
-        Raises:
-            UserError: these values do not fit the other settings.
-        """
+        """Return the run with ``values`` for the swept keys. Raises ``UserError`` if these values do not fit the other
+        settings."""
         typed = {word.partition("=")[0]: word for word in [*self.fixed, *overrides(values)]}
         # Each recipe names its runs after itself.
         run_name = compose(list(typed.values())).run.name if "recipe" in values else self.run_name

@@ -81,11 +81,8 @@ def mix_within(budget: float, kept: Mapping[str, float]) -> Mix | None:
 
 
 def checkpoint_blocks(module: nn.Module, plan: ParallelPlan, mode: str | Mix, every: int = 1) -> None:
-    """Let every ``every``-th block of ``module``, the model or a stage of it, keep what ``mode`` says.
-
-    Raises:
-        UserError: the model has no blocks.
-    """
+    """Let every ``every``-th block of ``module``, the model or a stage of it, keep what ``mode`` says. Raises
+    ``UserError`` if the model has no blocks."""
     if mode == "none":
         return
     names = plan.blocks_in(module)

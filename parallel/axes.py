@@ -30,11 +30,8 @@ class ModelAxis(Protocol):
 
     def apply(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates, groups: Groups) -> None:
         """Replace the parameters of ``module``, on meta or with values, by the slices that the rank at ``place`` holds,
-        and let its forward exchange what it must.
-
-        Raises:
-            UserError: the plan does not declare what the axis needs.
-        """
+        and let its forward exchange what it must. Raises ``UserError`` if the plan does not declare what the axis
+        needs."""
 
 
 AXES: tuple[ModelAxis, ...] = (TENSOR, EXPERT, CONTEXT)
@@ -46,11 +43,8 @@ def active_axes(layout: Layout) -> list[ModelAxis]:
 
 
 def shard_specs(model: nn.Module, plan: ParallelPlan, layout: Layout) -> dict[str, ShardSpec]:
-    """Return the shard spec of every parameter of the whole ``model``, which may be on meta, by name.
-
-    Raises:
-        UserError: the plan does not declare what an axis needs, or the layout does not fit its experts.
-    """
+    """Return the shard spec of every parameter of the whole ``model``, which may be on meta, by name. Raises
+    ``UserError`` if the plan does not declare what an axis needs, or the layout does not fit its experts."""
     refuse_misfits(model, plan, layout)
     whole, axes = unshardable(model), active_axes(layout)
     stages = stages_of([name for name, _ in model.named_parameters()], plan, layout)

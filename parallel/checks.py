@@ -18,11 +18,7 @@ _WORKS_IN_ROUNDS = ("interleaved", "interleaved_zero_bubble")
 
 def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     """Check what can be known from the configuration; a task without the sections model and data is checked as its
-    model is divided.
-
-    Raises:
-        UserError: the layout does not fit the model, the sequences or the batch.
-    """
+    model is divided. Raises ``UserError`` if the layout does not fit the model, the sequences or the batch."""
     section = config.parallel
     if section.sync_every_micro_batch and section.strategy == "ddp":
         raise UserError(
@@ -80,11 +76,8 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
 
 
 def allowed_micro_batches(config: RunConfig, layout: Layout) -> list[int]:
-    """Return the values of ``trainer.micro_batch`` that the batch and the layout allow, the largest first.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the values of ``trainer.micro_batch`` that the batch and the layout allow, the largest first. Raises
+    ``UserError`` if there is none."""
     most, allowed = gradient_accumulation(with_micro_batch(config, 1).trainer, layout), []
     refused: UserError | None = None
     for samples in reversed(divisors(most)):
@@ -178,11 +171,8 @@ def _check_tensor(layout: Layout, sizes: Mapping[str, int]) -> None:
 
 
 def check_experts(layout: Layout, experts: Mapping[str, int], widths: Mapping[str, int]) -> None:
-    """Check a model's numbers of ``experts``, by name, and the ``widths`` of each of them that FSDP2 may divide.
-
-    Raises:
-        UserError: the layout does not fit them.
-    """
+    """Check a model's numbers of ``experts``, by name, and the ``widths`` of each of them that FSDP2 may divide. Raises
+    ``UserError`` if the layout does not fit them."""
     for key, count in experts.items():
         fitting = [each for each in divisors(math.gcd(layout.block, count)) if each > 1]
         instead = " or ".join(f"parallel.expert={each}" for each in fitting[:4]) or "parallel.expert=1"

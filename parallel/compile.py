@@ -21,11 +21,8 @@ from serried.parallel.plan import ParallelPlan
 def check_blocks(
     module: nn.Module, plan: ParallelPlan, keeps_less: tuple[str, str] | None = None
 ) -> Sequence[str]:  # fmt: skip
-    """Return the names of the blocks of ``module``. ``keeps_less``: of the trainer's section.
-
-    Raises:
-        UserError: there are none, or they cannot be compiled.
-    """
+    """Return the names of the blocks of ``module``. ``keeps_less``: of the trainer's section. Raises ``UserError`` if
+    there are none, or they cannot be compiled."""
     if keeps_less and plan.mixtures:  # its graphs end at a mixture, and what is computed again is one graph
         raise UserError(
             f"trainer.compile=true with {keeps_less[0]} and a mixture of experts, which cannot be compiled; use "

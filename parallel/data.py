@@ -108,11 +108,8 @@ class Summed(NoSync):
 
     @contextmanager
     def during(self, is_last: bool) -> Iterator[None]:
-        """Sum gradients in the last micro-batch only.
-
-        Raises:
-            UserError: a parameter has none, so that it would not be summed, or with another one of another rank.
-        """
+        """Sum gradients in the last micro-batch only. Raises ``UserError`` if a parameter has none, so that it would
+        not be summed, or with another one of another rank."""
         self._is_last = is_last
         yield
         if is_last and (unused := [name for each, name in self._names.items() if each not in self._travelling]):

@@ -80,8 +80,7 @@ class Matrices:
 
         They are formed in bf16 if the model computes in a ``low_dtype``, and else in fp32.
 
-        Raises:
-            UserError: the model has none.
+        Raises ``UserError`` if the model has none.
         """
         names = check_matrices({name: spec.shape for name, spec in model.specs.items()}, blocks)
         held = [each for each in model.parameters if each.tensor.requires_grad and each.name in names]
@@ -147,11 +146,7 @@ def matrix_names(shapes: Mapping[str, Sequence[int]], blocks: Collection[str]) -
 
 
 def check_matrices(shapes: Mapping[str, Sequence[int]], blocks: Collection[str]) -> set[str]:
-    """Return ``matrix_names``.
-
-    Raises:
-        UserError: there are none.
-    """
+    """Return ``matrix_names``. Raises ``UserError`` if there are none."""
     if not (names := matrix_names(shapes, blocks)):
         raise UserError(
             "this optimizer is for the matrices of repeated blocks, and the model has none; return "

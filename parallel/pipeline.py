@@ -54,11 +54,7 @@ class Pipeline:
         phases: Phases,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """``stages``: those of this rank, by number.
-
-        Raises:
-            UserError: this torch cannot run the schedule.
-        """
+        """``stages``: those of this rank, by number. Raises ``UserError`` if this torch cannot run the schedule."""
         # torch 2.11: "_input_metadata is invalid" at autograd functions, of which heads and collectives are made.
         if layout.schedule in ZERO_BUBBLE_SCHEDULES and TorchVersion(torch.__version__) < "2.12":
             raise UserError(

@@ -143,11 +143,8 @@ class ParallelPlan:
     trainer sets it."""
 
     def for_model(self, model: nn.Module) -> "ParallelPlan":
-        """Return the plan with the names of modules of ``model`` in place of the globs in ``blocks``.
-
-        Raises:
-            UserError: one matches no module.
-        """
+        """Return the plan with the names of modules of ``model`` in place of the globs in ``blocks``. Raises
+        ``UserError`` if one matches no module."""
         known = {name: module for name, module in model.named_modules() if name}
         blocks: dict[str, None] = {}
         for glob in (self.blocks,) if isinstance(self.blocks, str) else self.blocks:

@@ -125,8 +125,7 @@ def stages_of(names: Sequence[str], plan: ParallelPlan, layout: Layout) -> dict[
     What comes before the first of ``plan.blocks`` is in the first stage, what comes after in the last; what
     ``plan.tied`` names is in both.
 
-    Raises:
-        UserError: ``layout.layers_of_stages`` are not as many as the plan's blocks.
+    Raises ``UserError`` if ``layout.layers_of_stages`` are not as many as the plan's blocks.
     """
     if layout.stages == 1:
         return dict.fromkeys(names, (0,))

@@ -49,8 +49,7 @@ def split(model: nn.Module, plan: ParallelPlan, layout: Layout, pipeline: int) -
     this may only pass the stream from module to module: what it does to it itself would be done by every stage. The
     first forward of a stage raises a ``UserError`` where it does more.
 
-    Raises:
-        UserError: the plan names no blocks, or too few, or lacks a parameter that stages share.
+    Raises ``UserError`` if the plan names no blocks, or too few, or lacks a parameter that stages share.
     """
     if layout.stages == 1:
         return {0: model}

@@ -199,11 +199,7 @@ class DividedWidth(Width):
 
 
 def check_roles(module: nn.Module, plan: ParallelPlan, layout: Layout) -> dict[str, str]:
-    """Return the roles of the modules by name.
-
-    Raises:
-        UserError: tensor ranks cannot divide the model by them.
-    """
+    """Return the roles of the modules by name. Raises ``UserError`` if tensor ranks cannot divide the model by them."""
     roles = {name: role for name, _ in module.named_modules() if (role := plan.role(name))}
     if not roles:
         raise UserError(
@@ -270,11 +266,7 @@ def _rows_of_vocabularies(module: nn.Module, roles: Mapping[str, str]) -> dict[s
 
 
 def _rows(size: int, layout: Layout, place: Coordinates) -> tuple[int, int]:
-    """First row of the vocabulary here, and number of rows.
-
-    Raises:
-        UserError: there are none.
-    """
+    """First row of the vocabulary here, and number of rows. Raises ``UserError`` if there are none."""
     if not chunk(size, layout.tensor, layout.tensor - 1)[1]:
         raise UserError(f"parallel.tensor={layout.tensor} leaves ranks without any of {size} rows of the vocabulary")
     return chunk(size, layout.tensor, place.tensor)

@@ -20,12 +20,7 @@ from serried.configs.formats import printable
 from serried.configs.model_folder import CONFIG, GENERATION, model_folder
 from serried.configs.plain_data import NotPlainData, read_json
 from serried.configs.registry import models
-from serried.configs.schema import (
-    DEFAULT_VALIDATION,
-    WHOLE,
-    RunConfig,
-    TrainerSection,
-)
+from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig, TrainerSection
 from serried.configs.tasks import CausalLMSection
 from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ALL_OF_IT, Inputs, LossTerms, ParallelPlan, Share
@@ -212,11 +207,8 @@ class CausalLM(TextTask):
     # model ----------------------------------------------------------------------------------------------------------
 
     def vocab_size(self) -> int:
-        """Rows of the embedding: as configured, else the tokenizer's, rounded up to ``model.vocab_multiple``.
-
-        Raises:
-            UserError: the tokenizer has more ids than the model has rows.
-        """
+        """Rows of the embedding: as configured, else the tokenizer's, rounded up to ``model.vocab_multiple``. Raises
+        ``UserError`` if the tokenizer has more ids than the model has rows."""
         ids, rows = self._tokenizer_size(), self._model.vocab_size
         if rows is None:
             assert ids is not None

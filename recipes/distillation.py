@@ -51,11 +51,7 @@ class Distillation(CausalLM):
 
     @cached_property
     def _teacher(self) -> ModelFamily:
-        """The family of the teacher.
-
-        Raises:
-            UserError: it cannot be read, or predicts other tokens.
-        """
+        """The family of the teacher. Raises ``UserError`` if it cannot be read, or predicts other tokens."""
         path = str(self.config.teacher)
         section = teacher_section(path)
         if section.vocab_size != self.vocab_size():

@@ -17,11 +17,8 @@ _PLAIN: dict[str, Any] = {
 
 
 def keys_of_adapters(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the keys, by section, of a model with the adapters in ``folder``, as PEFT saves them.
-
-    Raises:
-        UserError: they cannot be read, or are of another kind than those that are trained here.
-    """
+    """Return the keys, by section, of a model with the adapters in ``folder``, as PEFT saves them. Raises ``UserError``
+    if they cannot be read, or are of another kind than those that are trained here."""
     file = folder / "adapter_config.json"
     try:
         found = read_json(file)
@@ -49,8 +46,7 @@ def as_saved(config: _Config, checkpoint: Path, *, world_size: int, is_resharded
     ``is_resharded``: for the processes of this start. ``is_other_data``: for other data than the run's, tokenized with
     the model's tokenizer, since the run's may be made from its data.
 
-    Raises:
-        UserError: the checkpoint lacks its config.
+    Raises ``UserError`` if the checkpoint lacks its config.
     """
     if is_resharded:
         config = config.model_copy(update={"parallel": _for_processes(config.parallel, world_size)})

@@ -29,11 +29,8 @@ class RunFolder:
     """``run.dir``, claimed by one process at a time. Only rank 0 has one."""
 
     def __init__(self, path: Path) -> None:
-        """Make and claim the folder.
-
-        Raises:
-            UserError: it cannot be written, or another process is training there.
-        """
+        """Make and claim the folder. Raises ``UserError`` if it cannot be written, or another process is training
+        there."""
         self.path = path
         self._metrics: IO[bytes] | None = None
         self._unwritten = b""

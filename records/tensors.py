@@ -123,11 +123,8 @@ class TensorFolder:
     """
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
-        """Read the headers.
-
-        Raises:
-            UserError: there are no such files, or one of them is not as the format wants it.
-        """
+        """Read the headers. Raises ``UserError`` if there are no such files, or one of them is not as the format wants
+        it."""
         self.folder = folder
         self.specs: dict[str, TensorSpec] = {}
         """By name, in the order of the index, or of the values in the single file."""
@@ -209,11 +206,8 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Return every tensor of a file with the place of its first byte, in the order of their bytes.
-
-    Raises:
-        UserError: the file cannot be read, or is not in the format.
-    """
+    """Return every tensor of a file with the place of its first byte, in the order of their bytes. Raises ``UserError``
+    if the file cannot be read, or is not in the format."""
     try:
         if not _is_there(path):
             _refuse(path, "it is not a regular file")

@@ -43,8 +43,7 @@ class Exchange:
 
         ``on_crash`` is called before the others learn that ``function`` crashed, and fail because of it.
 
-        Raises:
-            UserError: on every rank, if ``function`` raised it.
+        Raises ``UserError`` on every rank if ``function`` raised it.
         """
         self._count += 1
         key = f"once/{group}/{self._count}"

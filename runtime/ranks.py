@@ -63,11 +63,7 @@ def threads_per_process(section: LaunchSection, local_world: int) -> int:
 
 def torchrun_says() -> tuple[int, int, int, int]:
     """Return rank, local rank, world size and local world size from torchrun's variables; those of a single process
-    without them.
-
-    Raises:
-        UserError: some of the variables are missing, or they contradict each other.
-    """
+    without them. Raises ``UserError`` if some of the variables are missing, or they contradict each other."""
     env, wanted = os.environ, _TORCHRUN[:4]
     if env.get("WORLD_SIZE", "1") != "1":
         missing = [name for name in _TORCHRUN if not env.get(name)]
@@ -123,11 +119,8 @@ def _gpus_of_the_system() -> int:
 
 def planned_processes(section: LaunchSection, dry_run: bool) -> int:
     """Return the number of processes that the run has, will have once they are started, or would have in a dry run.
-
-    Raises:
-        UserError: ``launch.processes`` or ``launch.nodes`` contradicts what torchrun started, or torchrun's variables
-            are there in part only.
-    """
+    Raises ``UserError`` if ``launch.processes`` or ``launch.nodes`` contradicts what torchrun started, or torchrun's
+    variables are there in part only."""
     _, _, started, per_node = torchrun_says()
     if section.name == "local" and (section.nodes or 1) > 1:
         raise UserError(

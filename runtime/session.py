@@ -89,11 +89,8 @@ class Session:
         return f"torchrun {where} --nproc_per_node={self.local_world_size} {program}"
 
     def once(self, function: Callable[[], Any]) -> Any:
-        """Run ``function`` on rank 0 while the others wait; all return its result (plain JSON data).
-
-        Raises:
-            UserError: on every rank, if ``function`` raised it on rank 0.
-        """
+        """Run ``function`` on rank 0 while the others wait; all return its result (plain JSON data). Raises
+        ``UserError`` on every rank if ``function`` raised it on rank 0."""
         return self.exchange.once(function, self.cause.first, leads=self.is_main, group="world")
 
     def once_per_node(self, function: Callable[[], Any]) -> Any:
@@ -111,11 +108,8 @@ class Session:
         return self.exchange.gather(value)
 
     def same_everywhere(self, what: str, value: str) -> None:
-        """Check that all ranks have the same ``value``; names the first line that differs.
-
-        Raises:
-            UserError: they differ; names the first rank that does.
-        """
+        """Check that all ranks have the same ``value``; names the first line that differs. Raises ``UserError`` if they
+        differ; names the first rank that does."""
         values = self.gather(value)
         for rank, other in enumerate(values):
             for expected, found in zip_longest(values[0].splitlines(), other.splitlines()):

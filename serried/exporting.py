@@ -118,11 +118,8 @@ def _base_to_merge(given: Mapping[str, str], saved: Saved) -> "TensorFolder | Bu
 
 
 def _built_base(run: Path, checkpoint: Path) -> "Built":
-    """Return the base model that the task of ``run`` builds itself.
-
-    Raises:
-        UserError: it is another than the one that ``checkpoint`` adapts.
-    """
+    """Return the base model that the task of ``run`` builds itself. Raises ``UserError`` if it is another than the one
+    that ``checkpoint`` adapts."""
     import torch
 
     from serried.configs.compose import compose_saved
@@ -189,11 +186,7 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
 
 
 def _move_all(written: Path, folder: Path) -> None:
-    """Move what is in ``written`` to ``folder``.
-
-    Raises:
-        UserError: something of that name is there.
-    """
+    """Move what is in ``written`` to ``folder``. Raises ``UserError`` if something of that name is there."""
     files = sorted(written.iterdir(), reverse=True)  # what names the others comes last
     for file in files:
         if (folder / file.name).exists():
@@ -203,11 +196,8 @@ def _move_all(written: Path, folder: Path) -> None:
 
 
 def _write_and_compare(saved: Saved, file: Path, name: str, kind: "Format", dtype: str) -> float:
-    """Write ``file``. Returns how far its logits are from the model's.
-
-    Raises:
-        UserError: they are too far, or the format cannot express the model.
-    """
+    """Write ``file``. Returns how far its logits are from the model's. Raises ``UserError`` if they are too far, or the
+    format cannot express the model."""
     import torch
 
     quantized = dtype if name == "torchao" else "none"  # it is compared with the model as it is then

@@ -20,11 +20,8 @@ def opened(
     given: dict[str, str], overrides: list[str], reads: tuple[str, ...], command: str
 ) -> tuple[TextRunConfig, Path, Callable[[TextRunConfig], "TextTask"]]:
     """Return the config and folder of the saved model that ``given`` names, and what makes its task. ``overrides`` of
-    the config may have keys that begin as ``reads`` say.
-
-    Raises:
-        UserError: there is no such model, it is of no text task, or an override is wrong.
-    """
+    the config may have keys that begin as ``reads`` say. Raises ``UserError`` if there is no such model, it is of no
+    text task, or an override is wrong."""
     return opened_any(given, overrides, reads, command, task_of_text)
 
 
@@ -56,11 +53,8 @@ def opened_any(
 
 
 def task_of_text(run: Path, command: str) -> Declaration:
-    """Return the declaration of the task that trained ``run``.
-
-    Raises:
-        UserError: it is a script's, or has no text.
-    """
+    """Return the declaration of the task that trained ``run``. Raises ``UserError`` if it is a script's, or has no
+    text."""
     from serried.trainer.task import TextTask
 
     name = _recorded_task(run)
@@ -79,11 +73,8 @@ def task_of_text(run: Path, command: str) -> Declaration:
 
 
 def task_that_trained(run: Path, command: str) -> Declaration:
-    """Return the declaration of the task that trained ``run``, of any kind.
-
-    Raises:
-        UserError: it is a script's.
-    """
+    """Return the declaration of the task that trained ``run``, of any kind. Raises ``UserError`` if it is a
+    script's."""
     name = _recorded_task(run)
     if name is not None and name not in tasks.names():
         instead = (
@@ -104,11 +95,8 @@ def _recorded_task(run: Path) -> str | None:
 
 
 def config_of_model(folder: Path, overrides: list[str]) -> TextRunConfig:
-    """Return the config of a run with the model and tokenizer of ``folder``, which transformers opens.
-
-    Raises:
-        UserError: it holds a model of another family, or cannot be read.
-    """
+    """Return the config of a run with the model and tokenizer of ``folder``, which transformers opens. Raises
+    ``UserError`` if it holds a model of another family, or cannot be read."""
     from serried.configs.compose import compose
     from serried.configs.model_folder import family_of_any, keys_of_model
     from serried.recipes.saved import keys_of_adapters

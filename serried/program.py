@@ -22,13 +22,7 @@ from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.records.page import write_report
 from serried.runtime.early import importing
 from serried.runtime.ending import leave, note_repeated, report_mistake
-from serried.runtime.program import (
-    check_surroundings,
-    remember_flags,
-    remember_script,
-    remember_words,
-    typed_command,
-)
+from serried.runtime.program import check_surroundings, remember_flags, remember_script, remember_words, typed_command
 from serried.runtime.ranks import planned_processes, say, sleep_while_waiting
 from serried.runtime.session import Session, run_in_session
 from serried.task_class import installed
@@ -79,11 +73,8 @@ def _do(action: Action, overrides: list[str]) -> int:
 
 
 def planned_layout(config: RunConfig) -> tuple[Layout, int]:
-    """Return the layout of a run of ``config``, and how many micro-batches a rank accumulates.
-
-    Raises:
-        UserError: they do not go together.
-    """
+    """Return the layout of a run of ``config``, and how many micro-batches a rank accumulates. Raises ``UserError`` if
+    they do not go together."""
     layout = resolve_layout(config.parallel, planned_processes(config.launch, config.dry_run))
     if config.trainer.micro_batch == AUTO:  # chosen later: any that can be
         config = with_micro_batch(config, allowed_micro_batches(config, layout)[0])

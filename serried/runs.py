@@ -28,11 +28,7 @@ class Saved:
 
 def find_saved(given: Mapping[str, str], command: str) -> Saved:
     """The checkpoint or model folder that ``given`` names: a run with or without ``checkpoint=STEP``, a checkpoint, an
-    exported model or another Hugging Face folder.
-
-    Raises:
-        UserError: there is none.
-    """
+    exported model or another Hugging Face folder. Raises ``UserError`` if there is none."""
     from serried.trainer.checkpoint.manifest import MANIFEST
 
     folder = Path(given.get("run.dir", ""))
@@ -54,8 +50,7 @@ def find_run(given: Mapping[str, str], command: str, is_taken: IsTaken | None = 
 
     ``is_taken``: which runs ``command`` can use; by default those with a checkpoint.
 
-    Raises:
-        UserError: there is no such run; names those that ``command`` can use.
+    Raises ``UserError`` if there is no such run; names those that ``command`` can use.
     """
     if "run.dir" in given and "run.name" in given:
         raise UserError(f"run.dir={given['run.dir']} and run.name={given['run.name']} are both given; keep one")
@@ -71,11 +66,8 @@ def find_run(given: Mapping[str, str], command: str, is_taken: IsTaken | None = 
 
 
 def run_folder(word: str, is_taken: IsTaken) -> Path:
-    """Return the run folder that ``word`` names.
-
-    Raises:
-        UserError: it holds no run; names similar ones that the command can use.
-    """
+    """Return the run folder that ``word`` names. Raises ``UserError`` if it holds no run; names similar ones that the
+    command can use."""
     folder = Path(word)
     if is_run(folder):
         return folder
@@ -88,11 +80,7 @@ def run_folder(word: str, is_taken: IsTaken) -> Path:
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
-    """The checkpoints of ``run`` by step, the newest last.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The checkpoints of ``run`` by step, the newest last. Raises ``UserError`` if there is none."""
     from serried.trainer.checkpoint.resume import CHECKPOINTS
     from serried.trainer.checkpoint.retention import committed, step_of
 
@@ -106,11 +94,8 @@ def checkpoints_of(run: Path) -> dict[int, Path]:
 
 
 def choose_checkpoint(found: Mapping[int, Path], given: Mapping[str, str]) -> Path:
-    """Return the checkpoint among ``found`` that ``given`` names, or the newest.
-
-    Raises:
-        UserError: it is not among them.
-    """
+    """Return the checkpoint among ``found`` that ``given`` names, or the newest. Raises ``UserError`` if it is not
+    among them."""
     typed = given.get("checkpoint", str(max(found)))
     step = parse_count(typed)
     if not isinstance(step, int):

@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 
 
 def declaration(given: "Task | type[Task]") -> Declaration:
-    """Return what composing the configuration needs to know of a task: its class, or an instance.
-
-    Raises:
-        UserError: ``task`` is not a task, or its ``Config`` is not a section.
-    """
+    """Return what composing the configuration needs to know of a task: its class, or an instance. Raises ``UserError``
+    if ``task`` is not a task, or its ``Config`` is not a section."""
     from serried.trainer.task import Task
 
     task = given if inspect.isclass(given) else type(given)
@@ -39,11 +36,8 @@ def declaration(given: "Task | type[Task]") -> Declaration:
 
 
 def installed(name: str) -> Declaration:
-    """Return the declaration of the task ``name``, of an installed package or built in.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the declaration of the task ``name``, of an installed package or built in. Raises ``UserError`` if there
+    is none."""
     return BUILT_IN if name in BUILT_IN_TASKS else declaration(tasks.get(name).load())
 
 

@@ -30,11 +30,8 @@ def chosen_mix(
     config: RunConfig, task: Task, layout: Layout, plan: ParallelPlan, module: nn.Module | None
 ) -> Mix | None:  # fmt: skip
     """Return what blocks keep, the same on all ranks; None: there is no budget. ``module``: the whole model, to measure
-    if the task has no estimate; None: then return None.
-
-    Raises:
-        UserError: the blocks keep more in any case, or it is not known what they keep.
-    """
+    if the task has no estimate; None: then return None. Raises ``UserError`` if the blocks keep more in any case, or it
+    is not known what they keep."""
     budget = config.trainer.activation_memory_budget
     if budget == 1:
         return None

@@ -38,11 +38,7 @@ class Adapters:
         heads: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Attach adapters to ``model``, on meta or with values. ``exported``: of the base model; ``heads``: modules
-        that are trained whole.
-
-        Raises:
-            UserError: a pattern matches nothing, or what cannot have an adapter.
-        """
+        that are trained whole. Raises ``UserError`` if a pattern matches nothing, or what cannot have an adapter."""
         self._section, self._of_base = section, exported
         self._heads = tuple(f"{head}." for head in heads)
         self._weights = {

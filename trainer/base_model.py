@@ -33,11 +33,8 @@ class Base:
 
 def find_base(folder: Path | None, module: nn.Module, checkpoint: Path | None, session: Session) -> Base:
     """Return the base model in ``folder``, or the one that ``module`` was built with, after comparing it with what
-    ``checkpoint`` was trained on. A collective: the ranks share the reading.
-
-    Raises:
-        UserError: it is not there, or another.
-    """
+    ``checkpoint`` was trained on. A collective: the ranks share the reading. Raises ``UserError`` if it is not there,
+    or another."""
     if folder is None:
         base = Base(None, {"path": None, "digest": _digest(module)})
     else:
@@ -57,11 +54,7 @@ def files_of(folder: Path, checkpoint: Path | None, session: Session) -> dict[st
 
 def same_files(kind: str, folder: Path, start: Start, session: Session) -> dict[str, list[int]]:
     """Return the files of weights of the ``kind``, "teacher" or "reference", in ``folder``, after comparing them with
-    those that the state of a checkpoint has under this name. A collective.
-
-    Raises:
-        UserError: they are others.
-    """
+    those that the state of a checkpoint has under this name. A collective. Raises ``UserError`` if they are others."""
     files = files_of(folder, None, session)
     if files != (before := start.state.get(kind) or files):
         changed = sorted(name for name in {*files, *before} if files.get(name) != before.get(name))
@@ -74,10 +67,7 @@ def same_files(kind: str, folder: Path, start: Start, session: Session) -> dict[
 
 def base_of(checkpoint: Path, module: nn.Module) -> Path | None:
     """Return the folder of the base model that ``checkpoint`` adapts; None: ``module`` was built with its values.
-
-    Raises:
-        UserError: it was built with others.
-    """
+    Raises ``UserError`` if it was built with others."""
     if not (checkpoint / STATE).exists():  # exported, or PEFT's own
         name = str(read_json(checkpoint / ADAPTER_CONFIG).get("base_model_name_or_path"))
         return model_folder(name, "*.safetensors", "*.json")
@@ -89,11 +79,7 @@ def base_of(checkpoint: Path, module: nn.Module) -> Path | None:
 
 def check_base(checkpoint: Path) -> Path | None:
     """Return the folder of the base model that ``checkpoint`` adapts, after comparing its files with their checksums;
-    None: it has none.
-
-    Raises:
-        UserError: it is not there, or has changed.
-    """
+    None: it has none. Raises ``UserError`` if it is not there, or has changed."""
     path = _recorded(checkpoint)["path"]
     if path is None:
         return None

@@ -54,8 +54,8 @@ class Benchmarks:
 
         ``documents``: of each task, at most.
 
-        Raises:
-            UserError: a task is unknown, has no log-likelihoods, or cannot be loaded; or the ranks see different data.
+        Raises ``UserError`` if a task is unknown, has no log-likelihoods, or cannot be loaded; or the ranks see
+        different data.
         """
         self._documents, self._task, self._tasks = documents, task, dict[str, Any]()
         self._groups = dict[str, Any]()

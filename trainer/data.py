@@ -24,11 +24,8 @@ class Data:
     """Data sets of a task, opened on every rank, and the place in the order of training samples."""
 
     def __init__(self, task: Task, session: Session, console: Console) -> None:
-        """Prepare and open the data. A collective.
-
-        Raises:
-            UserError: there is no training data, or the ranks see different data.
-        """
+        """Prepare and open the data. A collective. Raises ``UserError`` if there is no training data, or the ranks see
+        different data."""
         console.doing("preparing data")
         task.open_data(session.once_per_node(partial(task.prepare, console.progress)))
         self.training = training_data(task)
@@ -106,11 +103,8 @@ def _seed_of(text: str) -> int:
 
 
 def with_steps(config: RunConfig, training: Dataset) -> RunConfig:
-    """Return ``config`` with the steps that ``trainer.epochs`` passes over the training data take, if it is set.
-
-    Raises:
-        UserError: the data is a stream, of which the length is unknown.
-    """
+    """Return ``config`` with the steps that ``trainer.epochs`` passes over the training data take, if it is set. Raises
+    ``UserError`` if the data is a stream, of which the length is unknown."""
     trainer = config.trainer
     if trainer.epochs is None:
         return config
@@ -121,11 +115,7 @@ def with_steps(config: RunConfig, training: Dataset) -> RunConfig:
 
 
 def training_data(task: Task) -> Dataset:
-    """Return the training data of ``task``.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the training data of ``task``. Raises ``UserError`` if there is none."""
     training = task.dataset(TRAINING)
     if isinstance(training, torch.utils.data.DataLoader):
         raise UserError(

@@ -180,8 +180,7 @@ def evaluate(
     On the validation sets or, where ``is_whole``, on all of ``data``, each to its first ``sequences`` sequences. None:
     to the end.
 
-    Raises:
-        UserError: the checkpoint is damaged, or of another model or tokenizer than the data.
+    Raises ``UserError`` if the checkpoint is damaged, or of another model or tokenizer than the data.
     """
     task.open_saved(checkpoint)
     console.doing("preparing data")
@@ -271,11 +270,7 @@ def load_model(
 
 
 def check_weights(checkpoint: Path) -> None:
-    """Compare the files of the weights with their checksums.
-
-    Raises:
-        UserError: one is damaged.
-    """
+    """Compare the files of the weights with their checksums. Raises ``UserError`` if one is damaged."""
     if not (checkpoint / STATE).exists() and not (checkpoint / MANIFEST).exists():
         return  # an exported model has no checksums
     try:

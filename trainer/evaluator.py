@@ -118,11 +118,8 @@ class Evaluator:
 
 def open_benchmarks(context: Context, validation: Collection[str]) -> Any:
     """Return the tasks of lm-evaluation-harness that the run names, which is imported only if it names one; else None.
-    A collective.
-
-    Raises:
-        UserError: it is not installed, there is nothing to record their metrics with, or a task cannot be used.
-    """
+    A collective. Raises ``UserError`` if it is not installed, there is nothing to record their metrics with, or a task
+    cannot be used."""
     trainer, task = context.config.trainer, context.task
     if not trainer.evaluate:
         return None

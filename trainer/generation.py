@@ -52,8 +52,7 @@ class Writer:
 
         ``is_timed``: note how long it took, and not only what cut it off.
 
-        Raises:
-            UserError: it is too long for the model, or the checkpoint is damaged.
+        Raises ``UserError`` if it is too long for the model, or the checkpoint is damaged.
         """
         task, sampling = self._task, self._sampling
         prompt_tokens = len(task.prompt_ids(said))

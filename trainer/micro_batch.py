@@ -29,11 +29,8 @@ _SAVE_MORE = {"none": ("selective", "full"), "selective": ("full",)}
 
 def for_run(config: RunConfig, task: Task, session: Session, start: Start) -> tuple[RunConfig, str]:
     """Return ``config`` with a number for ``trainer.micro_batch=auto``, and a line on it. A collective: rank 0 chooses,
-    for the least memory of any rank. A run that resumes as it was keeps its number.
-
-    Raises:
-        UserError: no number fits.
-    """
+    for the least memory of any rank. A run that resumes as it was keeps its number. Raises ``UserError`` if no number
+    fits."""
     layout = resolve_layout(config.parallel, session.world_size)
     device = session.device.type
     if device == "cuda":

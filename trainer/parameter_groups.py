@@ -15,11 +15,8 @@ _WHOLE = ", whole"
 
 
 def freeze(model: nn.Module, section: OptimSection) -> None:
-    """Mark the parameters of frozen groups as not trained. Call it before the model is sharded.
-
-    Raises:
-        UserError: the pattern of a group matches no parameter, or none that is trained, or all parameters are frozen.
-    """
+    """Mark the parameters of frozen groups as not trained. Call it before the model is sharded. Raises ``UserError`` if
+    the pattern of a group matches no parameter, or none that is trained, or all parameters are frozen."""
     is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     names = list(is_trained)
     _refuse_unmatched(is_trained, section.groups)

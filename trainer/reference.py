@@ -41,11 +41,8 @@ class ReferencePass:
     """The numbers of a task's reference that this run needs."""
 
     def __init__(self, context: Context, data: Data, reference: Reference, start: Start) -> None:
-        """Find the pretrained model, and what is known already. A collective.
-
-        Raises:
-            UserError: there is no pretrained model, or another than the run had before ``start``.
-        """
+        """Find the pretrained model, and what is known already. A collective. Raises ``UserError`` if there is no
+        pretrained model, or another than the run had before ``start``."""
         self._context, self._reference = context, reference
         session = context.session
         folder = session.once(lambda: str(context.task.pretrained() or ""))

@@ -63,11 +63,8 @@ class Progress:
 
 
 def saved_progress(start: Start) -> Progress:
-    """Return the progress that a checkpoint holds; that of a new run if there is none.
-
-    Raises:
-        UserError: it holds something else.
-    """
+    """Return the progress that a checkpoint holds; that of a new run if there is none. Raises ``UserError`` if it holds
+    something else."""
     if start.checkpoint is None:
         return Progress()
     with taking_from(start.checkpoint):
@@ -204,11 +201,7 @@ class Report:
         by_source: Mapping[str, float],
     ) -> None:  # fmt: skip
         """Report an evaluation on the set ``name``: ``means`` are loss and named metrics, ``by_source`` the losses of a
-        mixture's sources.
-
-        Raises:
-            UserError: there is no ``checkpoint.best_metric`` among them.
-        """
+        mixture's sources. Raises ``UserError`` if there is no ``checkpoint.best_metric`` among them."""
         loss = means["loss"]
         finite = {source: _finite(each) for source, each in by_source.items()}
         if name == DEFAULT_VALIDATION:

@@ -24,8 +24,7 @@ def open_model(path: Path, declaration: Declaration | None, installed: Callable[
 
     Without a ``declaration`` it is of a task that is built in or ``installed``.
 
-    Raises:
-        UserError: there is no checkpoint, it is damaged, or it is of another model or task.
+    Raises ``UserError`` if there is no checkpoint, it is damaged, or it is of another model or task.
     """
     found = committed(path / CHECKPOINTS)
     checkpoint = found[-1] if found else path

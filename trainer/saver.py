@@ -31,12 +31,7 @@ class Saver:
         """``write_files`` writes what belongs beside the weights."""
         config = context.config
         self.checkpointer = Checkpointer(
-            config.run.dir / CHECKPOINTS,
-            config.checkpoint,
-            layout,
-            context.session,
-            state.parts,
-            write_files,
+            config.run.dir / CHECKPOINTS, config.checkpoint, layout, context.session, state.parts, write_files
         )
         self._state, self._report, self._meter, self._console = state, report, meter, context.console
         self._replicas = ReplicaCheck(state.parallel.specs.values(), layout, context.session)

@@ -45,12 +45,7 @@ class Watchdog:
     """One rank's thread that reports what the rank is doing and, on ranks 0 and 1, reads the reports of all."""
 
     def __init__(
-        self,
-        section: LaunchSection,
-        session: Session,
-        run_dir: Path,
-        console: Console,
-        folder: RunFolder | None,
+        self, section: LaunchSection, session: Session, run_dir: Path, console: Console, folder: RunFolder | None
     ) -> None:
         """Start the thread. ``folder``: on rank 0 only."""
         self._section, self._session, self._run_dir = section, session, run_dir

@@ -25,8 +25,7 @@ def make_folder(folder: Path, write: Callable[[Path], None], is_there: Callable[
     One of the processes that want it makes it, and the others wait. After an interruption the next one continues in
     the same partial folder.
 
-    Raises:
-        UserError: ``write`` raised it, or the disk fails.
+    Raises ``UserError`` if ``write`` raised it, or the disk fails.
     """
     try:
         with _claimed(folder, is_there, progress) as partial:

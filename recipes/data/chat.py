@@ -57,11 +57,8 @@ class ChatEncoder:
     """Encoder of rows that are lists of messages, {role, content} or {from, value}."""
 
     def __init__(self, tokenizer: Tokenizer, template: str, name: str) -> None:
-        """``name``: name of the template in messages.
-
-        Raises:
-            UserError: it is not a Jinja template, or jinja2 is not there.
-        """
+        """``name``: name of the template in messages. Raises ``UserError`` if it is not a Jinja template, or jinja2 is
+        not there."""
         self._tokenizer = tokenizer
         self._template = Template(template, name, _special_tokens(tokenizer.spec().get("files", {})))
         self._dtype = token_dtype(tokenizer.vocab_size)
@@ -77,11 +74,8 @@ class ChatEncoder:
         return self.conversation(row.content, where)
 
     def conversation(self, content: Any, where: str, first: int = 0) -> Encoded:
-        """Return the tokens of the messages ``content``; only replies from message ``first`` on are trained on.
-
-        Raises:
-            UserError: they are none, or cannot be trained on; says ``where`` they are.
-        """
+        """Return the tokens of the messages ``content``; only replies from message ``first`` on are trained on. Raises
+        ``UserError`` if they are none, or cannot be trained on; says ``where`` they are."""
         messages = _messages(content, where)
         try:
             text, replies = _replies(self._template, messages, first)
@@ -114,10 +108,7 @@ def chat_encoder(section: DataSection, tokenizer: Tokenizer) -> ChatEncoder:
 
 def chat_template(section: DataSection, tokenizer: Tokenizer) -> tuple[str, str]:
     """Return the chat template and its name for messages: ``data.chat_template``, else the tokenizer's, else ChatML.
-
-    Raises:
-        UserError: ``data.chat_template`` is neither a template nor a file with one.
-    """
+    Raises ``UserError`` if ``data.chat_template`` is neither a template nor a file with one."""
     given = section.chat_template
     if given is not None and "{" in given:
         return given, "data.chat_template"
@@ -228,11 +219,7 @@ def _compile(text: str, name: str) -> Any:
 
 def ask(template_text: str, tokenizer: Tokenizer, said: Sequence[str]) -> tuple[list[int], list[int]]:
     """The ids that ask for a reply to the messages ``said``, of the user and the assistant in turn, and those with
-    which a reply ends.
-
-    Raises:
-        UserError: the template refuses the messages.
-    """
+    which a reply ends. Raises ``UserError`` if the template refuses the messages."""
     template = Template(template_text, "the chat template", _special_tokens(tokenizer.spec().get("files", {})))
     messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(said)]
     try:

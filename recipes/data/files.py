@@ -94,11 +94,8 @@ def unreadable(path: Path | str, error: OSError) -> UserError:
 
 @contextlib.contextmanager
 def open_plain(path: Path | str) -> Iterator[IO[bytes]]:
-    """Open a file, decompressed according to its name. ``path`` may be an fsspec address.
-
-    Raises:
-        UserError: it cannot be opened, or breaks off, also while it is read from inside of the ``with``.
-    """
+    """Open a file, decompressed according to its name. ``path`` may be an fsspec address. Raises ``UserError`` if it
+    cannot be opened, or breaks off, also while it is read from inside of the ``with``."""
     try:
         with contextlib.ExitStack() as stack:
             yield _decompressed(path, stack)

@@ -17,10 +17,7 @@ _CLOSE = 0.75
 
 def find_files(typed: str, suffixes: Collection[str]) -> list[SourceFile]:
     """Return the files that ``typed`` names, sorted by name; of a folder those that end in ``suffixes``. Reads none.
-
-    Raises:
-        UserError: there are none.
-    """
+    Raises ``UserError`` if there are none."""
     path = Path(os.path.expanduser(typed))  # noqa: PTH111 -- that of Path fails if there is no such user
     try:
         kind = path.stat().st_mode

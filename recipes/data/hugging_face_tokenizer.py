@@ -156,11 +156,8 @@ def named_tokenizer(section: DataSection) -> Tokenizer | None:
 
 
 def find_tokenizer(name: str) -> HuggingFaceTokenizer | CharsTokenizer:
-    """Return the tokenizer of a ``tokenizer.json``, a folder with one, or a name on the Hub.
-
-    Raises:
-        UserError: there is none, or it cannot be had.
-    """
+    """Return the tokenizer of a ``tokenizer.json``, a folder with one, or a name on the Hub. Raises ``UserError`` if
+    there is none, or it cannot be had."""
     path = Path(os.path.expanduser(name))  # noqa: PTH111 -- that of Path fails if there is no such user
     if path.is_dir():
         path = path / "tokenizer.json"

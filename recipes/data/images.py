@@ -37,11 +37,8 @@ class Image(NamedTuple):
 
 
 def open_images(section: ImageSection) -> LabelledData:
-    """Look up the images that ``section`` names, and read none.
-
-    Raises:
-        UserError: there are none, or the splits have other classes.
-    """
+    """Look up the images that ``section`` names, and read none. Raises ``UserError`` if there are none, or the splits
+    have other classes."""
     library("PIL", "task=image_classification", extra="vision")
     folder, typed = expanded(section.path), assignment("task.path", section.path)
     try:

@@ -36,11 +36,8 @@ class LabelledData(NamedTuple):
     validation: Dataset | None
 
     def numbered_as(self, names: Sequence[str], where: str) -> "LabelledData":
-        """Return the same samples, with the numbers that a model has for the classes ``names``.
-
-        Raises:
-            UserError: there are other classes.
-        """
+        """Return the same samples, with the numbers that a model has for the classes ``names``. Raises ``UserError`` if
+        there are other classes."""
         if unknown := [name for name in self.classes if name not in names]:
             raise UserError(f"{where} has the class {unknown[0]}, which the model does not know: {_some(names)}")
         numbers = [list(names).index(name) for name in self.classes]
@@ -49,11 +46,8 @@ class LabelledData(NamedTuple):
 
 
 def validation_split(section: SampledSection, names: Collection[str]) -> str | None:
-    """Return which of the splits ``names`` to evaluate on; None: there is none.
-
-    Raises:
-        UserError: ``task.validation`` is none of them.
-    """
+    """Return which of the splits ``names`` to evaluate on; None: there is none. Raises ``UserError`` if
+    ``task.validation`` is none of them."""
     if section.validation is None:
         return next((name for name in _VALIDATION if name in names), None)
     if section.validation not in names:
@@ -105,11 +99,8 @@ class Rows(NamedTuple):
 
 def open_dataset(section: SampledSection, name: str, columns: Mapping[str, str], form: str) -> Rows:
     """Return the splits of the dataset ``name``, of the Hub or a folder, with ``columns`` alone, whose names the keys
-    give. ``form``: what files there may be instead. Without labels, there are no classes.
-
-    Raises:
-        UserError: it cannot be loaded, or has no such columns or classes.
-    """
+    give. ``form``: what files there may be instead. Without labels, there are no classes. Raises ``UserError`` if it
+    cannot be loaded, or has no such columns or classes."""
     typed = assignment("task.path", section.path)
     datasets = library("datasets", f"a dataset ({typed})")
     try:

@@ -14,14 +14,7 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import expanded
 from serried.configs.tasks import LabelledSection, TextsSection
 from serried.recipes.data.files import assignment, library
-from serried.recipes.data.labelled import (
-    TRAINING,
-    Classes,
-    LabelledData,
-    check_column,
-    open_dataset,
-    validation_split,
-)
+from serried.recipes.data.labelled import TRAINING, Classes, LabelledData, check_column, open_dataset, validation_split
 
 _KINDS = (".jsonl", ".csv")
 
@@ -52,11 +45,8 @@ class Texts:
 
 
 def open_encoder(folder: Path, sequence_length: int) -> Any:
-    """Return the tokenizer in the model ``folder``, which cuts texts off after ``sequence_length`` tokens.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the tokenizer in the model ``folder``, which cuts texts off after ``sequence_length`` tokens. Raises
+    ``UserError`` if there is none."""
     tokenizers, file = library("tokenizers", "a tokenizer.json"), folder / "tokenizer.json"
     if not file.is_file():
         raise UserError(f"task.model={folder} has no tokenizer.json; save its fast tokenizer there (transformers)")
@@ -70,11 +60,7 @@ def open_encoder(folder: Path, sequence_length: int) -> Any:
 
 
 def open_texts(section: TextsSection, encoder: Any) -> LabelledData:
-    """Read the texts that ``section`` names.
-
-    Raises:
-        UserError: there are none, or a row is wrong.
-    """
+    """Read the texts that ``section`` names. Raises ``UserError`` if there are none, or a row is wrong."""
     path, typed = expanded(section.path), assignment("task.path", section.path)
     files = {TRAINING: path} if path.is_file() else {}
     if path.is_dir():

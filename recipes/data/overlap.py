@@ -21,11 +21,8 @@ _SHARED = "shared.json"
 
 def kept_apart(name: str, held: Prepared, training: Sequence[Prepared], cache: Path, show: Show | None) -> Path | None:
     """Return a folder with the validation split of ``held`` without documents that any of ``training`` trains on; None
-    if there are none. Made once; found later.
-
-    Raises:
-        UserError: all of the validation set ``name`` is trained on, or the cache cannot be written.
-    """
+    if there are none. Made once; found later. Raises ``UserError`` if all of the validation set ``name`` is trained on,
+    or the cache cannot be written."""
     keys = [held.key, *sorted(prepared.key for prepared in training)]
     folder = cache / f"apart-{hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:32]}"
 

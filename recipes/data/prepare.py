@@ -104,8 +104,8 @@ def prepare(section: DataSection, show: Show | None = None, threads: int | None 
     Memory is bounded, no matter how large the source is. ``show`` gets lines of progress; ``threads`` None: one for
     each core.
 
-    Raises:
-        UserError: the source is missing, empty, unreadable or changes meanwhile, or the cache cannot be written.
+    Raises ``UserError`` if the source is missing, empty, unreadable or changes meanwhile, or the cache cannot be
+    written.
     """
     with Progress(show, threads or usable_cores()) as progress:
         return _prepare(section, progress)

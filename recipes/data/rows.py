@@ -98,11 +98,8 @@ class Column:
         raise UserError(f"{where} has no column {self.name!r}; {there}; {use}")
 
     def content(self, value: Any, where: Callable[[], str]) -> Content:
-        """Return ``value`` as the content of a row; null is an empty document.
-
-        Raises:
-            UserError: it is neither; ``where`` finds its place, which may take a while.
-        """
+        """Return ``value`` as the content of a row; null is an empty document. Raises ``UserError`` if it is neither;
+        ``where`` finds its place, which may take a while."""
         if value is None:
             return ""
         if self.format == "preference":
@@ -303,11 +300,8 @@ def _checked_text(value: Any, where: str) -> Any:
 
 @contextmanager
 def open_parquet(path: Path | str) -> Iterator[Any]:
-    """Open a parquet file, on the disk or at an fsspec address.
-
-    Raises:
-        UserError: it is no parquet file, or not complete.
-    """
+    """Open a parquet file, on the disk or at an fsspec address. Raises ``UserError`` if it is no parquet file, or not
+    complete."""
     arrow = library("pyarrow", f"reading {Path(path).name}")
     parquet = library("pyarrow.parquet", f"reading {Path(path).name}")
     with ExitStack() as stack:

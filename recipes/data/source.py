@@ -46,11 +46,8 @@ class Unit(ABC):
 
     @abstractmethod
     def all_rows(self, first: int = 0) -> Iterator[Row]:
-        """Yield rows from number ``first`` on, in order, including empty ones.
-
-        Raises:
-            UserError: it cannot be read, has changed, or a row is no document; names the unit and the row.
-        """
+        """Yield rows from number ``first`` on, in order, including empty ones. Raises ``UserError`` if it cannot be
+        read, has changed, or a row is no document; names the unit and the row."""
 
     def rows(self, first: int = 0) -> Iterator[Row]:
         """Yield rows that are not empty."""
@@ -76,11 +73,8 @@ class Source(ABC):
 
     @abstractmethod
     def fingerprint(self, progress: Progress) -> bytes:
-        """Return a hash of the content alone, equal on every machine. Reads everything.
-
-        Raises:
-            UserError: a part of it cannot be read, or it is empty.
-        """
+        """Return a hash of the content alone, equal on every machine. Reads everything. Raises ``UserError`` if a part
+        of it cannot be read, or it is empty."""
 
     @abstractmethod
     def units(self) -> Sequence[Unit]:
@@ -124,11 +118,8 @@ class Documents(Source):
 
 
 def open_source(section: DataSection) -> Source:
-    """Return the documents that ``section`` names. Finds files and loads datasets; reads no document.
-
-    Raises:
-        UserError: there is no such source, or it is not available.
-    """
+    """Return the documents that ``section`` names. Finds files and loads datasets; reads no document. Raises
+    ``UserError`` if there is no such source, or it is not available."""
     read = sources.get(section.name).load()
     opened = read(section)
     return opened if isinstance(opened, Source) else Documents(section, lambda: read(section))

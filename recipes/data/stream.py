@@ -12,14 +12,7 @@ from serried.recipes.data.encode import TextEncoder
 from serried.recipes.data.hugging_face_dataset import HubStream
 from serried.recipes.data.hugging_face_tokenizer import named_tokenizer
 from serried.recipes.data.lanes import Deal, StreamDataset
-from serried.recipes.data.prepare import (
-    Prepared,
-    cache_folder,
-    is_intact,
-    open_prepared,
-    write_json,
-    write_summary,
-)
+from serried.recipes.data.prepare import Prepared, cache_folder, is_intact, open_prepared, write_json, write_summary
 from serried.recipes.data.progress import Progress, Show
 from serried.recipes.data.shards import ShardWriter
 from serried.recipes.data.source import Row, Unit
@@ -44,8 +37,7 @@ def prepare_stream(section: Any, sequences: int, show: Show | None = None) -> Pr
     of all that pass it, whether they are in the validation set or not, none is trained on. For that the whole of a
     ``data.validation_split`` is read.
 
-    Raises:
-        UserError: the source cannot be read, or has too little for one sequence.
+    Raises ``UserError`` if the source cannot be read, or has too little for one sequence.
     """
     tokenizer = _tokenizer(section)
     units = _units(section, section.validation_split or section.split)
@@ -64,11 +56,8 @@ def prepare_stream(section: Any, sequences: int, show: Show | None = None) -> Pr
 
 
 def open_training(section: Any, prepared: Prepared, *, lanes: int, seed: int, workers: int) -> StreamDataset:
-    """The training documents, as ``lanes`` lanes; ``prepared`` is what ``prepare_stream`` made.
-
-    Raises:
-        UserError: there is no such dataset, subset or split, or it cannot be had.
-    """
+    """The training documents, as ``lanes`` lanes; ``prepared`` is what ``prepare_stream`` made. Raises ``UserError`` if
+    there is no such dataset, subset or split, or it cannot be had."""
     tokenizer = _tokenizer(section)
     places = (prepared.folder / _HELD_OUT).read_bytes()
     held_out = frozenset(json.loads(places))

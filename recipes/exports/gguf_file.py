@@ -213,11 +213,8 @@ def _scores(model: dict[str, Any], texts: list[str]) -> list[float]:
 
 
 def _splitting(tokenizer: dict[str, Any]) -> str:
-    """Return llama.cpp's name of how text is split before pairs are joined.
-
-    Raises:
-        UserError: none is known that splits it so.
-    """
+    """Return llama.cpp's name of how text is split before pairs are joined. Raises ``UserError`` if none is known that
+    splits it so."""
     found = tokenizer.get("pre_tokenizer") or {}
     *before, last = found.get("pretokenizers") or [found]
     pattern = None

@@ -129,11 +129,8 @@ def _refuse_unless_free(out: Path, checkpoint: Path) -> None:
 
 
 def _verified(checkpoint: Path) -> dict[str, FileRecord]:
-    """The model's files, without the training state, by name; all of them are intact.
-
-    Raises:
-        UserError: one is not.
-    """
+    """The model's files, without the training state, by name; all of them are intact. Raises ``UserError`` if one is
+    not."""
     try:
         records = {
             name: record

@@ -63,9 +63,8 @@ def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Pat
 
     ``pretrained`` returns the weights that a new run begins with, on one rank.
 
-    Raises:
-        UserError: there is no checkpoint and ``checkpoint.resume`` requires one, all are damaged, or resuming would
-            silently change the run.
+    Raises ``UserError`` if there is no checkpoint and ``checkpoint.resume`` requires one, all are damaged, or resuming
+    would silently change the run.
     """
     chosen = session.once(partial(_candidates, config, pretrained))
     notes, damage = list(chosen["notes"]), []
@@ -190,11 +189,8 @@ def _state(path: Path) -> dict[str, Any]:
 
 
 def make_room(folder: RunFolder, start: Start) -> list[str]:
-    """Set aside files in the run folder that belong to an earlier run. On one rank. Returns notes for the user.
-
-    Raises:
-        UserError: there can be no checkpoints.
-    """
+    """Set aside files in the run folder that belong to an earlier run. On one rank. Returns notes for the user. Raises
+    ``UserError`` if there can be no checkpoints."""
     checkpoints = folder.path / CHECKPOINTS
     notes: list[str] = []
     if start.continues(folder.path):

@@ -186,8 +186,7 @@ class Checkpointer:
 
         In chunks, since pinned memory is given in powers of two: up to twice what single tensors need.
 
-        Raises:
-            UserError: there is not so much memory.
+        Raises ``UserError`` if there is not so much memory.
         """
         on_device = self._session.device.type == "cuda"
         if self._section.mode == "sync" and not on_device:

@@ -21,11 +21,8 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return what ``state.json`` of ``checkpoint`` holds.
-
-    Raises:
-        UserError: it cannot be read, or is not as a run writes it.
-    """
+    """Return what ``state.json`` of ``checkpoint`` holds. Raises ``UserError`` if it cannot be read, or is not as a run
+    writes it."""
     path = checkpoint / STATE
     try:
         state = read_json(path)
@@ -42,11 +39,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 @contextmanager
 def taking_from(checkpoint: Path | None) -> Iterator[None]:
-    """Turn errors over odd values of ``state.json`` into a mistake of one line.
-
-    Raises:
-        UserError: a value has another type, length or name than a run writes.
-    """
+    """Turn errors over odd values of ``state.json`` into a mistake of one line. Raises ``UserError`` if a value has
+    another type, length or name than a run writes."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

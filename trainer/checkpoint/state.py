@@ -100,8 +100,7 @@ def load_state(
 
     ``averages``: None if the run keeps none. It may be empty, on a stage without trained parameters.
 
-    Raises:
-        UserError: the checkpoint is of another model.
+    Raises ``UserError`` if the checkpoint is of another model.
     """
     folder = TensorFolder(checkpoint, OPTIMIZER) if any(checkpoint.glob(f"{OPTIMIZER}*")) else None
     saved = folder.specs.keys() if folder is not None else set()  # SGD without momentum has no state
@@ -146,8 +145,7 @@ def load_weights(
 
     Parameters named in ``left_out`` are compared, and not filled. Where there are ``averages``, they are filled.
 
-    Raises:
-        UserError: the folder holds another model.
+    Raises ``UserError`` if the folder holds another model.
     """
     tensors, weights = TensorFolder(folder, stem), _weights(parallel, exported, averages)
     shapes = {name: spec.shape for name, spec in parallel.specs.items()}  # of all stages
@@ -162,11 +160,8 @@ def load_weights(
 
 
 def check_names(folder: Path, module: nn.Module, exported: Exported, stem: str = MODEL) -> None:
-    """Compare names and shapes of ``folder`` with those of ``module``, which may be on meta; nothing is read.
-
-    Raises:
-        UserError: the folder holds another model.
-    """
+    """Compare names and shapes of ``folder`` with those of ``module``, which may be on meta; nothing is read. Raises
+    ``UserError`` if the folder holds another model."""
     named: dict[str, Tensor] = dict(module.named_parameters())
     named |= {name: module.get_buffer(name) for name in persistent_buffers(module)}
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}

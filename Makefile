@@ -11,9 +11,12 @@ ARGS ?=
 TEST_PROCESSES ?= 3
 IN_PARALLEL := --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder
 BIN := .venv/bin
-# pip alone compiles on one core, 40 s for all of dev; some packages have templates that are no Python.
+# pip alone compiles on one core, and tests of packages too; some packages have templates that are no Python.
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-compile --editable
-COMPILE := $(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
+COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/' .venv/lib >/dev/null 2>&1 || true
+
+# Where it is set, each of hundreds of interpreters would compile our modules again, and pytest the tests.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: train test test-slow test-slurm test-page lint clean
 
@@ -33,7 +36,7 @@ test-slurm: .venv/.ready-dev
 		apt-get update --quiet=2 && DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes \
 			--no-install-recommends slurm-wlm iproute2 >/dev/null; \
 	else echo "no Slurm here, and no apt-get as root to install it: its tests skip"; fi
-	$(BIN)/python -m pytest -m "slurm or hosts" $(ARGS)
+	$(BIN)/python -m pytest -m "slurm or hosts" tests/test_slurm.py tests/test_hosts.py $(ARGS)
 
 # The browser is Debian's. Elsewhere, and where there is none, what needs it skips.
 test-page: .venv/.ready-dev
@@ -43,7 +46,7 @@ test-page: .venv/.ready-dev
 		apt-get update --quiet=2 && DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes \
 			--no-install-recommends chromium >/dev/null; \
 	else echo "no Chromium here, and no apt-get as root to install it: what needs it skips"; fi
-	$(BIN)/python -m pytest -m page $(ARGS)
+	$(BIN)/python -m pytest -m page tests/test_page.py $(ARGS)
 
 lint: .venv/.ready-dev
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.parity import CUTS, Cut, compare, run
+from benchmarks.parity import CUTS, Curve, Cut, compare, run
 from harness import runs
 from harness.cluster import Cluster
 from harness.runs import metrics, run_here, tiny_overrides
@@ -118,6 +118,12 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def references(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Curve]:
+    folder = tmp_path_factory.mktemp("references")
+    return {name: run(cluster, CUTS[0], 1, name, text, folder / name, *WIDE, steps=4) for name in LAYOUTS}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "cut"),
@@ -129,12 +135,11 @@ LAYOUTS = {
     ],
 )
 def test_layouts_have_the_loss_of_one_process(
-    precision: str, cut: Cut, cluster: Cluster, text: Path, tmp_path: Path
+    precision: str, cut: Cut, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    reference = run(cluster, CUTS[0], 1, precision, text, tmp_path / "reference", *WIDE, steps=4)
     curve = run(cluster, cut, cut.accumulations[-1], precision, text, tmp_path / "run", *WIDE, steps=4)
-    assert compare(curve, reference).loss < 3e-3
-    assert curve.grad_norms[0] == pytest.approx(reference.grad_norms[0], rel=1e-2)
+    assert compare(curve, references[precision]).loss < 3e-3
+    assert curve.grad_norms[0] == pytest.approx(references[precision].grad_norms[0], rel=1e-2)
 
 
 @pytest.mark.slow

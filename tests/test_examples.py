@@ -39,15 +39,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def command(script: str, processes: int, *argv: str) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return [sys.executable, *(torchrun if processes > 1 else []), script, *argv]
-
-
-def typed(folder: Path, script: str, processes: int, *argv: str) -> str:
-    """What the command prints."""
+def typed(folder: Path, script: str, *argv: str) -> str:
+    """What torchrun prints of two processes."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
-        command(script, processes, *argv), cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [*torchrun, script, *argv], cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -79,7 +75,7 @@ def test_digits_have_one_curve_on_every_layout(cluster: Cluster, tmp_path: Path)
 def test_digits_resume_bitwise_after_a_kill_beside_files_named_as_ours(folder: Path) -> None:
     few = ["task.dim=32", "task.layers=1", "trainer.steps=60", "checkpoint.every=5", "trainer.log_every=1"]
     process = subprocess.Popen(
-        command("digits.py", 1, "run.dir=killed", *few), cwd=folder, stdout=subprocess.DEVNULL,
+        [sys.executable, "digits.py", "run.dir=killed", *few], cwd=folder, stdout=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     deadline = time.monotonic() + 120
@@ -123,22 +119,20 @@ def assert_opens_in_transformers(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_digits_as_typed_reach_97_percent_alone_and_sharded(folder: Path) -> None:
-    for processes, layout in ((1, "single"), (2, "fsdp")):
-        argv = [f"run.dir={layout}", f"parallel={layout}", "trainer.log_every=1"]
-        printed = typed(folder, "digits.py", processes, *argv)
-        assert losses(folder / layout) == pytest.approx(losses(folder / "single"), rel=1e-5)
-        accuracy = metrics(folder / layout, "eval")[-1]["accuracy"]
-        assert accuracy > 0.97
-        assert f"accuracy {accuracy:.4g}" in printed
-        assert "accuracy" in (folder / layout / "report.html").read_text()
+def test_digits_as_typed_sharded_reach_97_percent_with_the_curve_of_one_process(folder: Path) -> None:
+    printed = typed(folder, "digits.py", "run.dir=fsdp", "parallel=fsdp", "trainer.log_every=1")
+    forks.typed("digits.py", "run.dir=single", "trainer.log_every=1", "trainer.stop_at=100", cwd=folder)
+    assert losses(folder / "fsdp")[:100] == pytest.approx(losses(folder / "single"), rel=1e-5)
+    accuracy = metrics(folder / "fsdp", "eval")[-1]["accuracy"]
+    assert accuracy > 0.97
+    assert f"accuracy {accuracy:.4g}" in printed
+    assert "accuracy" in (folder / "fsdp" / "report.html").read_text()
 
 
 @pytest.mark.slow
-def test_gpt2_as_typed_has_one_curve_alone_and_sharded(folder: Path) -> None:
-    few = ["trainer.steps=30", "trainer.log_every=1"]
-    for processes, layout in ((1, "single"), (2, "fsdp")):
-        run_dir = folder / f"{layout}{processes}"
-        typed(folder, "hf_gpt2.py", processes, f"run.dir={run_dir}", f"parallel={layout}", *few)
-        assert losses(run_dir) == pytest.approx(losses(folder / "single1"), rel=1e-5)
-        assert_opens_in_transformers(run_dir)
+def test_gpt2_as_typed_sharded_has_the_curve_of_one_process(folder: Path) -> None:
+    few = ["trainer.steps=4", "trainer.log_every=1"]
+    typed(folder, "hf_gpt2.py", "run.dir=fsdp", "parallel=fsdp", *few)
+    forks.typed("hf_gpt2.py", "run.dir=single", *few, cwd=folder)
+    assert losses(folder / "fsdp") == pytest.approx(losses(folder / "single"), rel=1e-5)
+    assert_opens_in_transformers(folder / "fsdp")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from harness.cluster import Cluster
@@ -21,7 +20,6 @@ from serried.parallel.model import DistributedModel
 from serried.parallel.plan import LossTerms, ParallelPlan
 from serried.parallel.units import units_of
 from serried.runtime.session import open_session
-from serried.trainer.checkpoint.manifest import read_manifest
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.state import load_state, state_parts
 from serried.trainer.optimizer import build_optimizer, take_step
@@ -35,13 +33,6 @@ def gpt2() -> nn.Module:
     sizes = {"vocab_size": 97, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4}
     dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
-
-
-def gpt2_loss(model: Any, rows: Tensor) -> LossTerms:
-    tokens = (rows[:, None] * 7 + torch.arange(17) * (rows[:, None] % 5 + 1)) % 97
-    logits = model(**{"input_ids": tokens[:, :-1]}).logits
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-    return LossTerms(loss, torch.tensor(tokens[:, 1:].numel()))
 
 
 class Odd(nn.Module):
@@ -104,7 +95,6 @@ VIT_PLAN = ParallelPlan(
 )
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any, ParallelPlan]] = {
-    "gpt2": (gpt2, gpt2_loss, ParallelPlan()),
     "odd": (Odd, odd_loss, ParallelPlan()),
     "vit": (vit, vit_loss, VIT_PLAN),
 }
@@ -174,25 +164,6 @@ def on_every_layout(cluster: Cluster, folder: Path, name: str) -> list[dict[str,
         answers = cluster.run(ranks, "tests.test_foreign_modules:train", name=name, argv=argv, run_dir=run_dir)
         found.append(answers[0].value)
     return found
-
-
-@pytest.mark.slow  # examples/hf_gpt2.py is tested daily
-def test_a_tied_gpt2_of_transformers_has_one_curve_on_every_layout(cluster: Cluster, tmp_path: Path) -> None:
-    alone, *others = on_every_layout(cluster, tmp_path, "gpt2")
-    for other in others:
-        assert other["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-        assert other["norms"] == pytest.approx(alone["norms"], rel=1e-4)
-    assert {each["parameters"] for each in (alone, *others)} == {sum(p.numel() for p in gpt2().parameters())}
-    for ranks, strategy in LAYOUTS:
-        folder = tmp_path / f"{strategy}{ranks}" / f"step-{STEPS:08d}"
-        weights: dict[str, Tensor] = {}
-        for path in sorted(folder.glob("model*.safetensors")):
-            weights |= load_file(path)
-        assert "lm_head.weight" not in weights, "saved once, as transformers does"
-        missing = gpt2().load_state_dict(weights, strict=False)
-        assert missing.missing_keys == ["lm_head.weight"]
-        assert not missing.unexpected_keys
-        assert read_manifest(folder)
 
 
 def test_whatever_a_module_holds_it_trains_alike_on_every_layout(cluster: Cluster, tmp_path: Path) -> None:

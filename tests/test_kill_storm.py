@@ -11,7 +11,7 @@ from benchmarks.kill_storm import Kills
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "launch", "kills"),
-    [("fsdp", "torchrun", 1), ("fsdp", "local", 2), *((layout, "local", 2) for layout in LAYOUTS)],
+    [("fsdp", "torchrun", 2), *((layout, "local", 1) for layout in LAYOUTS)],
 )
 def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(
     layout: str, launch: str, kills: int, tmp_path: Path

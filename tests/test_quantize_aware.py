@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.parity import CUTS, Cut, compare, run
+from benchmarks.parity import CUTS, Curve, Cut, compare, run
 from harness import runs
 from harness.cluster import Cluster
 from harness.runs import metrics, run_here, tiny_overrides
@@ -21,6 +21,7 @@ from serried.parallel.products import check_torchao, product_of_torchao, set_pro
 from tests.test_eight_bits import WIDE, block
 
 HOW = ("int8_dynamic_int4", "int4_weight_only")
+AWARE = (*WIDE, f"trainer.quantize_aware={HOW[0]}")
 
 
 def results(model: nn.Module) -> list[Tensor]:
@@ -100,6 +101,12 @@ def test_a_run_is_exported_as_it_was_trained_and_plain(
     assert all(exported[name].equal(saved[name]) for name in saved)
 
 
+@pytest.fixture(scope="module")
+def references(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Curve]:
+    folder = tmp_path_factory.mktemp("references")
+    return {name: run(cluster, CUTS[0], 1, name, text, folder / name, *AWARE, steps=4) for name in ("fp32", "bf16")}
+
+
 @pytest.mark.parametrize(
     "cut",
     [
@@ -110,13 +117,11 @@ def test_a_run_is_exported_as_it_was_trained_and_plain(
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_layouts_have_the_loss_of_one_process(
-    cut: Cut, precision: str, cluster: Cluster, text: Path, tmp_path: Path
+    cut: Cut, precision: str, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    more = (*WIDE, f"trainer.quantize_aware={HOW[0]}")
-    reference = run(cluster, CUTS[0], 1, precision, text, tmp_path / "reference", *more, steps=4)
-    curve = run(cluster, cut, cut.accumulations[-1], precision, text, tmp_path / "run", *more, steps=4)
-    assert compare(curve, reference).loss < 2e-3
-    assert curve.grad_norms[0] == pytest.approx(reference.grad_norms[0], rel=1e-2)
+    curve = run(cluster, cut, cut.accumulations[-1], precision, text, tmp_path / "run", *AWARE, steps=4)
+    assert compare(curve, references[precision]).loss < 2e-3
+    assert curve.grad_norms[0] == pytest.approx(references[precision].grad_norms[0], rel=1e-2)
 
 
 @pytest.mark.parametrize(

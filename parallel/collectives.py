@@ -19,6 +19,21 @@ from torch.distributed import ProcessGroup
 _functional = torch.ops._c10d_functional
 
 
+def _all_gather_on_cpu(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    gathered = x.new_empty(ranks * len(x), *x.shape[1:])
+    sent, received = (torch.view_as_real(each) if x.is_complex() else each for each in (x, gathered))
+    _functional.all_gather_into_tensor_out(sent, ranks, group_name, out=received)
+    return gathered
+
+
+# On Gloo, torch's own kernel may crash the process. Two threads run a group's collectives, and after each they store
+# its name in the same std::string without a lock (ProcessGroupGloo::runLoop: pgStatus_->lastCompletedWorkName, in torch
+# 2.11 and 2.13). The name of that kernel's collective, ALLGATHER_COALESCED, is too long to lie within the string: both
+# threads may free the old one. ALLGATHER, which FSDP2 uses and which sends the same bytes, is not.
+_gloo = torch.library.Library("_c10d_functional", "IMPL", "CPU")
+_gloo.impl("all_gather_into_tensor", _all_gather_on_cpu)
+
+
 def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the parts of all ranks, joined along ``dim`` in rank order.
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from harness.cluster import Cluster
 from serried.configs.compose import compose
@@ -90,3 +91,29 @@ def test_outputs_and_gradients_equal_those_of_one_process(ranks: int, cluster: C
     for answer in cluster.run(ranks, "tests.test_collectives:differentiate", names=list(NAMES)):
         assert answer.value.keys() == set(NAMES)
         assert max(number for pair in answer.value.values() for number in pair) < 1e-12, answer.value
+
+
+KINDS = {
+    "bf16": torch.ones(2, 3, dtype=torch.bfloat16), "int64": torch.ones(4, 1, 2, dtype=torch.int64),
+    "complex": torch.full((3, 2), 1 + 2j),
+}  # fmt: skip
+
+
+def gather_each_kind() -> dict[str, Any]:
+    """Whether torch's own gather returns what the ranks have, by kind of tensor, and the operations of c10d it uses."""
+    with open_session(compose([]).launch) as session, profile(activities=[ProfilerActivity.CPU]) as profiled:
+        name = torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
+        functional, equal = torch.ops._c10d_functional, {}
+        for kind, one in KINDS.items():
+            gathered = functional.all_gather_into_tensor(one * (session.rank + 1), session.world_size, name)
+            parts = [one * (rank + 1) for rank in range(session.world_size)]
+            equal[kind] = torch.equal(functional.wait_tensor(gathered), torch.cat(parts))
+    return {"equal": equal, "used": [event.key for event in profiled.key_averages() if "gather" in event.key]}
+
+
+def test_a_functional_gather_on_gloo_is_none_whose_name_two_threads_free(cluster: Cluster) -> None:
+    """The race is too rare to test for, so the test looks at what is called."""
+    for answer in cluster.run(2, "tests.test_collectives:gather_each_kind"):
+        assert answer.value["equal"] == dict.fromkeys(KINDS, True)
+        assert "c10d::_allgather_base_" in answer.value["used"]
+        assert not [name for name in answer.value["used"] if "coalesced" in name]

@@ -23,7 +23,7 @@ from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.schema import CheckpointSection
 from serried.parallel.mesh import Layout
-from serried.records.tensors import TensorSpec, index_json
+from serried.records.tensors import TensorSpec, index_json, tensor_bytes
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.exchange import Exchange
 from serried.trainer.checkpoint.manifest import FileRecord, fsync_folder, record_of, write_manifest
@@ -248,7 +248,7 @@ class Checkpointer:
             records, problem = self._write(partial, staged)
             answers = self._all({"problem": problem, "files": records})
             problem = next((answer["problem"] for answer in answers if answer["problem"]), None)
-            files = {name: record for answer in answers for name, record in answer["files"].items()}
+            files = {name: FileRecord(*record) for answer in answers for name, record in answer["files"].items()}
             if self._rank == 0:
                 problem = problem or self._commit(partial, final, files, state)
                 if problem is None:
@@ -316,9 +316,16 @@ class Checkpointer:
         """Every rank's ``value``, by rank. Through the group of this thread: the store is the other thread's."""
         if self._world is None:
             return [value]
-        answers: list[dict[str, Any]] = [{} for _ in range(self._session.world_size)]
-        dist.all_gather_object(answers, value, group=self._world)
-        return answers
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        ranks = self._session.world_size
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self._world)
+        longest = max(int(length) for length in lengths)
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(ranks)]
+        dist.all_gather(texts, torch.nn.functional.pad(data, (0, longest - len(data))), group=self._world)
+        return [
+            json.loads(bytes(tensor_bytes(text)[: int(length)])) for text, length in zip(texts, lengths, strict=True)
+        ]
 
 
 def lack_of_space(folder: Path, nbytes: int) -> str | None:

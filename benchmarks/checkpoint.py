@@ -1,9 +1,9 @@
-"""What a checkpoint costs: ours beside torch.distributed.checkpoint (DCP), the same state, the same processes and disk.
+"""What a checkpoint costs, compared with torch.distributed.checkpoint (DCP): the same state, processes and disk.
 
     python -m benchmarks.checkpoint                                       # fsdp on 2 processes, 200M parameters
     python -m benchmarks.checkpoint --layouts fsdp ddp --processes 1 2 4 --parameters 50M --turns 4
 
-The state is a Llama-shaped model's weights and both AdamW moments, in fp32. Ours and DCP's, sync and async, take turns
+The state is a Llama-shaped model's weights and both AdamW moments, in fp32. serried and DCP, sync and async, take turns
 in one set of processes; each file is fsynced (DCP's default too) and deleted before the next turn, and the first save
 of each kind, which makes buffers and threads, is not counted. Between the call and the end of an async save the
 processes wait; no training competes. Ours does more: it turns rows on every rank into whole tensors, checks that
@@ -48,7 +48,7 @@ from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.state import load_state, state_parts
 from serried.trainer.optimizer import build_optimizer
 
-KINDS = ("ours sync", "DCP sync", "ours async", "DCP async")
+KINDS = ("serried sync", "DCP sync", "serried async", "DCP async")
 _VOCABULARY = 32000
 _HEAD = 64
 _SAMPLE_SECONDS = 0.005
@@ -93,7 +93,7 @@ class Subject:
     def saver(self, kind: str) -> Save:
         """One of ``KINDS``. A collective."""
         whose, mode = kind.split()
-        return self._ours(mode) if whose == "ours" else self._dcp(mode)
+        return self._ours(mode) if whose == "serried" else self._dcp(mode)
 
     def _ours(self, mode: str) -> Save:
         section = self._config.checkpoint.model_copy(update={"mode": mode})
@@ -182,7 +182,7 @@ def load(argv: list[str], whose: str, path: str) -> dict[str, Any]:
         _meet()
         with _Highest() as loading:
             started = time.perf_counter()
-            if whose == "ours":
+            if whose == "serried":
                 load_state(Path(path), subject._parallel, subject.optimizer, subject._recipe.exported)
             else:
                 dcp.load(subject.tensors(), checkpoint_id=path)
@@ -259,9 +259,10 @@ def _timing_rows(answers: list[Any]) -> list[str]:
         rows.append(
             f"{kind} | {_spread(stalls)} | {_spread(totals)} | {nbytes / statistics.median(totals) / 2**20:.0f} |"
         )
-    for what, index, mode in (("stall", 0, "async"), ("total", 1, "async"), ("total", 1, "sync")):
-        ratios = [a[index] / b[index] for a, b in zip(seconds[f"ours {mode}"], seconds[f"DCP {mode}"], strict=True)]
-        rows.append(f"ours / DCP, {mode} {what}: {_spread(ratios)} |" + " |" * 2)
+    for mode, columns in (("async", (0, 1)), ("sync", (1,))):
+        pairs = list(zip(seconds[f"serried {mode}"], seconds[f"DCP {mode}"], strict=True))
+        stall, total = (_spread([a[i] / b[i] for a, b in pairs]) if i in columns else "" for i in (0, 1))
+        rows.append(f"serried / DCP, {mode} | {stall} | {total} | |")
     return rows
 
 

@@ -291,7 +291,7 @@ class TrainerSection(Section):
     """Sequences per forward pass on one process; ``auto``: the most that fit, by the plan.
     Accumulation = global_batch / (micro_batch x data ranks)."""
     activation_checkpoint: Literal["none", "full", "selective", "offload"] = "none"
-    """What blocks keep for the backward: everything; ``full``: only their inputs, and recompute the rest;
+    """What blocks keep for the backward: ``none``: everything; ``full``: only their inputs, and recompute the rest;
     ``selective``: also half of the matrix products and attention; ``offload``: everything, in host memory. The numbers
     are the same."""
     activation_checkpoint_every: PositiveCount = 1

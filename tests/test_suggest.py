@@ -28,6 +28,7 @@ NEEDED = {  # what else a suggestion needs to be a whole run; the message it the
     "data.token_dtype": ["data=tokens", "data.path=x.bin", "data.tokenizer=bytes"],
     "data.chat_template": ["data=text", "data.path=x", "data.format=chat"],
     "data.packing": ["data=text", "data.path=x"], "schedule.decay_fraction": ["schedule=wsd"],
+    "task.loss": ["recipe=dpo", "data.path=x"],
     "trainer.steps": ["profile.steps=null"], "model.local_rope_theta": ["model=gemma3_1b"],
 }  # fmt: skip
 
@@ -54,7 +55,8 @@ def paste(override: str) -> None:
     key = override.partition("=")[0]
     family = [f"model={PRESETS[readers(key)[0]]}"] if key.startswith("model.") else []
     family += ["adapter=lora"] if key.startswith("adapter.") else []
-    if key != "model.path" and override != "model=auto":  # a model would have to be there
+    # A model would have to be there, and train.py alone takes task=masked_lm.
+    if key not in ("model.path", "task.mask_share") and override != "model=auto":
         compose([*NEEDED.get(override, NEEDED.get(key, family)), override])
 
 
@@ -131,6 +133,12 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
         ("target_modules=q_proj,v_proj", "did you mean 'adapter.modules=[q_proj,v_proj]'"),
         ("optim=adamw_torch", "optim=adamw"),
         ("precision=fp8", "use precision=float8"),
+        ("model.converters=float8", "use precision=float8"),
+        ("report_to=none", "did you mean track=files?"),
+        ("eval_strategy=steps", "use trainer.eval_every=100 checkpoint.every=100"),
+        ("torch_dtype=bfloat16", "did you mean precision=bf16?"),
+        ("checkpoint.enable=true", "nothing has to be set for this; leave it out"),
+        ("load_best_model_at_end=true", "did you mean checkpoint.keep_best=true?"),
     ],
 )
 def test_a_figure_in_a_suggestion_is_computed_from_the_rest_of_the_command(typed: str, expected: str) -> None:

@@ -92,7 +92,13 @@ class Direct:
                 with self.autocast():
                     terms = self._sync.root(objective.loss, batch)
                 self.phases.enter(BACKWARD)
-                ended(index, terms).backward()
+                loss = ended(index, terms)
+                if not loss.requires_grad:
+                    raise UserError(
+                        "loss() returned a loss_sum without a gradient; compute it with the model's output, without "
+                        "torch.no_grad(), detach() or item()"
+                    )
+                loss.backward()
 
     def predict(self, batch: Any, objective: Objective) -> LossTerms:
         """Forward only."""
@@ -342,8 +348,16 @@ def same_names(names: tuple[str, ...] | None, terms: LossTerms) -> tuple[str, ..
     Raises:
         UserError: they differ, so that sums of different things would be added; or ``terms`` are none.
     """
-    if not isinstance(terms, LossTerms) or getattr(terms.loss_sum, "shape", None) != ():
-        raise UserError("loss() must return serried.LossTerms(loss_sum, weight), with loss_sum a scalar tensor")
+    returned = terms.loss_sum if isinstance(terms, LossTerms) else terms
+    if not isinstance(terms, LossTerms) or getattr(returned, "shape", None) != ():
+        shape = f" of shape {[*returned.shape]}" if isinstance(returned, Tensor) else ""
+        raise UserError(
+            "loss() must return serried.LossTerms(loss_sum, weight), with loss_sum a scalar tensor; it returned "
+            f"{'a loss_sum of type ' * isinstance(terms, LossTerms)}{type(returned).__name__}{shape}"
+        )
+    for name, metric in terms.metrics.items():
+        if not isinstance(metric, tuple | list) or len(metric) != 2:
+            raise UserError(f"loss() returned the metric {name} as {metric}; return it as (sum, weight), not as a mean")
     found = tuple(terms.metrics)
     if names is not None and found != names:
         raise UserError(

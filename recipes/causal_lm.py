@@ -19,7 +19,7 @@ from serried.configs.families import ModelSection
 from serried.configs.formats import printable
 from serried.configs.model_folder import CONFIG, GENERATION, model_folder
 from serried.configs.plain_data import NotPlainData, read_json
-from serried.configs.registry import models
+from serried.configs.registry import models, takes
 from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig, TrainerSection
 from serried.configs.tasks import CausalLMSection
 from serried.parallel.fragments import Fragment
@@ -341,13 +341,15 @@ class CausalLM(TextTask):
         return f"a plain model folder: serried export run.dir={self.run.run.dir} out=FOLDER dtype=bf16"
 
     def notes(self, starts_from_scratch: bool) -> list[str]:
-        notes = self._family().notes()
-        if not starts_from_scratch or self._data.format != "chat":
+        notes, is_chat = self._family().notes(), self._data.format == "chat"
+        has_weights = not starts_from_scratch or (self._model.path and self._model.pretrained)
+        if has_weights or not (is_chat or self.run.adapter.method != "none"):
             return notes
+        why = "conversations alone teach it little" if is_chat else "adapters of frozen random weights learn little"
         return [
             *notes,
-            "the model starts with random weights, and conversations alone teach it little; to start from a trained "
-            "model: model.path=FOLDER_OR_NAME run.name=OTHER",
+            f"the model starts with random weights, and {why}; to start from a trained model: "
+            "model.path=FOLDER_OR_NAME run.name=OTHER",
         ]
 
     def prompt_ids(self, said: Sequence[str]) -> list[int]:
@@ -437,7 +439,10 @@ class CausalLM(TextTask):
 
     def _export_config(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the content of ``config.json`` beside the weights."""
-        return self._family().export_config(tokenizer.end_id) | self._special_ids(tokenizer)
+        config = self._family().export_config(tokenizer.end_id) | self._special_ids(tokenizer)
+        if takes(self.run.optim, "rounding") and not self.run.trainer.ema_decay:  # averages are fp32
+            config |= {key: "bfloat16" for key in ("dtype", "torch_dtype") if key in config}
+        return config
 
     def export_files(self, folder: Path) -> None:
         assert self._prepared is not None, "open_data comes first"

@@ -301,6 +301,36 @@ class NoTerms(Tiny):
         return super().loss(model, batch).loss_sum
 
 
+class FloatLoss(Tiny):
+    """The loss is a number, as for a log."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        terms = super().loss(model, batch)
+        return terms._replace(loss_sum=terms.loss_sum.item())
+
+
+class DetachedLoss(Tiny):
+    """The loss has lost its graph."""
+
+    def loss(self, model: nn.Module, batch: Any) -> serried.LossTerms:
+        terms = super().loss(model, batch)
+        return terms._replace(loss_sum=terms.loss_sum.detach())
+
+
+class Ragged(Tiny):
+    """Samples of different lengths."""
+
+    def dataset(self, split: str) -> Any:
+        return [torch.ones(4 + number % 2) for number in range(64)] if split == "train" else None
+
+
+class PlainMetric(Tiny):
+    """A metric is a mean."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch)._replace(metrics={"accuracy": 0.5})
+
+
 class NoModel(Tiny):
     """Forgets to return it."""
 
@@ -340,7 +370,11 @@ class TakenName(Tiny):
         (NoData, [], r"NoData.dataset\('train'\) returned None"),
         (NoLoss, [], r"NoLoss must define loss\(model, batch\)"),
         (NoSection, [], r"NoSection.Config is not a section; write: class Config\(serried.Section\)"),
-        (NoTerms, [], r"must return serried.LossTerms\(loss_sum, weight\)"),
+        (NoTerms, [], r"must return serried.LossTerms\(loss_sum, weight\), .*; it returned Tensor of shape \[\]"),
+        (FloatLoss, [], "with loss_sum a scalar tensor; it returned a loss_sum of type float"),
+        (DetachedLoss, [], r"loss\(\) returned a loss_sum without a gradient"),
+        (PlainMetric, [], r"loss\(\) returned the metric accuracy as 0.5; return it as \(sum, weight\)"),
+        (Ragged, [], r"samples make no batch: stack expects .*; .*, or define Ragged.collate\(samples\)"),
         (NoModel, [], r"NoModel.build_model\(\) returned None"),
         (ChangingNames, [], "return the same names from every batch"),
         (TakenName, [], "give the metric lr of the task another name"),

@@ -1,5 +1,6 @@
 """Weights in bf16, rounded stochastically: unbiased, the same on every layout, and with half the bytes."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.cluster import Cluster
-from harness.runs import metrics, weights
+from harness.runs import checkpoint, metrics, weights
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.parallel import rounding
@@ -175,5 +176,6 @@ def test_a_run_resumes_bitwise_and_on_another_layout(cluster: Cluster, text: Pat
         whole, resumed, moved = (weights(tmp_path / name, stem) for name in ("whole", "run", "other"))
         assert {tensor.dtype for tensor in moved.values()} == {dtype}
         assert all(tensor.equal(resumed[name]) for name, tensor in whole.items())
+    assert json.loads((checkpoint(tmp_path / "run") / "config.json").read_text())["dtype"] == "bfloat16"
     losses = [[line["loss"] for line in metrics(tmp_path / name)][-2:] for name in ("whole", "other")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)

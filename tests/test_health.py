@@ -272,6 +272,7 @@ def test_a_replica_with_one_wrong_bit_is_named_and_nothing_of_it_is_saved(
 def test_steps_without_a_target_are_told_as_that() -> None:
     nothing = StepResult(math.nan, 0, math.nan, 1, 1, math.inf, math.inf, 3, 0)
     with pytest.raises(
-        TrainingFailed, match="since no sequence had anything to predict, in 3 steps in a row, to step 5"
+        TrainingFailed,
+        match=r"since no sample had anything to predict .* in 3 steps in a row, to step 5; .* Look at the data",
     ):
         respond(HealthSection(), 5, nothing, "advice")

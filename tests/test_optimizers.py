@@ -416,6 +416,14 @@ def test_optimizer_or_key_that_is_not_there_is_one_line(argv: list[str], message
         compose(argv)
 
 
+def test_function_that_returns_no_optimizer_is_one_line() -> None:
+    if "forgotten" not in optimizers.names():
+        serried.register_optimizer("forgotten")(lambda *_: None)
+    chosen = compose(["optim.name=forgotten"]).optim
+    with pytest.raises(UserError, match=r"optim=forgotten builds None, not a torch.optim.Optimizer; return one from"):
+        build_optimizer([("weight", nn.Parameter(torch.ones(2, 2)))], chosen)
+
+
 def test_registered_schedule_is_a_function_of_the_step_after_the_warm_up() -> None:
     class Root(serried.Section):
         """A user's schedule."""

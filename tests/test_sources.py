@@ -153,7 +153,14 @@ def test_a_document_stays_on_its_side_when_others_come(tmp_path: Path) -> None:
     [
         (lines() + '{"text": "cut o', r"a\.jsonl line 201 is not JSON: Unterminated string.* at column 10.*cut off"),
         (lines() + '{"text": 3}\n', r"a\.jsonl line 201: column 'text' is a number \(3\), not text"),
-        (lines() + '["text"]\n', r"a\.jsonl line 201 is a list .*, not an object"),
+        (
+            lines() + '["text"]\n',
+            r"a\.jsonl line 201 is a list .*, not an object .* JSON array: jq -c .* > lines\.jsonl",
+        ),
+        (
+            '[\n {"text": "a"}\n]\n',
+            r"a\.jsonl line 1 is not JSON: .*; each line is one object; .*: jq -c .* > lines\.jsonl",
+        ),
         (
             lines() + '{"body": "b"}\n',
             r"a\.jsonl line 201 has no column 'text'; its columns are body; .*text_column=body",

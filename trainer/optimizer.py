@@ -60,6 +60,11 @@ def build_optimizer(
     if takes(section, "rounding"):
         more["rounding"] = rounding() if rounding is not None else Rounding.whole(parameters)
     optimizer: torch.optim.Optimizer = build(parameter_groups(named, section), section, **more)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"optim={section.name} builds {optimizer!r}, not a torch.optim.Optimizer; return one from the function "
+            f"with @serried.register_optimizer({section.name!r}), or use optim=adamw"
+        )
     if section.offload:
         optimizer = Offloaded(optimizer, takes_verdict=takes_verdict(optimizer))
     if takes_verdict(optimizer) and parameters_of(optimizer):

@@ -109,7 +109,8 @@ def overview(
         lines += [("WARNING", text) for text in _repetitions(config, training) if task.unit == "tokens"]
     if layout.data_ranks > 1 and any(isinstance(each, _BATCH_NORMS) for each in model.modules()):
         lines.append(("WARNING", _STATISTICS))
-    lines += [("WARNING", text) for text in task.notes(start is not None and start.source is None)]
+    is_new = config.checkpoint.resume in ("auto", "never") if start is None else start.source is None
+    lines += [("WARNING", text) for text in task.notes(is_new)]
     return [f"{name:<10} {text}" for name, text in lines]
 
 

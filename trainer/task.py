@@ -161,7 +161,13 @@ class Task:
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Return a batch: tensors in dicts, lists, tuples or named tuples, with the samples along dim 0."""
-        return default_collate(list(samples))
+        try:
+            return default_collate(list(samples))
+        except (TypeError, RuntimeError) as error:
+            raise UserError(
+                f"samples make no batch: {error}; return tensors of one shape, or define {type(self).__name__}"
+                ".collate(samples)"
+            ) from error
 
     def collate_numbered(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
         """Return a batch of ``samples`` whose numbers are ``ids`` [samples].

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -175,6 +176,12 @@ def _described(value: Any) -> str:
     return f"{kinds.get(type(value), type(value).__name__)} ({shown})"
 
 
+def _lines_from(path: Path | str) -> str:
+    """The command that writes one line for each object of a JSON array, or of objects over several lines."""
+    quoted = shlex.quote(str(path))
+    return f"jq -c 'if type == \"array\" then .[] else . end' {quoted} > lines.jsonl"
+
+
 @dataclass(frozen=True, kw_only=True)
 class JsonLines(Unit):
     """The lines of a file that start at byte ``start_bytes`` or after, and before ``stop_bytes``."""
@@ -208,12 +215,15 @@ class JsonLines(Unit):
             ) from error
         except (ValueError, RecursionError) as error:
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            raise UserError(
-                f"{self._place(position)} is not JSON: {reason}; the file may be cut off: create it again, or remove "
-                "the line"
-            ) from error
+            remedy = "the file may be cut off: create it again, or remove the line"
+            if line.strip() in (b"[", b"{"):
+                remedy = f"each line is one object; to make lines of the file: {_lines_from(self.path)}"
+            raise UserError(f"{self._place(position)} is not JSON: {reason}; {remedy}") from error
         if not isinstance(row, dict):
-            raise UserError(f"{self._place(position)} is {_described(row)}, not an object with a column per name")
+            remedy = f"; to make lines of a JSON array: {_lines_from(self.path)}" if isinstance(row, list) else ""
+            raise UserError(
+                f"{self._place(position)} is {_described(row)}, not an object with a column per name{remedy}"
+            )
         names = self.column.found(row) or self.column.check(list(row), self._place(position))
         value = row[names[0]] if len(names) == 1 else {name: row[name] for name in names}
         return self.column.content(value, lambda: self._place(position))

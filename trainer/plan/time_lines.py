@@ -41,7 +41,8 @@ def time_lines(config: RunConfig, time: Timed | str) -> Iterator[tuple[str, str]
 def seconds_text(*seconds: float) -> str:
     """Format a number, or one and its range: ``1.5 s (1.3 to 1.7)``."""
     unit, factor = ("s", 1) if seconds[0] >= 1 else ("ms", 1000)
-    first, *span = (f"{each * factor:.3g}" for each in seconds)
+    scaled = (each * factor for each in seconds)
+    first, *span = (f"{each:.3g}" if each < 999.5 else f"{each:,.0f}" for each in scaled)  # not 1.04e+03
     return f"{first} {unit}" + (f" ({' to '.join(span)})" if span else "")
 
 

@@ -419,7 +419,7 @@ def test_optimizer_or_key_that_is_not_there_is_one_line(argv: list[str], message
 def test_function_that_returns_no_optimizer_is_one_line() -> None:
     if "forgotten" not in optimizers.names():
         serried.register_optimizer("forgotten")(lambda *_: None)
-    chosen = compose(["optim.name=forgotten"]).optim
+    chosen = compose(["optim=forgotten", "optim.lr=1"]).optim
     with pytest.raises(UserError, match=r"optim=forgotten builds None, not a torch.optim.Optimizer; return one from"):
         build_optimizer([("weight", nn.Parameter(torch.ones(2, 2)))], chosen)
 

@@ -142,7 +142,7 @@ def _fits(name: str, value: str) -> bool:
 
 def _assignment(name: str, value: str, groups: Groups) -> str:
     if name not in groups:
-        value = _CONVERTED.get(name, str)(value)
+        value = _CONVERTED.get(name, str)(_choice_named(name, value) or value)
         if name in all_keys() and all_keys()[name].kind == "texts" and not all_keys()[name].may_take(value):
             value = f"[{value}]"
         return pasteable(name, value) if value else all_keys()[name].example

@@ -28,8 +28,8 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     if layout.strategy == "ddp" and layout.size(("pipeline", "expert")) > 1:
         axis = "pipeline" if layout.pipeline > 1 else "expert"
         raise UserError(
-            f"parallel.{axis}={getattr(layout, axis)} with parallel=ddp; use parallel=hsdp parallel.replicate="
-            f"{layout.replicate}, or parallel=fsdp"
+            f"parallel.{axis}={getattr(layout, axis)} with parallel=ddp; use parallel=fsdp, or parallel=hsdp "
+            f"parallel.replicate={layout.replicate}"
         )
     if config.adapter.quantize != "none" and layout.tensor > 1:
         raise UserError(

@@ -120,7 +120,7 @@ def test_a_checkpoint_of_divided_experts_is_read_on_any_layout_and_by_transforme
             "factor of the processes); use parallel.expert=2 or parallel.expert=4",
         ),
         (4, ["model=tiny", "parallel.expert=2"], "the model has no experts; use parallel.expert=1"),
-        (2, ["parallel=ddp", "parallel.expert=2"], "parallel.expert=2 with parallel=ddp; use parallel=hsdp"),
+        (2, ["parallel=ddp", "parallel.expert=2"], "parallel.expert=2 with parallel=ddp; use parallel=fsdp"),
         (2, ["parallel.tensor=2", "parallel.sequence=false"], "use parallel.sequence=true"),
         (
             12,

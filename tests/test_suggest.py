@@ -134,6 +134,8 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
         ("optim=adamw_torch", "optim=adamw"),
         ("precision=fp8", "use precision=float8"),
         ("model.converters=float8", "use precision=float8"),
+        ("target_modules=all-linear", "did you mean adapter.modules=null?"),
+        ("parallelism.context_parallel_rotate_method=alltoall", "did you mean parallel.context_method=ring?"),
         ("report_to=none", "did you mean track=files?"),
         ("eval_strategy=steps", "use trainer.eval_every=100 checkpoint.every=100"),
         ("torch_dtype=bfloat16", "did you mean precision=bf16?"),

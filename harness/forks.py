@@ -19,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["harness.runs", "harness.loaded", "torch._dynamo"])  # the last an optimizer imports
+FORKS.set_forkserver_preload(["harness.runs", "harness.loaded", "torch._dynamo", "pytest"])
+"""torch._dynamo is imported by an optimizer, pytest by tests whose functions ranks call."""
 
 
 def settle() -> None:

@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from harness.cluster import ROOT, Cluster
+from harness.cluster import Cluster
+from harness.forks import typed
 from harness.runs import checkpoint, metrics, run_here, tiny_overrides, train_reported, weights
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
@@ -375,12 +374,9 @@ def test_a_model_of_the_hub_is_downloaded_and_trained(text: Path, tmp_path: Path
         argv = [word for word in tuning(text, tmp_path / "run", "model.path=owner/name") if "tokenizer" not in word]
         surroundings = {
             "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home"),
-            "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
         }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "train.py", *argv, "trainer.steps=2", "optim.lr=0"], cwd=ROOT, timeout=120,
-            env=os.environ | surroundings, capture_output=True, text=True,
-        )  # fmt: skip
+        done = typed("train.py", *argv, "trainer.steps=2", "optim.lr=0", env=os.environ | surroundings)
     finally:
         server.shutdown()
         server.server_close()

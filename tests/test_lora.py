@@ -63,22 +63,18 @@ def lora(models: Path, run_dir: Path, *more: str, model: str = "llama") -> list[
     return [f"{key}={value}" for key, value in dict(word.split("=", 1) for word in given).items()]
 
 
-def train_watched(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Batch], dict[str, Tensor]]:
+def train_watched(argv: list[str]) -> tuple[list[Batch], dict[str, Tensor]]:
     """Train; return the batches, and the first values of A, which the first step leaves as they are: B is zero."""
     first: dict[str, Tensor] = {}
-    steps = Trainer.steps
 
-    def watched(self: Trainer) -> Any:
-        for step in steps(self):
-            if step == 1:
-                for name, part in self.state.parts():
-                    if name == "adapter_model" and "lora_A" in part.fragments[0].name:
-                        first[part.fragments[0].name] = part.local.detach().clone()
-            yield step
+    def watch(trainer: Trainer, step: int) -> None:
+        if step == 1:
+            for name, part in trainer.state.parts():
+                if name == "adapter_model" and "lora_A" in part.fragments[0].name:
+                    first[part.fragments[0].name] = part.local.detach().clone()
 
-    with monkeypatch.context() as patched, runs.kept_batches(CausalLM) as batches:
-        patched.setattr(Trainer, "steps", watched)
-        assert main(argv) == 0
+    with runs.kept_batches(CausalLM) as batches:
+        assert runs.run_here(argv, watch).code == 0
     return batches, first
 
 
@@ -99,7 +95,6 @@ def train_watched(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[lis
 def test_losses_of_ten_steps_and_saved_adapters_equal_those_of_peft(
     models: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     model: str,
     more: list[str],
@@ -109,7 +104,7 @@ def test_losses_of_ten_steps_and_saved_adapters_equal_those_of_peft(
     import transformers
 
     argv = lora(models, tmp_path / "run", "trainer.steps=10", "trainer.micro_batch=4", *more, model=model)
-    batches, first = train_watched(argv, monkeypatch)
+    batches, first = train_watched(argv)
     ours = [line["loss"] for line in runs.metrics(tmp_path / "run")]
 
     def base() -> Any:
@@ -310,16 +305,13 @@ def test_adapters_of_a_users_task_train_and_load(tmp_path: Path) -> None:
 def train_and_look(argv: list[str]) -> dict[str, int]:
     """Train on this rank; return how many numbers of each type it holds."""
     held: dict[str, int] = {}
-    steps = Trainer.steps
 
-    def watched(self: Trainer) -> Any:
-        yield from steps(self)
-        for each in self.state.parallel.parameters:
-            held[str(each.local.dtype)] = held.get(str(each.local.dtype), 0) + each.local.numel()
+    def look(trainer: Trainer, step: int) -> None:
+        if step == 1:
+            for each in trainer.state.parallel.parameters:
+                held[str(each.local.dtype)] = held.get(str(each.local.dtype), 0) + each.local.numel()
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Trainer, "steps", watched)
-        assert runs.train_reported(argv) == 0
+    assert runs.run_here(argv, look).code == 0
     return held
 
 

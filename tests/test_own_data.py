@@ -1,9 +1,6 @@
 """From somebody's own data to a model, as it is typed: prepare, train, and what the model takes along."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from harness.cluster import ROOT
+from harness.forks import typed_on
 from serried import cli
 from serried.recipes.data.hugging_face_tokenizer import train_tokenizer
 from serried.recipes.data.prepare import open_prepared
@@ -34,7 +31,7 @@ def dataset(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_llama_recipe_on_a_small_local_dataset(tmp_path: Path) -> None:
+def test_the_llama_recipe_on_a_small_local_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``recipe=llama1b`` does, with a folder for FineWeb-Edu, a tokenizer made here and a tiny model."""
     files = hugging_face_files(train_tokenizer(iter([" ".join(WORDS) * 50]), 290))
     argv = [
@@ -44,11 +41,9 @@ def test_the_llama_recipe_on_a_small_local_dataset(tmp_path: Path) -> None:
         "trainer.global_batch=8", "trainer.log_every=1", "trainer.sample_tokens=5", f"run.dir={tmp_path / 'run'}",
         "launch.device=cpu",
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *argv],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
-        env=os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done, _ = typed_on(2, "train.py", *argv)
     assert done.returncode == 0, done.stderr
     (saved,) = (tmp_path / "run/checkpoints").glob("step-*")
     for name, content in files.items():

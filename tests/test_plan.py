@@ -1,8 +1,6 @@
 """``serried plan``: the trace of a step against the formula, and against what a real run allocates and sends."""
 
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +11,7 @@ from benchmarks.published import rows_with_memory
 from benchmarks.published_memory import error as memory_error
 from benchmarks.published_memory import line as memory_line
 from harness.cluster import ROOT, Cluster
+from harness.forks import typed
 from serried.configs.compose import compose
 from serried.configs.schema import RunConfig
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
@@ -288,12 +287,5 @@ def test_advice_for_a_task_that_estimates_no_activations_is_traced(monkeypatch: 
 @pytest.mark.parametrize("script", ["digits.py", "hf_gpt2.py"])
 def test_a_users_module_is_traced_as_it_is(script: str, tmp_path: Path) -> None:
     argv = ["parallel=fsdp", "launch.processes=2", "dry_run=true", "plan.mode=trace", f"run.dir={tmp_path / 'run'}"]
-    ended = subprocess.run(
-        [sys.executable, f"examples/{script}", *argv],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    ended = typed(f"examples/{script}", *argv)
     assert "trust      memory: traced" in ended.stdout, ended.stdout + ended.stderr

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from harness.cluster import ROOT, Cluster
+from harness.forks import typed
 from harness.runs import metrics, steps_saved, tiny_overrides
 from serried.configs.schema import LaunchSection
 from serried.parallel import collectives
@@ -361,9 +362,7 @@ def test_a_stopped_rank_is_named_and_torchrun_leaves_nothing_behind(text: Path, 
     assert "exitcode  : -9" in ended.stderr
     left = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in _read(path)]
     assert not left
-    again = subprocess.run(
-        [sys.executable, "train.py", *argv], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
+    again = typed("train.py", *argv)
     assert again.returncode == 0, again.stderr
 
 

@@ -39,6 +39,7 @@ def export_model(words: list[str]) -> int:
     """Run ``serried export``."""
     from serried.recipes.exports.formats import FORMATS
     from serried.trainer.checkpoint.manifest import MANIFEST
+    from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
 
     given, _ = pairs(words, "export", (*_TAKES, "merge", "format"))
     name = given.get("format", _HUGGING_FACE)
@@ -50,7 +51,9 @@ def export_model(words: list[str]) -> int:
     if name != _HUGGING_FACE:
         return _export_file(given, saved, name, FORMATS[name])
     if saved.run is None and not (saved.folder / MANIFEST).is_file():
-        raise UserError(f"{saved.folder} is a plain model folder already; export a run or one of its checkpoints")
+        is_adapters = (saved.folder / ADAPTER_CONFIG).is_file()
+        holds = "holds adapters without a run" if is_adapters else "is a plain model folder already"
+        raise UserError(f"{saved.folder} {holds}; export a run or one of its checkpoints")
     return _write_model(given, saved.folder, base=_base_to_merge(given, saved))
 
 

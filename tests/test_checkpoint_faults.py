@@ -186,7 +186,7 @@ def test_too_little_space_is_seen_beforehand(text: Path, small_disk: Path) -> No
     warnings = lines(printed, "WARNING")
     assert len(warnings) == 2
     for step, warning in zip((4, 5), warnings, strict=True):
-        assert f"no checkpoint of step {step}: a checkpoint takes 133.0KiB and" in warning
+        assert f"no checkpoint of step {step}: a checkpoint takes 133.0KiB, plus 64.0MiB kept free, and" in warning
         assert "Training continues; the newest is that of step 3" in warning
     assert steps_saved(run_dir) == [3, 6]
     assert len(list((run_dir / "checkpoints").iterdir())) == 2

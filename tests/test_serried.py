@@ -89,6 +89,7 @@ def test_an_earlier_step_can_be_exported(run_dir: Path, tmp_path: Path, capsys: 
         (["export", "out=x", "run", "checkpoint=3"], "use checkpoint=2 or checkpoint=4"),
         (["export", "out=x", "{run}/checkpoints", "checkpoint=3"], "use checkpoint=2 or checkpoint=4"),
         (["export", "out=x", "plain"], "plain is a plain model folder already; export a run"),
+        (["export", "out=x", "adapters"], "adapters holds adapters without a run; export a run"),
         (["generate", "nosuch"], "'nosuch' is not key=value, and there is no such folder"),
         (["evaluate", "nosuch"], "'nosuch' is not key=value, and there is no such folder"),
         (["evaluate", "--config-dir"], "--config-dir needs a folder"),
@@ -111,7 +112,7 @@ def test_mistakes_are_one_line(
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "run").symlink_to(run_dir)
     unsaved = ("unsaved/status.json", "empty/config.yaml", "empty/checkpoints/none", "here/slurm/script")
-    for file in (*unsaved, "plain/config.json"):
+    for file in (*unsaved, "plain/config.json", "adapters/adapter_config.json"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     write_summary(tmp_path / "a-sweep", ["optim.lr"], [Outcome(run_dir, {"optim.lr": "0.1"}, "finished")])

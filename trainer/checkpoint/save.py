@@ -333,7 +333,7 @@ def lack_of_space(folder: Path, nbytes: int) -> str | None:
     free = shutil.disk_usage(folder).free
     if free >= nbytes + _SPARE_BYTES:
         return None
-    return f"a checkpoint takes {size(nbytes)} and {folder} has {size(free)} free"
+    return f"a checkpoint takes {size(nbytes)}, plus {size(_SPARE_BYTES)} kept free, and {folder} has {size(free)} free"
 
 
 def _names_and_shapes(parts: Iterable[tuple[str, Part]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:

@@ -18,12 +18,14 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/' .venv/lib >/dev/nul
 # Where it is set, each of hundreds of interpreters would compile our modules again, and pytest the tests.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test test-slow test-slurm test-page lint clean
+.PHONY: train test pytest test-slow test-slurm test-page lint clean
 
 train: .venv/.ready
 	$(BIN)/python train.py launch=local launch.processes=$(PROCESSES) $(ARGS)
 
-test: lint
+test: lint pytest
+
+pytest: .venv/.ready-dev
 	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 test-slow: .venv/.ready-export

@@ -149,7 +149,7 @@ def test_runs_agree_on_every_layout_and_resume_on_another(cluster: Cluster, fold
     for ranks, name, more in (
         (2, "ddp", ["trainer.stop_at=2", "trainer.activation_memory_budget=0.6"]),
         (
-            3,
+            2,
             "fsdp",
             ["parallel=fsdp", "parallel.reshard_after_forward=true", "trainer.activation_memory_budget=0.6"],
         ),

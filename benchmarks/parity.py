@@ -228,7 +228,7 @@ def run(
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     skipped = [line["step"] for line in lines if line["skipped"]]
     assert not skipped or more[-len(BORDER) :] == BORDER
-    # The norm of a step that overflowed is no number.
+    # The norm of a step that overflowed is not a number.
     norms, expert_tokens = [line["grad_norm"] or 1.0 for line in lines], [line.get("expert_tokens") for line in lines]
     return Curve([line["loss"] for line in lines], norms, ids, skipped, expert_tokens)
 

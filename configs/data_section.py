@@ -171,8 +171,9 @@ class DataSection(SourceSection):
         if self.tokenizer not in named and "/" not in self.tokenizer and not exists(self.tokenizer):  # noqa: PTH110
             close = (get_close_matches(self.tokenizer, named, 1, 0.5) or named)[0]
             yield (
-                f"data.tokenizer={self.tokenizer} is none of {', '.join(named)}, and there is no such file or folder; "
-                f"use data.tokenizer={close}, or a Hugging Face name with its owner, as in openai-community/gpt2"
+                f"data.tokenizer={self.tokenizer} is not one of {', '.join(named)}, and no such file or folder "
+                f"exists; use data.tokenizer={close}, or a Hugging Face name with its owner, "
+                "as in openai-community/gpt2"
             )
 
     def _mistakes_of_pairs(self) -> Iterator[str]:
@@ -190,7 +191,7 @@ sources = Registry(
 
 
 def names_of_singles() -> list[str]:
-    """Return the names of all sources that are no mixture of others."""
+    """Return the names of all sources that are not a mixture of others."""
     return [name for name in sources.names() if name != "mixture"]
 
 

@@ -515,7 +515,7 @@ class HuggingFaceSection(ModelSection):
         if "vocab_size" not in found:
             part = "; its text model alone can be one: save that to a folder of its own" * ("text_config" in found)
             raise ValueError(
-                f"is of model_type {found.get('model_type')} and names no vocab_size, so it is no language model of "
+                f"is of model_type {found.get('model_type')} and names no vocab_size, so it is not a language model of "
                 f"text{part}; use the folder of a model that transformers' AutoModelForCausalLM opens"
             )
         longest = _longest(found)

@@ -157,7 +157,7 @@ def model_folder(name: str, *patterns: str, key: str = _MODEL) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (ImportError, OSError, ValueError) as error:  # those of the Hub are OSError and ValueError
         raise UserError(
-            f"{key}={name} is no folder here, and cannot be downloaded ({type(error).__name__}); on a machine "
+            f"{key}={name} is not a folder here, and cannot be downloaded ({type(error).__name__}); on a machine "
             f"that reaches the Hugging Face Hub: hf download {name} --local-dir FOLDER, then {key}=FOLDER"
         ) from None
 

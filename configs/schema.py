@@ -32,7 +32,7 @@ _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
 def refuse_switch(value: Any) -> Any:
-    """Turn true and false into words, which are no numbers: pydantic would read them as 1 and 0."""
+    """Turn true and false into words, which are not numbers: pydantic would read them as 1 and 0."""
     return str(value).lower() if isinstance(value, bool) else value
 
 
@@ -338,9 +338,9 @@ class TrainerSection(Section):
         for name in self.evaluate:
             if not name.removeprefix(HARNESS) or not name.startswith(HARNESS):
                 known = name.rpartition(":")[2] or "arc_easy"
-                yield f"trainer.evaluate={name} is none that can be run; use trainer.evaluate=[{HARNESS}{known}]"
+                yield f"trainer.evaluate={name} is not a known evaluation; use trainer.evaluate=[{HARNESS}{known}]"
         if self.evaluate and self.eval_every == 0:
-            yield "trainer.evaluate is set but trainer.eval_every=0 evaluates nothing; leave trainer.eval_every out"
+            yield "trainer.evaluate is set, but trainer.eval_every=0 turns evaluation off; leave trainer.eval_every out"
         if self.activation_memory_budget < 1 and self.activation_checkpoint != "none":
             yield (
                 f"trainer.activation_memory_budget={self.activation_memory_budget:g} chooses what blocks keep, and so "
@@ -658,19 +658,19 @@ class RunConfig(Section):
         yield from self._quantizing_mistakes()
         if self.plan.model_fields_set and not self.dry_run:
             key = min(self.plan.model_fields_set)
-            yield f"plan.{key}={getattr(self.plan, key)} is read by serried plan and dry_run=true alone; leave it out"
+            yield f"plan.{key}={getattr(self.plan, key)} is only read by serried plan and dry_run=true; leave it out"
         elif self.plan.out is not None and not self.plan.search:
-            yield f"plan.out={self.plan.out} is read by serried plan search alone; leave it out"
+            yield f"plan.out={self.plan.out} is only read by serried plan search; leave it out"
         elif self.plan.mode == "trace" and self.plan.search:
             yield "plan.mode=trace: serried plan search uses formulas; leave it out, and trace what you choose"
         if self.checkpoint.keep_best and not self.trainer.evaluates_every:
             yield (
-                "checkpoint.keep_best=true but trainer.eval_every=0 evaluates nothing; "
+                "checkpoint.keep_best=true but trainer.eval_every=0 turns evaluation off; "
                 f"use trainer.eval_every={self.checkpoint.every or self.trainer.steps}"
             )
         if self.trainer.patience and not self.trainer.evaluates_every:
             yield (
-                f"trainer.patience={self.trainer.patience} but trainer.eval_every=0 evaluates nothing; "
+                f"trainer.patience={self.trainer.patience} but trainer.eval_every=0 turns evaluation off; "
                 f"use trainer.eval_every={max(1, (self.trainer.steps or 100) // 10)}"
             )
         if self.profile.steps is not None and self.profile.steps[1] > (end := self.trainer.last_step):

@@ -63,7 +63,7 @@ def _values(words: Words) -> dict[str, list[str]]:
     for key, override in words.swept.items():
         try:
             if override.is_interval_sweep():
-                raise UserError(f"{override.input_line}: an interval is no list of values; add search.trials=20")
+                raise UserError(f"{override.input_line}: an interval is not a list of values; add search.trials=20")
             values[key] = values_of(override)
         except UserError as error:
             words.mistakes += error.args

@@ -108,7 +108,7 @@ def read_search(words: Words) -> Sweep:
     trainer = points[0].config.trainer
     if not trainer.evaluates_every:
         raise UserError(
-            "a search compares validation results, and trainer.eval_every=0 evaluates nothing; "
+            "a search compares validation results, and trainer.eval_every=0 turns evaluation off; "
             f"use trainer.eval_every={max(1, trainer.steps // 4)}"
         )
     earlier = _earlier(builder.sweep_folder, space)

@@ -181,8 +181,8 @@ def check_experts(layout: Layout, experts: Mapping[str, int], widths: Mapping[st
         if layout.block % layout.expert:
             raise UserError(
                 f"parallel.expert={layout.expert} does not divide {layout.block} = shard {layout.shard} x context "
-                f"{layout.context} x tensor {layout.tensor}, whose ranks it uses (it is no factor of the processes); "
-                f"use {instead}"
+                f"{layout.context} x tensor {layout.tensor}, whose ranks it uses (it is not a factor of the "
+                f"processes); use {instead}"
             )
         if layout.expert > 1:
             _check_expert_shards(layout, count, widths)

@@ -103,7 +103,7 @@ def _gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def _scattered_sum(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     ranks = group.size()
-    assert x.shape[dim] % ranks == 0, f"dim {dim} of {list(x.shape)} is no multiple of {ranks} ranks"
+    assert x.shape[dim] % ranks == 0, f"dim {dim} of {list(x.shape)} is not a multiple of {ranks} ranks"
     parts = x.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
     return _done(_functional.reduce_scatter_tensor(parts.flatten(0, 1), "sum", ranks, group.group_name))
 

@@ -25,7 +25,7 @@ from serried.parallel.shard_specs import Slice
 
 def head_tail(whole: Tensor, dim: int, parts: int, index: int) -> Tensor:
     """Return part ``index`` of ``whole``: along ``dim``, chunks ``index`` and 2 x parts - 1 - index of 2 x parts.
-    Raises ``UserError`` if the length of a task's own sequences is no multiple of 2 x parts."""
+    Raises ``UserError`` if the length of a task's own sequences is not a multiple of 2 x parts."""
     length = whole.shape[dim]
     if length % (2 * parts):
         raise UserError(

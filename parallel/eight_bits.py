@@ -55,7 +55,7 @@ class Float8:
         config = dataclasses.replace(
             Float8LinearConfig.from_recipe_name(recipe),
             round_scales_to_power_of_2=True,
-            pad_inner_dim=True,  # where a micro-batch has a number of tokens that is no multiple of 16
+            pad_inner_dim=True,  # where a micro-batch has a number of tokens that is not a multiple of 16
         )
         # It also repairs a fault of torch.compile on GPUs that torchao knows of.
         layer = convert_to_float8_training(nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta"), config=config)

@@ -97,7 +97,7 @@ def set_types(module: nn.Module, trained: torch.dtype | None = None, frozen: tor
     have fewer bits, as training adds small updates to them."""
     for parameter in module.parameters():
         if is_packed(parameter) or not parameter.is_floating_point():
-            continue  # the bytes of packed ones are no numbers
+            continue  # the bytes of packed ones are not numbers
         wanted = trained if parameter.requires_grad else frozen
         if wanted is not None:
             parameter.data = parameter.data.to(wanted)

@@ -114,7 +114,7 @@ def sharding(slices: Sequence[Slice], shape: Sequence[int], layout: Layout) -> S
 
 
 def expert_sharding_dim(experts: int, layout: Layout) -> int:
-    """Dim along which FSDP2 shards stacked experts: 1 if the experts of a rank are no multiple of the ranks to shard
+    """Dim along which FSDP2 shards stacked experts: 1 if the experts of a rank are not a multiple of the ranks to shard
     them over, some of which would hold nothing. FSDP2 needs even parts there."""
     return 1 if experts // layout.expert % layout.expert_shard else 0
 

@@ -45,7 +45,7 @@ def split(model: nn.Module, plan: ParallelPlan, layout: Layout, pipeline: int) -
     """Return the stages that the ranks at coordinate ``pipeline`` hold, by number; the whole model, if it is one stage.
 
     A stage is of the model's class, and all names stay. Modules that are registered before the first block belong to
-    the first stage, those after it that are no blocks to the last. Each stage runs the whole forward of the model, so
+    the first stage, those after it that are not blocks to the last. Each stage runs the whole forward of the model, so
     this may only pass the stream from module to module: what it does to it itself would be done by every stage. The
     first forward of a stage raises a ``UserError`` where it does more.
 
@@ -157,7 +157,7 @@ def _bits(args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
 
 
 def _parts(model: nn.Module, plan: ParallelPlan, last: int) -> Iterator[tuple[str, nn.Module, int]]:
-    """Yield the blocks, the modules around them and those beside them, each with its stage if it is no block."""
+    """Yield the blocks, the modules around them and those beside them, each with its stage if it is not a block."""
     around, is_behind = _around(plan), False
     for path, module in model.named_modules():
         if path in around or path.rpartition(".")[0] in around:

@@ -433,7 +433,7 @@ class CausalLM(TextTask):
         )
 
     def check_weights(self, folder: Path) -> None:
-        """Composing the config took its architecture from ``folder``, unless that is no model."""
+        """Composing the config took its architecture from ``folder``, unless that is not a model."""
         if not (folder / CONFIG).is_file():
             raise UserError(f"cannot read {folder / CONFIG}: there is none; it says what the weights beside it compute")
 

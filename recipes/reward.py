@@ -110,7 +110,7 @@ class Reward(PairTask):
         config = super()._export_config(tokenizer)
         if not self._classifier:
             return config
-        # transformers reads the score at the last token that is no padding.
+        # transformers reads the score at the last token that is not padding.
         padding = _padding_id(tokenizer)
         labels: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         return config | {"architectures": [self._classifier], "pad_token_id": padding, **labels}

@@ -226,7 +226,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in DTYPES:
-            _refuse(path, f"{_shown(name)} has the dtype {entry['dtype']}, which is none of {', '.join(DTYPES)}")
+            _refuse(path, f"{_shown(name)} has the dtype {entry['dtype']}, which is not one of {', '.join(DTYPES)}")
         dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
         # Zeros left out: [0, 2**40, 2**40] has no bytes, and yet torch cannot count its strides.
         if len(shape) > _MOST_DIMS or math.prod(filter(None, shape)) * dtype.itemsize > _LARGEST_TENSOR_BYTES:

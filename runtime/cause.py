@@ -71,9 +71,11 @@ class Cause:
         if not asked.startswith("SIG"):  # the same on every rank
             return Failure(self._rank, f"{asked} before the first step", EXIT_STOPPED)
         for peer in self._local_ranks if self.processes else ():
-            # torchrun sends SIGTERM to all when one has died: that is no request to stop.
+            # torchrun sends SIGTERM to all when one has died: that is not a request to stop.
             if not _is_running(self.processes[peer]):
-                return Failure(self._rank, f"rank {peer} died without a word before the first step", EXIT_FAILED)
+                return Failure(
+                    self._rank, f"rank {peer} died without an error message before the first step", EXIT_FAILED
+                )
         where = f" on rank {self._rank}" if len(self.processes) > 1 else ""
         return Failure(self._rank, f"{asked}{where} before the first step", EXIT_STOPPED)
 

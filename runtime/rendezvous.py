@@ -51,7 +51,7 @@ def _agree(tcp: "Store", rank: int, world_size: int, patience: timedelta) -> str
         store.set(f"asks/{store.add('asked', 1)}", mine)
         while not store.check([f"answer/{mine}"]):  # no signal is heard inside Store.wait
             if time.monotonic() > deadline:
-                raise dist.DistStoreError("rank 0 has not come")
+                raise dist.DistStoreError("rank 0 has not joined")
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP_SECONDS)
         name = store.get(f"answer/{mine}").decode()
@@ -70,6 +70,6 @@ def _agree(tcp: "Store", rank: int, world_size: int, patience: timedelta) -> str
                 unanswered.discard(number)
         if time.monotonic() > deadline:
             came = sum(store.check([key]) for key in everybody)
-            raise dist.DistStoreError(f"{came + 1} of {world_size} processes came")
+            raise dist.DistStoreError(f"{came + 1} of {world_size} processes joined")
         time.sleep(_LOOK_SECONDS)
     return mine

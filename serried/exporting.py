@@ -46,7 +46,7 @@ def export_model(words: list[str]) -> int:
     if name not in (_HUGGING_FACE, *FORMATS):
         close = nearest(name, [_HUGGING_FACE, *FORMATS])
         hint = f"did you mean format={close[0]}?" if close else f"use one of {', '.join([_HUGGING_FACE, *FORMATS])}"
-        raise UserError(f"format={name} is none that serried export writes; {hint}")
+        raise UserError(f"format={name} is not a format that serried export writes; {hint}")
     saved = find_saved(given, "export")
     if name != _HUGGING_FACE:
         return _export_file(given, saved, name, FORMATS[name])
@@ -155,7 +155,7 @@ def _export_file(given: Mapping[str, str], saved: Saved, name: str, kind: "Forma
     trained_for = str(_section_of(saved.folder, "trainer").get("quantize_aware"))
     dtype = given.get("dtype") or (trained_for if trained_for in kind.bounds else next(iter(kind.bounds)))
     if dtype not in kind.bounds:
-        raise UserError(f"dtype={dtype} is none of format={name}; use dtype={' or dtype='.join(kind.bounds)}")
+        raise UserError(f"dtype={dtype} is not a dtype of format={name}; use dtype={' or dtype='.join(kind.bounds)}")
     for key in ("shard_size", "merge"):
         if key in given:
             raise UserError(f"{key}={given[key]} has no effect with format={name}; leave it out")

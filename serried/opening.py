@@ -64,7 +64,7 @@ def task_of_text(run: Path, command: str) -> Declaration:
     found = installed(name) if known else BUILT_IN
     if known and (found.task is None or (issubclass(found.task, TextTask) and found.sections == BUILT_IN.sections)):
         return found
-    why = "which is no serried.TextTask with the sections model and data" if known else "which is not installed"
+    why = "which is not a serried.TextTask with the sections model and data" if known else "which is not installed"
     other = "use format=hf, or in Python" if command.startswith("export") else "in Python"
     raise UserError(
         f"{run} was trained by the task {name}, {why}, so serried {command} cannot open it; {other}: "

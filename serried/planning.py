@@ -24,7 +24,7 @@ def calibrate(words: list[str]) -> int:
     overrides, folders = config_dirs([word for word in words if word not in given])
     out = Path(given[-1].partition("=")[2] if given else "rates.json")
     if not out.name or out.is_dir() or not out.parent.is_dir():
-        raise UserError(f"out={out} is no file in a folder that exists; use out=rates.json")
+        raise UserError(f"out={out} is not a file in an existing folder; use out=rates.json")
     with declaring(declared()._replace(config_dirs=folders)):
         config = compose(overrides)
         if config.precision.name not in ("fp32", "bf16", "fp16"):

@@ -145,7 +145,7 @@ def _check_text(config: RunConfig, task: "Task") -> None:
             f"trainer.sample_tokens={trainer.sample_tokens} with {name}, which writes no text; leave it out"
         )
     if trainer.evaluate:
-        raise UserError(f"trainer.evaluate needs a model of text, and {name} is no serried.TextTask; leave it out")
+        raise UserError(f"trainer.evaluate needs a model of text, and {name} is not a serried.TextTask; leave it out")
 
 
 def _load(config: RunConfig) -> None:

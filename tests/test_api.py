@@ -270,7 +270,7 @@ class NoLoss(Tiny):
 
 
 class NoSection(Tiny):
-    """``Config`` is no section."""
+    """``Config`` is not a section."""
 
     class Config:
         """No section."""

@@ -109,7 +109,7 @@ def test_a_damaged_file_is_found_before_a_tensor_is_used(
     told = lines(printed, "damaged: ")
     assert len(told) == 1
     assert str(newest / name) in told[0]
-    assert f"going on from the newest that is whole, {opened[0]}" in told[0]
+    assert f"continuing from the newest complete one, {opened[0]}" in told[0]
     assert steps_saved(run_dir) == [2]
     assert tree(run_dir / "earlier-1/checkpoints/step-00000004") == left
 
@@ -138,7 +138,7 @@ def test_where_nothing_is_whole_nothing_is_overwritten(resume: str, text: Path, 
     printed = train(text, run_dir, f"checkpoint.resume={run_dir if resume == 'path' else resume}", code=78).printed
     told = lines(printed, "error: ")
     assert len(told) == 1
-    assert "no checkpoint is whole" in told[0]
+    assert "no checkpoint is complete" in told[0]
     assert "step-00000002/state.json" in told[0]
     assert "step-00000004/state.json" in told[0]
     assert "checkpoint.resume=never" in told[0]

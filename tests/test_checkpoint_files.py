@@ -219,7 +219,7 @@ STRANGE = {
     "a number": raw(b"1"),
     "deeply nested": raw(b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "a number of many digits": raw(b'{"x": ' + b"9" * 10_000 + b"}"),
-    "entry is no object": raw({"x": 3}),
+    "entry is not an object": raw({"x": 3}),
     "entry lacks offsets": raw({"x": {"dtype": "F32", "shape": [2]}}),
     "unknown dtype": raw({"x": entry("F4")}),
     "dtype is a list": raw({"x": entry(["F32"])}),
@@ -242,7 +242,7 @@ STRANGE = {
     "the same bytes twice": raw({"x": entry(), "y": entry()}),
     "a gap": raw({"x": entry(shape=[1], offsets=[4, 8])}),
     "bytes left over": raw({"x": entry()}, b"\0" * 9),
-    "metadata is no map": raw({"__metadata__": [], "x": entry()}),
+    "metadata is not a map": raw({"__metadata__": [], "x": entry()}),
     "metadata holds numbers": raw({"__metadata__": {"a": 1}, "x": entry()}),
     "a git-lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
 }

@@ -73,7 +73,7 @@ def test_products_are_rounded_and_do_not_depend_on_how_tokens_are_grouped(recipe
     errors = [float((ours - theirs).norm() / theirs.norm()) for ours, theirs in zip(whole, exact, strict=True)]
     assert all(0.005 < error < (0.02 if recipe == "int8" else 0.06) for error in errors[:2]), errors  # bf16: 0.002
     assert (errors[2] < 0.005) == (recipe == "rowwise_with_gw_hp")
-    # Another rank's tokens are ten times as large: 30 rows, which are no multiple of 16, have the same bits.
+    # Another rank's tokens are ten times as large: 30 rows, which are not a multiple of 16, have the same bits.
     larger = torch.cat((x[:30], 10 * x[30:]))
     assert products(product, larger, weight, gradient)[0][:30].equal(whole[0][:30]) or recipe == "tensorwise"
 

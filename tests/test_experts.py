@@ -116,8 +116,8 @@ def test_a_checkpoint_of_divided_experts_is_read_on_any_layout_and_by_transforme
         (
             4,
             ["parallel.expert=8"],
-            "parallel.expert=8 does not divide 4 = shard 4 x context 1 x tensor 1, whose ranks it uses (it is no "
-            "factor of the processes); use parallel.expert=2 or parallel.expert=4",
+            "parallel.expert=8 does not divide 4 = shard 4 x context 1 x tensor 1, whose ranks it uses (it is not "
+            "a factor of the processes); use parallel.expert=2 or parallel.expert=4",
         ),
         (4, ["model=tiny", "parallel.expert=2"], "the model has no experts; use parallel.expert=1"),
         (2, ["parallel=ddp", "parallel.expert=2"], "parallel.expert=2 with parallel=ddp; use parallel=fsdp"),

@@ -212,7 +212,7 @@ def test_a_network_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_will_not_pass_is_told_at_once() -> None:
-    for failure in (UserError("unit row 1 is no text"), FileNotFoundError("unit")):
+    for failure in (UserError("unit row 1 is not text"), FileNotFoundError("unit")):
         dataset = stream([Rows("unit", ["1 2", "3 4"], [failure] * 9, fails_at=1)], lanes=1, sequence_length=1)
         with pytest.raises(type(failure), match="unit"):
             tokens_of(dataset, 0, 1, 9)

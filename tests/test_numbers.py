@@ -37,7 +37,7 @@ def test_flops_per_token_are_those_of_the_matrix_products(more: list[str], tmp_p
         torch.nn.init.ones_(parameter)
     tokens = torch.zeros(2, 48, dtype=torch.int64)
     # Products in place are products too; and the kernel that multiplies plainly, since others compute scores a second
-    # time in backward, which is no model FLOP.
+    # time in backward, which is not a model FLOP.
     in_place = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * math.prod(left) * right[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counted, sdpa_kernel(SDPBackend.MATH):
         model(tokens, tokens).backward()

@@ -217,7 +217,7 @@ def test_log_scales_smoothing_and_axes(chromium: Browser, page_file: Path) -> No
         page.click(".choice [data-value=tokens]")
         assert page.js(f"{plot('loss')}.scales.x.max") == 240 * 131_072
         page.click(".choice [data-value=seconds]")
-        assert page.js(f"{plot('loss')}.scales.x.max") == 120, "the day in the queue is no training"
+        assert page.js(f"{plot('loss')}.scales.x.max") == 120, "the day in the queue is not training"
         page.click(".choice [data-value=step]")
         assert page.js(f"{plot('loss')}.scales.x.max") == 240
 

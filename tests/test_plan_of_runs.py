@@ -133,8 +133,8 @@ def test_measured_rates_time_each_term_of_a_run(run: Path, rates: Path, capsys: 
         (["compare", "{run}", "plan.rates={run}/metrics.jsonl"], "holds no rates; serried plan calibrate"),
         (["plan.rates={rates}", "plan.device=h100"], "plan.rates={rates} are of A CPU, and plan.device=h100; leave"),
         (["plan.rates={rates}", "launch.device=cuda"], "are of A CPU, and launch.device=cuda"),
-        (["calibrate", "out={folder}"], "out={folder} is no file in a folder that exists; use out"),
-        (["calibrate", "out={folder}/none/rates.json"], "is no file in a folder that exists"),
+        (["calibrate", "out={folder}"], "out={folder} is not a file in an existing folder; use out"),
+        (["calibrate", "out={folder}/none/rates.json"], "is not a file in an existing folder"),
         (["calibrate", "launch=slurm", "launch.nodes=3", "trainer.global_batch=8"], "trainer.global_batch=8"),
     ],
 )

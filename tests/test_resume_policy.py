@@ -373,7 +373,7 @@ def test_a_file_that_the_checkpoint_does_not_know_is_refused(text: Path, copy: P
     """As ``save_pretrained`` into the folder leaves it: it would be read instead of the checkpoint's own."""
     newest = copy / "checkpoints" / "step-00000006"
     (newest / "optimizer.safetensors.index.json").write_text("{}")
-    assert "optimizer.safetensors.index.json is no part of the checkpoint" in refusal(text, copy)
+    assert "optimizer.safetensors.index.json is not part of the checkpoint" in refusal(text, copy)
 
 
 def test_a_checkpoint_without_its_manifest_is_not_taken_for_a_model_folder(

@@ -204,7 +204,7 @@ def test_plan_prints_time_rate_cost_and_how_far_to_trust_them(capsys):
         ),
         (
             ["plan.tokens=15T"],
-            "plan.tokens=15000000000000 is read by serried plan and dry_run=true alone; leave it out",
+            "plan.tokens=15000000000000 is only read by serried plan and dry_run=true; leave it out",
         ),
     ],
 )
@@ -279,7 +279,7 @@ def test_search_says_which_groups_are_larger_than_any_measured():
         (["recipe=llama405b", "launch.processes=8"], "none of [\\d,]+ valid layouts of 8 h100 fits 67.1GiB"),
         (["recipe=llama8b", "launch.processes=101"], "no layout of 101 processes divides trainer.global_batch=512"),
         (["precision=fp32", "plan.device=b200"], "there are no rates for precision=fp32 on b200"),
-        (["recipe=llama8b", "out=none/layouts.html"], "out=none/layouts.html is no file in a folder that exists"),
+        (["recipe=llama8b", "out=none/layouts.html"], "out=none/layouts.html is not a file in an existing folder"),
     ],
 )
 def test_search_without_a_result_is_one_line(words, message, capsys):

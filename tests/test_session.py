@@ -359,7 +359,7 @@ def test_too_little_address_space_to_import_torch_is_one_line() -> None:
 
 
 def test_a_mistake_is_one_line_that_controls_no_terminal() -> None:
-    assert str(UserError("data.path=a\x1b[31mb\nc is no file")) == "data.path=a\ufffd[31mb c is no file"
+    assert str(UserError("data.path=a\x1b[31mb\nc is not a file")) == "data.path=a\ufffd[31mb c is not a file"
     with pytest.raises(UserError, match="may not hold slashes, blanks or control characters"):
         compose(["run.name=a\x1b[31mb"])
     assert str(UserError("a\r\nb", "c")) == "2 mistakes:\n  a\ufffd b\n  c"

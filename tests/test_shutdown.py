@@ -262,7 +262,7 @@ def stop_beside_the_dead() -> list[object]:
 def test_a_peer_that_died_without_a_word_is_no_request_to_stop(cluster: Cluster) -> None:
     """torchrun sends SIGTERM to the others then, as it does when it is asked to end."""
     answer = cluster.run(2, "tests.test_shutdown:stop_beside_the_dead")[0].value
-    assert answer == [0, "rank 1 died without a word before the first step", 70]
+    assert answer == [0, "rank 1 died without an error message before the first step", 70]
 
 
 def test_a_step_that_a_peer_left_before_is_not_done(text: Path, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
             with self.server.lock:
                 self.server.stream(found[1], json.loads(body))
             return self._answer({"exitcode": None, "limits": {}})
-        return self._answer({})  # telemetry, which is no JSON
+        return self._answer({})  # telemetry, which is not JSON
 
     def do_PUT(self) -> None:
         self._body()

@@ -98,7 +98,7 @@ class Evaluated:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits that the model needs for a byte of the text; None where the targets are no text."""
+        """Bits that the model needs for a byte of the text; None where the targets are not text."""
         return self.loss_sum / (math.log(2) * self.text_bytes) if self.text_bytes else None
 
 

@@ -126,7 +126,7 @@ def open_benchmarks(context: Context, validation: Collection[str]) -> Any:
     if find_spec("lm_eval") is None:
         raise UserError("trainer.evaluate needs the library lm-eval; use: pip install -e '.[eval]'")
     if not isinstance(task, TextTask):
-        raise UserError(f"trainer.evaluate needs a model of text, and {type(task).__name__} is no serried.TextTask")
+        raise UserError(f"trainer.evaluate needs a model of text, and {type(task).__name__} is not a serried.TextTask")
     if DEFAULT_VALIDATION not in validation:
         raise UserError(
             "trainer.evaluate: its metrics are recorded with the validation loss, and there is no validation data; use "

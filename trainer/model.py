@@ -109,7 +109,7 @@ def build_model(config: RunConfig, task: Task, device: str | None = None) -> Mod
     """
     module = task.build_model()
     if not isinstance(module, nn.Module):
-        raise UserError(f"{type(task).__name__}.build_model() returned {module!r}, which is no torch.nn.Module")
+        raise UserError(f"{type(task).__name__}.build_model() returned {module!r}, which is not a torch.nn.Module")
     plan = task.parallel_plan(module).for_model(module)
     plan = replace(plan, is_one_unit=_is_one_unit(config, module, device or config.launch.device))
     blocks, adapters = plan.blocks_in(module), None

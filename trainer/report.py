@@ -225,7 +225,9 @@ class Report:
         metric = checkpoint.best_metric
         if metric not in means:
             near = nearest(metric, list(means)) or list(means)
-            raise UserError(f"checkpoint.best_metric={metric} is no metric of this task; use one of {', '.join(near)}")
+            raise UserError(
+                f"checkpoint.best_metric={metric} is not a metric of this task; use one of {', '.join(near)}"
+            )
         progress.validation, value = finite, finite.get(metric)
         progress.to_minimise = -value if value is not None and checkpoint.best_mode == "max" else value
         best_of, trainer = f"{metric}, {checkpoint.best_mode}", self._config.trainer
@@ -262,7 +264,7 @@ class Report:
             if is_last:
                 raise TrainingFailed(
                     f"step {saved.step} is done, but its checkpoint cannot be saved: {saved.problem}. Of the "
-                    f"checkpoints, {last}: mend that and give the same command again"
+                    f"checkpoints, {last}: fix that and run the same command again"
                 )
             self._console.say(
                 f"WARNING    no checkpoint of step {saved.step}: {saved.problem}. Training continues; {last}"

@@ -176,7 +176,7 @@ class Shutdown:
 
 
 def _in_words(reasons: list[str | None]) -> str:
-    """Return the first reason that is no signal, which may be a consequence; or the signal with its ranks."""
+    """Return the first reason that is not a signal, which may be a consequence; or the signal with its ranks."""
     first = min((reason for reason in reasons if reason), key=lambda reason: reason.startswith("SIG"))
     alike = [rank for rank, reason in enumerate(reasons) if reason == first]
     if len(reasons) == 1 or not first.startswith("SIG"):

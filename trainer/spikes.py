@@ -29,7 +29,7 @@ class SpikeWindow:
         self._new: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def limits(self) -> Tensor:
-        """Highest loss and highest norm that are no spike, fp64 [2]; infinite until the window is half full."""
+        """Highest loss and highest norm that are not a spike, fp64 [2]; infinite until the window is half full."""
         return self._limits
 
     def add(self, loss: Tensor, norm: Tensor, accepted: Tensor) -> None:
@@ -53,7 +53,7 @@ class SpikeWindow:
         values, filled = self._values[:, :-1], self._count.clamp(1, self._size)
         mean = values.sum(1) / filled
         variance = (values.square().sum(1) / filled - mean.square()).clamp(min=0.0)
-        # A window of equal numbers has no deviation, and rounding is no spike.
+        # A window of equal numbers has no deviation, and rounding is not a spike.
         deviation = torch.maximum(variance.sqrt(), _SMALLEST_DEVIATION * mean.abs())
         is_ready = self._count >= _READY_AT * self._size
         self._limits = torch.where(is_ready, mean + self._deviations * deviation, float("inf"))

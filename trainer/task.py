@@ -363,7 +363,7 @@ class TextTask(Task):
         raise NotImplementedError(f"{type(self).__name__} must define sample()")
 
     def target_bytes(self, batch: Any) -> int:
-        """Return the bytes of text that ``batch`` has to predict; 0 if it is no text."""
+        """Return the bytes of text that ``batch`` has to predict; 0 if it is not text."""
         raise NotImplementedError(f"{type(self).__name__} must define target_bytes()")
 
     def check_tokenizer(self, folder: Path) -> None:

@@ -48,7 +48,7 @@ _MOST_CHARACTERS = 2**26
 _STAND_IN = "serried-reply-5d1f8a"
 """Stands in for a reply, to find where a template puts it."""
 
-_CURE = "use another template, data.chat_template=FILE, or mend the row"
+_CURE = "use another template, data.chat_template=FILE, or fix the row"
 
 Message = dict[str, Any]
 
@@ -244,7 +244,7 @@ def _special_tokens(files: dict[str, str]) -> dict[str, str]:
 
 
 def _messages(content: Any, where: str) -> list[Message]:
-    """Messages in the form of OpenAI's, {role, content}; raises ``UserError`` for what is no conversation."""
+    """Messages in the form of OpenAI's, {role, content}; raises ``UserError`` for what is not a conversation."""
     if not isinstance(content, list) or not all(isinstance(message, dict) for message in content):
         raise UserError(
             f"{where} is not a list of messages; use data.format=text for text, or data.messages_column=NAME"

@@ -36,7 +36,7 @@ def find_files(typed: str, suffixes: Collection[str]) -> list[SourceFile]:
 
 
 def check_path(typed: str) -> None:
-    """Raise ``UserError`` if ``typed`` is no file, folder or glob. Only looks at the local disk."""
+    """Raise ``UserError`` if ``typed`` is not a file, folder or glob. Only looks at the local disk."""
     path = Path(os.path.expanduser(typed))  # noqa: PTH111
     if not glob.has_magic(typed):
         try:

@@ -64,7 +64,7 @@ class FlatFiles(Source):
 
     def fingerprint(self, progress: Progress) -> bytes:
         """Read all files once: hash, end marks, and a check that the tokenizer has every id. Raises ``UserError`` if a
-        file is damaged, or has numbers that are no tokens."""
+        file is damaged, or has numbers that are not tokens."""
         progress.total(sum(stamp_of(file.path)[1] for file in self._files))
         self._scanned = list(progress.map(lambda file: self._scan(file, progress), self._files))
         key = hashlib.sha256()

@@ -89,7 +89,7 @@ class FolderImages:
                 return Image(file.convert("RGB"), int(self._labels[index]))
         except Exception as error:  # of any kind: decoders read a file of anyone's
             reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"cannot read {path} as an image: {reason}; repair it or take it away") from None
+            raise UserError(f"cannot read {path} as an image: {reason}; repair or remove it") from None
 
 
 def _files(folder: str) -> Iterator[tuple[str, int]]:
@@ -114,7 +114,7 @@ def _open_folder(section: ImageSection, folder: Path, typed: str, names: Sequenc
         if validation.unknown:
             raise unknown_class(validation.unknown[0], f"{folder / str(name)}", training.classes)
         if not len(validation):
-            raise UserError(f"{typed}: {folder / str(name)} holds no images; put some into it, or take it away")
+            raise UserError(f"{typed}: {folder / str(name)} holds no images; add some, or remove it")
     return LabelledData(training.classes, training, validation)
 
 
@@ -125,7 +125,7 @@ class TableImages:
     """The images of one split of a Hugging Face dataset."""
 
     def __init__(self, table: Any, image: str, label: str, number_of: Mapping[Any, int] | None) -> None:
-        """``number_of``: numbers of labels that are no numbers of classes."""
+        """``number_of``: numbers of labels that are not numbers of classes."""
         self._table, self._image, self._label, self._number_of = table, image, label, number_of
         self.fingerprint = str(table._fingerprint)  # datasets has no public name for it
 

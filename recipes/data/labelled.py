@@ -94,7 +94,7 @@ class Rows(NamedTuple):
     """None: there is no such split."""
     classes: Sequence[str]
     number_of: Mapping[Any, int] | None
-    """Numbers of labels that are no numbers of classes."""
+    """Numbers of labels that are not numbers of classes."""
 
 
 def open_dataset(section: SampledSection, name: str, columns: Mapping[str, str], form: str) -> Rows:
@@ -140,7 +140,7 @@ def _check_labels(values: Iterable[Any], named: Sequence[str] | None, where: str
     """Raise ``UserError`` if a label is neither text nor a whole number, or none of the ``named`` classes."""
     for value in set(values):
         if not isinstance(value, str | int) or (named and value not in range(len(named))):
-            raise UserError(f"{where} has the label {value}, which is no class; leave such rows out")
+            raise UserError(f"{where} has the label {value}, which is not a class; leave such rows out")
 
 
 def check_column(key: str, column: str, names: Sequence[str], where: str) -> None:

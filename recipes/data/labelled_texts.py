@@ -157,7 +157,7 @@ def _parsed(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is no JSON: {error}; fix or remove the row") from None
+        raise UserError(f"{where} is not JSON: {error}; fix or remove the row") from None
     if not isinstance(row, dict):
-        raise UserError(f'{where} is no object; write {{"text": "..."}}, and a label where texts have classes')
+        raise UserError(f'{where} is not an object; write {{"text": "..."}}, and a label where texts have classes')
     return row

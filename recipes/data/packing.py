@@ -56,7 +56,7 @@ def find_pieces(stream: TokenStream, sequence_length: int, *, truncate: bool) ->
 def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
     """Pack pieces of ``lengths`` [pieces], each from 1 to ``capacity``, into sequences of at most ``capacity`` tokens.
 
-    Sequences come in the order of their first pieces, so that the first of them are no special ones.
+    Sequences come in the order of their first pieces, so that the first of them are not special.
     """
     sequence_of = np.empty(len(lengths), np.int64)
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # sequences by the tokens they have room for

@@ -43,7 +43,7 @@ class PairEncoder:
     def _encode(self, row: Row, where: str) -> Encoded:
         pair = row.content
         if not isinstance(pair, dict):
-            raise UserError(f"{where} is no pair of answers; use data.format=chat or data.format=text")
+            raise UserError(f"{where} is not a pair of answers; use data.format=chat or data.format=text")
         if pair["chosen"] == pair["rejected"]:
             raise UserError(
                 f"{where}: chosen and rejected are the same answer ({_shown(pair['chosen'])}), so there is nothing to "

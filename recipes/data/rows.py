@@ -310,7 +310,7 @@ def _checked_text(value: Any, where: str) -> Any:
 
 @contextmanager
 def open_parquet(path: Path | str) -> Iterator[Any]:
-    """Open a parquet file, on the disk or at an fsspec address. Raises ``UserError`` if it is no parquet file, or not
+    """Open a parquet file, on the disk or at an fsspec address. Raises ``UserError`` if it is not one, or not
     complete."""
     arrow = library("pyarrow", f"reading {Path(path).name}")
     parquet = library("pyarrow.parquet", f"reading {Path(path).name}")

@@ -47,7 +47,7 @@ class Unit(ABC):
     @abstractmethod
     def all_rows(self, first: int = 0) -> Iterator[Row]:
         """Yield rows from number ``first`` on, in order, including empty ones. Raises ``UserError`` if it cannot be
-        read, has changed, or a row is no document; names the unit and the row."""
+        read, has changed, or a row is not a document; names the unit and the row."""
 
     def rows(self, first: int = 0) -> Iterator[Row]:
         """Yield rows that are not empty."""

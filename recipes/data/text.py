@@ -156,7 +156,7 @@ def tail_start(read: Callable[[int, int], bytes], size_bytes: int, fraction: flo
     line_end = read(start, cut).rfind(b"\n")
     if line_end >= 0:
         return start + line_end + 1
-    # Back to the start of a character (0b10...... is inside of one), else on to the next. What is no UTF-8 has none.
+    # Back to the start of a character (0b10...... is inside of one), else on to the next. What is not UTF-8 has none.
     low, high = max(0, cut - 4), min(cut + 4, size_bytes)
     around = read(low, high + 1)
     near = (*range(cut, low, -1), *range(cut + 1, high + 1))

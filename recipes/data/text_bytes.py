@@ -15,7 +15,7 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class TextBytes:
-    """Bytes of text, in UTF-8, of the targets of batches. Marks, such as the end of a document, are no text.
+    """Bytes of text, in UTF-8, of the targets of batches. Marks, such as the end of a document, are not text.
 
     A token of a byte-level encoding has the same bytes everywhere. Tokens of others may lose a
     blank at the beginning of a document, so there are two tables.

@@ -44,7 +44,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ``ids``. End marks are left out; what is no text becomes U+FFFD: it never fails."""
+        """Text of ``ids``. End marks are left out; what is not text becomes U+FFFD: it never fails."""
 
     @abstractmethod
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:

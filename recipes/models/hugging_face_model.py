@@ -155,7 +155,7 @@ class HuggingFaceModel(LossFamily):
 def _roles_of(model: Any) -> dict[str, str]:
     """Return the roles of modules by transformers' own plan for tensor parallelism; empty if tests do not cover it.
 
-    A style that is no role here remains in the plan, and is refused when tensor ranks would need it.
+    A style that is not a role here remains in the plan, and is refused when tensor ranks would need it.
     """
     if model.config.model_type not in DIVIDED_MODELS:
         return {}

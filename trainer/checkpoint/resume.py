@@ -75,7 +75,7 @@ def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Pat
             continue
         state = session.once(partial(_state, path))
         if damage:
-            notes.append(f"damaged: {'; '.join(damage)}; going on from the newest that is whole, {path}")
+            notes.append(f"damaged: {'; '.join(damage)}; continuing from the newest complete one, {path}")
         with taking_from(path):
             if not config.checkpoint.allow_changes:
                 _refuse_changes(path, state["config"], config)
@@ -83,7 +83,7 @@ def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Pat
         return Start(path, origin=chosen["origin"], state=state, notes=notes)
     if damage:
         raise UserError(
-            f"no checkpoint is whole: {'; '.join(damage)}; use checkpoint.resume=never to start anew (keeps them "
+            f"no checkpoint is complete: {'; '.join(damage)}; use checkpoint.resume=never to start again (keeps them "
             "aside), or checkpoint.resume=PATH for another one"
         )
     weights = Path(chosen["weights"]) if chosen["weights"] else None
@@ -107,7 +107,7 @@ def _candidates(config: RunConfig, pretrained: Callable[[], Path | None]) -> dic
         origin = os.path.normpath(given)  # however it is spelt; a link keeps its name, wherever it leads by now
         if own and _origin(own) == origin:
             # The same command again: it began there once, and has its own checkpoints since.
-            note = f"this run began at {resume} and has checkpoints of its own since: going on from the newest"
+            note = f"this run began at {resume} and has checkpoints of its own since: continuing from the newest"
             return {"candidates": own, "weights": None, "origin": origin, "notes": [note]}
         return {"origin": origin, "notes": [], **_open(given, config)}
     except OSError as error:
@@ -184,7 +184,7 @@ def _state(path: Path) -> dict[str, Any]:
     for stem in STEMS:
         for name in (f"{stem}.safetensors", f"{stem}.safetensors.index.json"):
             if (path / name).exists() and name not in records:
-                raise UserError(f"{path / name} is no part of the checkpoint ({MANIFEST} does not list it); remove it")
+                raise UserError(f"{path / name} is not part of the checkpoint ({MANIFEST} does not list it); remove it")
     return read_state(path)
 
 

@@ -201,7 +201,7 @@ def _check(
     unread: Collection[str] = (),
 ) -> None:
     missing = [name for name in wanted if name not in folder.specs]
-    # Layers that draft tokens for speculative decoding (GLM-4.5, DeepSeek-V3) are no part of the model.
+    # Layers that draft tokens for speculative decoding (GLM-4.5, DeepSeek-V3) are not part of the model.
     drafts = tuple(name.removesuffix(_OF_DRAFTS) for name in folder.specs if name.endswith(_OF_DRAFTS))
     known = {*wanted, *aliases}
     extra = [each for each in folder.specs if each not in known and not each.endswith(_UNUSED)]

@@ -86,7 +86,7 @@ def search(config: RunConfig, task: Task, processes: int) -> str:
     """
     out = config.plan.out
     if out is not None and (not out.name or out.is_dir() or not out.parent.is_dir()):
-        raise UserError(f"out={out} is no file in a folder that exists; use out=layouts.html")
+        raise UserError(f"out={out} is not a file in an existing folder; use out=layouts.html")
     searched = _Search(config, task, processes)
     found = searched.fitting()
     device = searched.cluster.device.name

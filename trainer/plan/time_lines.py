@@ -80,5 +80,5 @@ def _binds(step: Step) -> str:
     waits = {name: seconds for name, seconds in step.parts.items() if name not in _OWN_WORK}
     text = largest({**step.parts})
     if sum(waits.values()) > _WORTH_NAMING * step.seconds and largest(waits) != text:
-        text += f"; beside the model's own work most is {largest(waits)}"
+        text += f"; apart from the model's own work, most is {largest(waits)}"
     return text

@@ -101,7 +101,13 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("context", "fsdp"))) for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.slow] * (name in ("ddp, fp16", "fsdp", "tensor", "context", "ring", "zbv"))
+        )
+        for name in LAYOUTS
+    ],
 )
 def test_a_step_has_the_same_bits_in_every_mode(name: str, cluster: Cluster) -> None:
     ranks, how = LAYOUTS[name]

@@ -60,7 +60,11 @@ def differing(argv: list[str], modes: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("ddp", "context"))) for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("ddp", "tensor", "context", "expert")))
+        for name in LAYOUTS
+    ],
 )
 def test_a_compiled_step_has_the_same_bits_and_one_graph_for_all_blocks(name: str, cluster: Cluster) -> None:
     ranks, how, modes = LAYOUTS[name]

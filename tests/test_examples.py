@@ -72,6 +72,7 @@ def test_digits_have_one_curve_on_every_layout(cluster: Cluster, tmp_path: Path)
     assert len(losses(tmp_path / "single")) == 20
 
 
+@pytest.mark.slow
 def test_digits_resume_bitwise_after_a_kill_beside_files_named_as_ours(folder: Path) -> None:
     few = ["task.dim=32", "task.layers=1", "trainer.steps=60", "checkpoint.every=5", "trainer.log_every=1"]
     process = subprocess.Popen(

@@ -50,7 +50,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.bfloat16, id="bf16")],
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_activations_take_what_the_plan_says_to_a_twentieth(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Against the allocations of a forward and backward, summed up by torch's profiler."""

@@ -147,7 +147,8 @@ def border_reference(cluster: Cluster, text: Path, tmp_path_factory: pytest.Temp
     return run(cluster, CUTS[0], 1, "fp16", text, tmp_path_factory.mktemp("border") / "run", *BORDER, steps=10)
 
 
-@pytest.mark.parametrize("cut", [*cuts("fsdp x2 (ZeRO-3)"), *cuts("single", "ddp x2", is_slow=True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", cuts("single", "ddp x2", "fsdp x2 (ZeRO-3)"))
 def test_fp16_overflows_in_the_same_steps(
     cut: Cut, border_reference: Curve, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

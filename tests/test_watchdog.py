@@ -283,7 +283,7 @@ def check_ended(run_dir: Path) -> str:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("sleep", "in data.next of step 5 for"),
+        pytest.param("sleep", "in data.next of step 5 for", marks=pytest.mark.slow),
         ("skip", "is in all_reduce of 3 numbers where the others are in barrier: a collective was skipped"),
         ("forward", "the others await messages of the pipeline"),
         # Most others wait for FSDP, of each other; that of rank 1 waits in the exchange.

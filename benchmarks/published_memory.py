@@ -24,9 +24,9 @@ from serried.recipes.models.head import HeadLoss, LanguageModelHead
 from serried.trainer.model import build_model
 from serried.trainer.plan.memory import formula_memory, planned_memory, share_of
 from serried.trainer.plan.seconds import Shape
-from serried.trainer.plan.step_plan import with_assumed
+from serried.trainer.plan.step_plan import with_unused
 from serried.trainer.plan.trace import StepTrace
-from serried.trainer.plan.traced import memory_of, trace_step
+from serried.trainer.plan.traced import reserved_memory_of, trace_step
 
 _GIB = 2**30
 
@@ -210,11 +210,11 @@ def _run_planned(argv: tuple[str, ...], ranks: int, loss: str) -> tuple[float, s
     accumulation = gradient_accumulation(config.trainer, layout)
     if layout.pipeline == 1:
         stages = trace_step(config, _WithLoss(config, loss), layout, accumulation)
-        return with_assumed(memory_of(stages)).peak, "trace"
+        return with_unused(reserved_memory_of(stages, is_expandable=True)).peak, "trace"  # as its run_train.sh sets
     task = CausalLM(config)  # whose loss takes less, on the last rank, which does not need the most
     model = build_model(config, task)
     found = planned_memory(config, task, layout, accumulation, model.module, model.plan)
-    return with_assumed(formula_memory(found)).peak, "formula"
+    return with_unused(formula_memory(found)).peak, "formula"
 
 
 def line(row: Row) -> str:

@@ -19,7 +19,7 @@ from serried.trainer.host_memory import tensor_bytes
 from serried.trainer.plan.advice import Planned, advice
 from serried.trainer.plan.memory import formula_memory
 from serried.trainer.plan.parts import Fits
-from serried.trainer.plan.step_plan import RESERVED_BYTES, with_assumed
+from serried.trainer.plan.step_plan import RESERVED_BYTES, with_unused
 from serried.trainer.plan.traced import CannotTrace, memory_of, trace_step
 from serried.trainer.task import Task
 
@@ -94,7 +94,7 @@ def _needed(config: RunConfig, task: Task, layout: Layout, planned: Planned, *, 
     """Return bytes of the rank that needs the most: by formula, or with the activations of a trace for other models."""
     found = planned.of(config, layout.world)
     if found.activations:
-        return with_assumed(formula_memory(found)).peak
+        return with_unused(formula_memory(found)).peak
     # A trace of ranks needs a process group, and the run has its own: shards are counted, the rest traced on one rank.
     accumulation = 1 if layout.is_sharded else gradient_accumulation(config.trainer, layout)
     alone = Layout("single") if layout.is_sharded else layout
@@ -105,7 +105,7 @@ def _needed(config: RunConfig, task: Task, layout: Layout, planned: Planned, *, 
             f"trainer.micro_batch=auto with a model whose step cannot be traced: {error}; use trainer.micro_batch=1"
         ) from None
     if alone is layout:
-        return with_assumed(memory).peak
+        return with_unused(memory).peak
     held = sum(part.value for kind, part in memory.parts.items() if kind in ("parameters", "optimizer state"))
     return found.total + max(memory.by_phase[FORWARD], memory.by_phase[BACKWARD]) - int(held)
 

@@ -1,7 +1,6 @@
 """Out of memory: what holds a rank's memory and which overrides help, without asking any other rank."""
 
 import errno
-import os
 import re
 import resource
 from contextlib import suppress
@@ -20,6 +19,7 @@ from serried.trainer.host_memory import limits, machine_bytes, tensor_bytes
 from serried.trainer.metrics import peak_memory_bytes
 from serried.trainer.overview import saved_bytes
 from serried.trainer.plan.advice import Advice, Planned, advice
+from serried.trainer.plan.allocator import has_expandable_segments
 from serried.trainer.plan.memory import FormulaMemory
 from serried.trainer.profile import write_snapshot
 from serried.trainer.pulse import SET_UP, Pulse
@@ -196,9 +196,7 @@ def _advice(planned: Planned, stage: str, usage: _Usage, asked: int) -> list[str
         more.append(Advice("checkpoint.mode=sync", copy, " where a save is under way"))
     found = advice(planned, stage, _USABLE_SHARE * usage.capacity, more)
     lines = [f"{each.override:<42} saves about {size(each.saved)}{each.note}" for each in found]
-    settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
-    is_set = any("expandable_segments:True" in setting for setting in settings)
-    if usage.reserved_free > max(asked, _FRAGMENTED_SHARE * usage.capacity) and not is_set:
+    if usage.reserved_free > max(asked, _FRAGMENTED_SHARE * usage.capacity) and not has_expandable_segments():
         lines.insert(
             0, f"{_EXPANDABLE_SEGMENTS:<42} up to {size(usage.reserved_free)}, free in pieces that are too small"
         )

@@ -139,7 +139,7 @@ def _place(ran: Figures) -> str:
 def _rows(plan: StepPlan, ran: Figures) -> Iterator[tuple[str, ...]]:
     if ran.memory_bytes is not None:
         planned = plan.memory.peak + (0 if ran.is_gpu else plan.memory.on_host)
-        yield _row("peak memory", planned, ran.memory_bytes, size, _of_memory(ran))
+        yield _row("peak memory", planned, ran.memory_bytes, size, _of_memory(plan, ran))
     else:
         yield "peak memory", size(plan.memory.peak), "-", "", "the run did not record its own"
     phases, timed = ran.phases, plan.time if isinstance(plan.time, Timed) else None
@@ -174,14 +174,16 @@ def _exchanges(planned: float | None, ran: Figures) -> tuple[str, ...]:
     return _timed_row("  of it exchanges", planned, found.exposed, says)
 
 
-def _of_memory(ran: Figures) -> str:
+def _of_memory(plan: StepPlan, ran: Figures) -> str:
     assert ran.memory_bytes is not None
     if not ran.is_gpu:
         return "resident, less the start's: libraries that are loaded later count too, and what Gloo copies"
     if not ran.reserved_bytes:
         return ""
     lost = ran.reserved_bytes / ran.memory_bytes - 1
-    return f"reserved {size(ran.reserved_bytes)}: fragmentation {lost:.0%}, assumed {FRAGMENTED_SHARE:.0%}"
+    unused = plan.memory.unused
+    planned = f"assumed {FRAGMENTED_SHARE:.0%}" if unused is None else f"planned {unused / plan.memory.peak:.0%}"
+    return f"reserved {size(ran.reserved_bytes)}: fragmentation {lost:.0%}, {planned}"
 
 
 def _timed_row(term: str, planned: float | None, ran: float, says: str = "") -> tuple[str, ...]:

@@ -62,6 +62,8 @@ class Memory:
     """The peak within each phase; empty: formula."""
     rank: int = 0
     """The rank, or the first of those that need as much."""
+    unused: int | None = None
+    """Bytes that torch's allocator takes beyond what is held at most; None: unknown."""
 
     @property
     def peak(self) -> int:
@@ -79,8 +81,11 @@ class Fits:
     """Whether the memory suffices."""
 
     needed: int
+    """Bytes that torch's allocator takes, if they are there."""
     usable: int
     """Bytes of the device that a run can have."""
+    held: int | None = None
+    """Bytes that are held at most: if no more are there, the allocator frees what it does not use. None: unknown."""
 
     @property
     def margin(self) -> int:
@@ -89,5 +94,6 @@ class Fits:
 
     @property
     def answer(self) -> Literal["yes", "tight", "no"]:
-        """``tight``: by less than a tenth."""
-        return "no" if self.margin < 0 else "tight" if self.margin < self.usable / 10 else "yes"
+        """``tight``: by less than a tenth, or without what the allocator would not use."""
+        least = self.needed if self.held is None else self.held
+        return "no" if least > self.usable else "tight" if self.margin < self.usable / 10 else "yes"

@@ -12,10 +12,11 @@ from serried.parallel.mesh import gradient_accumulation
 from serried.parallel.phases import BACKWARD
 from serried.parallel.traffic import Flow
 from serried.trainer.plan.advice import Advice, Planned, advice
+from serried.trainer.plan.allocator import has_expandable_segments
 from serried.trainer.plan.memory import RECEIVE_BUFFERS, WHY_RECEIVE_BUFFERS
 from serried.trainer.plan.parts import IN_HOST_MEMORY, Fits, Memory
 from serried.trainer.plan.planned_time import Timed
-from serried.trainer.plan.step_plan import FRAGMENTED_SHARE, RESERVED_BYTES, TRACED, StepPlan, with_assumed
+from serried.trainer.plan.step_plan import FRAGMENTED_SHARE, RESERVED_BYTES, TRACED, StepPlan, with_unused
 from serried.trainer.plan.time_lines import time_lines
 from serried.trainer.plan.traced import CannotTrace, memory_of, trace_step
 from serried.trainer.task import Task
@@ -30,7 +31,7 @@ def plan_lines(config: RunConfig, task: Task, plan: StepPlan) -> Iterator[tuple[
     fits, memory = plan.fits, plan.memory
     if fits is not None:
         yield "fits", _fits(fits, memory)
-        memory = with_assumed(memory)
+        memory = with_unused(memory)
     yield ("" if fits is not None else "needs"), _parts(memory)
     buffers = memory.parts.get(RECEIVE_BUFFERS)
     if buffers is not None and buffers.value > _MUCH * memory.peak:
@@ -45,7 +46,7 @@ def plan_lines(config: RunConfig, task: Task, plan: StepPlan) -> Iterator[tuple[
     if plan.time is not None:
         yield from time_lines(config, plan.time)
     trust = f"; {plan.time.trust}" if isinstance(plan.time, Timed) else ""
-    yield "trust", f"memory: {plan.found}{_assumed(plan.capacity)}{trust}"
+    yield "trust", f"memory: {plan.found}{_assumed(plan)}{trust}"
 
 
 def _traced_advice(planned: Planned, task: Task, plan: StepPlan) -> Iterator[Advice]:
@@ -65,9 +66,13 @@ def _traced_advice(planned: Planned, task: Task, plan: StepPlan) -> Iterator[Adv
 
 def _fits(fits: Fits, memory: Memory) -> str:
     much = f"{size(fits.needed)} of {size(fits.usable)} usable on each GPU"
+    if fits.held is not None:
+        much += f", {size(fits.held)} in use"
     where = f", at the peak in {memory.phase}" if memory.phase else ""
     rank = f" of rank {memory.rank}" if memory.rank else ""
     left = f"{size(fits.margin)} are left" if fits.margin >= 0 else f"{size(-fits.margin)} are missing"
+    if fits.margin < 0 and fits.answer == "tight":
+        left += ": torch's allocator has to free what is not in use"
     return f"{fits.answer}: {much}{where}{rank}; {left}"
 
 
@@ -97,7 +102,11 @@ def _travels(flows: tuple[Flow, ...]) -> Iterator[tuple[str, str]]:
         yield "" if number else "travels", f"{'' if number else first}{axis} over {ranks} ranks {size(sent)} ({parts})"
 
 
-def _assumed(capacity: int | None) -> str:
-    if capacity is None:
+def _assumed(plan: StepPlan) -> str:
+    if plan.capacity is None:
         return ""
-    return f"; {FRAGMENTED_SHARE:.0%} for fragmentation and {size(RESERVED_BYTES)} for CUDA and NCCL are assumed"
+    others = f"{size(RESERVED_BYTES)} for CUDA and NCCL are assumed"
+    if plan.memory.unused is None:
+        return f"; {FRAGMENTED_SHARE:.0%} for fragmentation and {others}"
+    kind = "expandable segments" if has_expandable_segments() else "its default segments"
+    return f"; fragmentation by the rules of torch's allocator with {kind}; {others}"

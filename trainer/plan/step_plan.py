@@ -1,7 +1,6 @@
 """The plan of a step: everything that prints or compares a plan reads it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -10,10 +9,11 @@ from serried.configs.schema import RunConfig
 from serried.parallel.mesh import AXES, Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.traffic import Flow
+from serried.trainer.plan.allocator import has_expandable_segments
 from serried.trainer.plan.memory import formula_memory, planned_flows, planned_memory
 from serried.trainer.plan.parts import IN_HOST_MEMORY, Amount, Fits, Memory
 from serried.trainer.plan.planned_time import Timed, UnknownTime, time_of
-from serried.trainer.plan.traced import CannotTrace, TracedStage, flows_of, memory_of, trace_step
+from serried.trainer.plan.traced import CannotTrace, TracedStage, flows_of, reserved_memory_of, trace_step
 from serried.trainer.task import Task
 
 TRACED = "traced"
@@ -21,7 +21,7 @@ TRACED = "traced"
 RESERVED_BYTES = 2 * 2**30
 """Of a GPU, for the CUDA context, libraries and NCCL: assumed."""
 FRAGMENTED_SHARE = 0.05
-"""Of what comes and goes in a step, which the allocator loses between blocks: assumed."""
+"""Of what comes and goes in a step, which the allocator loses between blocks: assumed where it is not traced."""
 _LASTING = ("parameters", "optimizer state", IN_HOST_MEMORY, "average of weights", "gradients")
 
 
@@ -58,7 +58,7 @@ class StepPlan:
                 "rank": self.memory.rank,
                 "parts": {kind: round(part.value) for kind, part in self.memory.parts.items()},
             },
-            "fits": fits and {"answer": fits.answer, "needed": fits.needed, "usable": fits.usable},
+            "fits": fits and {"answer": fits.answer, "needed": fits.needed, "usable": fits.usable, "held": fits.held},
             "flows": flows,
             "time": {"unknown": self.time} if isinstance(self.time, str) else self.time and self.time.as_data(),
         }
@@ -76,7 +76,7 @@ def plan_step(
     if config.plan.mode == "trace":
         try:
             stages = trace_step(config, task, layout, accumulation)
-            memory, found = memory_of(stages), TRACED
+            memory, found = reserved_memory_of(stages, is_expandable=has_expandable_segments()), TRACED
             flows = flows if layout.is_replicated else flows_of(stages)  # of DDP one process is traced
         except CannotTrace as error:
             found = f"by formula, as the step cannot be traced: {error}"
@@ -91,11 +91,13 @@ def plan_step(
 
 def fits_of(memory: Memory, capacity: int) -> Fits:
     """Return whether ``memory`` fits a GPU of ``capacity`` bytes."""
-    return Fits(with_assumed(memory).peak, capacity - RESERVED_BYTES)
+    needed = with_unused(memory).peak
+    return Fits(needed, capacity - RESERVED_BYTES, None if memory.unused is None else memory.peak)
 
 
-def with_assumed(memory: Memory) -> Memory:
-    """Return ``memory`` and what the allocator loses."""
+def with_unused(memory: Memory) -> Memory:
+    """Return ``memory`` and what the allocator takes and does not use."""
     passing = sum(part.value for kind, part in memory.parts.items() if kind not in _LASTING)
-    parts: Mapping[str, Amount] = {**memory.parts, "fragmentation": Amount(FRAGMENTED_SHARE * passing, "assumed")}
-    return Memory(parts, memory.phase, memory.by_phase, memory.rank)
+    lost = Amount(FRAGMENTED_SHARE * passing, "assumed")
+    lost = lost if memory.unused is None else Amount(memory.unused, "traced")
+    return replace(memory, parts={**memory.parts, "fragmentation": lost})

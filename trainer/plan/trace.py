@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from serried.parallel.held import local
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, PIPELINE
+from serried.trainer.plan.allocator import Phase, anonymous
 from serried.trainer.plan.parts import IN_HOST_MEMORY, Shape, Work
 
 GRADIENTS, GATHERED, KEPT, WORKING = "gradients", "gathered", "kept for backward", "working memory"
@@ -134,6 +135,8 @@ class StepTrace(TorchDispatchMode):
         """By the address of the storage, with a reference that reports its death."""
         self._events: list[tuple[Block, int, str]] = []
         """By how much a storage grew, and in which phase."""
+        self._phases: list[list[tuple[Block, int, torch.cpu.Stream]]] = [[]]
+        """Storages, their sizes and the streams of FSDP2 that allocate them, from the first on."""
         self._resize = torch.UntypedStorage.resize_
 
     def begin(self) -> None:
@@ -152,6 +155,7 @@ class StepTrace(TorchDispatchMode):
             self.label(GRADIENTS, [], BACKWARD)
         self.forwards += phase == FORWARD
         self.phase = phase
+        self._phases.append([])
 
     def label(self, kind: str, tensors: Iterable[Tensor], instead_of: str | None = None) -> None:
         """Let ``tensors``, or all that are held of a kind, count as ``kind``."""
@@ -178,19 +182,35 @@ class StepTrace(TorchDispatchMode):
         by_phase.pop("", None)
         return Peak(most, self._events[at][2], {kind: size for kind, size in parts.items() if size}, dict(by_phase))
 
+    def requests(self) -> list[Phase]:
+        """Return what was requested of the allocator up to now, set-up included."""
+        streams: dict[torch.cpu.Stream, int] = {}
+        return anonymous(
+            [
+                (block, size, streams.setdefault(stream, len(streams)))
+                for block, size, stream in phase
+                if block.kind != IN_HOST_MEMORY
+            ]
+            for phase in self._phases
+        )
+
     def _record(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage._cdata
         if key not in self._live:
             self._live[key] = Block(self.phase), weakref.ref(storage, lambda _: self._end(key))
         block, _ = self._live[key]
         if size != block.size:
-            self._events.append((block, size - block.size, self.phase))
-            block.size, block.freed = size, "" if size else self.phase
+            self._resize_block(block, size)
 
     def _end(self, key: int) -> None:
         block, _ = self._live.pop(key)
-        self._events.append((block, -block.size, self.phase))
-        block.size, block.freed = 0, self.phase
+        self._resize_block(block, 0)
+
+    def _resize_block(self, block: Block, size: int) -> None:
+        self._events.append((block, size - block.size, self.phase))
+        stream = torch.cpu.current_stream()
+        self._phases[-1] += [(block, each, stream) for each in (0,) * (block.size > 0) + (size,) * (size > 0)]
+        block.size, block.freed = size, "" if size else self.phase
 
     def __enter__(self) -> "StepTrace":
         # FSDP2 frees and allocates gathered parameters by this method, which no dispatch mode sees.
@@ -220,7 +240,8 @@ class StepTrace(TorchDispatchMode):
                 self._record(storage, storage.size())
         if size := known_workspace(name, inputs):
             block = Block(WORKING)
-            self._events += [(block, size, self.phase), (block, -size, self.phase)]
+            self._resize_block(block, size)
+            self._resize_block(block, 0)
         if getattr(operation, "namespace", "") in ("c10d", "_c10d_functional"):
             if exchange := exchange_of(operation, args):
                 self.exchanges[self.forwards, self.phase, exchange] += 1

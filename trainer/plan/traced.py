@@ -21,19 +21,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
+from serried.parallel.context import context_points
 from serried.parallel.expert import mixtures
 from serried.parallel.groups import Groups
 from serried.parallel.held import empty
 from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
-from serried.parallel.plan import Inputs, LossTerms, ParallelPlan
+from serried.parallel.plan import Context, Inputs, LossTerms, ParallelPlan
 from serried.parallel.shard_specs import chunk
 from serried.parallel.traffic import Flow
 from serried.trainer.activation_budget import chosen_mix, reason_of
 from serried.trainer.model import Model, build_model, sharded
 from serried.trainer.optimizer import model_optimizer
 from serried.trainer.parameter_groups import freeze
+from serried.trainer.plan.allocator import Phase, extended, unused_bytes
 from serried.trainer.plan.memory import RECEIVE_BUFFERS, keeps_buckets
 from serried.trainer.plan.parts import IN_HOST_MEMORY, Amount, Memory, Work
 from serried.trainer.plan.trace import GRADIENTS, Exchange, StepTrace
@@ -64,6 +66,8 @@ class Traced:
     """Axis, kind, phase and ranks of collectives -> bytes that are sent, and calls."""
     work: Mapping[str, Work]
     """Of one micro-batch, by phase; of the optimizer, of the step."""
+    requests: list[Phase] | None
+    """Of memory; None: unknown."""
     border: Tensor | None = None
     """What passes from stage to stage of a pipeline, on meta."""
 
@@ -87,7 +91,7 @@ class Traced:
             for phase in {**self.work, **other.work}
         }
         memory, by_phase = sums(self.memory, other.memory), sums(self.by_phase, other.by_phase)
-        return replace(self, memory=memory, by_phase=by_phase, flows=flows, work=work)
+        return replace(self, memory=memory, by_phase=by_phase, flows=flows, work=work, requests=None)
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,14 @@ def memory_of(stages: Sequence[TracedStage]) -> Memory:
     return Memory(parts, worst.step.phase, by_phase, worst.rank)
 
 
+def reserved_memory_of(stages: Sequence[TracedStage], *, is_expandable: bool) -> Memory:
+    """Return the memory of the rank that needs the most, with what torch's allocator takes beyond it on a GPU."""
+    worst = max(stages, key=lambda stage: stage.step.peak)
+    requests = worst.step.requests
+    unused = None if requests is None else unused_bytes(requests, is_expandable=is_expandable)
+    return replace(memory_of(stages), unused=unused)
+
+
 def flows_of(stages: Sequence[TracedStage]) -> tuple[Flow, ...]:
     """Return what the rank that sends the most sends in a step."""
     most = max(stages, key=lambda stage: sum(sent for sent, _ in stage.step.flows.values()))
@@ -193,8 +205,9 @@ class _Tracer:
         step = high.plus(low, -1)
         if abs(high.plus(step, 1).peak - proof.peak) > 0:
             return TracedStage(rank, self._trace(rank, None, border), None, here)
-        block = _scaled(step, 1 / every / len(mine))
-        return TracedStage(rank, low.plus(step, (per_stage - first) / every), block, here)
+        block, times = _scaled(step, 1 / every / len(mine)), (per_stage - first) // every
+        requests = extended(low.requests or [], high.requests or [], proof.requests or [], times)
+        return TracedStage(rank, replace(low.plus(step, times), requests=requests), block, here)
 
     def _trace(self, rank: int, blocks: int | None, border: Tensor | None) -> Traced:
         layout = self._layout
@@ -202,7 +215,7 @@ class _Tracer:
             layout = replace(layout, layers_of_stages=())
         most = 2 if layout.pipeline == 1 else 2 * layout.pipeline
         micro_batches = min(self._accumulation, most)
-        trace, axes, found = _trace_rank(
+        trace, axes, requests, found = _trace_rank(
             self._config, self._task, layout, [self._batch] * micro_batches, rank, blocks, border
         )
         peak = trace.peak()
@@ -216,7 +229,7 @@ class _Tracer:
             for phase, tally in trace.work.items()
         }
         flows = self._flows(trace, axes, micro_batches)
-        return Traced(peak.parts, peak.phase, peak.by_phase, flows, work, found)
+        return Traced(peak.parts, peak.phase, peak.by_phase, flows, work, requests, found)
 
     def _flows(
         self, trace: StepTrace, axes: Mapping[str, str], micro_batches: int
@@ -259,9 +272,9 @@ def _unlike_the_last(model: nn.Module, names: Sequence[str]) -> int:
 def _trace_rank(
     config: RunConfig, task: Task, layout: Layout, batches: Sequence[Any], rank: int, blocks: int | None,
     border: Tensor | None,
-) -> tuple[StepTrace, Mapping[str, str], Tensor | None]:  # fmt: skip
+) -> tuple[StepTrace, Mapping[str, str], list[Phase], Tensor | None]:  # fmt: skip
     """Return a step of ``rank``, with the first ``blocks`` of the model alone if that is given; the axis of each
-    process group; and what passes from stage to stage."""
+    process group; what two steps request of the allocator; and what passes from stage to stage."""
     has_buckets = keeps_buckets(config, layout)
     if layout.is_replicated:  # DDP's reducer needs data: one process does the same, but for the sums of gradients
         layout = Layout("single")
@@ -284,6 +297,8 @@ def _trace_rank(
             phases.listener = trace.enter
             parallel = sharded(config, model, layout, _CPU, phases=phases, groups=groups, mix=mix)
             _answer_what_needs_data(parallel, model.plan, layout, border)
+            if config.launch.device != "cpu":
+                _attend_as_on_a_gpu(parallel, model.plan)
             repeated = model.blocks
             del model  # of which a pipeline's stages are copies
             low_dtype = LOW_DTYPES[config.precision.name]
@@ -306,9 +321,10 @@ def _trace_rank(
             trace.label("average of weights", average.of.values() if average is not None else ())
             trace.begin()
             step(batches, 1e-3, lambda: 0.0)
+            requests = trace.requests()
         runner: Any = parallel.runner
         found = runner.borders if layout.pipeline > 1 else {}
-        return trace, groups.names(), next(iter(found.values()), None)
+        return trace, groups.names(), requests, next(iter(found.values()), None)
 
 
 class _Borders(dict[Any, Tensor]):
@@ -338,6 +354,18 @@ def _answer_what_needs_data(
     for module in parallel.modules:
         for mixture in mixtures(module, plan).values():
             mixture.dispatch.sizes = evenly
+
+
+def _attend_as_on_a_gpu(parallel: DistributedModel, plan: ParallelPlan) -> None:
+    """Let context ranks attend without the masks of queries x keys that only a CPU needs."""
+    for module in parallel.modules:
+        for point in context_points(module, plan):
+            point.context.mask = partial(_without_places, point.context)
+
+
+def _without_places(context: Context, make: Callable[..., Any], length: int, device: torch.device) -> Any:
+    whole = make(None)  # as if all of the sequence were here
+    return type(context).mask(context, make, length, device) if isinstance(whole, Tensor) else whole
 
 
 @contextmanager

@@ -1,0 +1,174 @@
+"""What torch's CUDA caching allocator takes from a GPU and does not use, by its own rules.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp: each stream has its own memory. A request takes the smallest
+free range that holds it, which is split if enough is left, and free neighbours of a segment merge. What is free stays
+reserved. Requests of up to 1 MiB have segments of their own, some MiB in all, and are left out. With
+``expandable_segments:True`` a stream has one segment that grows.
+"""
+
+import os
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from difflib import SequenceMatcher
+
+_MIB = 2**20
+_MULTIPLE = 512
+_SMALL = _MIB
+_SEGMENT, _SHARED_UP_TO, _SEGMENT_MULTIPLE = 20 * _MIB, 10 * _MIB, 2 * _MIB
+"""Requests below the second are served from segments of the first; others have one, a multiple of the third."""
+_LEAST_LEFT = _MIB + 1
+"""Bytes from which the rest of a range is split off; of an expandable segment, one multiple."""
+
+Request = tuple[Hashable, int, int]
+"""A block, its size, and the stream; 0 bytes: it is freed."""
+Phase = list[tuple[int, ...]]
+"""Sizes and streams that are requested; for what is freed also the phase of its request, and its index among what is
+left of this size, stream and phase: negative where these are freed last first."""
+
+
+def has_expandable_segments() -> bool:
+    """Whether the environment asks torch for them."""
+    settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+    return any("expandable_segments:True" in setting for setting in settings)
+
+
+def anonymous(phases: Iterable[Iterable[Request]]) -> list[Phase]:
+    """Return ``phases`` without the identity of blocks, so that equal blocks of a model request equal things.
+
+    Of the first, which sets up, what lasts is left: on a GPU it happens in another way.
+    """
+    first, *others = map(list, phases)
+    lasting: dict[Hashable, Request] = {}
+    for request in first:
+        lasting.pop(request[0], None)
+        if request[1]:
+            lasting[request[0]] = request
+    live: dict[tuple[int, ...], list[Hashable]] = defaultdict(list)
+    keys: dict[Hashable, tuple[int, ...]] = {}
+    found: list[Phase] = []
+    for number, phase in enumerate([[*lasting.values()], *others]):
+        found.append([])
+        ends: dict[tuple[int, ...], bool] = {}
+        """Whether they are counted from the last: by what is freed first, and within a phase always."""
+        for block, size, stream in phase:
+            if size > _SMALL:
+                size = -(-size // _MULTIPLE) * _MULTIPLE
+                keys[block] = size, stream, number
+                live[keys[block]].append(block)
+                found[-1].append((size, stream))
+            elif not size and block in keys:
+                alike = live[key := keys.pop(block)]
+                place = alike.index(block)
+                is_from_last = key[2] == number or ends.setdefault(key, place >= len(alike) // 2)
+                found[-1].append((*key, place - len(alike) * is_from_last))
+                del alike[place]
+    return found
+
+
+def extended(few: list[Phase], more: list[Phase], proof: list[Phase], times: int) -> list[Phase] | None:
+    """Return what a model requests that has ``times`` as many more blocks than that of ``few`` as that of ``more``.
+
+    ``proof`` has two times as many; None: it does not do what follows from the others.
+    """
+    if not len(few) == len(more) == len(proof):
+        return None
+    found: list[Phase] = []
+    for first, second, third in zip(few, more, proof, strict=True):
+        matcher = SequenceMatcher(None, first, second, autojunk=False)
+        changes = [each for each in matcher.get_opcodes() if each[0] != "equal"]
+        if any(kind != "insert" for kind, *_ in changes) or _repeated(first, second, changes, 2) != third:
+            return None
+        found.append(_repeated(first, second, changes, times))
+    return found
+
+
+def _repeated(first: Phase, second: Phase, changes: Iterable[tuple[str, int, int, int, int]], times: int) -> Phase:
+    found, place = [], 0
+    for _, begin, _, start, end in changes:
+        found += first[place:begin] + second[start:end] * times
+        place = begin
+    return found + first[place:]
+
+
+def unused_bytes(phases: Sequence[Phase], *, is_expandable: bool) -> int:
+    """Return what the allocator reserves in all, less what is in use at most."""
+    streams: dict[int, _Stream] = defaultdict(lambda: _Stream(is_expandable=is_expandable))
+    live: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+    now = peak = 0
+    for number, phase in enumerate(phases):
+        for size, stream, *freed in phase:
+            if freed:
+                born, place = freed
+                streams[stream].give_back(*live[size, stream, born].pop(place))
+                now -= size
+            else:
+                live[size, stream, number].append(streams[stream].take(size))
+                now += size
+                peak = max(peak, now)
+    return sum(each.reserved for each in streams.values()) - peak
+
+
+class _Stream:
+    """The memory of a stream: ranges of addresses."""
+
+    def __init__(self, *, is_expandable: bool) -> None:
+        self.reserved = 0
+        self._is_expandable, self._end = is_expandable, 0
+        self._free: list[tuple[int, int]] = []
+        """Size and start, ascending."""
+        self._sizes: dict[int, int] = {}
+        """Of what is free, by start."""
+        self._starts: dict[int, int] = {}
+        """Of what is free, by end."""
+
+    def take(self, size: int) -> tuple[int, int]:
+        """Return start and size of a range with at least ``size`` bytes."""
+        place = bisect_left(self._free, (size, 0))
+        if self._is_expandable and place + 1 < len(self._free) and sum(self._free[place]) == self._end:
+            place += 1  # the last range can grow, so it counts as the largest
+        if place < len(self._free):
+            there, start = self._free[place]
+            self._remove(start)
+        else:
+            start, there = self._reserve(size)
+        left = there - size
+        if left < (_MULTIPLE if self._is_expandable else _LEAST_LEFT):
+            return start, there
+        self._add(start + size, left)
+        return start, size
+
+    def give_back(self, start: int, size: int) -> None:
+        """Free a range."""
+        if start in self._starts:
+            before = self._starts[start]
+            size += self._remove(before)
+            start = before
+        if start + size in self._sizes:
+            size += self._remove(start + size)
+        self._add(start, size)
+
+    def _reserve(self, size: int) -> tuple[int, int]:
+        if self._is_expandable:
+            start, before = self._starts.get(self._end, self._end), self._end
+            if start < before:
+                self._remove(start)
+            self._end = -(-(start + size) // _SEGMENT) * _SEGMENT
+            self.reserved += self._end - before
+            return start, self._end - start
+        there = _SEGMENT if size < _SHARED_UP_TO else -(-size // _SEGMENT_MULTIPLE) * _SEGMENT_MULTIPLE
+        start = self._end + _MULTIPLE  # no neighbour of the segment before
+        self._end = start + there
+        self.reserved += there
+        return start, there
+
+    def _add(self, start: int, size: int) -> None:
+        insort(self._free, (size, start))
+        self._sizes[start] = size
+        self._starts[start + size] = start
+
+    def _remove(self, start: int) -> int:
+        size = self._sizes.pop(start)
+        del self._starts[start + size]
+        del self._free[bisect_left(self._free, (size, start))]
+        return size

@@ -341,11 +341,11 @@ class CausalLM(TextTask):
         return f"a plain model folder: serried export run.dir={self.run.run.dir} out=FOLDER dtype=bf16"
 
     def notes(self, starts_from_scratch: bool) -> list[str]:
-        notes, is_chat = self._family().notes(), self._data.format == "chat"
+        notes, has_adapters = self._family().notes(), self.run.adapter.method != "none"
         has_weights = not starts_from_scratch or (self._model.path and self._model.pretrained)
-        if has_weights or not (is_chat or self.run.adapter.method != "none"):
+        if has_weights or not (has_adapters or self._data.format == "chat"):
             return notes
-        why = "conversations alone teach it little" if is_chat else "adapters of frozen random weights learn little"
+        why = "adapters of frozen weights learn little" if has_adapters else "conversations alone teach it little"
         return [
             *notes,
             f"the model starts with random weights, and {why}; to start from a trained model: "

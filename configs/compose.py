@@ -31,7 +31,7 @@ from serried.configs.help import choices_of, files_of
 from serried.configs.model_folder import with_model_folder
 from serried.configs.plain_data import flatten, read_yaml
 from serried.configs.run_config import CHOSEN, base_schema, check, config_yaml
-from serried.configs.schema import OptimSection
+from serried.configs.schema import OptimSection, TrackSection
 from serried.configs.suggest import Groups, nearest, unknown_choice
 
 __all__ = ["FOLDER", "compose", "compose_saved", "config_yaml", "refuse_misread"]
@@ -127,8 +127,7 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> T
         plain = read_yaml(saved)
         recipe = plain["recipe"]
     except (OSError, ValueError, KeyError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a config that train.py wrote"
-        _refuse([*_misread(line, reads, None), f"cannot read {saved}: {reason}; use run.dir=FOLDER of a run"])
+        _refuse([*_misread(line, reads, None), _unreadable(saved, error)])
         raise
     _refuse(_misread(line, reads, plain))
     try:
@@ -141,6 +140,20 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> T
     except ValidationError as error:
         _refuse(explain(error, plain, Origins(line.typed, [(saved, "")], saved.parent), groups, alone=False))
         raise
+
+
+def saved_trackers(saved: Path) -> TrackSection:
+    """Return the section ``track`` of the config that a run left in the file ``saved``; the run's task need not be
+    installed. Raises ``UserError`` if the file cannot be read."""
+    try:
+        return TrackSection.model_validate(read_yaml(saved)["track"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(_unreadable(saved, error)) from error
+
+
+def _unreadable(saved: Path, error: Exception) -> str:
+    reason = error.strerror if isinstance(error, OSError) else "it is not a config that train.py wrote"
+    return f"cannot read {saved}: {reason}; use run.dir=FOLDER of a run"
 
 
 def refuse_misread(argv: Sequence[str], reads: tuple[str, ...]) -> None:

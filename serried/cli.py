@@ -311,7 +311,7 @@ def report(words: list[str]) -> int:
 @_command("RUN")
 def send(words: list[str]) -> int:
     """Send the records of a run that has ended to its trackers again."""
-    from serried.configs.compose import compose_saved
+    from serried.configs.compose import saved_trackers
     from serried.configs.trackers import asked_for, missing_trackers
     from serried.records.run_folder import RunFolder
     from serried.records.trackers.processes import Trackers
@@ -319,7 +319,7 @@ def send(words: list[str]) -> int:
 
     given, _ = pairs(words, "send", ("run.dir", "run.name"))
     run = find_run(given, "send", is_run)
-    track = compose_saved(run / "config.yaml", (), ()).track
+    track = saved_trackers(run / "config.yaml")
     if not asked_for(track):
         raise UserError(f"the run in {run} has no trackers: its config.yaml names none")
     missing, advice = missing_trackers(track)

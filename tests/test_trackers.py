@@ -228,6 +228,20 @@ def test_send_without_a_key_fails_with_one_warning(
     assert wandb_run(run_dir)["history"], "the offline files are still there"
 
 
+def test_send_takes_a_run_of_a_task_that_is_not_installed(text: Path, tmp_path: Path) -> None:
+    """As every run of a user's own script is for the command ``serried``."""
+    records = Records(text, tmp_path / "run", "track.tensorboard=true")
+    records.steps(1, 2)
+    records.end()
+    rmtree(tmp_path / "run" / "tensorboard")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("name: causal_lm", "name: houses"))
+    assert main(["send", f"run.dir={tmp_path / 'run'}"]) == 0
+    assert [step for step, _ in scalars(tmp_path / "run")] == [1, 2]
+    config.write_text("track: {wandb: perhaps}")
+    assert main(["send", f"run.dir={tmp_path / 'run'}"]) == 78
+
+
 def test_send_refuses_a_run_without_trackers(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Records(text, tmp_path / "run").end()
     assert main(["send", f"run.dir={tmp_path / 'run'}"]) == 78

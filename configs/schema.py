@@ -179,16 +179,29 @@ class PrecisionSection(Section):
     """Arithmetic of forward and backward. Gradient sums and optimizer state are fp32 always, and so are parameters, but
     with ``optim=adamw_bf16``."""
 
+    free = ("gather",)
+
     name: Literal["fp32", "bf16", "fp16", "float8", "int8"]
     """Dtype of matrix products; ``float8`` and ``int8`` apply to the linear layers of the blocks, with bf16
     elsewhere."""
     recipe: Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"] = "rowwise"
     """float8: one scale per row, or per tensor (faster, less exact); or per row, with the gradients of weights in
     bf16."""
+    gather: Literal["bf16", "float8"] = "bf16"
+    """float8 with ``recipe=tensorwise``: dtype in which FSDP gathers the weights of these layers; ``float8`` sends half
+    the bytes, with bitwise the same results."""
     initial_scale: Number = Field(default=65536.0, ge=1e-30, le=1e30)
     """fp16: initial loss scale."""
     growth_interval: PositiveCount = 2000
     """fp16: steps without overflow after which the loss scale doubles."""
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.gather == "float8" and (self.name, self.recipe) != ("float8", "tensorwise"):
+            given = f"precision.recipe={self.recipe}" if self.name == "float8" else f"precision={self.name}"
+            yield (
+                f"precision.gather=float8 with {given}: weights have one scale each, and are gathered so, with "
+                "precision=float8 precision.recipe=tensorwise alone; use these, or precision.gather=bf16"
+            )
 
 
 class ParameterGroup(Section):

@@ -15,6 +15,7 @@ from serried.parallel.axes import active_axes, shard_specs
 from serried.parallel.context import context_points
 from serried.parallel.data import GradientSync, NoSync, Replicated, Summed
 from serried.parallel.expert import Loads, mixtures
+from serried.parallel.float8_gather import Float8Gather
 from serried.parallel.gradient import sum_in_fp32
 from serried.parallel.groups import Groups
 from serried.parallel.held import persistent_buffers, set_types, tie, tied_names, unshardable
@@ -122,6 +123,7 @@ def parallelize(
     parallel = DistributedModel(
         list(stages.values()), runner, specs, groups, device,
         loads=loads, buffers=buffers, shared=shared_buffers(buffers, plan),
+        gather=Float8Gather(stages.values(), groups) if layout.is_sharded else None,
     )  # fmt: skip
     if is_meta and std_of is not None:
         initialize(parallel.parameters, std_of, seed)

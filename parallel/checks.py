@@ -31,6 +31,11 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
             f"parallel.{axis}={getattr(layout, axis)} with parallel=ddp; use parallel=fsdp, or parallel=hsdp "
             f"parallel.replicate={layout.replicate}"
         )
+    if config.precision.gather == "float8" and section.strategy in ("single", "ddp"):
+        raise UserError(
+            f"precision.gather=float8 with parallel={section.strategy}, which gathers no weights; use "
+            "precision.gather=bf16, or parallel=fsdp"
+        )
     if config.adapter.quantize != "none" and layout.tensor > 1:
         raise UserError(
             f"adapter.quantize={config.adapter.quantize} with parallel.tensor={layout.tensor}, whose ranks would "

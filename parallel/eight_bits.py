@@ -44,13 +44,15 @@ class Float8:
     numbers that are too small for the type beside the largest with the same scale.
     """
 
-    def __init__(self, recipe: str) -> None:
-        """``recipe``: a name of torchao's."""
+    def __init__(self, recipe: str, *, gathers: bool = False) -> None:
+        """``recipe``: a name of torchao's. ``gathers``: see ``Float8Gather``."""
         import_torchao()
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         # No module is public whose weights keep their place: so its function is taken, with what it is called with.
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+        self.gathers = gathers
 
         config = dataclasses.replace(
             Float8LinearConfig.from_recipe_name(recipe),
@@ -68,6 +70,31 @@ class Float8:
             x.to(torch.bfloat16), weight.to(torch.bfloat16).t(), self._products, self._config
         )
         return output
+
+    def scale_of(self, largest: Tensor) -> Tensor:
+        """Return the scale of a weight whose largest absolute value is ``largest``, an fp32 scalar."""
+        from torchao.float8.float8_utils import amax_to_scale
+
+        dtype = self._config.cast_config_weight.target_dtype
+        scale: Tensor = amax_to_scale(largest.to(torch.bfloat16), dtype, round_scales_to_power_of_2=True)
+        return scale
+
+    def round(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """Return the float8 numbers of a weight, or of a shard of it, as ``__call__`` rounds them."""
+        from torchao.float8.float8_utils import to_fp8_saturated
+
+        dtype = self._config.cast_config_weight.target_dtype
+        numbers: Tensor = to_fp8_saturated(weight.to(torch.bfloat16).float() * scale, dtype)
+        return numbers
+
+    def rounded(self, numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a weight that ``__call__`` takes as rounded already, to these ``numbers``. ``dtype``: that of its
+        gradient."""
+        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+        numbers = numbers.view(self._config.cast_config_weight.target_dtype)
+        weight: Tensor = Float8TrainingTensor(numbers, scale, dtype, self._products, GemmInputRole.WEIGHT)
+        return weight
 
 
 class Int8:

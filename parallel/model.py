@@ -16,11 +16,12 @@ from serried.configs.errors import UserError
 from serried.parallel.context import head_tail, holder_of
 from serried.parallel.data import GradientSync
 from serried.parallel.expert import Loads
+from serried.parallel.float8_gather import Float8Gather
 from serried.parallel.gradient import global_sum_of_squares, reduce_partial_gradients, sum_tied_gradients
 from serried.parallel.groups import Groups
 from serried.parallel.held import HeldTensor, held_parameters, local
 from serried.parallel.mesh import MODEL_AXES
-from serried.parallel.phases import BACKWARD, FORWARD, Phases
+from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from serried.parallel.plan import LossTerms, Objective
 from serried.parallel.seeding import seed_random_numbers
 from serried.parallel.shard_specs import Box, ShardSpec
@@ -138,6 +139,7 @@ class DistributedModel:
         loads: Loads,
         buffers: Sequence[str] = (),
         shared: Collection[str] = (),
+        gather: Float8Gather | None = None,
     ) -> None:
         """``specs``: of the whole model; ``buffers`` names those that belong to the model's state, ``shared`` those of
         them of which every stage has a copy."""
@@ -152,7 +154,7 @@ class DistributedModel:
         self._by_copies: dict[int, list[Tensor]] = {each: [] for each in copies}
         for held in self.parameters:
             self._by_copies[held.spec.copies(layout)].append(held.tensor)
-        self.buffer_names, self._shared, self._loads = buffers, shared, loads
+        self.buffer_names, self._shared, self._loads, self._gather = buffers, shared, loads, gather
         self.metric_names: tuple[str, ...] | None = None
         """Names of the metrics that the loss returns in training; None before the first step."""
         self._sources = 0
@@ -193,7 +195,9 @@ class DistributedModel:
 
     @property
     def model(self) -> Any:
-        """What to call in place of the module, for its forward. Several ranks must call it together."""
+        """What to call in place of the module, for its forward, until weights change. Several ranks must get and call
+        it together."""
+        self._set_scales()
         if not self.layout.is_sharded:
             return self.module
         if self.layout.size(MODEL_AXES) > 1:
@@ -259,6 +263,7 @@ class DistributedModel:
 
         self._loads.take(self.device)  # what was counted outside of steps, as while text was generated
         mine = [self._of_this_rank(batch, objective) for batch in batches]
+        self._set_scales(OPTIMIZER)
         self.runner.train(mine, objective, seeds, ended)
         if not early:
             if self.metric_names is None:
@@ -280,6 +285,7 @@ class DistributedModel:
         with whether it counts."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         names: tuple[str, ...] | None = None
+        self._set_scales()
         with _evaluating(self.modules):
             for batch, counts in batches:
                 terms = self.runner.predict(self._of_this_rank(batch, objective), objective)
@@ -302,6 +308,7 @@ class DistributedModel:
     @torch.no_grad()
     def predict(self, batches: Iterable[Any], objective: Objective) -> None:
         """Run ``batches`` forward, for what ``objective`` keeps of them. Every rank must bring the same number."""
+        self._set_scales()
         with _evaluating(self.modules):
             for batch in batches:
                 self.runner.predict(self._of_this_rank(batch, objective), objective)
@@ -323,6 +330,14 @@ class DistributedModel:
     def reshard(self) -> None:
         """Free what a forward without backward left gathered."""
         self.runner.reshard()
+
+    def _set_scales(self, phase: str | None = None) -> None:
+        """Let weights that are gathered in float8 have the scales of what they are now."""
+        if self._gather is None:
+            return
+        if phase is not None:
+            self.phases.enter(phase)
+        self._gather.set_scales()
 
     def _of_this_rank(self, batch: Any, objective: Objective) -> Any:
         """Return ``batch`` with this rank's part of each sequence."""

@@ -34,6 +34,8 @@ class Unit:
     shapes: Sequence[tuple[int, ...]]
     trained: Sequence[tuple[int, ...]]
     """Those of them that have gradients."""
+    in_float8: Sequence[tuple[int, ...]] = ()
+    """Those of them that are gathered in float8."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Exchanges:
     reduces_each: bool
     """Whether gradients are reduced after each micro-batch."""
     width: int
-    """Bytes of an element that is gathered."""
+    """Bytes of an element that is gathered, unless it is in float8."""
 
 
 def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges) -> Iterator[Flow]:
@@ -66,20 +68,22 @@ def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges
         return
     if layout.is_sharded and ranks > 1:
         frozen = next((number for number, unit in enumerate(units) if unit.trained), 0)
-        first = [_shard(unit.shapes, ranks) for unit in held]
+        first = [_gathered(unit, ranks, how.width) for unit in held]
         later = first if how.reduces_each else first[: max(0, frozen - 1)] + first[frozen:]
         left = how.accumulation - 1 if how.frees_after_forward else 0
         forward, backward = first + left * later, []
         if how.frees_after_forward:
-            backward = how.accumulation * [_shard(unit.shapes, ranks) for unit in units[max(0, frozen - 1) : -1]]
-        again = (
+            again = units[max(0, frozen - 1) : -1]
+            backward = how.accumulation * [_gathered(unit, ranks, how.width) for unit in again]
+        is_once_more = (
             units and how.accumulation > 1 and not (how.reduces_each or frozen or rest.shapes or layout.pipeline > 1)
         )
-        more = [_shard(units[-1].shapes, ranks)] if again else []
+        more = [_gathered(units[-1], ranks, how.width)] if is_once_more else []
         for when, shards in (("forward", forward), ("backward", backward + more)):
             if shards:
-                sent = how.width * (ranks - 1) * sum(shards)
-                yield Flow("fsdp", "all_gather", when, sent, len(shards), ranks)
+                yield Flow("fsdp", "all_gather", when, (ranks - 1) * sum(shards), len(shards), ranks)
+        if scales := sum(len(unit.in_float8) for unit in held):
+            yield Flow("fsdp", "all_reduce", "end", 2 * _FP32_BYTES * scales * (ranks - 1) // ranks, 1, ranks)
     times = how.accumulation if how.reduces_each else 1
     reduced = [_shard(shapes, ranks) for shapes in trained]
     if layout.is_sharded and ranks > 1:
@@ -88,6 +92,11 @@ def fsdp_flows(layout: Layout, units: Sequence[Unit], rest: Unit, how: Exchanges
     if layout.is_sharded and copies > 1:
         sent = times * sum(2 * _FP32_BYTES * each * (copies - 1) // copies for each in reduced)
         yield Flow("replicate", "all_reduce", "backward", sent, times * len(reduced), copies)
+
+
+def _gathered(unit: Unit, ranks: int, width: int) -> int:
+    """Bytes of a rank's part, as it is gathered."""
+    return width * _shard(unit.shapes, ranks) - (width - 1) * _shard(unit.in_float8, ranks)
 
 
 def _shard(shapes: Sequence[tuple[int, ...]], ranks: int) -> int:

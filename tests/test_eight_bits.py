@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks.parity import CUTS, Curve, Cut, compare, run
 from harness import runs
 from harness.cluster import Cluster
-from harness.runs import metrics, run_here, tiny_overrides
+from harness.runs import metrics, overrides, run_here, tiny_overrides
 from serried.cli import evaluate
 from serried.configs.errors import UserError
 from serried.parallel.activations import checkpoint_blocks
@@ -161,6 +161,100 @@ def test_compiled_blocks_have_the_bits_of_plain_ones_with_selective_checkpointin
         found.append([x.grad, *(each.grad for each in model.parameters())])
     torch._dynamo.reset()
     assert all(ours.equal(theirs) for ours, theirs in zip(*found, strict=True))
+
+
+GATHERED = ("precision=float8", "precision.recipe=tensorwise", "precision.gather=float8")
+
+
+def test_gathering_in_float8_changes_no_bit_and_begins_and_ends_when_a_run_resumes(
+    cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
+    def train(name: str, gather: str, stop_at: int = 6) -> None:
+        argv = overrides(
+            text, tmp_path / name, *WIDE, "parallel=fsdp", *GATHERED[:2], f"precision.gather={gather}",
+            "trainer.steps=6", f"trainer.stop_at={stop_at}", "trainer.eval_every=6", "trainer.ema_decay=0.9",
+        )  # fmt: skip
+        codes = [answer.value["code"] for answer in cluster.run(2, "harness.runs:train_small", argv=argv)]
+        assert codes == [0 if stop_at == 6 else 75] * 2
+
+    train("whole", "bf16")
+    train("parts", "float8", 2)
+    train("parts", "bf16", 4)
+    train("parts", "float8")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert [(line["loss"], line["grad_norm"]) for line in metrics(parts)] == [
+        (line["loss"], line["grad_norm"]) for line in metrics(whole)
+    ]
+    assert metrics(parts, "eval")[-1]["loss"] == metrics(whole, "eval")[-1]["loss"]  # of the average of the weights
+    for stem in ("model", "optimizer"):
+        ours, theirs = runs.weights(parts, stem), runs.weights(whole, stem)
+        assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(cut, id=cut.name)
+        for cut in CUTS
+        if cut.name in (
+            "fsdp x2 (ZeRO-2)", "fsdp x2, sync each micro-batch", "fsdp x3", "hsdp 2x2", "tensor x2 x fsdp x2",
+            "context x2", "pipeline x2 x fsdp x2", "pipeline x2, zbv x fsdp x2",
+        )
+    ],
+)  # fmt: skip
+def test_so_it_is_on_every_layout(cut: Cut, cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    """Of 3 ranks, those with 64 rows are gathered in bf16."""
+    curves = [
+        run(cluster, cut, cut.accumulations[-1], "float8", text, tmp_path / gather, *WIDE, *GATHERED[1:2],
+            f"precision.gather={gather}", steps=4)
+        for gather in ("bf16", "float8")
+    ]  # fmt: skip
+    assert curves[0] == curves[1]
+
+
+def train_traced(argv: list[str]) -> None:
+    torch._dynamo.reset()
+    with torch.compiler.set_stance("default", force_backend="aot_eager"):
+        runs.train_small(argv)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("trainer.compile=true", "trainer.activation_checkpoint=selective"),
+        ("trainer.activation_checkpoint=offload",),
+        ("optim=adamw_bf16", "trainer.activation_checkpoint=full"),
+    ],
+)
+def test_so_it_is_with(more: tuple[str, ...], cluster: Cluster, text: Path, tmp_path: Path) -> None:
+    for gather in ("bf16", "float8"):
+        argv = overrides(
+            text, tmp_path / gather, *WIDE, "parallel=fsdp", *GATHERED[:2], f"precision.gather={gather}",
+            "trainer.steps=4", *more,
+        )  # fmt: skip
+        cluster.run(2, "tests.test_eight_bits:train_traced", 600, argv=argv)
+    losses = [[line["loss"] for line in metrics(tmp_path / gather)] for gather in ("bf16", "float8")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("precision=bf16 precision.gather=float8", "precision.gather=float8 with precision=bf16: weights have one"),
+        ("precision.gather=float8", "precision.gather=float8 with precision.recipe=rowwise: weights have one"),
+        (
+            "precision.recipe=tensorwise precision.gather=float8 parallel=ddp launch.processes=2",
+            "precision.gather=float8 with parallel=ddp, which gathers no weights; use precision.gather=bf16, or",
+        ),
+    ],
+)
+def test_what_cannot_be_gathered_in_float8_is_one_line(more: str, told: str, text: Path, tmp_path: Path) -> None:
+    ended = run_here(tiny_overrides(text, tmp_path / "run", "dry_run=true", "precision=float8", *more.split()))
+    assert ended.code == 78, ended.printed
+    assert told in ended.printed
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ SHORT = [
 SMALL = ["model.dim=512", "model.heads=8", "model.hidden_dim=1536", "model.vocab_size=4096"]
 FSDP, SYNC = ["parallel=fsdp"], ["parallel.sync_every_micro_batch=true"]
 ZERO_2 = ["parallel.reshard_after_forward=false"]
+FLOAT8 = ["precision=float8", "precision.recipe=tensorwise", "precision.gather=float8"]
 TENSOR, LORA = ["parallel.tensor=4"], ["adapter=lora"]
 PIPELINE = [*FSDP, "parallel.pipeline=2", "model.layers=4"]
 LAYOUTS = {
@@ -61,6 +62,8 @@ LAYOUTS = {
     "micro-batches of 4": (8, [*FSDP, "trainer.micro_batch=4"]),
     "micro-batches of 4, tensor": (8, [*FSDP, *TENSOR, "trainer.micro_batch=4"]),
     "weights in bf16, reduced each time": (8, [*FSDP, *SYNC, "optim=adamw_bf16"]),
+    "gathered in float8": (8, [*FSDP, *FLOAT8]),
+    "gathered in float8, tensor": (8, [*FSDP, *FLOAT8, *TENSOR]),
 }
 CELLS = [(count, tied, mode) for count in (1, 4) for tied in ("false", "true") for mode in ("none", "full")]
 """Micro-batches, whether embeddings are tied, and what is computed again."""
@@ -170,6 +173,7 @@ RUNS = {
     "one process": (1, 0.01, ["parallel=single"]),
     "fsdp": (2, 0.05, ["parallel=fsdp"]),
     "bf16, several micro-batches": (2, 0.05, ["parallel=fsdp", "precision=bf16", "trainer.micro_batch=2"]),
+    "gathered in float8": (2, 0.05, ["parallel=fsdp", *FLOAT8]),
     "ZeRO-3": (
         4,
         0.05,

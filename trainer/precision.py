@@ -11,6 +11,7 @@ from serried.configs.schema import PrecisionSection, RunConfig
 from serried.parallel.apply import gathered_type
 from serried.parallel.eight_bits import MULTIPLE, Float8, Int8, check_eight_bits, is_eight_bits
 from serried.parallel.fake_quantized import FakeQuantized, quantized_layers
+from serried.parallel.float8_gather import can_gather
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.products import Chosen, Product, check_torchao, choose_linear, product_of_torchao, set_product
@@ -54,6 +55,17 @@ def chosen_layers(config: RunConfig, model: nn.Module, plan: ParallelPlan, layou
     return chosen
 
 
+def gathered_in_float8(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout) -> set[str]:
+    """Return the names of the weights that FSDP2 gathers in float8."""
+    if config.precision.gather == "bf16" or not layout.is_sharded:
+        return set()
+    chosen = chosen_layers(config, model, plan, layout)
+    names = [f"{name}.weight" for name in chosen.names] if chosen else []
+    tensor = {name: layout.tensor if plan.role(name.removesuffix(".weight")) == "column" else 1 for name in names}
+    ranks = layout.shard * layout.context
+    return {name for name in names if can_gather(len(model.get_parameter(name)) // tensor[name], ranks)}
+
+
 def check_products(config: RunConfig, device: torch.device) -> None:
     """Raise ``UserError`` if the library or the device for the products of ``config`` is not there."""
     if is_eight_bits(config.precision.name):
@@ -79,7 +91,7 @@ def _setting(config: RunConfig) -> tuple[str, str]:
 
 def _product(config: RunConfig) -> Product:
     if config.precision.name == "float8":
-        return Float8(config.precision.recipe)
+        return Float8(config.precision.recipe, gathers=config.precision.gather == "float8")
     return Int8() if config.precision.name == "int8" else FakeQuantized(config.trainer.quantize_aware)
 
 

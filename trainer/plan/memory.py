@@ -29,7 +29,7 @@ from serried.trainer.activation_budget import (
 from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.plan.moments import How, Moment, Part, Parts, moments
 from serried.trainer.plan.parts import IN_HOST_MEMORY, Amount, Memory
-from serried.trainer.precision import LOW_DTYPES, frozen_type, trained_type
+from serried.trainer.precision import LOW_DTYPES, frozen_type, gathered_in_float8, trained_type
 from serried.trainer.task import Task
 
 RECEIVE_BUFFERS = "receive buffers"
@@ -105,12 +105,11 @@ def planned_flows(
     """Return what FSDP2, DDP and an optimizer of matrices exchange in a step, on a rank of the stage that exchanges the
     most."""
     sizes = _Sizes(config, layout, model, plan)
-    gathered = gathered_type(plan, LOW_DTYPES[config.precision.name]) if layout.is_sharded else None
     how = Exchanges(
         accumulation,
         config.parallel.frees_after_forward and not plan.is_one_unit,
         config.parallel.sync_every_micro_batch,
-        gathered.itemsize if gathered else _FP32_BYTES,
+        sizes.gathered_width,
     )
     stages = [
         (*fsdp_flows(layout, *sizes.units(pipeline), how), *_optimizer_flows(config, sizes, pipeline))
@@ -165,6 +164,11 @@ class _Sizes:
         """What the other axes leave, for FSDP2."""
         self.gathered: dict[str, int] = {}
         """Elements of that."""
+        self.in_float8 = gathered_in_float8(config, model, plan, layout)
+        """Names of weights that FSDP2 gathers in float8."""
+        low = gathered_type(plan, LOW_DTYPES[config.precision.name]) if layout.is_sharded else None
+        self.gathered_width = low.itemsize if low else self.trained_width
+        """Bytes of an element of another."""
         for name, spec in self.specs.items():
             kept = tuple(each for each in spec.slices if not {"shard", "expert_shard"} & {*each.axes})
             self.shapes[name] = replace(spec, slices=kept).box(layout, first).sizes
@@ -187,9 +191,10 @@ class _Sizes:
         )
 
     def _unit(self, names: Collection[str]) -> Unit:
-        return Unit(
-            [self.shapes[name] for name in names], [self.shapes[name] for name in names if name in self.trained]
-        )
+        def shapes(of: Collection[str]) -> list[tuple[int, ...]]:
+            return [self.shapes[name] for name in names if name in of]
+
+        return Unit(shapes(names), shapes(self.trained), shapes(self.in_float8))
 
     def parts(self, pipeline: int) -> Parts:
         """Return what is gathered together on the ranks at a coordinate of the pipeline."""
@@ -207,8 +212,9 @@ class _Sizes:
     def _part(self, names: Sequence[str], pipeline: int) -> Part:
         copies = {name: self.specs[name].holders.count(pipeline) for name in names}
         trained = [name for name in names if name in self.trained]
+        widths = {name: 1 if name in self.in_float8 else self.gathered_width for name in names}
         return Part(
-            sum(copies[name] * self.gathered[name] for name in names),
+            sum(copies[name] * self.gathered[name] * widths[name] for name in names),
             sum(copies[name] * self.gathered[name] for name in trained),
             sum(copies[name] * self.held[name] for name in trained),
             max((self.gathered[name] for name in trained), default=0),
@@ -264,9 +270,8 @@ def keeps_buckets(config: RunConfig, layout: Layout) -> bool:
 
 
 def _how(config: RunConfig, sizes: _Sizes, accumulation: int, pipeline: int) -> How:
-    layout, low_dtype = sizes.layout, LOW_DTYPES[config.precision.name]
-    gathered, ranks = gathered_type(sizes.plan, low_dtype), layout.shard * layout.context if layout.is_sharded else 1
-    width = gathered.itemsize if gathered and layout.is_sharded else sizes.trained_width
+    layout, width = sizes.layout, sizes.gathered_width
+    ranks = layout.shard * layout.context if layout.is_sharded else 1
     stages = layout.stages_of(pipeline)
     sums_in_fp32 = config.parallel.sync_every_micro_batch or not layout.is_sharded
     return How(

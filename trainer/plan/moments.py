@@ -35,8 +35,8 @@ class Part(NamedTuple):
     """Parameters that are gathered together, in elements."""
 
     gathered: int
+    """In bytes."""
     trained: int
-    """Of these."""
     held: int
     """Of the trained, on this rank."""
     largest: int
@@ -96,7 +96,7 @@ def moments(parts: Parts, blocks: int, how: How, activations: Activations, fetch
         yield from _MicroBatch(parts, blocks, how, activations, has_earlier, is_last).moments()
     units = [parts.rest, *parts.before, *parts.blocks, *parts.after]
     for number, part in enumerate(units if how.is_pipelined else ()):
-        gathered = how.gathers * how.width * sum(each.gathered for each in units[number + 1 :])
+        gathered = how.gathers * sum(each.gathered for each in units[number + 1 :])
         to_come = (_FP32_BYTES if how.holds_whole else how.width) * sum(each.trained for each in units[number:])
         formed = how.held_width * sum(each.held for each in units[: number + 1])
         yield Moment("backward", gathered, formed + to_come, _FP32_BYTES * part.trained, activations("start", 0, True))
@@ -185,7 +185,7 @@ class _MicroBatch:
         last = units[0].gathered if units else rest
         kept = last * bool(units) if self._how.frees else sum(part.gathered for part in units)
         arrives = self._how.ranks > 1 and (self._how.frees or not self._has_earlier)
-        return self._how.gathers * self._how.width * (rest + kept + arrives * last)
+        return self._how.gathers * (rest + kept + arrives * last)
 
     def _in_backward(self, place: int, *, starts: bool = False) -> float:
         """Return what is gathered in the backward of a part: with it the next, unless it ``starts``."""
@@ -194,4 +194,4 @@ class _MicroBatch:
             left = units[place:] if self._is_last else units
         else:
             left = units[place : place + (1 if starts or self._how.ranks == 1 else 2)]
-        return self._how.gathers * self._how.width * (rest + sum(part.gathered for part in left))
+        return self._how.gathers * (rest + sum(part.gathered for part in left))

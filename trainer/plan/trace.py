@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group  # functional collectives name their group
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from serried.parallel.held import local
@@ -234,7 +234,7 @@ class StepTrace(TorchDispatchMode):
             return self.phase != OPTIMIZER  # no check fails, no mask hides everything, and no step is rejected
         result = operation(*args, **(kwargs or {}))
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
-        for tensor in outputs:
+        for tensor in _with_memory(outputs):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._live:
                 self._record(storage, storage.size())
@@ -252,6 +252,16 @@ class StepTrace(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [local(each) for each in tree_leaves(tree) if isinstance(each, Tensor)]
+
+
+def _with_memory(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield what holds the numbers of ``tensors``: of a subclass, such as torchao's of float8, the tensors in it."""
+    for each in tensors:
+        if is_traceable_wrapper_subclass(each):
+            names, _ = each.__tensor_flatten__()
+            yield from (getattr(each, name) for name in names)
+        else:
+            yield each
 
 
 class _Tally:

@@ -272,7 +272,8 @@ def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: 
     products = f"{name} products{rounded}"
     if chosen and is_eight_bits(name):
         is_emulated = starts and (config.launch.device == "cpu" or not torch.cuda.is_available())
-        how = ", ".join([config.precision.recipe] * (name == "float8") + ["emulated on this CPU"] * is_emulated)
+        recipe = [config.precision.recipe, *["gathered in float8"] * (config.precision.gather == "float8")]
+        how = ", ".join(recipe * (name == "float8") + ["emulated on this CPU"] * is_emulated)
         products += f"{f' ({how})' * bool(how)} in {chosen.describe()}, bf16 products elsewhere"
     extra = f", loss scale from {config.precision.initial_scale:g}" if name == "fp16" else ""
     held = "bf16 parameters, rounded stochastically; fp32" if trained_type(config) else "fp32 parameters,"

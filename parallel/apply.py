@@ -120,10 +120,11 @@ def parallelize(
     if trained_dtype:
         for stage in stages.values():
             sum_in_fp32(stage, reduces_each=section.sync_every_micro_batch)
+    gather = Float8Gather(stages.values(), groups) if layout.is_sharded else None
     parallel = DistributedModel(
         list(stages.values()), runner, specs, groups, device,
         loads=loads, buffers=buffers, shared=shared_buffers(buffers, plan),
-        gather=Float8Gather(stages.values(), groups) if layout.is_sharded else None,
+        gather=gather if gather and gather.weights else None,
     )  # fmt: skip
     if is_meta and std_of is not None:
         initialize(parallel.parameters, std_of, seed)

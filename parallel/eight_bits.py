@@ -71,13 +71,13 @@ class Float8:
         )
         return output
 
-    def scale_of(self, largest: Tensor) -> Tensor:
-        """Return the scale of a weight whose largest absolute value is ``largest``, an fp32 scalar."""
+    def scales_of(self, largest: Tensor) -> Tensor:
+        """Return the scales of weights whose largest absolute values are ``largest``, in fp32."""
         from torchao.float8.float8_utils import amax_to_scale
 
         dtype = self._config.cast_config_weight.target_dtype
-        scale: Tensor = amax_to_scale(largest.to(torch.bfloat16), dtype, round_scales_to_power_of_2=True)
-        return scale
+        scales: Tensor = amax_to_scale(largest.to(torch.bfloat16), dtype, round_scales_to_power_of_2=True)
+        return scales
 
     def round(self, weight: Tensor, scale: Tensor) -> Tensor:
         """Return the float8 numbers of a weight, or of a shard of it, as ``__call__`` rounds them."""

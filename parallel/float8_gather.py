@@ -26,23 +26,22 @@ class Float8Gather:
     def __init__(self, stages: Iterable[nn.Module], groups: Groups) -> None:
         """``stages``: sharded, with memory for their parameters."""
         self._group = groups.fsdp.get_group("fsdp")
-        self._weights = [
-            _Weight(module.weight, module.product)
-            for stage in stages
-            for module in stage.modules()
-            if isinstance(product := getattr(module, "product", None), Float8) and product.gathers
-            if can_gather(module.weight.shape[0], self._group.size())
-        ]
+        self.weights: list[_Weight] = []
+        layers: Iterable[Any] = (module for stage in stages for module in stage.modules())
+        for layer in layers:
+            product = getattr(layer, "product", None)
+            if isinstance(product, Float8) and product.gathers and can_gather(len(layer.weight), self._group.size()):
+                self.weights.append(_Weight(layer.weight, product))
 
     @torch.no_grad()
     def set_scales(self) -> None:
-        """Give the weights the scales of their current values. A collective; call it before they are gathered."""
-        if not self._weights:
-            return
-        largest = torch.stack([torch.linalg.vector_norm(each.shard, torch.inf) for each in self._weights]).float()
+        """Give the weights, of which there must be some, the scales of their current values. A collective; call it
+        before they are gathered."""
+        largest = torch.stack([torch.linalg.vector_norm(each.shard, torch.inf) for each in self.weights]).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
-        for weight, each in zip(self._weights, largest.unbind(), strict=True):
-            weight.scale = weight.product.scale_of(each)
+        scales = self.weights[0].product.scales_of(largest)
+        for weight, scale in zip(self.weights, scales.unbind(), strict=True):
+            weight.scale = scale
 
 
 class _Weight:

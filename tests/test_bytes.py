@@ -16,8 +16,10 @@ from harness.runs import overrides, train_small
 from harness.wire import Wire
 from serried.configs.compose import compose
 from serried.parallel.apply import parallelize
+from serried.parallel.eight_bits import Float8
 from serried.parallel.mesh import resolve_layout
 from serried.parallel.plan import LossTerms
+from serried.parallel.products import choose_linear, set_product
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models.transformer import Transformer
 
@@ -50,6 +52,35 @@ def test_fsdp_gathers_what_it_needs_and_reduces_in_fp32_once(
     gathered = 2 * whole - last if frees else whole
     assert wire.bytes == {
         "allgather_base": gathered * width * 3 // 4,
+        "reduce_scatter_base": whole * 4 * 3 // 4,
+    }
+
+
+def test_weights_of_float8_products_are_gathered_as_one_byte_each() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        how = ["parallel=fsdp", "parallel.shard=4", "parallel.reshard_after_forward=false"]
+        config = compose([*how, *MODEL, "model.vocab_size=256", "model.tie_embeddings=false"])
+        with torch.device("meta"):
+            model = Transformer(config.model, 256)
+        plan, layout = model.parallel_plan(), resolve_layout(config.parallel, 4)
+        names = choose_linear(model, plan, layout, rows=16, columns=16).names
+        set_product(model, names, Float8("tensorwise", gathers=True))
+        in_float8 = sum(model.get_parameter(f"{name}.weight").numel() for name in names)
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        parallel = parallelize(
+            model, plan, lambda _: 0.02, seed=1, layout=layout, section=config.parallel, low_dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        tokens = torch.zeros(1, 16, dtype=torch.int64)
+        with Wire() as wire:
+            parallel.model(tokens, targets=tokens).backward()
+    finally:
+        dist.destroy_process_group()
+    assert len(names) == 4 * 7
+    assert wire.bytes == {
+        "allgather_base": (2 * whole - in_float8) * 3 // 4,
+        "allreduce": 2 * 4 * len(names) * 3 // 4,
         "reduce_scatter_base": whole * 4 * 3 // 4,
     }
 

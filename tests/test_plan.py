@@ -185,7 +185,10 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (RUNS[each][0] > 2)) for each in RUNS])
+LONG = {"gathered in float8", *(name for name, (processes, *_) in RUNS.items() if processes > 2)}
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in LONG)) for each in RUNS])
 def test_the_trace_is_what_processes_allocate_and_send(name: str, cluster: Cluster, tmp_path: Path) -> None:
     """Of several processes to a twentieth: Gloo copies what it sends."""
     processes, close, more = RUNS[name]

@@ -50,7 +50,8 @@ class _Weight:
     scale: Tensor
 
     def __init__(self, parameter: Any, product: Float8) -> None:
-        # ``to_local`` returns a view of a parameter, and FSDP2 looks at this tensor itself.
+        # FSDP2 looks at this tensor, of which ``to_local`` returns a view. torch's test of plain tensors with these
+        # methods takes it so too (test_all_gather_extensions_monkey_patch).
         shard = parameter._local_tensor
         self.shard, self.product = shard, product
         shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = self._round, self._wrap

@@ -19,9 +19,17 @@ class UserError(Exception):
             return "".join(mistakes)
         return f"{len(mistakes)} mistakes:\n  " + "\n  ".join(mistakes)
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython prints in place of a traceback: a notebook shows the same line."""
+        return [f"error: {self}"]
+
 
 class TrainingFailed(Exception):
     """Training cannot continue, for a reason that a traceback would not explain. One line, exit code 70."""
+
+    def _render_traceback_(self) -> list[str]:
+        """As that of ``UserError``."""
+        return [f"failed: {self}"]
 
 
 class TrainingStopped(TrainingFailed):

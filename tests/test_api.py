@@ -201,6 +201,7 @@ def test_fit_in_a_jupyter_kernel(script: Path, tmp_path: Path) -> None:
     assert "finished" in "".join(output.get("text", "") for output in trained)
     assert state[0]["data"]["text/plain"] == "'finished'"
     assert (mistake[0]["ename"], "trainer.steps=4" in mistake[0]["evalue"]) == ("UserError", True)
+    assert mistake[0]["traceback"] == [f"error: {mistake[0]['evalue']}"], "one line, as on a command line"
 
 
 class Tiny(serried.Task):

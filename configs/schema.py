@@ -168,6 +168,9 @@ class ParallelSection(Section):
     if they take less than 1 GiB."""
     sync_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch: saves the memory of unsharded gradients, costs communication."""
+    offload: bool = False
+    """Keep the shards of parameters and gradients and the optimizer state in host memory, and update on the CPU: least
+    GPU memory, slow steps."""
 
     @property
     def frees_after_forward(self) -> bool:
@@ -661,6 +664,11 @@ class RunConfig(Section):
     launch: LaunchSection
     slurm: SlurmSection = Field(default_factory=SlurmSection)
     plan: PlanSection = Field(default_factory=PlanSection, exclude=True)
+
+    @property
+    def offloads_state(self) -> bool:
+        """Whether the optimizer's state is in host memory, with the parameters or without."""
+        return self.optim.offload or self.parallel.offload
 
     def _mistakes(self) -> Iterator[str]:
         if self.precision.name in ("float8", "int8") and self.adapter.method != "none":

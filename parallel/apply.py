@@ -90,10 +90,15 @@ def parallelize(
         prepare(stage)
         units = () if plan.is_one_unit else _units_of_stage(stage, plan) if plan.units else units_of(stage)
         experts = [each.experts for each in mixtures(stage, plan).values()] if layout.expert > 1 else []
-        whole = list(unshardable(stage).values())
+        whole = unshardable(stage)
+        if section.offload and whole:
+            raise UserError(
+                f"parallel.offload=true: FSDP2 offloads what it shards, and cannot shard {next(iter(whole))}, which "
+                "has no dims or holds integers; use parallel.offload=false, or optim.offload=true"
+            )
         divided = ParallelPlan(units, is_one_unit=plan.is_one_unit)
-        sync = Sharded(stage, groups, divided, gathered_dtype, section, whole, experts)
-        _allocate(sync.root, stage, tied, device, is_meta=is_meta)
+        sync = Sharded(stage, groups, divided, gathered_dtype, section, [*whole.values()], experts)
+        _allocate(sync.root, stage, tied, device, is_meta=is_meta, on_host=section.offload)
         return sync
 
     runner: Runner
@@ -160,14 +165,20 @@ def gathered_type(plan: ParallelPlan, low_dtype: torch.dtype | None) -> torch.dt
 
 
 def _allocate(
-    root: nn.Module, model: nn.Module, tied: Mapping[str, str], device: torch.device, *, is_meta: bool
-) -> None:
+    root: nn.Module, model: nn.Module, tied: Mapping[str, str], device: torch.device, *, is_meta: bool,
+    on_host: bool = False,
+) -> None:  # fmt: skip
+    """``on_host``: parameters are in host memory, and buffers on ``device``."""
     if not is_meta:
-        if any(each.device != device for each in (*root.parameters(), *root.buffers())):
+        # FSDP2 puts what it offloads into its place itself.
+        if not on_host and any(each.device != device for each in (*root.parameters(), *root.buffers())):
             root.to(device)  # which refuses tensors without data, as of a plan
         return
     buffers = {name: each for name, each in model.named_buffers() if not each.is_meta}
-    root.to_empty(device=device)
+    root.to_empty(device="cpu" if on_host else device)
+    for module in model.modules() if on_host else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     tie(model, tied)  # to_empty gives each name memory of its own
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)

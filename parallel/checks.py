@@ -25,6 +25,8 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
             "parallel.sync_every_micro_batch=true with parallel=ddp: replicas hold whole gradients either way, so it "
             "only costs communication; use parallel.sync_every_micro_batch=false, or parallel=fsdp"
         )
+    if section.offload:
+        _check_offload(config, layout)
     if layout.strategy == "ddp" and layout.size(("pipeline", "expert")) > 1:
         axis = "pipeline" if layout.pipeline > 1 else "expert"
         raise UserError(
@@ -99,6 +101,36 @@ def allowed_micro_batches(config: RunConfig, layout: Layout) -> list[int]:
 def with_micro_batch(config: Config, samples: int) -> Config:
     """Return ``config`` with ``trainer.micro_batch=samples``."""
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"micro_batch": samples})})
+
+
+def _check_offload(config: RunConfig, layout: Layout) -> None:
+    if not layout.is_sharded:
+        where = f"parallel={layout.strategy}" if layout.world > 1 else "one process"
+        more = " on more processes" * (layout.world == 1)
+        raise UserError(
+            f"parallel.offload=true with {where}: FSDP2 offloads what it shards; use parallel=fsdp{more}, or "
+            "optim.offload=true"
+        )
+    if config.optim.offload:
+        raise UserError(
+            "parallel.offload=true with optim.offload=true: the optimizer's state is in host memory with the "
+            "parameters; use optim.offload=false"
+        )
+    if takes(config.optim, "matrices") or takes(config.optim, "sums"):
+        raise UserError(
+            f"parallel.offload=true updates on the CPU, and with optim={config.optim.name} ranks exchange something of "
+            "all parameters; use optim=adamw, or parallel.offload=false"
+        )
+    if config.precision.gather == "float8":
+        raise UserError(
+            "parallel.offload=true with precision.gather=float8, whose scales are computed on the device; use "
+            "precision.gather=bf16"
+        )
+    if takes(config.optim, "rounding") and config.parallel.sync_every_micro_batch:
+        raise UserError(  # torch 2.11 calls the hook that widens a gradient while it is copied to the host
+            f"parallel.offload=true with optim={config.optim.name} and parallel.sync_every_micro_batch=true, which "
+            "widens gradients on their way; use parallel.sync_every_micro_batch=false, or optim=adamw"
+        )
 
 
 def _check_bf16_weights(config: RunConfig) -> None:

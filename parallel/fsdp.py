@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from serried.configs.schema import ParallelSection
@@ -41,6 +41,11 @@ class Sharded:
             cast_forward_inputs=False,  # the model keeps its rotary tables in fp32
         )
         options: dict[str, Any] = {"mp_policy": policy}
+        if section.offload:
+            # Gradients are copied to pinned memory while the backward runs. Before ``backward`` returns, the host waits
+            # for these copies (``finalize_backward``, after each backward marked as a last one), so that norms may read
+            # (https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=groups.fsdp.device_type == "cuda")
         if whole:
             options["ignored_params"] = set(whole)
         reshard = section.frees_after_forward and not plan.is_one_unit

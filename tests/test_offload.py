@@ -1,6 +1,7 @@
 """``optim.offload=true``: the same bits and checkpoints, with the optimizer's state in host memory."""
 
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +21,25 @@ from harness.runs import metrics, overrides, weights
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema import OptimSection
+from serried.parallel.groups import Groups
 from serried.parallel.held import local
+from serried.parallel.mesh import resolve_layout
+from serried.parallel.model import Totals
+from serried.parallel.phases import Phases
 from serried.program import main
+from serried.recipes.causal_lm import CausalLM
 from serried.trainer.host_memory import check_offload
-from serried.trainer.optimizer import build_optimizer, create_state, take_step
+from serried.trainer.model import build_model, sharded
+from serried.trainer.optimizer import build_optimizer, create_state, model_optimizer, take_step, takes_verdict
 from serried.trainer.optimizer_state import group_values, tensor_state
 from serried.trainer.plan.traced import memory_of
+from serried.trainer.training_state import train_step
+from serried.trainer.weight_average import WeightAverage
 from tests.test_optimizers import OWN_OPTIMIZER, with_own
 from tests.test_plan import SHORT, TINY, both
 
-OFFLOAD = "optim.offload=true"
+SYNC = "parallel.sync_every_micro_batch=true"
+OFFLOAD, PARAMETERS = "optim.offload=true", "parallel.offload=true"
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adam", "sgd", "rmsprop", "lion", "adamw8bit", "adamw4bit", "rolling"])
@@ -69,6 +79,16 @@ class Pinned(TorchDispatchMode):
         return result
 
 
+class PinnedLater(Pinned):
+    """Counts those of tensors that are copied there too, which fake tensors cannot be."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is not torch.ops.aten._pin_memory.default:
+            return super().__torch_dispatch__(operation, types, args, kwargs)
+        self.bytes += args[0].nbytes
+        return args[0].clone()
+
+
 def test_state_of_a_gpus_parameters_lies_in_pinned_host_memory() -> None:
     """Whole and sharded ones, on tensors without data, which may be of a device that is not there."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -88,9 +108,57 @@ def test_state_of_a_gpus_parameters_lies_in_pinned_host_memory() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("optim", ["adamw", "adamw8bit"])
+def test_a_step_with_parameters_in_host_memory_mixes_no_devices(optim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharded by FSDP2 for a GPU that is not there, on tensors without data, which refuse operations on two devices."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        config = compose(
+            ["model=moe_tiny", "model.layers=2", "parallel=fsdp", "parallel.tensor=2", PARAMETERS, f"optim={optim}"]
+        )
+        task, layout = CausalLM(config), resolve_layout(config.parallel, 4)
+        model, groups = build_model(config, task), Groups(layout, "cuda")
+        assert groups.fsdp is not None  # outside of the fake mode: torch reads the ranks of a mesh
+        with FakeTensorMode(allow_non_fake_inputs=True), PinnedLater() as pinned:
+            device = torch.device("cuda", 0)
+            parallel = sharded(config, model, layout, device, phases=Phases(), groups=groups)
+            held = [each.local for each in parallel.parameters]
+            assert {each.device.type for each in held} == {"cpu"}
+            assert {each.tensor.device.type for each in parallel.buffers} == {"cuda"}
+            assert pinned.bytes == sum(each.nbytes for each in held)
+            # Without a driver, few operations of a GPU can be asked for: from here on "meta" is the device.
+            parallel.device = device = torch.device("meta")
+            ones = partial(torch.ones, dtype=torch.float64, device=device)
+
+            def forward_backward(*_: Any) -> Totals:
+                for each in parallel.parameters:
+                    each.tensor.grad = torch.zeros_like(each.tensor)
+                return Totals(ones(()), ones(()), ones(()), ones(0), ones(0), ones(sum(parallel.experts)))
+
+            monkeypatch.setattr(parallel, "forward_backward", forward_backward)
+            monkeypatch.setattr(parallel, "after_step", lambda *_: None)
+            optimizer = model_optimizer(parallel, config.optim, model.blocks, None, 0)
+            average = WeightAverage(0.9, parallel.parameters, device)
+            step = train_step(config, task, task.weight_per_sample(), parallel, optimizer, average)
+            assert {step([None], 1e-3, lambda: 0.0).device.type for _ in "12"} == {"meta"}
+            for name in ("grad_scale", "found_inf") if takes_verdict(optimizer) else ():
+                assert getattr(optimizer, name).device.type == "cpu", "torch copies it without waiting"
+            state = [value for each in parallel.parameters for value in tensor_state(optimizer, each.tensor).values()]
+            assert {local(each).device.type for each in (*state, *average.of.values())} == {"cpu"}
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     ("layout", "optim", "halves"),
     [
+        (("parallel=fsdp", "trainer.micro_batch=1", "trainer.ema_decay=0.9"), "adamw", [[PARAMETERS, SYNC], []]),
+        pytest.param(("parallel=fsdp", "precision=bf16"), "rolling", [[], [PARAMETERS]], marks=pytest.mark.slow),
+        pytest.param(("parallel=fsdp", "precision=fp16"), "adamw", [[PARAMETERS], []], marks=pytest.mark.slow),
+        pytest.param(("parallel=fsdp", "parallel.tensor=2"), "adamw8bit", [[], [PARAMETERS]], marks=pytest.mark.slow),
+        pytest.param(("parallel=fsdp", "parallel.pipeline=2"), "lion", [[PARAMETERS], []], marks=pytest.mark.slow),
+        pytest.param(("parallel=fsdp", "precision=bf16"), "adamw_bf16", [[PARAMETERS], []], marks=pytest.mark.slow),
         (("parallel=ddp",), "adamw", [[OFFLOAD], []]),
         (("parallel=fsdp",), "rolling", [[], [OFFLOAD]]),
         pytest.param(
@@ -115,7 +183,8 @@ def test_a_run_may_switch_it_on_or_off_when_it_resumes(
     whole = train("whole")
     train("switched", "trainer.stop_at=2", *halves[0])
     switched = train("switched", *halves[1])
-    assert [line["loss"] for line in metrics(switched)] == [line["loss"] for line in metrics(whole)]
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in metrics(switched)] == [line[key] for line in metrics(whole)]
     for stem in ("model", "optimizer"):
         ours, theirs = weights(switched, stem), weights(whole, stem)
         assert ours.keys() == theirs.keys()
@@ -152,6 +221,32 @@ def test_an_optimizer_that_needs_all_parameters_at_once_is_refused(
     assert f"one parameter after the other, and with optim={optim}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["parallel=ddp", "launch.processes=2"], "with parallel=ddp: FSDP2 offloads what it shards"),
+        (["launch.processes=1"], "with one process: FSDP2 offloads what it shards; use parallel=fsdp on more"),
+        (["parallel=fsdp", "launch.processes=2", OFFLOAD], "with optim.offload=true: the optimizer's state is in host"),
+        (["parallel=fsdp", "launch.processes=2", "optim=muon"], "with optim=muon ranks exchange something"),
+    ],
+)
+def test_parameters_that_cannot_be_offloaded_are_refused(
+    argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([PARAMETERS, *argv, "dry_run=true"]) == 78
+    assert reason in capsys.readouterr().err
+
+
+def test_the_plan_says_that_parameters_are_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe=llama1b", "data.tokenizer=bytes", "launch.processes=8", "parallel=fsdp", PARAMETERS]
+    assert main([*words, SYNC, "dry_run=true"]) == 0
+    printed = capsys.readouterr().out
+    assert "memory     " in printed
+    assert "GiB per rank: gathered " in printed, "nothing else lasts on the device"
+    for kind in ("parameters", "gradients", "optimizer state"):
+        assert f"; {kind} in host memory " in printed
+
+
 def test_the_plan_says_where_the_state_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe=llama1b", "data.tokenizer=bytes", "launch.processes=8", OFFLOAD, "dry_run=true"]) == 0
     printed = capsys.readouterr().out
@@ -161,6 +256,6 @@ def test_the_plan_says_where_the_state_is(capsys: pytest.CaptureFixture[str]) ->
 
 def test_too_little_host_memory_is_one_line() -> None:
     session: Any = SimpleNamespace(gather=lambda here: [here, 2**30], local_world_size=1)
-    check_offload(2**20, session)
+    check_offload("optim.offload", 2**20, session)
     with pytest.raises(UserError, match=r"needs 1.1GiB of host memory for each rank, and 1.0GiB are available; use"):
-        check_offload(11 * 2**30 // 10, session)
+        check_offload("optim.offload", 11 * 2**30 // 10, session)

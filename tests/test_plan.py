@@ -64,6 +64,9 @@ LAYOUTS = {
     "weights in bf16, reduced each time": (8, [*FSDP, *SYNC, "optim=adamw_bf16"]),
     "gathered in float8": (8, [*FSDP, *FLOAT8]),
     "gathered in float8, tensor": (8, [*FSDP, *FLOAT8, *TENSOR]),
+    "offloaded": (8, [*FSDP, "parallel.offload=true"]),
+    "offloaded, fp32": (2, [*FSDP, "parallel.offload=true", "precision=fp32"]),
+    "offloaded, reduced each time": (8, [*FSDP, *SYNC, "parallel.offload=true"]),
 }
 CELLS = [(count, tied, mode) for count in (1, 4) for tied in ("false", "true") for mode in ("none", "full")]
 """Micro-batches, whether embeddings are tied, and what is computed again."""

@@ -40,11 +40,12 @@ def tensor_bytes(held: int = 0, processes: int = 1) -> int:
     return (shared if own is None else min(shared, own)) - _LIBRARIES_BYTES
 
 
-def check_offload(needed: int, session: Session) -> None:
-    """Raise ``UserError`` if the host cannot hold ``needed`` bytes of optimizer state for each rank. A collective."""
+def check_offload(key: str, needed: int, session: Session) -> None:
+    """Raise ``UserError`` if the host cannot hold the ``needed`` bytes that ``key`` puts there for each rank. A
+    collective."""
     usable = max(0, min(session.gather(tensor_bytes(processes=session.local_world_size))))
     if needed > usable:
         raise UserError(
-            f"optim.offload=true needs {size(needed)} of host memory for each rank, and {size(usable)} are available; "
-            "use optim=adamw8bit, more ranks with parallel=fsdp, or optim.offload=false"
+            f"{key}=true needs {size(needed)} of host memory for each rank, and {size(usable)} are available; "
+            f"use optim=adamw8bit, more ranks with parallel=fsdp, or {key}=false"
         )

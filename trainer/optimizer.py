@@ -124,8 +124,11 @@ def take_step(optimizer: torch.optim.Optimizer, divisor: Tensor, rejected: Tenso
 
     A ``rejected`` step, which is one on every rank, changes no bit of the parameters and of the optimizer's state, and
     creates no state. An optimizer that does not take the verdict on the device is then not called, for which the host
-    waits for the device at every step.
+    waits for the device at every step, as it does for parameters in host memory.
     """
+    # Blocking copies: torch's optimizers would copy to the host and read before the copy has ended.
+    device = next((each.device for each in parameters_of(optimizer)), rejected.device)
+    divisor, rejected = divisor.to(device), rejected.to(device)
     if takes_verdict(optimizer):
         optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
         optimizer.found_inf = rejected.float()  # type: ignore[attr-defined]

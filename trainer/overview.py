@@ -27,7 +27,6 @@ from serried.trainer.optimizer import check_optimizer, learning_rate
 from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.memory import holds_what_it_computed_again, planned_memory
-from serried.trainer.plan.parts import IN_HOST_MEMORY
 from serried.trainer.plan.planned_time import measured_rates, planned_device
 from serried.trainer.plan.show import plan_lines
 from serried.trainer.plan.step_plan import RESERVED_BYTES, StepPlan, plan_step
@@ -74,7 +73,7 @@ def overview(
         gathers = ", ZeRO-3 (gathers for use)" if parallel.frees_after_forward else ", ZeRO-2 (stays gathered)"
         mesh += ", ZeRO-2 (small and on a CPU: gathered at once)" if plan.is_one_unit else gathers
     schedule, used_for = config.schedule, check_optimizer(config.optim, model, plan, layout)
-    place_of_state = ", state in host memory" if config.optim.offload else ""
+    place_of_state = ", state in host memory" if config.offloads_state else ""
     ratio = learning_rate(trainer.steps, trainer.steps, 1.0, schedule)
     decay = f" to {ratio:g}x" if ratio != 1 and schedule.warmup_steps < trainer.steps else ""
     short_run = " (the run ends inside it)" if schedule.warmup_steps >= trainer.steps else ""
@@ -292,13 +291,14 @@ def _memory(
     may_sum_each = layout.pipeline == 1 and layout.strategy != "ddp"
     if memory.gradients_while_accumulating and may_sum_each:
         note = f" (whole while accumulating; parallel.sync_every_micro_batch=true: {size(memory.gradients)})"
-    parts = [
-        f"parameters {size(memory.parameters)}",
-        f"gradients {size(memory.gradients + memory.gradients_while_accumulating)}{note}",
-        *([f"optimizer state {size(memory.optimizer_state)}"] if memory.optimizer_state or not memory.on_host else []),
-    ]
-    if memory.gathered:
-        parts.append(f"gathered {size(memory.gathered)}")
+    here = {
+        "parameters": (memory.parameters, ""),
+        "gradients": (memory.gradients + memory.gradients_while_accumulating, note),
+        "optimizer state": (memory.optimizer_state, ""),
+        "gathered": (memory.gathered, ""),
+    }
+    is_shown = {kind: value or not (memory.on_host or kind == "gathered") for kind, (value, _) in here.items()}
+    parts = [f"{kind} {size(value)}{more}" for kind, (value, more) in here.items() if is_shown[kind]]
     activations = f"activations about {size(memory.activations)}" if memory.activations else "activations not estimated"
     if trainer.keeps_less:
         keep_all = {"activation_checkpoint": "none", "activation_memory_budget": 1.0}
@@ -308,7 +308,7 @@ def _memory(
         how = _mixed(mix, layout, len(plan.blocks_in(model))) if mix else _checkpointing(trainer, layout)
         activations += f" ({how}{f', {size(less)} less' * (less > 0)})"
     apart = "" if memory.is_of_parts else "; not all at once"
-    apart += f"; {IN_HOST_MEMORY} {size(memory.on_host)}" * config.optim.offload
+    apart += "".join(f"; {kind} {size(value)}" for kind, value in memory.apart.items())
     return f"{size(memory.total)} per rank: {', '.join(parts)}, {activations}{apart}"
 
 

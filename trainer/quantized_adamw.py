@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from serried.configs.errors import UserError
-from serried.parallel.held import is_sharded, local
+from serried.parallel.held import local
 from serried.parallel.mesh import Layout
 from serried.parallel.shard_specs import ShardSpec
 from serried.trainer.beside_adamw import BesideAdamW
@@ -112,15 +112,9 @@ def _is_in_blocks(parameter: Tensor) -> bool:
 
 
 def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros divided as ``parameter`` is, but for the number of columns."""
-    here = torch.zeros(*local(parameter).shape[:-1], columns, dtype=dtype, device=parameter.device)
-    if not is_sharded(parameter):
-        return here
-    shape = torch.Size((*parameter.shape[:-1], columns))
-    strides = torch.empty(shape, device="meta").stride()
-    return type(parameter).from_local(
-        here, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=strides
-    )
+    """Return zeros divided as ``parameter`` is and on its device, but for the number of columns."""
+    some = parameter.detach().narrow(-1, 0, columns)
+    return torch.zeros_like(some, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _numbers(bits: int, *, signed: bool) -> list[float]:

@@ -77,8 +77,9 @@ class Trainer:
         place, device = session.place(), session.device.type
         for line in overview(config, task, layout, accumulation, module, plan, place, device, start, data.training):
             console.say(line)
-        if config.optim.offload:
-            check_offload(planned_memory(config, task, layout, accumulation, module, plan).on_host, session)
+        if config.offloads_state:
+            key = "parallel.offload" if config.parallel.offload else "optim.offload"
+            check_offload(key, planned_memory(config, task, layout, accumulation, module, plan).on_host, session)
         for line in task.describe_sample():
             console.say(line)
         needed = saved_bytes(config, module, plan)

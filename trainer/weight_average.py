@@ -36,7 +36,7 @@ class WeightAverage:
         self._accepted += accepted
         kept = ((1 + self._accepted) / (10 + self._accepted)).clamp(max=self._decay)
         for average, weights in self._pairs():
-            average.lerp_(weights, ((1 - kept) * accepted).to(average.dtype))
+            average.lerp_(weights, ((1 - kept) * accepted).to(average))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

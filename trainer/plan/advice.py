@@ -101,7 +101,7 @@ def _that_keep_the_numbers(planned: Planned, stage: str, usable: float) -> Itera
             samples = max(fitting, default=1)
             saved_bytes = planned.saved_by("trainer", micro_batch=samples)
             yield Advice(f"trainer.micro_batch={samples}", saved_bytes, " of activations")
-    if planned.device != "cpu" and can_offload(config.optim):
+    if planned.device != "cpu" and can_offload(config.optim) and not config.parallel.offload:
         saved_bytes = planned.saved_by("optim", offload=True)
         yield Advice("optim.offload=true", saved_bytes, ", which host memory then holds; slower updates")
     if layout.shard * layout.context > 1:

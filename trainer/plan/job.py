@@ -78,7 +78,7 @@ def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int, mix: Mi
         is_fused=trainer.compile,
         is_adapter=config.adapter.method != "none",
         orthogonalizes=config.optim.name == "muon",
-        offloads=config.optim.offload,
+        offloads=config.offloads_state,
         gathers_fp32=isinstance(config.model, HuggingFaceSection),
     )
 

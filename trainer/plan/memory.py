@@ -1,6 +1,6 @@
 """Memory that a rank needs, and what FSDP2 exchanges, computed from sizes: nothing is allocated."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from math import ceil, prod
@@ -57,10 +57,15 @@ class FormulaMemory(NamedTuple):
     """What forward and backward of a micro-batch need on top at most, by estimate; 0: unknown."""
     received: int
     """Of the activations, the buffers of a pipeline's messages: torch has one for each micro-batch of a step."""
-    on_host: int
-    """Optimizer state in host memory."""
+    apart: Mapping[str, int]
+    """What is in host memory, by the names of parts."""
     peak: Moment
     """When most is there."""
+
+    @property
+    def on_host(self) -> int:
+        """In host memory."""
+        return sum(self.apart.values())
 
     @property
     def total(self) -> int:
@@ -89,7 +94,7 @@ def formula_memory(found: FormulaMemory) -> Memory:
     parts = {
         "parameters": Amount(found.parameters, "exact"),
         "optimizer state": Amount(found.optimizer_state, "exact"),
-        IN_HOST_MEMORY: Amount(found.on_host, "exact"),
+        **{kind: Amount(value, "exact") for kind, value in found.apart.items()},
         "gradients": Amount(peak.gradients, "exact"),
         "gathered": Amount(peak.gathered, "formula"),
         "activations": Amount(peak.activations - received, "formula"),
@@ -245,21 +250,28 @@ def _of_stages(
         now = share._replace(moment=moment, blocks=max(0.0, share.blocks - gone / blocks), ends=ends)
         return of_adapters + (estimate(share=now) or 0)
 
-    states, is_offloaded = {name: copies[name] * sizes.state_bytes[name] for name in trained}, config.optim.offload
-    fetched = is_offloaded * max(states.values(), default=0)
+    states = {name: copies[name] * sizes.state_bytes[name] for name in trained}
+    fetched = config.optim.offload * max(states.values(), default=0)
     found = list(moments(parts, held, how, activations, fetched))
     all_of_it = (*parts.before, *parts.blocks, *parts.after, parts.rest)
     without = estimate(share=share._replace(moment="forward", borders=0)) or 0
-    averages = sum(copies[name] * sizes.average_bytes[name] for name in trained)
+    lasting = {
+        "parameters": sum(sizes.held[name] * count * sizes.width(name, frozen) for name, count in copies.items()),
+        "gradients": how.held_width * sum(part.held for part in all_of_it),
+        "optimizer state": int(sum(states.values())),
+        "average of weights": sum(copies[name] * sizes.average_bytes[name] for name in trained),
+    }
+    offloaded = lasting if how.offloads else ("optimizer state",) * config.optim.offload
+    apart = {kind + IN_HOST_MEMORY: lasting.pop(kind) for kind in tuple(offloaded)}
     return FormulaMemory(
-        parameters=sum(sizes.held[name] * count * sizes.width(name, frozen) for name, count in copies.items()),
-        gradients=how.held_width * sum(part.held for part in all_of_it),
+        parameters=lasting.get("parameters", 0),
+        gradients=lasting.get("gradients", 0),
         gradients_while_accumulating=how.holds_whole * _FP32_BYTES * sum(part.trained for part in all_of_it),
-        optimizer_state=int(averages + (not is_offloaded) * sum(states.values())),
+        optimizer_state=lasting.get("optimizer state", 0) + lasting.get("average of weights", 0),
         gathered=int(max(each.gathered for each in found)),
         activations=int(max(each.activations for each in found)),
         received=int(activations("forward", held, False) - of_adapters - without),
-        on_host=int(is_offloaded * sum(states.values())),
+        apart={kind: value for kind, value in apart.items() if value},
         peak=max(found, key=lambda moment: moment.bytes),
     )
 
@@ -272,7 +284,10 @@ def keeps_buckets(config: RunConfig, layout: Layout) -> bool:
 def _how(config: RunConfig, sizes: _Sizes, accumulation: int, pipeline: int) -> How:
     layout, width = sizes.layout, sizes.gathered_width
     ranks = layout.shard * layout.context if layout.is_sharded else 1
+    offloads = layout.is_sharded and config.parallel.offload
     stages = layout.stages_of(pipeline)
+    # One shard of that type is used as it is.
+    gathers = layout.is_sharded and (ranks > 1 or width < sizes.trained_width or offloads)
     sums_in_fp32 = config.parallel.sync_every_micro_batch or not layout.is_sharded
     return How(
         accumulation,
@@ -282,10 +297,11 @@ def _how(config: RunConfig, sizes: _Sizes, accumulation: int, pipeline: int) -> 
         ranks,
         width,
         _FP32_BYTES if sums_in_fp32 else sizes.trained_width,
-        layout.is_sharded and (ranks > 1 or width < sizes.trained_width),  # one shard of that type is used as it is
+        gathers,
         config.parallel.frees_after_forward and not sizes.plan.is_one_unit,
         config.parallel.sync_every_micro_batch,
         ((0 in stages) + 1) * (layout.stages - 1 in stages) if sizes.plan.tied else 0,
+        offloads,
     )
 
 

@@ -76,19 +76,21 @@ class How(NamedTuple):
     """Whether gradients are reduced after each micro-batch."""
     tied: int
     """How often one stage uses a weight that is the embedding's and the head's; 0: none has both, or none the head."""
+    offloads: bool
+    """Whether shards of parameters and gradients are in host memory."""
 
     @property
     def holds_whole(self) -> bool:
         """Whether gradients of earlier micro-batches are held whole."""
         sums_up = self.is_pipelined or (self.accumulation > 1 and not self.reduces_each)
-        return self.is_sharded and self.ranks > 1 and sums_up
+        return self.is_sharded and (self.ranks > 1 or self.offloads) and sums_up
 
 
 def moments(parts: Parts, blocks: int, how: How, activations: Activations, fetched: float = 0) -> Iterator[Moment]:
     """Yield the moments; the model has so many ``blocks`` here, in units of their own or not. ``fetched``: state of a
     parameter that the optimizer has from host memory."""
     held = sum(part.held for part in (*parts.before, *parts.blocks, *parts.after, parts.rest))
-    yield Moment("optimizer", 0, how.held_width * held, fetched)
+    yield Moment("optimizer", 0, (not how.offloads) * how.held_width * held, fetched)
     different = min(how.accumulation, 3)  # the first, those between, the last
     for number in range(different):
         has_earlier = number > 0 or how.keeps_buckets
@@ -98,7 +100,7 @@ def moments(parts: Parts, blocks: int, how: How, activations: Activations, fetch
     for number, part in enumerate(units if how.is_pipelined else ()):
         gathered = how.gathers * sum(each.gathered for each in units[number + 1 :])
         to_come = (_FP32_BYTES if how.holds_whole else how.width) * sum(each.trained for each in units[number:])
-        formed = how.held_width * sum(each.held for each in units[: number + 1])
+        formed = how.held_width * sum(each.held for each in units[number * how.offloads : number + 1])
         yield Moment("backward", gathered, formed + to_come, _FP32_BYTES * part.trained, activations("start", 0, True))
 
 
@@ -157,6 +159,8 @@ class _MicroBatch:
         is_added = how.holds_whole and self._has_earlier
         is_wide = self._reduces and (is_added or how.ranks == 1)  # torch divides what one rank has into a copy
         passing = (_FP32_BYTES if is_wide else how.width) * part.trained + self._reducing(place + 1)
+        if how.offloads and self._reduces:
+            passing += how.held_width * part.held  # to the host
         if place < len(self._order) and how.tied:
             passing += how.width * self._parts.rest.largest
         gathered = self._in_backward(place + 1, starts=True) if place < len(self._order) else 0
@@ -166,11 +170,12 @@ class _MicroBatch:
         """Return the bytes of gradients, after the backward of so many parts."""
         all_of_it = [*self._order, self._parts.rest]
         formed, to_come = all_of_it[:place], all_of_it[place:]
+        held_width = self._how.held_width * (not self._how.offloads)
         if not self._how.holds_whole:
-            return self._how.held_width * sum(part.held for part in (all_of_it if self._has_earlier else formed))
+            return held_width * sum(part.held for part in (all_of_it if self._has_earlier else formed))
         if not self._reduces:
             return _FP32_BYTES * sum(part.trained for part in (all_of_it if self._has_earlier else formed))
-        shards = self._how.held_width * sum(part.held for part in formed)
+        shards = held_width * sum(part.held for part in formed)
         return shards + _FP32_BYTES * sum(part.trained for part in to_come)
 
     def _reducing(self, place: int) -> float:

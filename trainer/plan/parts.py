@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 Origin = Literal["exact", "traced", "formula", "measured", "catalogue", "assumed"]
 """``exact``: arithmetic on sizes. ``traced``: counted in a step on tensors without data. ``formula``: an estimate,
 not below the trace. ``measured``: here. ``catalogue``: of the maker. ``assumed``: a guess, stated as one."""
-IN_HOST_MEMORY = "optimizer state in host memory"
-"""The part of a rank's memory that is not on its device."""
+IN_HOST_MEMORY = " in host memory"
+"""End of the names of those parts of a rank's memory that are not on its device."""
 Shape = tuple[int, int, int]
 """m, n, k of a matrix product."""
 
@@ -73,7 +73,7 @@ class Memory:
     @property
     def on_host(self) -> int:
         """What is in host memory instead, in bytes."""
-        return int(self.parts[IN_HOST_MEMORY].value) if IN_HOST_MEMORY in self.parts else 0
+        return int(sum(part.value for kind, part in self.parts.items() if kind.endswith(IN_HOST_MEMORY)))
 
 
 @dataclass(frozen=True)

@@ -139,8 +139,10 @@ def time_of(
         )  # fmt: skip
 
     if config.plan.rates is not None:
-        if config.optim.offload:
-            raise UnknownTime("how fast optimizer state is copied from and to host memory was not measured")
+        if config.offloads_state:
+            raise UnknownTime(
+                "how fast parameters and optimizer state are copied from and to host memory was not measured"
+            )
         measured = measured_rates(config)
         notes = "".join(f"; {note}" for note in measured.notes())
         if stages:

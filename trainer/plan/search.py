@@ -163,7 +163,7 @@ class _Search:
         self.rates_of = str(config.plan.rates or software_for(device.name))
         self.capacity = int(device.memory_bytes)
         self.limit = _USABLE_SHARE * device.memory_bytes
-        self.state_bytes = 0 if config.optim.offload else state_bytes(config.optim).per_element
+        self.state_bytes = 0 if config.offloads_state else state_bytes(config.optim).per_element
         self.valid = 0
         self._refused: dict[object, UserError | None] = {}
 
@@ -310,7 +310,7 @@ class _Search:
             share=share_of(config, layout, job.accumulation, self.blocks, 0),
         )
         weights = (trained_type(config) or torch.float32).itemsize
-        states = elements / divided * (weights + _FP32_BYTES + self.state_bytes)
+        states = (not config.parallel.offload) * elements / divided * (weights + _FP32_BYTES + self.state_bytes)
         return states + 2 * gathered + _FP32_BYTES * whole + (activations or 0)
 
     def _played(self, candidate: Candidate) -> Candidate:

@@ -129,7 +129,7 @@ class Job:
     orthogonalizes: bool = False
     """Whether the optimizer is Muon."""
     offloads: bool = False
-    """Whether the optimizer's state is in host memory. What copying it takes is not known."""
+    """Whether parameters or the optimizer's state are in host memory. What copying them takes is not known."""
     gathers_fp32: bool = False
     """Whether FSDP gathers parameters in fp32, whatever the precision."""
 

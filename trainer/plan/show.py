@@ -78,12 +78,13 @@ def _fits(fits: Fits, memory: Memory) -> str:
 
 def _parts(memory: Memory) -> str:
     least = _WORTH_NAMING * memory.peak
-    here = {kind: part.value for kind, part in memory.parts.items() if kind != IN_HOST_MEMORY}
+    here = {kind: part.value for kind, part in memory.parts.items() if not kind.endswith(IN_HOST_MEMORY)}
     named = {kind: value for kind, value in here.items() if value >= least and kind != "other"}
     rest = memory.peak - sum(named.values())
     texts = [f"{kind} {size(value)}" for kind, value in named.items()]
     texts += [f"other {size(rest)}"] if rest >= least else []
-    return ", ".join(texts) + (f"; {IN_HOST_MEMORY} {size(memory.on_host)}" if memory.on_host else "")
+    apart = [f"{kind} {size(part.value)}" for kind, part in memory.parts.items() if kind not in here]
+    return "; ".join([", ".join(texts), *apart])
 
 
 def _travels(flows: tuple[Flow, ...]) -> Iterator[tuple[str, str]]:

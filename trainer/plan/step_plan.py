@@ -22,7 +22,7 @@ RESERVED_BYTES = 2 * 2**30
 """Of a GPU, for the CUDA context, libraries and NCCL: assumed."""
 FRAGMENTED_SHARE = 0.05
 """Of what comes and goes in a step, which the allocator loses between blocks: assumed where it is not traced."""
-_LASTING = ("parameters", "optimizer state", IN_HOST_MEMORY, "average of weights", "gradients")
+_LASTING = ("parameters", "optimizer state", "average of weights", "gradients")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ def fits_of(memory: Memory, capacity: int) -> Fits:
 
 def with_unused(memory: Memory) -> Memory:
     """Return ``memory`` and what the allocator takes and does not use."""
-    passing = sum(part.value for kind, part in memory.parts.items() if kind not in _LASTING)
+    passing = sum(
+        part.value for kind, part in memory.parts.items() if kind not in _LASTING and not kind.endswith(IN_HOST_MEMORY)
+    )
     lost = Amount(FRAGMENTED_SHARE * passing, "assumed")
     lost = lost if memory.unused is None else Amount(memory.unused, "traced")
     return replace(memory, parts={**memory.parts, "fragmentation": lost})

@@ -18,7 +18,8 @@ from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, PIPELINE
 from serried.trainer.plan.allocator import Phase, anonymous
 from serried.trainer.plan.parts import IN_HOST_MEMORY, Shape, Work
 
-GRADIENTS, GATHERED, KEPT, WORKING = "gradients", "gathered", "kept for backward", "working memory"
+PARAMETERS, GRADIENTS, GATHERED = "parameters", "gradients", "gathered"
+KEPT, WORKING = "kept for backward", "working memory"
 
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 _COPY_THEIR_INPUT = {"logsumexp"}
@@ -170,15 +171,24 @@ class StepTrace(TorchDispatchMode):
     def peak(self) -> Peak:
         """Return the peak since ``begin``."""
         now, most, at = 0, -1, 0
+        host: Counter[str] = Counter()
+        apart: Counter[str] = Counter()
         by_phase: Counter[str] = Counter()
         for number, (block, change, phase) in enumerate(self._events):
-            now += change * (block.kind != IN_HOST_MEMORY)
-            by_phase[phase] = max(by_phase[phase], now)
-            if now > most:
-                most, at = now, number
+            is_apart = block.kind.endswith(IN_HOST_MEMORY)
+            here = now + change * (not is_apart or phase == BACKWARD)  # gradients are on the device for a moment
+            now += change * (not is_apart)
+            by_phase[phase] = max(by_phase[phase], here)
+            if here > most:
+                most, at = here, number
+            if is_apart:
+                host[block.kind] += change
+                apart |= host
         parts: Counter[str] = Counter()
         for block, change, _ in self._events[: at + 1]:
             parts[block.shown] += change
+        parts |= apart
+        parts[WORKING] += most - sum(size for kind, size in parts.items() if not kind.endswith(IN_HOST_MEMORY))
         by_phase.pop("", None)
         return Peak(most, self._events[at][2], {kind: size for kind, size in parts.items() if size}, dict(by_phase))
 
@@ -189,7 +199,7 @@ class StepTrace(TorchDispatchMode):
             [
                 (block, size, streams.setdefault(stream, len(streams)))
                 for block, size, stream in phase
-                if block.kind != IN_HOST_MEMORY
+                if not block.kind.endswith(IN_HOST_MEMORY)
             ]
             for phase in self._phases
         )
@@ -238,7 +248,7 @@ class StepTrace(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._live:
                 self._record(storage, storage.size())
-        if size := known_workspace(name, inputs):
+        if size := known_workspace(name, inputs) + self._fetched(operation, name, inputs):
             block = Block(WORKING)
             self._resize_block(block, size)
             self._resize_block(block, 0)
@@ -248,6 +258,13 @@ class StepTrace(TorchDispatchMode):
         elif not getattr(operation, "is_view", False) and name not in _FREE:
             self.work.setdefault(self.phase, _Tally()).add(name, inputs, outputs)
         return result
+
+    def _fetched(self, operation: Any, name: str, inputs: Sequence[Tensor]) -> int:
+        """Return the bytes of parameters in host memory that an operation of the device has from there."""
+        if self.phase == OPTIMIZER or name in _FREE or getattr(operation, "is_view", False):
+            return 0
+        blocks = ((self._live.get(each.untyped_storage()._cdata), each.nbytes) for each in _with_memory(inputs))
+        return sum(size for live, size in blocks if live and live[0].kind == PARAMETERS + IN_HOST_MEMORY)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

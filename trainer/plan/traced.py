@@ -38,14 +38,14 @@ from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.allocator import Phase, extended, unused_bytes
 from serried.trainer.plan.memory import RECEIVE_BUFFERS, keeps_buckets
 from serried.trainer.plan.parts import IN_HOST_MEMORY, Amount, Memory, Work
-from serried.trainer.plan.trace import GRADIENTS, Exchange, StepTrace
+from serried.trainer.plan.trace import GRADIENTS, PARAMETERS, Exchange, StepTrace
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task, map_tensors
 from serried.trainer.training_state import train_step
 from serried.trainer.weight_average import WeightAverage
 
 _CPU = torch.device("cpu")
-_EXACT = ("parameters", "optimizer state", IN_HOST_MEMORY)
+_EXACT = (PARAMETERS, "optimizer state")
 _EXCHANGES_IN_PHASE = {FORWARD: "forward", BACKWARD: "backward"}
 
 
@@ -74,7 +74,7 @@ class Traced:
     @property
     def peak(self) -> float:
         """Bytes held at most on the device."""
-        return sum(size for kind, size in self.memory.items() if kind != IN_HOST_MEMORY)
+        return sum(size for kind, size in self.memory.items() if not kind.endswith(IN_HOST_MEMORY))
 
     def plus(self, other: "Traced", times: float) -> "Traced":
         """Return this and ``times`` times the other."""
@@ -143,7 +143,7 @@ def memory_of(stages: Sequence[TracedStage]) -> Memory:
     worst = max(stages, key=lambda stage: stage.step.peak)
     parts: dict[str, Amount] = {}
     for kind, size in sorted(worst.step.memory.items(), key=lambda each: -each[1]):
-        parts[kind] = Amount(size, "exact" if kind in _EXACT else "traced")
+        parts[kind] = Amount(size, "exact" if kind.removesuffix(IN_HOST_MEMORY) in _EXACT else "traced")
     by_phase = {phase: int(size) for phase, size in worst.step.by_phase.items()}
     return Memory(parts, worst.step.phase, by_phase, worst.rank)
 
@@ -294,7 +294,14 @@ def _trace_rank(
             empty(model.module)
             batches = [map_tensors(partial(torch.empty_like, device=_CPU), batch) for batch in batches]
             phases = Phases()
-            phases.listener = trace.enter
+            place, state_place = (IN_HOST_MEMORY * each for each in (config.parallel.offload, config.offloads_state))
+
+            def enter(phase: str) -> None:
+                trace.enter(phase)
+                gradients = [held.tensor.grad for held in parallel.parameters if held.tensor.grad is not None]
+                trace.label(GRADIENTS + place, gradients if place else ())
+
+            phases.listener = enter
             parallel = sharded(config, model, layout, _CPU, phases=phases, groups=groups, mix=mix)
             _answer_what_needs_data(parallel, model.plan, layout, border)
             if config.launch.device != "cpu":
@@ -308,17 +315,17 @@ def _trace_rank(
             weight = task.weight_per_sample()
             step = train_step(config, _Named(task, parallel), weight, parallel, optimizer, average)
             step(batches, 1e-3, lambda: 0.0)  # FSDP2 and optimizers allocate in their first
-            trace.label("parameters", [held.tensor for held in parallel.parameters])
+            trace.label(PARAMETERS + place, [held.tensor for held in parallel.parameters])
             for held in parallel.parameters:
                 for each in optimizer.state.get(held.tensor, {}).values():
                     if isinstance(each, Tensor):
-                        trace.label(IN_HOST_MEMORY if config.optim.offload and each.ndim else "optimizer state", [each])
+                        trace.label("optimizer state" + state_place * (each.ndim > 0), [each])
             if has_buckets:
                 for held in parallel.parameters:
                     held.tensor.grad = torch.zeros_like(held.tensor) if held.tensor.requires_grad else None
                     trace.label(GRADIENTS, [] if held.tensor.grad is None else [held.tensor.grad])
             map_tensors(lambda each: trace.label("batches", [each]), list(batches))
-            trace.label("average of weights", average.of.values() if average is not None else ())
+            trace.label("average of weights" + place, average.of.values() if average is not None else ())
             trace.begin()
             step(batches, 1e-3, lambda: 0.0)
             requests = trace.requests()

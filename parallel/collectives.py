@@ -29,7 +29,7 @@ def _all_gather_on_cpu(x: Tensor, ranks: int, group_name: str) -> Tensor:
 # On Gloo, torch's own kernel may crash the process. Two threads run a group's collectives, and after each they store
 # its name in the same std::string without a lock (ProcessGroupGloo::runLoop: pgStatus_->lastCompletedWorkName, in torch
 # 2.11 and 2.13). The name of that kernel's collective, ALLGATHER_COALESCED, is too long to lie within the string: both
-# threads may free the old one. ALLGATHER, which FSDP2 uses and which sends the same bytes, is not.
+# threads may free the old one. ALLGATHER, which FSDP2 uses and which sends the same bytes, fits.
 _gloo = torch.library.Library("_c10d_functional", "IMPL", "CPU")
 _gloo.impl("all_gather_into_tensor", _all_gather_on_cpu)
 

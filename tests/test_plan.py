@@ -133,6 +133,17 @@ def test_so_it_is_where_blocks_keep_different_things(name: str) -> None:
     assert 1 <= formula.total / memory_of(stages).peak < 1.03
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "mode"), [("interleaved", "none"), ("interleaved", "full"), ("looped_bfs", "none")]
+)
+def test_so_it_is_with_several_stages_on_a_rank(schedule: str, mode: str) -> None:
+    argv = [*PIPELINE, "model.layers=8", "parallel.stages_per_rank=2", "trainer.global_batch=8"]
+    argv += [f"parallel.schedule={schedule}", f"trainer.activation_checkpoint={mode}"]
+    stages, formula, _ = both(*argv, processes=4)
+    assert 1 <= formula.total / memory_of(stages).peak < 1.03
+
+
 def test_the_formula_knows_what_adafactor_exchanges() -> None:
     argv = ["parallel=fsdp", "optim=adafactor", "trainer.global_batch=4"]
     stages, _, flows = both(*argv, processes=4)

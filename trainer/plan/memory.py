@@ -316,7 +316,8 @@ def share_of(
     share = share_of_blocks(config, layout)._replace(
         blocks=held / blocks * in_flight,
         ends=_ends_in_flight(layout, accumulation) * (layout.stages - 1 in stages),
-        borders=received + ceil(in_flight) * sum(stage < layout.stages - 1 for stage in stages),  # and what they sent
+        # And what they sent; of several stages, another keeps what it sent last.
+        borders=received + ceil(in_flight) * sum(stage < layout.stages - 1 for stage in stages) + (len(stages) > 1),
         checkpoint="none" if holds_what_it_computed_again(trainer, layout) else trainer.activation_checkpoint,
         every=trainer.activation_checkpoint_every,
     )

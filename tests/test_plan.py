@@ -65,7 +65,6 @@ LAYOUTS = {
     "gathered in float8": (8, [*FSDP, *FLOAT8]),
     "gathered in float8, tensor": (8, [*FSDP, *FLOAT8, *TENSOR]),
     "offloaded": (8, [*FSDP, "parallel.offload=true"]),
-    "offloaded, fp32": (2, [*FSDP, "parallel.offload=true", "precision=fp32"]),
     "offloaded, reduced each time": (8, [*FSDP, *SYNC, "parallel.offload=true"]),
 }
 CELLS = [(count, tied, mode) for count in (1, 4) for tied in ("false", "true") for mode in ("none", "full")]

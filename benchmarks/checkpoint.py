@@ -227,7 +227,7 @@ class _Highest:
 
 
 def _anonymous() -> int:
-    """Bytes of this process that are not file's: what the system cannot take back."""
+    """Bytes of this process that no file backs: what the system cannot take back."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

@@ -111,7 +111,7 @@ def gather_each_kind() -> dict[str, Any]:
     return {"equal": equal, "used": [event.key for event in profiled.key_averages() if "gather" in event.key]}
 
 
-def test_a_functional_gather_on_gloo_is_none_whose_name_two_threads_free(cluster: Cluster) -> None:
+def test_functional_gather_on_gloo_is_one_collective_not_a_coalesced_one(cluster: Cluster) -> None:
     """The race is too rare to test for, so the test looks at what is called."""
     for answer in cluster.run(2, "tests.test_collectives:gather_each_kind"):
         assert answer.value["equal"] == dict.fromkeys(KINDS, True)

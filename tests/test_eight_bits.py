@@ -203,7 +203,7 @@ def test_gathering_in_float8_changes_no_bit_and_begins_and_ends_when_a_run_resum
         )
     ],
 )  # fmt: skip
-def test_so_it_is_on_every_layout(cut: Cut, cluster: Cluster, text: Path, tmp_path: Path) -> None:
+def test_gathering_in_float8_changes_no_bit_on_a_layout(cut: Cut, cluster: Cluster, text: Path, tmp_path: Path) -> None:
     """Of 3 ranks, those with 64 rows are gathered in bf16."""
     curves = [
         run(cluster, cut, cut.accumulations[-1], "float8", text, tmp_path / gather, *WIDE, *GATHERED[1:2],
@@ -229,7 +229,9 @@ def train_traced(argv: list[str]) -> None:
         ("optim=adamw_bf16", "trainer.activation_checkpoint=full"),
     ],
 )
-def test_so_it_is_with(more: tuple[str, ...], cluster: Cluster, text: Path, tmp_path: Path) -> None:
+def test_gathering_in_float8_changes_no_bit_with(
+    more: tuple[str, ...], cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
     for gather in ("bf16", "float8"):
         argv = overrides(
             text, tmp_path / gather, *WIDE, "parallel=fsdp", *GATHERED[:2], f"precision.gather={gather}",

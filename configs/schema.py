@@ -431,7 +431,7 @@ class CheckpointSection(Section):
     best_mode: Literal["min", "max"] = "min"
     """``min`` if a lower ``best_metric`` is better, ``max`` if a higher one is."""
     mode: Literal["async", "sync"] = "async"
-    """``async``: training continues while a checkpoint is written. ``sync``: it waits; no copy on a CPU."""
+    """``async``: training continues while a checkpoint is written. ``sync``: it waits; only GPU tensors are copied."""
     resume: str = Field(default="auto", min_length=1)
     """``auto`` (the newest checkpoint, if any), ``must``, ``never`` or a path. ``never`` restarts and moves earlier
     files to ``earlier-N``; a path is a checkpoint, a run folder, or a Hugging Face model folder (weights only)."""

@@ -21,13 +21,19 @@ from harness.runs import metrics, overrides, weights
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.schema import OptimSection
+from serried.parallel.apply import parallelize
+from serried.parallel.fragments import unchanged
 from serried.parallel.groups import Groups
 from serried.parallel.held import local
 from serried.parallel.mesh import resolve_layout
 from serried.parallel.model import Totals
 from serried.parallel.phases import Phases
+from serried.parallel.plan import ParallelPlan
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM
+from serried.runtime.session import Session
+from serried.trainer.checkpoint.save import Checkpointer
+from serried.trainer.checkpoint.state import state_parts
 from serried.trainer.host_memory import check_offload
 from serried.trainer.model import build_model, sharded
 from serried.trainer.optimizer import build_optimizer, create_state, model_optimizer, take_step, takes_verdict
@@ -259,3 +265,23 @@ def test_too_little_host_memory_is_one_line() -> None:
     check_offload("optim.offload", 2**20, session)
     with pytest.raises(UserError, match=r"needs 1.1GiB of host memory for each rank, and 1.0GiB are available; use"):
         check_offload("optim.offload", 11 * 2**30 // 10, session)
+
+
+def test_what_is_in_host_memory_is_not_copied_while_training_waits_for_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if for a GPU: without one there is no pinned memory, so a copy would be refused."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    config = compose(["checkpoint.mode=sync"])
+    layout, session = resolve_layout(config.parallel, 1), Session((0, 0, 1, 1), torch.device("cuda", 0), config.launch)
+    model = parallelize(
+        nn.Linear(4, 4), ParallelPlan(), None, seed=1, layout=layout, section=config.parallel, low_dtype=None,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    optimizer = build_optimizer(model.module.named_parameters(), config.optim)
+    parts = partial(state_parts, model, optimizer, unchanged)
+    saver = Checkpointer(tmp_path, config.checkpoint, layout, session, parts, lambda _: None)
+    saver.save(1, {})
+    saved = saver.close()
+    assert saved is not None
+    assert saved.problem is None

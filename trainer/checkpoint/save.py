@@ -182,15 +182,15 @@ class Checkpointer:
         return staged
 
     def _allocate(self, parts: list[Part]) -> dict[str, Tensor]:
-        """Allocate a copy of ``parts`` in host memory, by name; empty if training waits and they are in host memory.
+        """Allocate a copy of ``parts`` in host memory, by name; if training waits, of those that are not there already.
 
         In chunks, since pinned memory is given in powers of two: up to twice what single tensors need.
 
         Raises ``UserError`` if there is not so much memory.
         """
         on_device = self._session.device.type == "cuda"
-        if self._section.mode == "sync" and not on_device:
-            return {}
+        if self._section.mode == "sync":
+            parts = [part for part in parts if part.local.device.type != "cpu"]
         staged: dict[str, Tensor] = {}
         chunk, used = torch.empty(0, dtype=torch.uint8), 0
         left = total = sum(aligned(part.local.nbytes) for part in parts)

@@ -89,7 +89,8 @@ def test_terminal_shows_a_status_line_and_ctrl_c_leaves_only_plain_lines(text: P
     assert shown[-1] == "", "the prompt comes on a line of its own"
     # The terminal puts its ^C where it likes, also into a line that is being printed; alone it is gone.
     rest = [line.replace("^C", "").rstrip() for line in shown if line.strip()]
-    assert rest == [line.rstrip() for line in logged(tmp_path / "run") if line.strip()]
+    printed = [line for line in rest if not line.startswith("waiting  ")]  # on a loaded machine, before there is a log
+    assert printed == [line.rstrip() for line in logged(tmp_path / "run") if line.strip()]
 
 
 def test_terminal_that_cannot_redraw_lines_gets_plain_ones() -> None:

@@ -49,7 +49,7 @@ def test_run_with_unreachable_wandb_has_the_same_bits_and_keeps_offline_files(
         ended = run_here(tiny_overrides(text, tracked, *argv), see_priority_and_offline_files)
         await_trackers(tracked)
     assert ended.code == 0, ended.printed
-    (warning,) = [line for line in ended.printed.splitlines() if line.startswith("WARNING")]
+    (warning,) = [line for line in ended.printed.splitlines() if line.startswith("WARNING    W&B")]
     assert f"To send later: serried send run.dir={tracked}" in warning
     numbers = [[{key: line[key] for key in _NUMBERS} for line in metrics(each)] for each in (plain, tracked)]
     assert numbers[0] == numbers[1]

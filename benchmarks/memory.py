@@ -64,8 +64,8 @@ def planned(argv: Sequence[str], processes: int) -> StepPlan:
 
 def table() -> Iterator[str]:
     """Yield the lines of the table as Markdown."""
-    yield "| | small model, allocated | Llama 8B on 8 ranks, traced | left of 80 GB |"
-    yield "| --- | --- | --- | --- |"
+    yield "| | small model, allocated | Llama 8B on 8 ranks, traced: in use | reserved | left of 80 GB |"
+    yield "| --- | --- | --- | --- | --- |"
     for name, argv in MODES.items():
         small = "-" if any(each in name for each in _NOT_ON_A_CPU) else f"{allocated(argv) / 2**20:.0f} MiB"
         plan = planned(argv, 8)
@@ -73,7 +73,9 @@ def table() -> Iterator[str]:
         note = "" if plan.found == "traced" else " by formula"
         if plan.memory.on_host:
             note = f", and {plan.memory.on_host / 2**30:.1f} GiB of the host's"
-        yield f"| {name} | {small} | {plan.fits.needed / 2**30:.1f} GiB{note} | {plan.fits.margin / 2**30:.1f} GiB |"
+        sizes = (plan.fits.held, plan.fits.needed, plan.fits.margin)
+        held, needed, margin = ("-" if size is None else f"{size / 2**30:.1f} GiB" for size in sizes)
+        yield f"| {name} | {small} | {held} | {needed}{note} | {margin} |"
 
 
 if __name__ == "__main__":

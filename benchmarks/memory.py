@@ -29,7 +29,7 @@ MODES = {
     "`optim.offload=true`": ("optim.offload=true",),
     "`parallel.offload=true`": ("parallel.offload=true",),
     "`precision=float8`": ("precision=float8",),
-    "the same, `precision.gather=float8`": (
+    "`precision.gather=float8`": (
         "precision=float8",
         "precision.recipe=tensorwise",
         "precision.gather=float8",

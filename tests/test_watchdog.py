@@ -245,13 +245,13 @@ def hanging(how: str, rank: int, step: int) -> Iterator[None]:
         maybe_sleep("forward")
         return forward(self, *arguments, **named)
 
-    def faulty_scattered_sum(*arguments: Any) -> Any:
+    def faulty_scattered_sum(*arguments: Any, **named: Any) -> Any:
         maybe_sleep("tensor")
-        return scattered_sum(*arguments)
+        return scattered_sum(*arguments, **named)
 
-    def faulty_exchanged(*arguments: Any) -> Any:
+    def faulty_exchanged(*arguments: Any, **named: Any) -> Any:
         maybe_sleep("experts")
-        return exchanged(*arguments)
+        return exchanged(*arguments, **named)
 
     with (
         patch.object(Loop, "_train", faulty_train),

@@ -349,7 +349,7 @@ saves, each run compares all copies of weights and optimizer state bitwise.
 - Bounds: fp32 1e-5, bf16 3e-2, fp16 5e-3. A bf16 or fp16 row shows rounding of the low-precision type and could not
   reveal a lost gradient; fp32 rows do.
 - "tied": tied embeddings. "gpt2": GPT-2 with tied embeddings.
-- "experts": a mixture of 8 experts, of which each token passes through 2. "same" then also means that every layer
+- "experts": a mixture of 8 experts; each token passes through 2 of them. "same" then also means that every layer
   sent exactly as many tokens to its most and its least loaded expert in every step.
 - "compiled": `trainer.compile=true`; the reference is not compiled.
 - The name of an optimizer: the row and its reference use that `optim`. The bound is 1e-3 for `adamw8bit` and

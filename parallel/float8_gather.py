@@ -35,8 +35,8 @@ class Float8Gather:
 
     @torch.no_grad()
     def set_scales(self) -> None:
-        """Give the weights, of which there must be some, the scales of their current values. A collective; call it
-        before they are gathered."""
+        """Set the scales of the weights from their current values; there must be at least one weight. A collective;
+        call it before they are gathered."""
         largest = torch.stack([torch.linalg.vector_norm(each.shard, torch.inf) for each in self.weights]).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
         scales = self.weights[0].product.scales_of(largest)
@@ -50,7 +50,7 @@ class _Weight:
     scale: Tensor
 
     def __init__(self, parameter: Any, product: Float8) -> None:
-        # FSDP2 looks at this tensor, of which ``to_local`` returns a view. torch's test of plain tensors with these
+        # FSDP2 looks at this tensor; ``to_local`` returns a view of it. torch's test of plain tensors with these
         # methods takes it so too (test_all_gather_extensions_monkey_patch).
         shard = parameter._local_tensor
         self.shard, self.product = shard, product

@@ -55,7 +55,7 @@ def paste(override: str) -> None:
     key = override.partition("=")[0]
     family = [f"model={PRESETS[readers(key)[0]]}"] if key.startswith("model.") else []
     family += ["adapter=lora"] if key.startswith("adapter.") else []
-    # A model would have to be there, and train.py alone takes task=masked_lm.
+    # It needs a model, and only train.py takes task=masked_lm.
     if key not in ("model.path", "task.mask_share") and override != "model=auto":
         compose([*NEEDED.get(override, NEEDED.get(key, family)), override])
 
@@ -139,7 +139,7 @@ def test_advice_holds_overrides_that_are_accepted(sentence: str, tmp_path: Path)
         ("report_to=none", "did you mean track=files?"),
         ("eval_strategy=steps", "use trainer.eval_every=100 checkpoint.every=100"),
         ("torch_dtype=bfloat16", "did you mean precision=bf16?"),
-        ("checkpoint.enable=true", "nothing has to be set for this; leave it out"),
+        ("checkpoint.enable=true", "no key is needed for this; leave it out"),
         ("load_best_model_at_end=true", "did you mean checkpoint.keep_best=true?"),
     ],
 )

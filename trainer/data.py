@@ -104,7 +104,7 @@ def _seed_of(text: str) -> int:
 
 def with_steps(config: RunConfig, training: Dataset) -> RunConfig:
     """Return ``config`` with the steps that ``trainer.epochs`` passes over the training data take, if it is set. Raises
-    ``UserError`` if the data is a stream, of which the length is unknown."""
+    ``UserError`` if the data is a stream, whose length is unknown."""
     trainer = config.trainer
     if trainer.epochs is None:
         return config

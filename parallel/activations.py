@@ -242,8 +242,8 @@ class _Again:
 def kept(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     """Return ``compute()``, or under ``selective`` what it returned in the first forward.
 
-    For code that exchanges messages or makes its own choice of what to keep, and so is not an operation of ``_keeps``. Call it
-    where autograd does not record.
+    For code that exchanges messages or makes its own choice of what to keep, and so is not an operation of ``_keeps``.
+    Call it where autograd does not record.
     """
     if _Keep.current is None:
         return compute()

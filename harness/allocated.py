@@ -1,7 +1,6 @@
 """What a step on this rank allocates and sends, as measured."""
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable
@@ -29,7 +28,6 @@ def allocated_and_sent(argv: list[str], path: str) -> tuple[int, dict[str, int]]
     """Bytes that a step holds at most on this rank, by the events of torch's allocator, the least of some steps; and
     those that it sends, by operation."""
     config = compose(argv)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read once in a process, where later tests look at what it prints
     with open_session(config.launch) as session:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
             step = a_step(config, session)

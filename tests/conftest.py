@@ -9,6 +9,8 @@ from pathlib import Path
 # Tests and what they start share the cores: threads would wait for each other. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # of those that ask for several
+# The first profile of a process decides what torch's profiler prints in all later ones, of other tests too.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import pytest
 from hypothesis import settings

@@ -4,7 +4,6 @@ A trace of a step on tensors without data does not see it, so ``trainer.plan.tra
 """
 
 import bisect
-import os
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -78,7 +77,6 @@ class Alone(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_no_operation_needs_more_than_the_trace_counts(name: str, tmp_path: Path) -> None:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     config = compose([*SMALL, *STEPS[name]])
     with open_session(config.launch) as session:
         step = a_step(config, session)

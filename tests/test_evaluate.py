@@ -192,7 +192,8 @@ def test_under_torchrun_as_a_user_types_it(run_dir: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    head, first, second = done.stdout.splitlines()
+    # On a busy machine it may say that it waits.
+    head, first, second = (line for line in done.stdout.splitlines() if not line.startswith("waiting"))
     assert head.startswith(f"model      {run_dir}/checkpoints/step-00000004, bf16, 2 processes on cpu (gloo)")
     assert first.startswith("validation loss 5.")
     assert "bits/byte" in first

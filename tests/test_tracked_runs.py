@@ -33,6 +33,7 @@ def test_run_with_unreachable_wandb_has_the_same_bits_and_keeps_offline_files(
 
     def see_priority_and_offline_files(_: Trainer, step: int) -> None:
         if step == 3:
+            wait_for(lambda: trackers(tracked))
             (tracker,) = trackers(tracked)
             wait_for(lambda: list(tracked.glob("wandb/offline-run-*/*.wandb")))
             wait_for(lambda: os.getpriority(os.PRIO_PROCESS, tracker) == 10)

@@ -325,6 +325,31 @@ class Ragged(Tiny):
         return [torch.ones(4 + number % 2) for number in range(64)] if split == "train" else None
 
 
+class Unlike(Tiny):
+    """Samples of which two in a micro-batch differ."""
+
+    defaults: ClassVar = {**Tiny.defaults, "trainer.global_batch": 16, "trainer.micro_batch": 16}
+
+    class Config(serried.Section):
+        second: str
+
+    def dataset(self, split: str) -> Any:
+        x = torch.ones(4)
+        of = {"more": {"x": x, "y": 1}, "none": {"x": None}, "text": {"x": "abc"}, "tuple": (x,)}
+        return [{"x": x}, of[self.config.second]] * 32 if split == "train" else None
+
+
+class Nested(Unlike):
+    """Samples with a list of dicts, one of which has another key in some samples."""
+
+    class Config(serried.Section):
+        pass
+
+    def dataset(self, split: str) -> Any:
+        x = torch.ones(4)
+        return [([{"x": x}], 1), ([{"x": x, "y": 1}], 1)] * 32 if split == "train" else None
+
+
 class PlainMetric(Tiny):
     """A metric is a mean."""
 
@@ -375,7 +400,12 @@ class TakenName(Tiny):
         (FloatLoss, [], "with loss_sum a scalar tensor; it returned a loss_sum of type float"),
         (DetachedLoss, [], r"loss\(\) returned a loss_sum without a gradient"),
         (PlainMetric, [], r"loss\(\) returned the metric accuracy as 0.5; return it as \(sum, weight\)"),
-        (Ragged, [], r"samples make no batch: stack expects .*; .*, or define Ragged.collate\(samples\)"),
+        (Ragged, [], r"sample is of shape \[5\] in .*, of shape \[4\] in .*, or define Ragged.collate\(samples\)"),
+        (Unlike, ["task.second=more"], r"sample\['y'\] is missing in \d+ of 16 samples: dataset\[\d*[02468]\]"),
+        (Unlike, ["task.second=none"], r"sample\['x'\] is (None|of shape \[4\]) in .*, (None|of shape \[4\]) in data"),
+        (Unlike, ["task.second=text"], r"sample\['x'\] is .*a str .*or define Unlike.collate\(samples\)"),
+        (Unlike, ["task.second=tuple"], r"sample is .*a tuple of 1 .*or define Unlike.collate\(samples\)"),
+        (Nested, [], r"sample\[0\]\[0\]\['y'\] is missing in"),
         (NoModel, [], r"NoModel.build_model\(\) returned None"),
         (ChangingNames, [], "return the same names from every batch"),
         (TakenName, [], "give the metric lr of the task another name"),

@@ -163,11 +163,14 @@ class Task:
         """Return a batch: tensors in dicts, lists, tuples or named tuples, with the samples along dim 0."""
         try:
             return default_collate(list(samples))
-        except (TypeError, RuntimeError) as error:
-            raise UserError(
-                f"samples make no batch: {error}; return tensors of one shape, or define {type(self).__name__}"
-                ".collate(samples)"
-            ) from error
+        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+            raise self._no_batch(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+
+    def _no_batch(self, reason: str) -> UserError:
+        return UserError(
+            f"samples make no batch: {reason}; return samples with the same keys and shapes, or define "
+            f"{type(self).__name__}.collate(samples)"
+        )
 
     def collate_numbered(self, samples: Sequence[Any], ids: np.ndarray) -> Any:
         """Return a batch of ``samples`` whose numbers are ``ids`` [samples].
@@ -175,8 +178,11 @@ class Task:
         An id below 0 marks padding, which must weigh nothing. The default drops it, and keeps one sample where all is
         padding; the evaluation ignores the loss of such a batch.
         """
-        kept = [sample for sample, sample_id in zip(samples, ids.tolist(), strict=True) if sample_id >= 0]
-        return self.collate(kept or samples[:1])
+        kept = {place: sample_id for place, sample_id in enumerate(ids.tolist()) if sample_id >= 0} or {0: 0}
+        samples = [samples[place] for place in kept]
+        if type(self).collate is Task.collate and (difference := _difference(samples, list(kept.values()))):
+            raise self._no_batch(difference)
+        return self.collate(samples)
 
     def example_batch(self, samples: int) -> Any:
         """Return a batch of ``samples`` samples for a plan, which reads shapes and types alone."""
@@ -397,6 +403,39 @@ class TextTask(Task):
         """Yield what ``model`` writes after ``said``, as in ``prompt_ids``, until it ends or ``tokens`` tokens are
         generated."""
         raise NotImplementedError(f"{type(self).__name__} must define write()")
+
+
+def _difference(values: Sequence[Any], ids: Sequence[int], where: str = "sample") -> str:
+    """Return why the values that samples ``ids`` have at ``where`` make no batch; empty if nothing is known against it.
+
+    ``default_collate`` fails on some of these without naming the key, and on others, depending on which sample comes
+    first, returns a batch with keys left out.
+    """
+    forms = [_form(value) for value in values]
+    for form, sample_id in zip(forms, ids, strict=True):
+        if form != forms[0]:
+            return f"{where} is {forms[0]} in dataset[{ids[0]}], {form} in dataset[{sample_id}]"
+    parts: dict[str, list[Any]] = {}
+    if isinstance(values[0], Mapping):
+        for key in dict.fromkeys(key for value in values for key in value):
+            if lacking := [sample_id for value, sample_id in zip(values, ids, strict=True) if key not in value]:
+                first = ", ".join(f"dataset[{sample_id}]" for sample_id in lacking[:8])
+                return f"{where}[{key!r}] is missing in {len(lacking)} of {len(ids)} samples: {first}"
+            parts[f"{where}[{key!r}]"] = [value[key] for value in values]
+    elif isinstance(values[0], Sequence) and not isinstance(values[0], str | bytes):
+        parts = {f"{where}[{index}]": list(of) for index, of in enumerate(zip(*values, strict=True))}
+    return next(filter(None, (_difference(of, ids, place) for place, of in parts.items())), "")
+
+
+def _form(value: Any) -> str:
+    """Return what ``default_collate`` needs to be the same in all samples. It mixes numbers and arrays without dims."""
+    if value is None:
+        return "None"
+    if isinstance(value, Mapping):
+        return "a dict"
+    if isinstance(value, Sequence):
+        return f"a {type(value).__name__}" + f" of {len(value)}" * (not isinstance(value, str | bytes))
+    return f"of shape {list(shape)}" if (shape := getattr(value, "shape", ())) else "a number"
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:

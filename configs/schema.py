@@ -666,6 +666,13 @@ class RunConfig(Section):
     plan: PlanSection = Field(default_factory=PlanSection, exclude=True)
 
     @property
+    def another_run(self) -> str:
+        """Overrides with which the same command is a run of its own."""
+        has_default_dir = self.run.dir.parts[-2:] == ("runs", self.run.name)
+        new = " checkpoint.resume=auto" * (self.checkpoint.resume == "must")
+        return f"run.{'name' if has_default_dir else 'dir'}=OTHER{new}"
+
+    @property
     def offloads_state(self) -> bool:
         """Whether the optimizer's state is in host memory, with the parameters or without."""
         return self.optim.offload or self.parallel.offload

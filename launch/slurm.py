@@ -276,7 +276,7 @@ def _refuse_a_second_job(configs: Sequence[RunConfig]) -> None:
             number = waiting[0].name.partition("_")[0]
             raise UserError(
                 f"{config.run.dir} has a job in the queue already: {waiting[0].describe()}; wait for it, cancel it "
-                f"(scancel {number}), queue behind it (slurm.dependency=afterany:{number}), or use run.name=OTHER"
+                f"(scancel {number}), queue behind it (slurm.dependency=afterany:{number}), or use {config.another_run}"
             )
 
 

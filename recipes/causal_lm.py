@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -336,9 +337,10 @@ class CausalLM(TextTask):
         if self._data.name == "stdlib":
             start = re.sub(r" (recipe|data)=\S+", "", start)
             return f"your own text: {start} recipe={self.run.recipe} data=text data.path=FILE_OR_FOLDER run.name=mine"
+        export = f"serried export run.dir={shlex.quote(str(self.run.run.dir))} out=FOLDER"
         if self.run.adapter.method != "none":
-            return f"a model with the adapters in it: serried export run.dir={self.run.run.dir} out=FOLDER merge=true"
-        return f"a plain model folder: serried export run.dir={self.run.run.dir} out=FOLDER dtype=bf16"
+            return f"a model with the adapters in it: {export} merge=true"
+        return f"a plain model folder: {export} dtype=bf16"
 
     def notes(self, starts_from_scratch: bool) -> list[str]:
         notes, has_adapters = self._family().notes(), self.run.adapter.method != "none"
@@ -349,7 +351,7 @@ class CausalLM(TextTask):
         return [
             *notes,
             f"the model starts with random weights, and {why}; to start from a trained model: "
-            "model.path=FOLDER_OR_NAME run.name=OTHER",
+            f"model.path=FOLDER_OR_NAME {self.run.another_run}",
         ]
 
     def prompt_ids(self, said: Sequence[str]) -> list[int]:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ class Classification(Task):
     def next_command(self, start: str) -> str:
         del start
         merged = " merge=true" * (self.run.adapter.method != "none")
-        return f"a plain model folder: serried export run.dir={self.run.run.dir} out=FOLDER{merged}"
+        return f"a plain model folder: serried export run.dir={shlex.quote(str(self.run.run.dir))} out=FOLDER{merged}"
 
     def exported(self, name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
         return self._fragments.get(name) or super().exported(name, shape)

@@ -1,10 +1,11 @@
 """The script that this process runs, to start it again as ranks, as the runs of a sweep or in a Slurm job."""
 
+import os
 import resource
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from serried.configs.errors import UserError
@@ -61,10 +62,11 @@ def remember_words(words: Sequence[str]) -> None:
 def typed_words(without: Sequence[str]) -> str:
     """Return flags and overrides of the command line as a shell takes them, with a space before each.
 
-    Those that belong to one run (``run``, ``dry_run``) are left out, and those ``without``: keys, or sections.
+    Those that belong to one run are left out: ``run``, ``dry_run``, and ``checkpoint.resume=must``, which a new run
+    refuses; and those ``without``: keys, or sections.
     """
-    left_out = ("run", "dry_run", *without)
-    kept = [word for word in _words if not {(key := word.partition("=")[0]), key.partition(".")[0]} & {*left_out}]
+    left_out = {"run", "dry_run", "checkpoint.resume=must", *without}
+    kept = [word for word in _words if not {word, (key := word.partition("=")[0]), key.partition(".")[0]} & left_out]
     return "".join(f" {shlex.quote(word)}" for word in (*_flags, *kept))
 
 
@@ -92,5 +94,9 @@ def is_called_from_python() -> bool:
 def typed_command() -> str:
     """Return how the user starts this program: ``train.py``, which an installed package has not, or their script."""
     if len(_training_command) == 1:
-        return Path(_training_command[0]).name
-    return "train.py" if (Path(__file__).resolve().parents[1] / "train.py").exists() else "-m serried.program"
+        script = _training_command[0]
+        with suppress(FileNotFoundError):  # the current folder was removed
+            script = os.path.relpath(script)
+        return shlex.quote(script)
+    here, train = Path("train.py"), Path(__file__).resolve().parents[1] / "train.py"
+    return "train.py" if here.exists() and train.exists() and here.samefile(train) else "-m serried.program"

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -502,9 +504,29 @@ def test_next_after_fit_is_a_call(script: Path, tmp_path: Path, capsys: pytest.C
 
 def test_next_command_has_the_overrides_that_were_typed() -> None:
     remember_flags([])  # of other tests in this process
-    remember_words(["optim=sgd", "run.name=a", "launch=local", "launch.processes=2", "optim.groups.x.parameters=0.*"])
+    words = ["optim=sgd", "run.name=a", "launch=local", "launch.processes=2", "optim.groups.x.parameters=0.*"]
+    remember_words([*words, "checkpoint.resume=must"])
     assert typed_words(without=("launch",)) == " optim=sgd 'optim.groups.x.parameters=0.*'"
     remember_words([])
+
+
+@pytest.mark.slow
+def test_next_command_of_a_resumed_run_can_be_pasted(tmp_path: Path) -> None:
+    folder = tmp_path / "my scripts"
+    folder.mkdir()
+    shutil.copy(ROOT / "tests" / "own_task.py", folder / "points.py")
+
+    def typed(command: str) -> str:
+        words = [sys.executable, *shlex.split(command)[1:]]
+        return subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=120).stdout
+
+    typed("python 'my scripts/points.py' trainer.stop_at=3")
+    said = typed("python 'my scripts/points.py' checkpoint.resume=must")
+    (following,) = re.findall(r"^next       (python .*) for another run$", said, re.MULTILINE)
+    assert "finished   8 steps" in typed(following)
+    assert (tmp_path / "runs/OTHER/status.json").exists()
+    there = typed("python 'my scripts/points.py' checkpoint.resume=must")
+    assert there.endswith("elsewhere: run.name=OTHER checkpoint.resume=auto\n")
 
 
 def test_task_is_evaluated_ten_times_unless_told_otherwise() -> None:

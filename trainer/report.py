@@ -345,17 +345,15 @@ class Report:
     def _next(self, step: int, request: str | None) -> str:
         """Return what to do next."""
         config = self._config
+        same = "run the same command" + ", but checkpoint.resume=auto," * (config.checkpoint.resume == "never")
         if self.progress.early_stop is not None:
             return self._task.next_command(self._session.command())
         if self.progress.missed and step == config.trainer.steps:
-            return f"run the same command for the evaluation after step {step}"
+            return f"{same} for the evaluation after step {step}"
         if step < config.trainer.steps and request is not None:
-            return f"run the same command to resume ({step} of {config.trainer.steps} steps done)"
+            return f"{same} to resume ({step} of {config.trainer.steps} steps done)"
         if step < config.trainer.steps:
-            return (
-                "run the same command without trainer.stop_at, or with a higher one, to resume; up to step "
-                f"{config.trainer.steps}"
-            )
+            return f"{same} without trainer.stop_at, or with a higher one, to resume; up to step {config.trainer.steps}"
         return self._task.next_command(self._session.command())
 
     def _record(self, event: str, **values: Any) -> None:

@@ -198,6 +198,6 @@ def _nothing_to_do(config: RunConfig, start: Start, console: Console, folder: Ru
     console.say(
         f"{config.run.dir} is finished: {start.step} steps, the model is in {start.checkpoint}. Nothing to do."
         f"\nstart again: checkpoint.resume=never (keeps these files in {config.run.dir}/earlier-N) "
-        f"· elsewhere: run.name=OTHER"
+        f"· elsewhere: {config.another_run}"
     )
     return EXIT_FINISHED

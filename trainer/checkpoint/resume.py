@@ -215,7 +215,7 @@ def check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
         return
     raise UserError(
         f"{start.checkpoint} was trained on other data (fingerprint {start.state['data_fingerprint']}, now "
-        f"{fingerprint}); use {_other_run(config)} to keep both, the same files, or checkpoint.allow_changes=true to "
+        f"{fingerprint}); use {config.another_run} to keep both, the same files, or checkpoint.allow_changes=true to "
         "resume with these"
     )
 
@@ -283,7 +283,7 @@ def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> N
     own = [section for section in reversed(type(config).model_fields) if section not in RunConfig.model_fields]
     named.sort(key=lambda key: own.index(key.partition(".")[0]) if key.partition(".")[0] in own else len(own))
     if path.parent == config.run.dir / CHECKPOINTS:
-        ways = [f"{_other_run(config)} to keep both", "checkpoint.resume=never to start again here"]
+        ways = [f"{config.another_run} to keep both", "checkpoint.resume=never to start again here"]
     else:
         ways = ["its weights alone: serried export, then checkpoint.resume=FOLDER with what was exported"]
     # The weights would not fit another model.
@@ -291,11 +291,6 @@ def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> N
         ways.append("checkpoint.allow_changes=true to resume with the new settings")
     told = "; ".join(changed[key] for key in named)
     raise UserError(f"resuming from {path} would change the run: {told}; use {', or '.join(ways)}")
-
-
-def _other_run(config: RunConfig) -> str:
-    """The override that gives a run a folder of its own."""
-    return "run.name=OTHER" if config.run.dir.name == config.run.name else "run.dir=OTHER"
 
 
 def is_free(key: str, config: RunConfig, *, by_content: bool = False) -> bool:

@@ -169,8 +169,8 @@ def _draws(operation: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool
 
 
 class _Keep(TorchDispatchMode):
-    """The first forward under ``selective``. torch's own (``create_selective_checkpoint_contexts``) takes neither FSDP2
-    units within a block nor the two backwards of zero-bubble schedules."""
+    """The first forward under ``selective``. torch's own (``create_selective_checkpoint_contexts``) takes no FSDP2
+    units within a block."""
 
     current: "_Keep | None" = None
 
@@ -218,7 +218,7 @@ class _Repeat(_Keep):
 
 
 class _Again:
-    """The context of computing a block again; entered more than once by zero-bubble schedules."""
+    """The context of computing a block again."""
 
     def __init__(self, buffers: list[tuple[nn.Module, str, Tensor]], results: list[Any] | None = None) -> None:
         """``buffers`` as the first forward found them. ``results`` of ``_Keep``; None: none are kept."""

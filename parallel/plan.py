@@ -89,6 +89,9 @@ class Share(NamedTuple):
     """Ranks that activations between these matrices are divided over."""
     blocks: float = 1.0
     """Share of the blocks, times the micro-batches that are between their forward and their backward at a time."""
+    waits: float = 0.0
+    """As ``blocks``, of the micro-batches whose gradients of weights are still to be formed, while those of inputs have
+    been: in zero-bubble schedules, which hold the gradients of what weights put out until then."""
     ends: int = 1
     """Micro-batches that are between the forward and the backward of the end of the model, where the loss is."""
     trains_weights: bool = True

@@ -95,7 +95,6 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "context": (2, ["parallel=fsdp", "parallel.context=2"]),
     "ring": (2, ["parallel=fsdp", "parallel.context=2", "parallel.context_method=ring"]),
     "1f1b": (2, ["parallel=fsdp", "parallel.pipeline=2"]),
-    "zbv": (2, ["parallel=fsdp", "parallel.pipeline=2", "parallel.schedule=zbv"]),
     "expert": (2, ["parallel=fsdp", "parallel.expert=2"]),
 }
 
@@ -103,9 +102,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=[pytest.mark.slow] * (name in ("ddp, fp16", "fsdp", "tensor", "context", "ring", "zbv"))
-        )
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("ddp, fp16", "fsdp", "tensor", "context", "ring")))
         for name in LAYOUTS
     ],
 )
@@ -264,7 +261,12 @@ def test_blocks_that_keep_nothing_are_one_line() -> None:
         (
             "trainer.activation_memory_budget=0.5 launch.processes=2 parallel=fsdp parallel.pipeline=2 "
             "parallel.schedule=zbv trainer.micro_batch=1",
-            "use parallel.schedule=1f1b or interleaved",
+            "use trainer.activation_memory_budget=1, or parallel.schedule=1f1b or interleaved",
+        ),
+        (
+            "trainer.activation_checkpoint=selective launch.processes=2 parallel=fsdp parallel.pipeline=2 "
+            "parallel.schedule=zbv trainer.micro_batch=1",
+            "use trainer.activation_checkpoint=none, or parallel.schedule=1f1b or interleaved",
         ),
         (
             "trainer.activation_memory_budget=0.5 trainer.compile=true model=moe_tiny",

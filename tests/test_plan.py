@@ -143,6 +143,20 @@ def test_so_it_is_with_several_stages_on_a_rank(schedule: str, mode: str) -> Non
     assert 1 <= formula.total / memory_of(stages).peak < 1.03
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "precision"),
+    [("interleaved_zero_bubble", "bf16"), ("zbv", "bf16"), ("zbv", "fp32"), ("dualpipev", "bf16")],
+)
+def test_for_zero_bubble_schedules_the_formula_is_at_most_12_percent_above_the_trace(
+    schedule: str, precision: str
+) -> None:
+    argv = [*PIPELINE, f"precision={precision}", f"parallel.schedule={schedule}", "trainer.global_batch=12"]
+    argv += ["parallel.stages_per_rank=2"] * (schedule == "interleaved_zero_bubble")
+    stages, formula, _ = both(*argv, processes=4)
+    assert 1 <= formula.total / memory_of(stages).peak < 1.12
+
+
 def test_the_formula_knows_what_adafactor_exchanges() -> None:
     argv = ["parallel=fsdp", "optim=adafactor", "trainer.global_batch=4"]
     stages, _, flows = both(*argv, processes=4)

@@ -26,7 +26,7 @@ from serried.trainer.model import Model, build_model
 from serried.trainer.optimizer import check_optimizer, learning_rate
 from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.parameter_groups import freeze
-from serried.trainer.plan.memory import holds_what_it_computed_again, planned_memory
+from serried.trainer.plan.memory import planned_memory
 from serried.trainer.plan.planned_time import measured_rates, planned_device
 from serried.trainer.plan.show import plan_lines
 from serried.trainer.plan.step_plan import RESERVED_BYTES, StepPlan, plan_step
@@ -305,7 +305,7 @@ def _memory(
         plain = config.model_copy(update={"trainer": trainer.model_copy(update=keep_all)})
         less = planned_memory(plain, task, layout, accumulation, model, plan).activations - memory.activations
         mix = chosen_mix(config, task, layout, plan, model)
-        how = _mixed(mix, layout, len(plan.blocks_in(model))) if mix else _checkpointing(trainer, layout)
+        how = _mixed(mix, layout, len(plan.blocks_in(model))) if mix else _checkpointing(trainer)
         activations += f" ({how}{f', {size(less)} less' * (less > 0)})"
     apart = "" if memory.is_of_parts else "; not all at once"
     apart += "".join(f"; {kind} {size(value)}" for kind, value in memory.apart.items())
@@ -321,12 +321,10 @@ def _mixed(mix: Mix, layout: Layout, blocks: int) -> str:
     return f"within the budget: {firsts} blocks {mix.first}{others}, which keep {kept:.2f} of all"
 
 
-def _checkpointing(trainer: TrainerSection, layout: Layout) -> str:
+def _checkpointing(trainer: TrainerSection) -> str:
     """What activation checkpointing does."""
     every, mode = trainer.activation_checkpoint_every, trainer.activation_checkpoint
     blocks = f"1 of {every} blocks" if every > 1 else "blocks"
-    if holds_what_it_computed_again(trainer, layout):
-        return f"{mode}: parallel.schedule={layout.schedule} computes {blocks} twice again, which saves next to nothing"
     if mode == "offload":
         return f"{mode}: those of {blocks} are in host memory"
     again = "computed again" if mode == "full" else "half computed again"

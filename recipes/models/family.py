@@ -40,6 +40,8 @@ class BlockBytes(NamedTuple):
     """What ``trainer.activation_checkpoint=selective`` keeps beside that."""
     gradients: float
     """Those of its activations that its backward has at once, but for what it has freed by then."""
+    outputs: float = 0.0
+    """Gradients of what its weights put out."""
     computed: float = 0.0
     """What its forward has at its end, and does not keep."""
 
@@ -66,7 +68,7 @@ def bytes_at(share: Share, layers: int, block: BlockBytes, end: EndBytes, *, cop
     checkpointed = 0 if share.checkpoint == "none" else -(-layers // share.every) * share.firsts
     of_blocks = checkpointed * kept[share.checkpoint]
     of_blocks += (layers - checkpointed) * (kept[share.rest] + (share.rest == "none") * copies / layers)
-    of_blocks = share.blocks * of_blocks + share.borders * block.stream
+    of_blocks = share.blocks * of_blocks + share.borders * block.stream + share.waits * layers * block.outputs
     if share.moment == "forward":
         cached = share.blocks * checkpointed * copies / layers  # which autocast keeps to the end of a forward
         return int(of_blocks + cached + (share.ends * end.all + end.forward if share.ends else block.gradients))

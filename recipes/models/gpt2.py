@@ -218,7 +218,9 @@ class GPT2(LossFamily):
         gradients = width * model.hidden_dim / share.tensor + into * (share.tensor > 1)
         adapted = 6 * width * share.adapters
         computed = into * (1 + 5 / share.sequence) * (share.tensor > 1)  # as there
-        each = (norm + adapted + divided / share.tensor, into / share.sequence, selected, gradients, computed)
+        outputs = width * (3 * model.dim + model.hidden_dim) / share.tensor
+        outputs += (4 * into + 8 * model.dim) / share.sequence  # of both norms in fp32 too
+        each = (norm + adapted + divided / share.tensor, into / share.sequence, selected, gradients, outputs, computed)
         matrices = model.layers * (4 * model.dim + 2 * model.hidden_dim) * model.dim
         # Of weights; autocast keeps those of transposed ones no longer than the block.
         copies = width * matrices / share.tensor if autocast else 0

@@ -234,7 +234,8 @@ class MoE(Llama):
         tokens = sequences * sequence_length / share.context / share.sequence * mixtures / model.layers
         product = width * model.expert_hidden_dim
         selected = rows * product + 16 * model.experts
-        of_experts = [tokens * each for each in (rows * row + router, 0, selected, 2 * rows * product, 0)]
+        outputs = rows * (2 * product + width * model.dim)
+        of_experts = [tokens * each for each in (rows * row + router, 0, selected, 2 * rows * product, outputs, 0)]
         if autocast:  # which does not keep them beyond the block
             weights = 3 * width * model.experts * model.dim * model.expert_hidden_dim
             of_experts[0] += weights * mixtures / model.layers

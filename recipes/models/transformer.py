@@ -275,7 +275,7 @@ class Transformer(nn.Module):
 def activation_bytes(
     config: LlamaSection, vocab_size: int, sequences: int, sequence_length: int, dtype: torch.dtype, *, autocast: bool,
     share: Share = ALL_OF_IT, stream_norms: int = 2, normalizes_heads: bool = False,
-    more: Sequence[float] = (0, 0, 0, 0, 0),
+    more: Sequence[float] = (0, 0, 0, 0, 0, 0),
 ) -> int:  # fmt: skip
     """Bytes that a forward and its backward need at ``share.moment``, beside parameters and their gradients: what the
     forward keeps for the backward, and the logits of one chunk.
@@ -307,9 +307,11 @@ def activation_bytes(
     gradients = 2 * product  # of both factors
     if share.tensor > 1:  # or of what all ranks have: what the block adds; or what the factors read, twice and summed
         gradients = max(gradients, product + into, 3 * into - 2 * product)
+    outputs = width * (queries + 2 * keys + 2 * config.hidden_dim) / share.tensor
+    outputs += 4 * stream + 8 * config.dim / share.sequence  # of both norms in fp32 too
     # The last product, of all tokens, and what a rank gets of it; the stream, its norm, and what enters the backward.
     computed = (into + 5 * stream) * (share.tensor > 1)
-    common = (layer, stream, selected, gradients, computed)
+    common = (layer, stream, selected, gradients, outputs, computed)
     block = BlockBytes(*(tokens * each + extra for each, extra in zip(common, more, strict=True)))
     rope = 8 * sequence_length * config.attention_head_dim + 32 * tokens  # and this batch and the next
     if gathers_keys:

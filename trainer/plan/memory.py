@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from serried.configs.registry import takes
-from serried.configs.schema import RunConfig, TrainerSection
+from serried.configs.schema import RunConfig
 from serried.parallel.activations import Mix
 from serried.parallel.apply import gathered_type
 from serried.parallel.axes import shard_specs
 from serried.parallel.matrices import matrix_names, sent_elements
-from serried.parallel.mesh import V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout
+from serried.parallel.mesh import ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.plan import ParallelPlan, Share
 from serried.parallel.quantized import is_packed
 from serried.parallel.traffic import Exchanges, Flow, Unit, fsdp_flows
@@ -41,6 +41,9 @@ WHY_RECEIVE_BUFFERS = (
 _FP32_BYTES = 4
 _ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
 """Schedules of a pipeline that begin with the forwards of all micro-batches."""
+
+_WAITS_FOR_THE_NEXT_BACKWARD = ("interleaved_zero_bubble", "zbv")
+"""Schedules after whose gradients of weights FSDP2 widens and adds these in the stage's next backward alone."""
 
 
 class FormulaMemory(NamedTuple):
@@ -301,6 +304,7 @@ def _how(config: RunConfig, sizes: _Sizes, accumulation: int, pipeline: int) -> 
         config.parallel.frees_after_forward and not sizes.plan.is_one_unit,
         config.parallel.sync_every_micro_batch,
         ((0 in stages) + 1) * (layout.stages - 1 in stages) if sizes.plan.tied else 0,
+        gathers and width < _FP32_BYTES and layout.pipeline > 1 and layout.schedule in _WAITS_FOR_THE_NEXT_BACKWARD,
         offloads,
     )
 
@@ -315,10 +319,11 @@ def share_of(
     received = accumulation * sum((stage > 0) + (stage < layout.stages - 1) for stage in stages)
     share = share_of_blocks(config, layout)._replace(
         blocks=held / blocks * in_flight,
+        waits=held / blocks * _waiting(layout, accumulation, pipeline),
         ends=_ends_in_flight(layout, accumulation) * (layout.stages - 1 in stages),
         # And what they sent; of several stages, another keeps what it sent last.
         borders=received + ceil(in_flight) * sum(stage < layout.stages - 1 for stage in stages) + (len(stages) > 1),
-        checkpoint="none" if holds_what_it_computed_again(trainer, layout) else trainer.activation_checkpoint,
+        checkpoint=trainer.activation_checkpoint,
         every=trainer.activation_checkpoint_every,
     )
     if mix is None:
@@ -328,19 +333,14 @@ def share_of(
     return share._replace(checkpoint=mix.first, every=1, firsts=firsts, rest=rest)
 
 
-def holds_what_it_computed_again(trainer: TrainerSection, layout: Layout) -> bool:
-    """Whether blocks are computed again for the gradients of inputs and held until those of weights are formed, as by
-    zero-bubble schedules (https://github.com/pytorch/pytorch/issues/136766), so that next to nothing is saved."""
-    computes = trainer.activation_checkpoint in ("full", "selective")
-    return computes and layout.pipeline > 1 and layout.schedule in ZERO_BUBBLE_SCHEDULES
-
-
 def _ends_in_flight(layout: Layout, accumulation: int) -> int:
+    if layout.pipeline > 1 and layout.schedule == "interleaved_zero_bubble":
+        return min(accumulation, layout.pipeline)  # gradients of weights wait for those of inputs of a round
     return accumulation if layout.pipeline > 1 and layout.schedule in _ALL_FORWARDS_FIRST else 1
 
 
 def _in_flight(layout: Layout, accumulation: int, pipeline: int) -> float:
-    """Micro-batches between their forward and their backward at a time, on a rank of a pipeline."""
+    """Micro-batches between their forward and the end of their backward at a time, on a rank of a pipeline."""
     if layout.pipeline == 1:
         return 1.0
     if layout.schedule in _ALL_FORWARDS_FIRST:
@@ -348,6 +348,14 @@ def _in_flight(layout: Layout, accumulation: int, pipeline: int) -> float:
     after, per_rank = layout.pipeline - pipeline, layout.stages // layout.pipeline
     if layout.schedule == "1f1b":
         return min(accumulation, after)
-    if layout.schedule in V_SCHEDULES:
-        return min(accumulation, layout.pipeline)
+    if layout.schedule in ZERO_BUBBLE_SCHEDULES:
+        return min(accumulation, layout.pipeline + (layout.schedule == "dualpipev") / 2)
     return min(accumulation, ((per_rank - 1) * layout.pipeline + 2 * after - 1) / per_rank)  # the schedule's warm-up
+
+
+def _waiting(layout: Layout, accumulation: int, pipeline: int) -> float:
+    """Micro-batches whose gradients of weights are to come, while those of inputs have been."""
+    if layout.pipeline == 1 or layout.schedule not in ZERO_BUBBLE_SCHEDULES:
+        return 0.0
+    passes = {"interleaved_zero_bubble": pipeline + 1, "zbv": max(1, 2 * pipeline), "dualpipev": 1}[layout.schedule]
+    return min(accumulation, passes / (layout.stages // layout.pipeline))

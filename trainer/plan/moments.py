@@ -76,6 +76,8 @@ class How(NamedTuple):
     """Whether gradients are reduced after each micro-batch."""
     tied: int
     """How often one stage uses a weight that is the embedding's and the head's; 0: none has both, or none the head."""
+    sums_later: bool
+    """Whether whole gradients wait for the next backward before they are added, as in zero-bubble schedules."""
     offloads: bool
     """Whether shards of parameters and gradients are in host memory."""
 
@@ -168,6 +170,10 @@ class _MicroBatch:
 
     def _gradients(self, place: int) -> float:
         """Return the bytes of gradients, after the backward of so many parts."""
+        waits = self._how.width * sum(part.trained for part in (*self._order, self._parts.rest))
+        return self._summed(place) + self._how.sums_later * waits
+
+    def _summed(self, place: int) -> float:
         all_of_it = [*self._order, self._parts.rest]
         formed, to_come = all_of_it[:place], all_of_it[place:]
         held_width = self._how.held_width * (not self._how.offloads)

@@ -25,7 +25,7 @@ from serried.parallel.context import context_points
 from serried.parallel.expert import mixtures
 from serried.parallel.groups import Groups
 from serried.parallel.held import empty
-from serried.parallel.mesh import Layout
+from serried.parallel.mesh import ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from serried.parallel.plan import Context, Inputs, LossTerms, ParallelPlan
@@ -213,7 +213,9 @@ class _Tracer:
         layout = self._layout
         if blocks is not None and layout.layers_of_stages:
             layout = replace(layout, layers_of_stages=())
-        most = 2 if layout.pipeline == 1 else 2 * layout.pipeline
+        # Gradients of weights that zero-bubble schedules have formed are summed up in the round after.
+        rounds = 3 if layout.schedule in ZERO_BUBBLE_SCHEDULES else 2
+        most = 2 if layout.pipeline == 1 else rounds * layout.pipeline
         micro_batches = min(self._accumulation, most)
         trace, axes, requests, found = _trace_rank(
             self._config, self._task, layout, [self._batch] * micro_batches, rank, blocks, border

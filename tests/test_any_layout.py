@@ -22,9 +22,9 @@ from tests.test_health import flip
 Steps = list[dict[str, Any]]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "single": (1, ["parallel=single"]),
-    "fsdp x3": (3, ["parallel=fsdp"]),
+    "fsdp x3": (3, ["parallel=fsdp", "trainer.micro_batch=6"]),
     "tensor x2": (2, ["parallel=fsdp", "parallel.tensor=2"]),
-    "tensor x2 x fsdp x3": (6, ["parallel=fsdp", "parallel.tensor=2"]),
+    "tensor x2 x fsdp x3": (6, ["parallel=fsdp", "parallel.tensor=2", "trainer.micro_batch=6"]),
     "tensor x2 x replicate x2": (4, ["parallel=hsdp", "parallel.replicate=2", "parallel.tensor=2"]),
     "pipeline x3": (3, ["parallel=fsdp", "parallel.pipeline=3"]),
     "pipeline x2, zbv": (2, ["parallel=fsdp", "parallel.pipeline=2", "parallel.schedule=zbv"]),
@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }  # fmt: skip
 EXPERTS: dict[str, tuple[int, list[str]]] = {
     "experts on one": (1, ["parallel=single"]),
-    "fsdp x3 with experts": (3, ["parallel=fsdp"]),
+    "fsdp x3 with experts": (3, ["parallel=fsdp", "trainer.micro_batch=6"]),
     "expert x2": (2, ["parallel=fsdp", "parallel.expert=2"]),
     "expert x4": (4, ["parallel=fsdp", "parallel.expert=4"]),
     "expert x2 x fsdp x2": (4, ["parallel=fsdp", "parallel.expert=2"]),
@@ -52,7 +52,7 @@ QUICK = ("tensor x2 x replicate x2", "expert x2 x pipeline x2")
 def argv_of(layout: str, text: Path, run_dir: Path, *more: str) -> list[str]:
     dense = ["model.layers=4", "model.tie_embeddings=true"]
     model = ["model=moe_tiny", "model.layers=2", "model.expert_hidden_dim=24"] if layout in EXPERTS else dense
-    how = ["trainer.steps=4", "trainer.micro_batch=3", "trainer.deterministic=true"]
+    how = ["trainer.steps=4", "trainer.micro_batch=9", "trainer.deterministic=true"]
     return overrides(text, run_dir, *model, *how, *(LAYOUTS | EXPERTS)[layout][1], *more)
 
 
@@ -154,13 +154,14 @@ def test_a_stopped_run_resumes_to_the_same_bits(
     processes: int, how: list[str], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     def run(run_dir: Path, *more: str, code: int = 0) -> None:
-        argv = overrides(text, run_dir, "trainer.steps=6", "trainer.deterministic=true", *how, *more)
+        few = ("trainer.steps=4", "trainer.micro_batch=9", "trainer.deterministic=true")
+        argv = overrides(text, run_dir, *few, *how, *more)
         answers = cluster.run(processes, "harness.runs:train_small", argv=argv, timeout_seconds=300)
         assert {answer.value["code"] for answer in answers} == {code}, answers[0].printed
 
     straight, pieces = tmp_path / "straight", tmp_path / "pieces"
     run(straight)
-    run(pieces, "trainer.stop_at=3", code=75)
+    run(pieces, "trainer.stop_at=2", code=75)
     run(pieces)
     curves = [
         [(line["step"], line["loss"], line["grad_norm"]) for line in metrics(path)] for path in (straight, pieces)

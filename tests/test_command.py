@@ -89,16 +89,10 @@ def test_a_mistake_is_one_line_and_exit_78(
         assert count == 1 or done.stderr.startswith(f"error: {count - 1} mistakes:\n")
 
 
-# Found out before any process is made known to another, and by one process for all.
-UNDER_TORCHRUN = [m for m in MISTAKES if m.name in ("batch over ranks", "absent file")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", UNDER_TORCHRUN, ids=lambda m: m.name)
-def test_under_torchrun_a_mistake_is_still_one_line(mistake: Mistake, places: dict[str, str]) -> None:
-    is_found_by_one = mistake.processes == 1 and mistake.stage == "run"
-    extra = ["launch.device=cpu", f"run.dir={places['run']}"] if is_found_by_one else []
-    done = start(*arguments(mistake, places), *extra, processes=2 if extra else 4)
+def test_under_torchrun_a_mistake_is_still_one_line(places: dict[str, str]) -> None:
+    mistake = named("batch over ranks")
+    done = start(*arguments(mistake, places), processes=4)
     ours, footer = before_the_footer(done.stderr)
     said = [line for line in ours.splitlines() if line.startswith("error: ")]
     assert len(said) == 1, done.stderr
@@ -112,6 +106,20 @@ def before_the_footer(stderr: str) -> tuple[str, str]:
     ours, mark, footer = stderr.partition("failed (exitcode: ")
     assert mark, stderr
     return ours, footer
+
+
+def test_a_mistake_that_one_rank_finds_is_one_line_of_all(places: dict[str, str]) -> None:
+    mistake = named("absent file")
+    done = typed_on(2, "train.py", *arguments(mistake, places), "launch.device=cpu", f"run.dir={places['run']}")
+    assert [each.returncode for each in done] == [78, 78]
+    printed = "".join(each.stderr for each in done)
+    assert printed.startswith("error: ")
+    assert len(printed.splitlines()) == 1
+    assert all(fill(expected, places) in printed for expected in mistake.expected)
+
+
+def named(name: str) -> Mistake:
+    return next(mistake for mistake in MISTAKES if mistake.name == name)
 
 
 def test_main_job_under_torchrun_then_again_then_anew(text: Path, tmp_path: Path) -> None:

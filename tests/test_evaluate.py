@@ -4,8 +4,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.cluster import ROOT, Cluster
+from harness.cluster import Cluster
+from harness.forks import typed_on
 from harness.runs import checkpoint, metrics, overrides, run_here, tiny_overrides
 from serried.cli import main
 from serried.configs.compose import compose_saved
@@ -106,7 +105,7 @@ def test_a_run_on_several_axes_is_evaluated_and_writes_as_one_process_does(
     assert texts[0] == texts[1]
     assert len(set(texts[0][8:])) > 2, "it has learned more than one letter"
     seen = metrics(run_dir, "eval")[-1]
-    for processes, other in ((1, []), (2, []), (2, ["parallel=fsdp", "parallel.tensor=2"])):
+    for processes, other in ((1, []), (2, ["parallel=fsdp", "parallel.tensor=2"])):
         (found,) = evaluated(cluster, processes, f"run.dir={run_dir}", *other)
         assert found["loss"] == pytest.approx(seen["loss"], rel=1e-5)
         assert found["tokens"] == seen["tokens"]
@@ -185,13 +184,10 @@ def test_a_mixture_is_told_by_source(cluster: Cluster, text: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_under_torchrun_as_a_user_types_it(run_dir: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*torchrun, "-m", "serried", "evaluate", f"run.dir={run_dir}", "precision=bf16"],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_two_processes_print_as_one(run_dir: Path) -> None:
+    done, other = typed_on(2, "-m", "serried", "evaluate", f"run.dir={run_dir}", "precision=bf16")
+    assert (done.returncode, other.returncode) == (0, 0), done.stderr + other.stderr
+    assert other.stdout == ""
     # On a busy machine it may say that it waits.
     head, first, second = (line for line in done.stdout.splitlines() if not line.startswith("waiting"))
     assert head.startswith(f"model      {run_dir}/checkpoints/step-00000004, bf16, 2 processes on cpu (gloo)")

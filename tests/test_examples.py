@@ -60,7 +60,7 @@ def test_examples_stay_short(name: str, most_lines: int) -> None:
 
 
 def test_digits_have_one_curve_on_every_layout(cluster: Cluster, tmp_path: Path) -> None:
-    short = ["task.dim=32", "task.layers=1", "trainer.log_every=1", "trainer.stop_at=20", "trainer.eval_every=20"]
+    short = ["task.dim=32", "task.layers=1", "trainer.log_every=1", "trainer.stop_at=10", "trainer.eval_every=10"]
     for ranks, layout in ((1, "single"), (2, "ddp"), (2, "fsdp")):
         argv = [f"run.dir={tmp_path / layout}", f"parallel={layout}", *short]
         answer, *_ = cluster.run(ranks, "tests.test_examples:fit", example="digits:Digits", argv=argv)
@@ -69,7 +69,7 @@ def test_digits_have_one_curve_on_every_layout(cluster: Cluster, tmp_path: Path)
         assert answer.value["metrics"] == {"accuracy": evaluated["accuracy"]}
         assert f"accuracy {evaluated['accuracy']:.4g}" in answer.printed
         assert "accuracy" in (tmp_path / layout / "report.html").read_text()
-    assert len(losses(tmp_path / "single")) == 20
+    assert len(losses(tmp_path / "single")) == 10
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_digits_resume_bitwise_after_a_kill_beside_files_named_as_ours(folder: P
 
 def test_gpt2_of_transformers_has_one_curve_and_its_checkpoint_opens_there(cluster: Cluster, tmp_path: Path) -> None:
     few = ["trainer.steps=4", "trainer.log_every=1", "trainer.eval_every=0"]
-    for ranks, layout in ((1, "single"), (2, "ddp"), (3, "fsdp")):
+    for ranks, layout in ((1, "single"), (3, "fsdp")):
         run_dir = tmp_path / f"{layout}{ranks}"
         argv = [f"run.dir={run_dir}", f"parallel={layout}", *few]
         cluster.run(ranks, "tests.test_examples:fit", example="hf_gpt2:GPT2", argv=argv)
@@ -122,18 +122,9 @@ def assert_opens_in_transformers(run_dir: Path) -> None:
 @pytest.mark.slow
 def test_digits_as_typed_sharded_reach_97_percent_with_the_curve_of_one_process(folder: Path) -> None:
     printed = typed(folder, "digits.py", "run.dir=fsdp", "parallel=fsdp", "trainer.log_every=1")
-    forks.typed("digits.py", "run.dir=single", "trainer.log_every=1", "trainer.stop_at=100", cwd=folder)
-    assert losses(folder / "fsdp")[:100] == pytest.approx(losses(folder / "single"), rel=1e-5)
+    forks.typed("digits.py", "run.dir=single", "trainer.log_every=1", "trainer.stop_at=30", cwd=folder)
+    assert losses(folder / "fsdp")[:30] == pytest.approx(losses(folder / "single"), rel=1e-5)
     accuracy = metrics(folder / "fsdp", "eval")[-1]["accuracy"]
     assert accuracy > 0.97
     assert f"accuracy {accuracy:.4g}" in printed
     assert "accuracy" in (folder / "fsdp" / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_gpt2_as_typed_sharded_has_the_curve_of_one_process(folder: Path) -> None:
-    few = ["trainer.steps=4", "trainer.log_every=1"]
-    typed(folder, "hf_gpt2.py", "run.dir=fsdp", "parallel=fsdp", *few)
-    forks.typed("hf_gpt2.py", "run.dir=single", *few, cwd=folder)
-    assert losses(folder / "fsdp") == pytest.approx(losses(folder / "single"), rel=1e-5)
-    assert_opens_in_transformers(folder / "fsdp")

@@ -296,7 +296,7 @@ OF_EXPERTS = {
 }  # fmt: skip
 ON_LAYOUTS["mixtral"] = OF_EXPERTS | {"model.family": "mixtral"}
 ON_LAYOUTS["qwen3_moe"] = OF_EXPERTS | {"model.family": "qwen3_moe", "model.qk_norm": "true"}
-LAYOUTS = ("fsdp x3", "tensor x2", "pipeline x2, 1f1b", "context x2", "context x2, ring")
+LAYOUTS = ("tensor x2", "pipeline x2, 1f1b", "context x2", "context x2, ring")
 DAILY = {"olmo2_7b": ("tensor x2",), "gemma2_9b": ("context x2, ring",), "gemma3_1b": ("pipeline x2, 1f1b",)}
 
 
@@ -305,7 +305,7 @@ DAILY = {"olmo2_7b": ("tensor x2",), "gemma2_9b": ("context x2, ring",), "gemma3
     [
         *((preset, layouts, "selective") for preset, layouts in DAILY.items()),
         *(
-            pytest.param(preset, LAYOUTS[:3] if "model" in changes else LAYOUTS, "none", marks=pytest.mark.slow)
+            pytest.param(preset, LAYOUTS[:2] if "model" in changes else LAYOUTS, "none", marks=pytest.mark.slow)
             for preset, changes in ON_LAYOUTS.items()
         ),
     ],

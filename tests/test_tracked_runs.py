@@ -64,7 +64,7 @@ def test_run_with_unreachable_wandb_has_the_same_bits_and_keeps_offline_files(
 
 @pytest.mark.slow
 def test_run_killed_with_its_trackers_and_resumed_shows_each_step_once(text: Path, tmp_path: Path) -> None:
-    """torchrun, both ranks and all trackers at once, between two checkpoints."""
+    """The launcher, both ranks and all trackers at once, between two checkpoints."""
     run_dir, every = tmp_path / "run", 50
     argv = ["parallel=ddp", "trainer.steps=100000", f"checkpoint.every={every}", "trainer.log_every=1"]
     argv = tiny_overrides(text, run_dir, *argv, "track.wandb=offline", "track.tensorboard=true")
@@ -74,7 +74,7 @@ def test_run_killed_with_its_trackers_and_resumed_shows_each_step_once(text: Pat
         is_shown = list(run_dir.glob("tensorboard/events*")) and [path for path in wandb_files if path.stat().st_size]
         return bool(is_shown) and last_step(run_dir) > every and 10 < last_step(run_dir) % every < every - 10
 
-    with started(2, argv, tmp_path / "first") as agent:
+    with started(2, argv, tmp_path / "first", launch="local") as agent:
         wait_for(lambda: agent.poll() is not None or is_between_and_shown())
         processes = family(agent.pid)
         assert len(processes) > 4, (tmp_path / "first").read_text()
@@ -83,7 +83,7 @@ def test_run_killed_with_its_trackers_and_resumed_shows_each_step_once(text: Pat
         agent.wait()
     wait_for(lambda: not any(map(is_alive, processes)))
     killed = last_step(run_dir)
-    with started(2, [*argv, f"trainer.stop_at={killed + 5}"], tmp_path / "second") as agent:
+    with started(2, [*argv, f"trainer.stop_at={killed + 5}"], tmp_path / "second", launch="local") as agent:
         assert agent.wait(240) != 0, "stopped: there is more to train"
     await_trackers(run_dir)
     (_, start) = metrics(run_dir, "start")

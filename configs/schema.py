@@ -199,6 +199,9 @@ class PrecisionSection(Section):
     """fp16: steps without overflow after which the loss scale doubles."""
 
     def _mistakes(self) -> Iterator[str]:
+        for key, name in {"recipe": "float8", "initial_scale": "fp16", "growth_interval": "fp16"}.items():
+            if self.name != name and (value := getattr(self, key)) != type(self).model_fields[key].default:
+                yield f"precision.{key}={value} is only read with precision={name}; use that, or leave it out"
         if self.gather == "float8" and (self.name, self.recipe) != ("float8", "tensorwise"):
             given = f"precision.recipe={self.recipe}" if self.name == "float8" else f"precision={self.name}"
             yield (

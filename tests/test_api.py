@@ -518,7 +518,9 @@ def test_next_command_of_a_resumed_run_can_be_pasted(tmp_path: Path) -> None:
 
     def typed(command: str) -> str:
         words = [sys.executable, *shlex.split(command)[1:]]
-        return subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=120).stdout
+        done = subprocess.run(words, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=120)
+        assert not done.stderr
+        return done.stdout
 
     typed("python 'my scripts/points.py' trainer.stop_at=3")
     said = typed("python 'my scripts/points.py' checkpoint.resume=must")

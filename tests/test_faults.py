@@ -60,8 +60,9 @@ def test_a_bad_gradient_on_the_last_rank_skips_the_step_and_changes_no_bit_on_an
     layout: str, precision: str, value: float, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     processes, how = LAYOUTS[layout]
+    scale = ["precision.initial_scale=256"] * (precision == "fp16")
     argv = overrides(
-        text, tmp_path / "run", *how, f"precision={precision}", "precision.initial_scale=256",
+        text, tmp_path / "run", *how, f"precision={precision}", *scale,
         "trainer.global_batch=12", f"trainer.micro_batch={12 // processes // 3}", "trainer.steps=4",
     )  # fmt: skip
     fault = at_step(3, processes - 1, value)

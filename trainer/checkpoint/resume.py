@@ -224,9 +224,6 @@ def check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
 
 _MEANS_NOTHING = {
     "trainer.steps": ("schedule.name", ("constant",)),
-    "precision.initial_scale": ("precision.name", ("fp32", "bf16", "float8", "int8")),
-    "precision.growth_interval": ("precision.name", ("fp32", "bf16", "float8", "int8")),
-    "precision.recipe": ("precision.name", ("fp32", "bf16", "fp16", "int8")),
 }
 """Keys that change no number under some values of another key."""
 

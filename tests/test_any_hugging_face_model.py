@@ -128,7 +128,7 @@ def sft(folder: Path, run_dir: Path, *more: str) -> list[str]:
     given = [
         "recipe=sft", "model=hf", f"model.path={folder / 'opt'}", f"data.path={folder / 'chats.jsonl'}",
         "data.tokenizer=bytes", f"data.cache_dir={folder / 'cache'}", f"run.dir={run_dir}",
-        "data.sequence_length=128", "trainer.steps=4", "trainer.global_batch=6", "trainer.micro_batch=1",
+        "data.sequence_length=128", "trainer.steps=4", "trainer.global_batch=6", "trainer.micro_batch=3",
         "trainer.eval_every=0", "trainer.log_every=1", "trainer.workers=0", "optim.lr=0.001", "schedule=constant",
         "schedule.warmup_steps=0", "checkpoint.every=2", *more,
     ]  # fmt: skip

@@ -36,7 +36,7 @@ def run_dir(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFacto
     further = ["data.validation.more.name=text", f"data.validation.more.path={more}"]
     argv = overrides(
         text, folder, "parallel=fsdp", "trainer.steps=4", "trainer.eval_every=2", "trainer.eval_batches=1",
-        "checkpoint.every=2", "launch.device=cpu", "data.packing=best_fit", *further,
+        "trainer.micro_batch=9", "checkpoint.every=2", "launch.device=cpu", "data.packing=best_fit", *further,
     )  # fmt: skip
     cluster.run(2, "harness.runs:train_small", argv=argv)
     return folder

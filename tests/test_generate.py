@@ -170,8 +170,9 @@ def test_a_question_is_asked_in_the_template_and_its_end_is_known() -> None:
 def run_dir(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
     argv = overrides(
-        text, folder, "trainer.steps=12", "checkpoint.every=6", "optim.lr=0.02", "model.max_sequence_length=90"
-    )
+        text, folder, "trainer.steps=12", "trainer.micro_batch=12", "checkpoint.every=6", "optim.lr=0.02",
+        "model.max_sequence_length=90",
+    )  # fmt: skip
     assert run_here(argv).code == 0
     return folder
 

@@ -173,7 +173,8 @@ def test_a_pause_before_a_run_goes_back_is_not_taken_off_what_comes_then() -> No
 def test_ranks_exchange_their_numbers_now_and_then_and_every_line_has_some(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    argv = tiny_overrides(text, tmp_path, "trainer.steps=60", "trainer.log_every=1", "trainer.global_batch=8")
+    batch = ["trainer.global_batch=8", "trainer.micro_batch=4"]
+    argv = tiny_overrides(text, tmp_path, "trainer.steps=60", "trainer.log_every=1", *batch)
     first, second = (answer.value for answer in cluster.run(2, "tests.test_numbers:steps_of_exchanges", argv=argv))
     assert first == second, "or a rank would wait for ever"
     lines = metrics(tmp_path)

@@ -351,6 +351,7 @@ def test_groups_have_the_same_curve_on_every_layout(cluster: Cluster, text: Path
     groups = [
         "optim.groups.embedding.parameters='embed*'", "optim.groups.embedding.frozen=true",
         "optim.groups.attention.parameters='*attn*'", "optim.groups.attention.lr_scale=0.1", "trainer.steps=4",
+        "trainer.micro_batch=9",
     ]  # fmt: skip
     lines = {}
     for processes, layout in ((1, "single"), (2, "fsdp")):

@@ -24,7 +24,7 @@ def serried(*arguments: str, where: Path = ROOT) -> subprocess.CompletedProcess[
 @pytest.fixture(scope="module")
 def run_dir(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
-    argv = overrides(text, folder, "parallel=fsdp", "trainer.steps=4", "checkpoint.every=2")
+    argv = overrides(text, folder, "parallel=fsdp", "trainer.steps=4", "trainer.micro_batch=9", "checkpoint.every=2")
     cluster.run(2, "harness.runs:train_small", argv=argv)
     return folder
 

@@ -61,7 +61,8 @@ def test_the_average_is_the_same_on_other_layouts_and_after_a_resume(
     def train(name: str, ranks: int, *more: str) -> None:
         argv = overrides(
             text, tmp_path / name, AVERAGED, "model.tie_embeddings=true", "trainer.steps=4",
-            "trainer.deterministic=true", "trainer.eval_every=2", "trainer.eval_batches=1", *more,
+            "trainer.micro_batch=9", "trainer.deterministic=true", "trainer.eval_every=2", "trainer.eval_batches=1",
+            *more,
         )  # fmt: skip
         cluster.run(ranks, "harness.runs:train_small", argv=argv)
 
@@ -87,7 +88,7 @@ def test_a_stage_without_trained_weights_resumes(cluster: Cluster, text: Path, t
     for stop in (2, 4):
         argv = overrides(
             text, tmp_path, AVERAGED, "parallel=fsdp", "parallel.pipeline=2", "parallel.layers_of_stages=[1,2]",
-            *frozen, "trainer.steps=4", f"trainer.stop_at={stop}",
+            *frozen, "trainer.steps=4", "trainer.micro_batch=9", f"trainer.stop_at={stop}",
         )  # fmt: skip
         cluster.run(2, "harness.runs:train_small", argv=argv)
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]

@@ -41,6 +41,15 @@ def check_plan(model: nn.Module, plan: ParallelPlan, layout: Layout) -> None:
         split(model, plan, layout, 0)  # refuses, and copies nothing
 
 
+def check_offloadable(model: nn.Module) -> None:
+    """Raise ``UserError`` if a parameter cannot be in host memory with ``parallel.offload=true``."""
+    if name := next(iter(unshardable(model)), None):
+        raise UserError(
+            f"parallel.offload=true: FSDP2 offloads what it shards, and cannot shard {name}, which has no dims or "
+            "holds integers; use parallel.offload=false, or optim.offload=true"
+        )
+
+
 def parallelize(
     model: nn.Module,
     plan: ParallelPlan,
@@ -91,11 +100,6 @@ def parallelize(
         units = () if plan.is_one_unit else _units_of_stage(stage, plan) if plan.units else units_of(stage)
         experts = [each.experts for each in mixtures(stage, plan).values()] if layout.expert > 1 else []
         whole = unshardable(stage)
-        if section.offload and whole:
-            raise UserError(
-                f"parallel.offload=true: FSDP2 offloads what it shards, and cannot shard {next(iter(whole))}, which "
-                "has no dims or holds integers; use parallel.offload=false, or optim.offload=true"
-            )
         divided = ParallelPlan(units, is_one_unit=plan.is_one_unit)
         sync = Sharded(stage, groups, divided, gathered_dtype, section, [*whole.values()], experts)
         _allocate(sync.root, stage, tied, device, is_meta=is_meta, on_host=section.offload)

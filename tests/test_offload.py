@@ -16,9 +16,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import serried
 from harness.cluster import Cluster
 from harness.runs import metrics, overrides, weights
 from serried.configs.compose import compose
+from serried.configs.declaration import declaring
 from serried.configs.errors import UserError
 from serried.configs.schema import OptimSection
 from serried.parallel.apply import parallelize
@@ -32,12 +34,14 @@ from serried.parallel.plan import ParallelPlan
 from serried.program import main
 from serried.recipes.causal_lm import CausalLM
 from serried.runtime.session import Session
+from serried.task_class import declaration
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.state import state_parts
 from serried.trainer.host_memory import check_offload
 from serried.trainer.model import build_model, sharded
 from serried.trainer.optimizer import build_optimizer, create_state, model_optimizer, take_step, takes_verdict
 from serried.trainer.optimizer_state import group_values, tensor_state
+from serried.trainer.overview import dry_run
 from serried.trainer.plan.traced import memory_of
 from serried.trainer.training_state import train_step
 from serried.trainer.weight_average import WeightAverage
@@ -243,6 +247,24 @@ def test_parameters_that_cannot_be_offloaded_are_refused(
     assert reason in capsys.readouterr().err
 
 
+class Scaled(serried.Task):
+    """Has a parameter without dims."""
+
+    def build_model(self) -> nn.Module:
+        model = nn.Linear(4, 1)
+        model.scale = nn.Parameter(torch.tensor(1.0))
+        return model
+
+
+def test_dry_run_refuses_to_offload_what_fsdp_cannot_shard() -> None:
+    with declaring(declaration(Scaled)):
+        config = compose(["parallel=fsdp", PARAMETERS, "launch.device=cpu"])
+    task = Scaled()
+    task.configure(config)
+    with pytest.raises(UserError, match="cannot shard scale, which has no dims"):
+        dry_run(config, task, resolve_layout(config.parallel, 2), 1)
+
+
 def test_the_plan_says_that_parameters_are_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["recipe=llama1b", "data.tokenizer=bytes", "launch.processes=8", "parallel=fsdp", PARAMETERS]
     assert main([*words, SYNC, "dry_run=true"]) == 0
@@ -262,9 +284,31 @@ def test_the_plan_says_where_the_state_is(capsys: pytest.CaptureFixture[str]) ->
 
 def test_too_little_host_memory_is_one_line() -> None:
     session: Any = SimpleNamespace(gather=lambda here: [here, 2**30], local_world_size=1)
-    check_offload("optim.offload", 2**20, session)
-    with pytest.raises(UserError, match=r"needs 1.1GiB of host memory for each rank, and 1.0GiB are available; use"):
-        check_offload("optim.offload", 11 * 2**30 // 10, session)
+    check_offload("optim.offload", 2**20, 0, session)
+    with pytest.raises(UserError, match=r"1.1GiB of host memory for each rank, and 1.0GiB are available; use optim="):
+        check_offload("optim.offload", 11 * 2**30 // 10, 0, session)
+    check_offload("optim.offload", 2**29, 2**29, session)
+    copy = r"needs 512.0MiB .* and 768.0MiB for the copy that a save writes, .*; use checkpoint.mode=sync, optim="
+    with pytest.raises(UserError, match=copy):
+        check_offload("optim.offload", 2**29, 2**29 + 2**28, session)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without pinned memory")
+@pytest.mark.parametrize(("mode", "advice"), [("async", "checkpoint.mode=sync, or more ranks"), ("sync", "more ranks")])
+def test_no_memory_for_the_copy_of_a_save_does_not_offer_the_mode_that_is_set(
+    mode: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    config = compose([f"checkpoint.mode={mode}", "optim=rmsprop"])
+    layout, session = resolve_layout(config.parallel, 1), Session((0, 0, 1, 1), torch.device("cuda", 0), config.launch)
+    model = parallelize(
+        nn.Linear(4, 4), ParallelPlan(), None, seed=1, layout=layout, section=config.parallel, low_dtype=None,
+        device=torch.device("meta"),
+    )  # fmt: skip
+    optimizer = build_optimizer(model.module.named_parameters(), config.optim)
+    parts = partial(state_parts, model, optimizer, unchanged)
+    with pytest.raises(UserError, match=f"cannot hold a copy of its .*; use {advice} with parallel=fsdp$"):
+        Checkpointer(tmp_path, config.checkpoint, layout, session, parts, lambda _: None)
 
 
 def test_what_is_in_host_memory_is_not_copied_while_training_waits_for_a_save(

@@ -4,15 +4,19 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.cluster import Cluster
 from harness.runs import metrics, overrides, run_here, tiny_overrides, weights
 from serried.cli import main as serried
 from serried.program import main
+from serried.trainer.weight_average import WeightAverage
 from tests.test_evaluate import evaluated
 
 AVERAGED = "trainer.ema_decay=0.5"
@@ -45,6 +49,30 @@ def test_the_average_follows_the_weights_and_leaves_training_as_it_is(runs: tupl
         for name, value in now.items():
             torch.testing.assert_close(value, kept * before[name] + (1 - kept) * target[name])
     assert not model_of(averaged, 6)["lm_head.weight"].equal(model_of(plain, 6)["lm_head.weight"])
+
+
+class Conversions(TorchDispatchMode):
+    """Counts copies to another type or device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operation is torch.ops.aten._to_copy.default
+        return operation(*args, **(kwargs or {}))
+
+
+def test_an_update_converts_its_factor_once_for_all_parameters() -> None:
+    """On a GPU, with averages in host memory, each conversion would wait for the device."""
+    held: list[Any] = [SimpleNamespace(tensor=torch.nn.Parameter(torch.zeros(2))) for _ in range(5)]
+    average = WeightAverage(0.5, held, torch.device("cpu"))
+    for each in held:
+        each.tensor.data.fill_(1)
+    with Conversions() as conversions:
+        average.update(torch.ones((), dtype=torch.float64))
+    assert conversions.count == 1
+    assert all(torch.allclose(each, torch.full((2,), 1 - 2 / 11)) for each in average.of.values())
 
 
 def test_the_average_is_what_is_evaluated(runs: tuple[Path, Path], cluster: Cluster) -> None:

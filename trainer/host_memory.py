@@ -40,12 +40,14 @@ def tensor_bytes(held: int = 0, processes: int = 1) -> int:
     return (shared if own is None else min(shared, own)) - _LIBRARIES_BYTES
 
 
-def check_offload(key: str, needed: int, session: Session) -> None:
-    """Raise ``UserError`` if the host cannot hold the ``needed`` bytes that ``key`` puts there for each rank. A
-    collective."""
+def check_offload(key: str, needed: int, copied: int, session: Session) -> None:
+    """Raise ``UserError`` if the host cannot hold, for each rank, the ``needed`` bytes that ``key`` puts there and the
+    ``copied`` ones that are saved while training continues. A collective."""
     usable = max(0, min(session.gather(tensor_bytes(processes=session.local_world_size))))
-    if needed > usable:
+    if needed + copied > usable:
+        copy = f" and {size(copied)} for the copy that a save writes" * (copied > 0)
+        smaller = "checkpoint.mode=sync, " * (copied > 0)
         raise UserError(
-            f"{key}=true needs {size(needed)} of host memory for each rank, and {size(usable)} are available; "
-            f"use optim=adamw8bit, more ranks with parallel=fsdp, or {key}=false"
+            f"{key}=true needs {size(needed)} of host memory for each rank{copy}, and {size(usable)} are available; "
+            f"use {smaller}optim=adamw8bit, more ranks with parallel=fsdp, or {key}=false"
         )

@@ -9,7 +9,7 @@ from torch import nn
 from serried.configs.formats import short, size
 from serried.configs.schema import RunConfig, TrainerSection
 from serried.parallel.activations import Mix
-from serried.parallel.apply import check_plan
+from serried.parallel.apply import check_offloadable, check_plan
 from serried.parallel.checks import with_micro_batch
 from serried.parallel.compile import check_blocks
 from serried.parallel.eight_bits import is_eight_bits
@@ -63,6 +63,8 @@ def overview(
     """The plan. ``model`` may be on meta; ``place`` names the processes and where they compute, on devices of the type
     ``device``; ``training`` is the data, where it is open."""
     check_plan(model, plan, layout)
+    if config.parallel.offload:
+        check_offloadable(model)
     if config.trainer.compile:
         check_blocks(model, plan, config.trainer.keeps_less)
     trainer, parallel = config.trainer, config.parallel

@@ -77,12 +77,14 @@ class Trainer:
         place, device = session.place(), session.device.type
         for line in overview(config, task, layout, accumulation, module, plan, place, device, start, data.training):
             console.say(line)
+        needed = saved_bytes(config, module, plan)
         if config.offloads_state:
             key = "parallel.offload" if config.parallel.offload else "optim.offload"
-            check_offload(key, planned_memory(config, task, layout, accumulation, module, plan).on_host, session)
+            on_host = planned_memory(config, task, layout, accumulation, module, plan).on_host
+            copied = needed // layout.world * (config.checkpoint.mode == "async")
+            check_offload(key, on_host, copied, session)
         for line in task.describe_sample():
             console.say(line)
-        needed = saved_bytes(config, module, plan)
         for note in session.once(partial(_begin, context.folder, start, config_yaml, needed)):
             console.say(note)
         console.open(config.run.dir)

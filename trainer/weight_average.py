@@ -32,11 +32,15 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, accepted: Tensor) -> None:
-        """Follow a step, unless it was rejected; does not wait for the device."""
+        """Follow a step, unless it was rejected; waits for the device only for averages in host memory, once."""
         self._accepted += accepted
         kept = ((1 + self._accepted) / (10 + self._accepted)).clamp(max=self._decay)
+        moves: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         for average, weights in self._pairs():
-            average.lerp_(weights, ((1 - kept) * accepted).to(average))
+            place = average.device, average.dtype
+            if place not in moves:
+                moves[place] = ((1 - kept) * accepted).to(average)
+            average.lerp_(weights, moves[place])
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

@@ -204,9 +204,10 @@ class Checkpointer:
                 staged[part.name] = flat.view(part.local.shape)
                 used, left = used + room, left - room
         except RuntimeError as error:
+            smaller = "checkpoint.mode=sync, or " * (self._section.mode == "async")
             raise UserError(
                 f"rank {self._rank} cannot hold a copy of its {size(total)} of the state in host memory: "
-                f"{str(error).splitlines()[0]}; use checkpoint.mode=sync, or more ranks with parallel=fsdp"
+                f"{str(error).splitlines()[0]}; use {smaller}more ranks with parallel=fsdp"
             ) from None
         return staged
 

@@ -171,9 +171,11 @@ def test_muon_equals_the_single_process(
 
 @pytest.mark.slow
 def test_muon_takes_each_expert_alone_wherever_it_is(cluster: Cluster, text: Path, tmp_path: Path) -> None:
-    single = run(cluster, CUTS[0], 1, "fp32", text, tmp_path / "single", *MIXTURE, *MUON)
+    how = (*MIXTURE, *MUON)
+    single = run(cluster, CUTS[0], 1, "fp32", text, tmp_path / "single", *how, steps=3)
     for cut in MUON_EXPERT_CUTS:
-        curve = run(cluster, cut, cut.accumulations[0], "fp32", text, tmp_path / str(cut.processes), *MIXTURE, *MUON)
+        run_dir = tmp_path / str(cut.processes)
+        curve = run(cluster, cut, cut.accumulations[0], "fp32", text, run_dir, *how, steps=3)
         difference = compare(curve, single)
         assert difference.same_samples, cut.name
         assert max(difference.loss, difference.grad_norm) < TOLERANCES["fp32"], cut.name

@@ -370,12 +370,10 @@ def test_groups_have_the_same_curve_on_every_layout(cluster: Cluster, text: Path
 
 
 BOUNDS = {"adamw8bit": 1e-3, "adamw4bit": 1e-3, "adamw_bf16": 5e-3}
-DAILY = ("adafactor",)
+SLOW = ("lion", "rmsprop", "adamw8bit", "adamw4bit", "adamw_bf16")
 
 
-@pytest.mark.parametrize(
-    "optim", [pytest.param(each, marks=[] if each in DAILY else pytest.mark.slow) for each in OPTIMIZERS]
-)
+@pytest.mark.parametrize("optim", ["adafactor", *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)])
 def test_the_curve_of_an_optimizer_is_that_of_the_single_process(
     optim: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

@@ -107,17 +107,21 @@ def references(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFa
     return {name: run(cluster, CUTS[0], 1, name, text, folder / name, *AWARE, steps=4) for name in ("fp32", "bf16")}
 
 
+LAYOUTS = {"fp32": ("ddp x2", "fsdp x2 (ZeRO-3)", "context x2", "pipeline x2, zbv"), "bf16": ("fsdp x2 (ZeRO-3)",)}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "cut",
+    ("precision", "cut"),
     [
-        pytest.param(cut, id=cut.name, marks=pytest.mark.slow)
+        pytest.param(precision, cut, id=f"{precision}-{cut.name}")
+        for precision, names in LAYOUTS.items()
         for cut in CUTS
-        if cut.name in ("ddp x2", "fsdp x2 (ZeRO-3)", "context x2", "pipeline x2, zbv")
+        if cut.name in names
     ],
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_layouts_have_the_loss_of_one_process(
-    cut: Cut, precision: str, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
+    precision: str, cut: Cut, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     curve = run(cluster, cut, cut.accumulations[-1], precision, text, tmp_path / "run", *AWARE, steps=4)
     assert compare(curve, references[precision]).loss < 2e-3

@@ -1,6 +1,7 @@
 """A run whose memory is used up says where, what holds it and what would help; and the estimate of it is honest."""
 
 import json
+import math
 import os
 import resource
 import subprocess
@@ -30,6 +31,7 @@ from serried.recipes.models.gpt2 import GPT2, GPT2Model
 from serried.recipes.models.head import HeadTerms, LanguageModelHead, linear_cross_entropy_sum
 from serried.trainer.out_of_memory import _advice, _asked_bytes, _Usage, is_out_of_memory
 from serried.trainer.plan.advice import Planned
+from serried.trainer.plan.advice import advice as plan_advice
 from serried.trainer.pulse import SET_UP
 from tests.greedy import ABSURD, train_out_of_memory
 
@@ -275,6 +277,19 @@ def test_advice_is_what_applies_and_what_keeps_the_numbers_comes_first() -> None
     found = advice(["recipe=llama8b", "parallel=fsdp", "trainer.activation_checkpoint=none"], 8)
     assert any(line.startswith("parallel.tensor=2 ") for line in found), found
     assert not any(line.startswith("parallel.context") for line in found), "the axis that saves most"
+
+
+def test_offloaded_parameters_come_first_only_if_nothing_else_is_enough() -> None:
+    argv = ["recipe=llama8b", "parallel=fsdp", "trainer.activation_checkpoint=full", "trainer.micro_batch=1"]
+    config = compose([*argv, "data.tokenizer=bytes", "model.vocab_size=128256"])
+    planned = Planned(config, CausalLM(config), 2, "cuda")
+    less = {each.override: planned.memory.total - each.saved for each in plan_advice(planned, BACKWARD, math.inf)}
+    offloaded = less.pop("parallel.offload=true")
+    assert offloaded < min(less.values())
+    first = [plan_advice(planned, BACKWARD, usable)[0].override for usable in (min(less.values()), offloaded)]
+    assert [override == "parallel.offload=true" for override in first] == [False, True]
+    on_cpu = plan_advice(Planned(config, CausalLM(config), 2, "cpu"), BACKWARD, offloaded)
+    assert "parallel.offload=true" not in [each.override for each in on_cpu]
 
 
 def test_fragmentation_is_told_where_it_would_do_and_is_not_mended_already(monkeypatch: pytest.MonkeyPatch) -> None:

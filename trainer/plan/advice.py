@@ -7,6 +7,7 @@ from serried.configs.divisors import divisors
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.parallel.checks import check_layout
+from serried.parallel.held import unshardable
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.parallel.phases import BACKWARD, FORWARD
 from serried.trainer.model import build_model
@@ -55,6 +56,11 @@ class Planned:
         except UserError:
             return 0
 
+    def saved_by_offload(self) -> int:
+        """Bytes that ``parallel.offload=true`` would save; 0: none, or it is refused."""
+        is_possible = self.device != "cpu" and not unshardable(self.model)
+        return self.saved_by("parallel", offload=True) if is_possible else 0
+
     def axes_left(self, layout: Layout) -> list[str]:
         """Axes along which the model may be divided further, on as many ranks."""
         plan = self.plan
@@ -67,7 +73,8 @@ class Planned:
 
 
 def advice(planned: Planned, stage: str, usable: float, more: Iterable[Advice] = ()) -> list[Advice]:
-    """Return what saves memory in ``stage``, what keeps the numbers first, and of these what saves most.
+    """Return what saves memory in ``stage``, what keeps the numbers first, and of these what saves most; but parameters
+    in host memory, which each step copies, after these, unless no other override is enough.
 
     ``usable``: bytes that the run may take. ``more``: others that keep the numbers.
     """
@@ -76,7 +83,11 @@ def advice(planned: Planned, stage: str, usable: float, more: Iterable[Advice] =
         sorted((each for each in kind if each.saved > threshold), key=lambda each: -each.saved)
         for kind in ([*_that_keep_the_numbers(planned, stage, usable), *more], _that_change_them(planned, stage))
     )
-    return [*same, *other]
+    last = Advice("parallel.offload=true", planned.saved_by_offload(), ", which host memory then holds; much slower")
+    if last.saved <= threshold:
+        return [*same, *other]
+    fits = [planned.memory.total - each.saved <= usable for each in (last, *same)]
+    return [last, *same, *other] if fits[0] and not any(fits[1:]) else [*same, last, *other]
 
 
 def _that_keep_the_numbers(planned: Planned, stage: str, usable: float) -> Iterator[Advice]:

@@ -155,7 +155,7 @@ class CommandLine:
                 f"no flag {shown(word)}; the flags are --help, --cfg job and -m; all else is key=value without dashes"
             )
         else:
-            example = "--help" if word == "help" else "recipe=tiny"
+            example = "--help" if word == "help" else "recipe=tiny" if "recipe" in self.groups else "trainer.steps=1000"
             self.mistakes.append(f"{shown(word) or repr(word)}: an override is key=value; e.g. {example}")
 
     def _read_override(self, key: str, value: str) -> None:
@@ -176,6 +176,8 @@ class CommandLine:
                 f"recipe={shown(value)}: the recipes here are of language models, and this task reads none of them; "
                 "leave it out, or give --config-dir FOLDER with recipe/ in it"
             )
+        if key in ("model", "data") and key not in self.groups and f"task.{key}" not in all_keys():
+            return f"{key}={shown(value)}: this task defines its own {key}; leave it out"
         if key in self.groups or key in all_keys():
             if not value:
                 return f"{key}= has no value; e.g. {_another_value(key) or f'{key}={chr(124).join(self.groups[key])}'}"

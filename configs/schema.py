@@ -305,9 +305,9 @@ class TrainerSection(Section):
     epochs: Annotated[Number, Field(gt=0, le=10**6)] | None = None
     """Passes over the training data, instead of ``steps``: rounded up to whole steps."""
     global_batch: PositiveCount
-    """Sequences per optimizer step, over all processes and micro-batches."""
+    """Samples per optimizer step, over all processes and micro-batches."""
     micro_batch: CountOrAuto
-    """Sequences per forward pass on one process; ``auto``: the most that fit, by the plan.
+    """Samples per forward pass on one process; ``auto``: the most that fit, by the plan.
     Accumulation = global_batch / (micro_batch x data ranks)."""
     activation_checkpoint: Literal["none", "full", "selective", "offload"] = "none"
     """What blocks keep for the backward: ``none``: everything; ``full``: only their inputs, and recompute the rest;
@@ -338,7 +338,7 @@ class TrainerSection(Section):
     """Steps between evaluations on the validation data, also at the last step; 0: none. When null a tenth of the
     run."""
     eval_batches: PositiveCount = 8
-    """Number of validation batches of ``global_batch`` sequences per evaluation; fewer if the data has fewer."""
+    """Number of validation batches of ``global_batch`` samples per evaluation; fewer if the data has fewer."""
     evaluate: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness, as in ``[lm_eval:arc_easy]``, scored at each evaluation on at most as many
     documents; a path to a ``.yaml`` is your own task."""

@@ -388,6 +388,8 @@ class TakenName(Tiny):
         (Tiny, ["trainer.stepz=2"], r"unknown key trainer.stepz=2 .*did you mean trainer.steps=2\?$"),
         (Tiny, {"trainer": {"stepz": 2}}, r"did you mean trainer.steps=2\?$"),
         (Tiny, ["model.dim=3"], "unknown key model.dim=3 .*; --help lists the keys$"),
+        (Tiny, ["model=tiny"], "model=tiny: this task defines its own model; leave it out$"),
+        (Tiny, ["width"], "width: an override is key=value; e.g. trainer.steps=1000$"),
         (Tiny, ["launch=local"], "launch=local starts processes; .* use serried.main"),
         (Tiny, ["dry_run=true"], "dry_run=true trains nothing; .* use serried.main"),
         (nn.Linear, [], "Linear is not a task; give a subclass of serried.Task"),

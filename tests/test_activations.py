@@ -102,7 +102,9 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("ddp, fp16", "fsdp", "tensor", "context", "ring")))
+        pytest.param(
+            name, marks=[pytest.mark.slow] * (name in ("ddp, fp16", "fsdp", "tensor", "context", "ring", "expert"))
+        )
         for name in LAYOUTS
     ],
 )

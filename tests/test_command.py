@@ -108,6 +108,7 @@ def before_the_footer(stderr: str) -> tuple[str, str]:
     return ours, footer
 
 
+@pytest.mark.slow
 def test_a_mistake_that_one_rank_finds_is_one_line_of_all(places: dict[str, str]) -> None:
     mistake = named("absent file")
     done = typed_on(2, "train.py", *arguments(mistake, places), "launch.device=cpu", f"run.dir={places['run']}")

@@ -78,13 +78,13 @@ def test_activations_take_what_the_plan_says_to_a_twentieth(shape: str, dtype: t
 @pytest.mark.parametrize(
     ("name", "mode", "every", "dtype"),
     [
-        ("tiny", "full", 1, torch.float32),
+        pytest.param("tiny", "full", 1, torch.float32, marks=pytest.mark.slow),
         ("tiny", "full", 2, torch.bfloat16),
         ("tiny", "selective", 1, torch.bfloat16),
-        ("moe_tiny", "full", 1, torch.bfloat16),
+        pytest.param("moe_tiny", "full", 1, torch.bfloat16, marks=pytest.mark.slow),
         ("moe_tiny", "selective", 1, torch.float32),
         ("gpt2", "full", 1, torch.bfloat16),
-        ("gpt2", "selective", 1, torch.float32),
+        pytest.param("gpt2", "selective", 1, torch.float32, marks=pytest.mark.slow),
     ],
     ids=str,
 )

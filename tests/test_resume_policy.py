@@ -11,6 +11,7 @@ import pytest
 from harness.runs import Ended, checkpoint, metrics, run_here, steps_saved, tiny_overrides, tree
 from serried.configs.compose import compose
 from serried.configs.data_section import TextRunConfig
+from serried.configs.plain_data import read_yaml
 from serried.configs.run_config import run_config_class
 from serried.trainer.checkpoint.manifest import read_manifest, record_of, write_manifest
 from serried.trainer.checkpoint.resume import differences, is_free
@@ -459,6 +460,19 @@ def test_a_key_that_an_older_version_did_not_know_is_no_change(stopped: Path) ->
 def test_what_cannot_change_a_number_is_no_change(change: str, text: Path, stopped: Path, tmp_path: Path) -> None:
     shutil.copytree(stopped, tmp_path / "run")
     assert "would change" not in train(text, tmp_path / "run", change).printed
+
+
+def test_an_edited_config_yaml_is_said_to_have_no_effect(text: Path, stopped: Path, tmp_path: Path) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    assert "the file is not read" not in train(text, tmp_path / "run", "trainer.log_every=2").printed
+    path = tmp_path / "run/config.yaml"
+    path.write_text(path.read_text().replace("seed: ", "seed: 1"))
+    printed = train(text, tmp_path / "run").printed
+    seed = read_yaml(path)["trainer"]["seed"]
+    assert f"config.yaml has trainer.seed=1{seed}, and this command has not; the file is not read" in printed
+    assert "the file is not read" not in train(text, tmp_path / "run", "trainer.steps=9").printed, (
+        "it was written again"
+    )
 
 
 # a checkpoint from a stranger -----------------------------------------------------------------------------------------

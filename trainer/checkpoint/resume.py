@@ -14,7 +14,7 @@ import torch
 from serried.configs.errors import UserError
 from serried.configs.explain import shown, value_at
 from serried.configs.keys import all_keys
-from serried.configs.plain_data import expanded, flatten
+from serried.configs.plain_data import NotPlainData, expanded, flatten, read_yaml
 from serried.configs.run_config import CHOSEN
 from serried.configs.schema import AUTO, RunConfig, Section
 from serried.configs.suggest import nearest
@@ -80,6 +80,8 @@ def find_start(config: RunConfig, session: Session, pretrained: Callable[[], Pat
             if not config.checkpoint.allow_changes:
                 _refuse_changes(path, state["config"], config)
             notes += changes(state, config, session.world_size)
+            if path.parent == config.run.dir / CHECKPOINTS:
+                notes += session.once(partial(_edits, state, config))
         return Start(path, origin=chosen["origin"], state=state, notes=notes)
     if damage:
         raise UserError(
@@ -288,6 +290,22 @@ def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> N
         ways.append("checkpoint.allow_changes=true to resume with the new settings")
     told = "; ".join(changed[key] for key in named)
     raise UserError(f"resuming from {path} would change the run: {told}; use {', or '.join(ways)}")
+
+
+def _edits(state: dict[str, Any], config: RunConfig) -> list[str]:
+    """Return a line on values in the run folder's ``config.yaml`` that neither the checkpoint nor this command has, as
+    after somebody edited it."""
+    path = config.run.dir / "config.yaml"
+    try:
+        recorded = flatten(read_yaml(path))
+    except (OSError, NotPlainData):
+        return []
+    saved, now = flatten(state["config"]), flatten(plain(config))
+    only_there = [f"{key}={shown(it)}" for key, it in recorded.items() if it not in (saved.get(key), now.get(key))]
+    if not only_there:
+        return []
+    told = " ".join(only_there)
+    return [f"WARNING    {path} has {told}, and this command has not; the file is not read: add that to the command"]
 
 
 def is_free(key: str, config: RunConfig, *, by_content: bool = False) -> bool:

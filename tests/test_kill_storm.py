@@ -9,12 +9,13 @@ from benchmarks.kill_storm import Kills
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "processes", "launch"), [("fsdp", 2, "torchrun"), ("pipeline x2 x tensor x2", 4, "local")]
+    ("layout", "processes", "launch", "kills"),
+    [("fsdp", 2, "torchrun", 2), ("pipeline x2 x tensor x2", 4, "local", 1)],
 )
 def test_a_run_that_is_killed_and_resumes_is_the_run_that_was_not(
-    layout: str, processes: int, launch: str, tmp_path: Path
+    layout: str, processes: int, launch: str, kills: int, tmp_path: Path
 ) -> None:
-    storm = Kills(tmp_path / "storm", 1, processes, layout, launch, seed=3)
+    storm = Kills(tmp_path / "storm", kills, processes, layout, launch, seed=3)
     storm.blow()
     assert not storm.violations, "\n".join(storm.violations)
-    assert storm.done == 1
+    assert storm.done == kills

@@ -1,6 +1,7 @@
 """What a step on this rank allocates and sends, as measured."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ def allocated_and_sent(argv: list[str], path: str) -> tuple[int, dict[str, int]]
     """Bytes that a step holds at most on this rank, by the events of torch's allocator, the least of some steps; and
     those that it sends, by operation."""
     config = compose(argv)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints two lines
     with open_session(config.launch) as session:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
             step = a_step(config, session)

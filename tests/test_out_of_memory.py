@@ -1,5 +1,6 @@
 """A run whose memory is used up says where, what holds it and what would help; and the estimate of it is honest."""
 
+import gc
 import json
 import math
 import os
@@ -123,6 +124,7 @@ def peak(
     """Bytes that a forward and backward hold at most, beside the parameters."""
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
+    gc.collect()  # what earlier tests left would be freed in between, and counted
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
             loss = model(tokens, tokens, positions)

@@ -338,7 +338,7 @@ def test_where_the_last_checkpoint_cannot_be_saved_the_run_has_failed(text: Path
 
 
 def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -293,22 +293,27 @@ def test_too_little_host_memory_is_one_line() -> None:
         check_offload("optim.offload", 2**29, 2**29 + 2**28, session)
 
 
+def saver_for_a_gpu(folder: Path, device: str, *argv: str) -> Checkpointer:
+    """A saver of a small model on ``device``, which takes that for a GPU."""
+    config = compose(argv)
+    layout, session = resolve_layout(config.parallel, 1), Session((0, 0, 1, 1), torch.device("cuda", 0), config.launch)
+    model = parallelize(
+        nn.Linear(4, 4), ParallelPlan(), None, seed=1, layout=layout, section=config.parallel, low_dtype=None,
+        device=torch.device(device),
+    )  # fmt: skip
+    optimizer = build_optimizer(model.module.named_parameters(), config.optim)
+    parts = partial(state_parts, model, optimizer, unchanged)
+    return Checkpointer(folder, config.checkpoint, layout, session, parts, lambda _: None)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without pinned memory")
 @pytest.mark.parametrize(("mode", "advice"), [("async", "checkpoint.mode=sync, or more ranks"), ("sync", "more ranks")])
 def test_no_memory_for_the_copy_of_a_save_does_not_offer_the_mode_that_is_set(
     mode: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    config = compose([f"checkpoint.mode={mode}", "optim=rmsprop"])
-    layout, session = resolve_layout(config.parallel, 1), Session((0, 0, 1, 1), torch.device("cuda", 0), config.launch)
-    model = parallelize(
-        nn.Linear(4, 4), ParallelPlan(), None, seed=1, layout=layout, section=config.parallel, low_dtype=None,
-        device=torch.device("meta"),
-    )  # fmt: skip
-    optimizer = build_optimizer(model.module.named_parameters(), config.optim)
-    parts = partial(state_parts, model, optimizer, unchanged)
     with pytest.raises(UserError, match=f"cannot hold a copy of its .*; use {advice} with parallel=fsdp$"):
-        Checkpointer(tmp_path, config.checkpoint, layout, session, parts, lambda _: None)
+        saver_for_a_gpu(tmp_path, "meta", f"checkpoint.mode={mode}", "optim=rmsprop")
 
 
 def test_what_is_in_host_memory_is_not_copied_while_training_waits_for_a_save(
@@ -316,15 +321,7 @@ def test_what_is_in_host_memory_is_not_copied_while_training_waits_for_a_save(
 ) -> None:
     """As if for a GPU: without one there is no pinned memory, so a copy would be refused."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    config = compose(["checkpoint.mode=sync"])
-    layout, session = resolve_layout(config.parallel, 1), Session((0, 0, 1, 1), torch.device("cuda", 0), config.launch)
-    model = parallelize(
-        nn.Linear(4, 4), ParallelPlan(), None, seed=1, layout=layout, section=config.parallel, low_dtype=None,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-    optimizer = build_optimizer(model.module.named_parameters(), config.optim)
-    parts = partial(state_parts, model, optimizer, unchanged)
-    saver = Checkpointer(tmp_path, config.checkpoint, layout, session, parts, lambda _: None)
+    saver = saver_for_a_gpu(tmp_path, "cpu", "checkpoint.mode=sync")
     saver.save(1, {})
     saved = saver.close()
     assert saved is not None

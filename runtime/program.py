@@ -59,13 +59,13 @@ def remember_words(words: Sequence[str]) -> None:
     _words = tuple(words)
 
 
-def typed_words(without: Sequence[str]) -> str:
+def typed_words() -> str:
     """Return flags and overrides of the command line as a shell takes them, with a space before each.
 
-    Those that belong to one run are left out: ``run``, ``dry_run``, and ``checkpoint.resume=must``, which a new run
-    refuses; and those ``without``: keys, or sections.
+    Those that belong to one run are left out: ``run``, ``dry_run``, the job that ``slurm.dependency`` names, and
+    ``checkpoint.resume=must``, which a new run refuses.
     """
-    left_out = {"run", "dry_run", "checkpoint.resume=must", *without}
+    left_out = {"run", "dry_run", "slurm.dependency", "checkpoint.resume=must"}
     kept = [word for word in _words if not {word, (key := word.partition("=")[0]), key.partition(".")[0]} & left_out]
     return "".join(f" {shlex.quote(word)}" for word in (*_flags, *kept))
 

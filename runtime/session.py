@@ -76,13 +76,11 @@ class Session:
         )
 
     def command(self) -> str:
-        """Return what starts as many processes here with the same overrides: a command, or a call."""
+        """Return what starts as many processes with the same overrides: a command, or a call."""
         if is_called_from_python():
             return "serried.fit with"
-        program = f"{typed_command()}{typed_words(('launch', 'slurm'))}"
-        if self.section.name == "local" and self.world_size > 1:
-            return f"python {program} launch=local launch.processes={self.world_size}"
-        if self.world_size == 1:
+        program = f"{typed_command()}{typed_words()}"
+        if self.section.name != "torchrun" or self.world_size == 1:
             return f"python {program}"
         nodes = self.world_size // self.local_world_size
         where = "--standalone" if nodes == 1 else f"--nnodes={nodes} ..."

@@ -26,7 +26,7 @@ from serried.configs.plain_data import read_yaml
 from serried.configs.registry import optimizers, register_optimizer, tasks
 from serried.configs.schema import LaunchSection, Section
 from serried.runtime.console import Console
-from serried.runtime.program import remember_flags, remember_words, typed_words
+from serried.runtime.program import remember_flags, remember_words
 from serried.runtime.session import Session
 from serried.task_class import declaration
 from serried.trainer.checkpoint.resume import CHECKPOINTS
@@ -504,11 +504,24 @@ def test_next_after_fit_is_a_call(script: Path, tmp_path: Path, capsys: pytest.C
     assert "next       serried.fit with run.name=OTHER for another run" in capsys.readouterr().out
 
 
-def test_next_command_has_the_overrides_that_were_typed() -> None:
+@pytest.mark.parametrize(
+    ("ranks", "launch", "starts"),
+    [
+        ((0, 0, 2, 2), "launch=local launch.processes=2 launch.device=cpu", "python train.py"),
+        ((0, 0, 2, 1), "launch=slurm launch.nodes=2 slurm.partition=a", "python train.py"),
+        ((0, 0, 2, 2), "launch.device=cpu launch.threads=3", "torchrun --standalone --nproc_per_node=2 train.py"),
+        ((0, 0, 1, 1), "launch.device=cpu", "python train.py"),
+    ],
+)
+def test_next_command_starts_a_run_as_this_one_was_started(
+    ranks: tuple[int, int, int, int], launch: str, starts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
     remember_flags([])  # of other tests in this process
-    words = ["optim=sgd", "run.name=a", "launch=local", "launch.processes=2", "optim.groups.x.parameters=0.*"]
-    remember_words([*words, "checkpoint.resume=must"])
-    assert typed_words(without=("launch",)) == " optim=sgd 'optim.groups.x.parameters=0.*'"
+    words = [*launch.split(), "optim=sgd", "optim.groups.x.parameters=0.*"]
+    remember_words([*words, "run.name=a", "slurm.dependency=afterany:7", "checkpoint.resume=must"])
+    session = Session(ranks, torch.device("cpu"), compose(words).launch)
+    assert session.command() == f"{starts} {launch} optim=sgd 'optim.groups.x.parameters=0.*'"
     remember_words([])
 
 
@@ -525,7 +538,7 @@ def test_next_command_of_a_resumed_run_can_be_pasted(tmp_path: Path) -> None:
         return done.stdout
 
     typed("python 'my scripts/points.py' trainer.stop_at=3")
-    said = typed("python 'my scripts/points.py' checkpoint.resume=must")
+    said = typed("python 'my scripts/points.py' launch=local launch.processes=2 launch.device=cpu checkpoint.resume=must")
     (following,) = re.findall(r"^next       (python .*) for another run$", said, re.MULTILINE)
     assert "finished   8 steps" in typed(following)
     assert (tmp_path / "runs/OTHER/status.json").exists()

@@ -8,7 +8,6 @@ uninterrupted one would have.
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -111,7 +110,7 @@ def read_search(words: Words) -> Sweep:
             "a search compares validation results, and trainer.eval_every=0 turns evaluation off; "
             f"use trainer.eval_every={max(1, trainer.steps // 4)}"
         )
-    earlier = _earlier(builder.sweep_folder, space)
+    earlier = _earlier(builder, space)
     search = Search(space, int(options["trials"]), options["sampler"], int(options["seed"]), earlier, builder)
     return Sweep(builder.sweep_folder, tuple(space), points, max(search.trials, len(earlier)), search)
 
@@ -163,10 +162,10 @@ def _corners(space: Mapping[str, Any]) -> list[dict[str, str]]:
     return [first, *({**first, key: value} for key, values in ends.items() for value in values[1:])]
 
 
-def _earlier(folder: Path, space: Mapping[str, BaseDistribution]) -> dict[str, dict[str, Any]]:
-    """Return the parameters of the trials in ``folder``, by name. Raises ``UserError`` if they were chosen from a space
-    that is not within ``space``."""
-    _, outcomes = read_summary(folder)
+def _earlier(builder: PointBuilder, space: Mapping[str, BaseDistribution]) -> dict[str, dict[str, Any]]:
+    """Return the parameters of the trials in the sweep's folder, by name. Raises ``UserError`` if they were chosen from
+    a space that is not within ``space``."""
+    _, outcomes = read_summary(builder.sweep_folder)
     trials = {each.run_dir.name: each.values for each in outcomes}
     earlier = {}
     for name in sorted(trials, key=lambda name: int(name.removeprefix(_TRIAL))):
@@ -176,8 +175,8 @@ def _earlier(folder: Path, space: Mapping[str, BaseDistribution]) -> dict[str, d
         except (KeyError, ValueError):
             typed = " ".join(f"{key}={value}" for key, value in trials[name].items())
             raise UserError(
-                f"{folder} has trials outside this space, such as {typed}; search a space that holds them, or use "
-                "run.name=OTHER for another search"
+                f"{builder.sweep_folder} has trials outside this space, such as {typed}; search a space that holds "
+                f"them, or use {builder.config.another_run} for another search"
             ) from None
         earlier[name] = parameters
     return earlier

@@ -64,7 +64,7 @@ def refuse_unequal(configs: Sequence[RunConfig]) -> None:
             one, another = ("null" if each is None else each for each in (first[key], value))
             raise UserError(
                 f"{key} is {one} in one run and {another} in another, and with launch=slurm a sweep is one array job, "
-                f"whose tasks all get the same; start one sweep for each value: {key}={one} run.name=OTHER"
+                f"whose tasks all get the same; start one sweep for each value: {key}={one} {configs[0].another_run}"
             )
 
 

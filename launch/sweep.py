@@ -47,7 +47,7 @@ def run_sweep(sweep: Sweep, write_report: WriteReport, train: Train = train) -> 
 
     Raises ``UserError`` if another process runs this sweep, or its folder cannot be written.
     """
-    with _claimed(sweep.folder), NotedSignals() as signals:
+    with _claimed(sweep), NotedSignals() as signals:
         runs = _Runs(sweep, signals, train)
         problem: Exception | None = None
         try:
@@ -67,14 +67,14 @@ def run_sweep(sweep: Sweep, write_report: WriteReport, train: Train = train) -> 
         return _report_end(sweep, outcomes, signals, problem)
 
 
-def _claimed(folder: Path) -> IO[bytes]:
+def _claimed(sweep: Sweep) -> IO[bytes]:
+    folder = sweep.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return lock_folder(folder)
     except BlockingIOError:
-        raise UserError(
-            f"another process is running this sweep, {folder}; wait for it, or use run.name=OTHER"
-        ) from None
+        another = sweep.points[0].config.another_run
+        raise UserError(f"another process is running this sweep, {folder}; wait for it, or use {another}") from None
     except OSError as error:
         raise UserError(f"cannot write the sweep's folder {folder}: {error.strerror}; use run.dir=FOLDER") from None
 

@@ -13,6 +13,7 @@ from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.help import choices_of
 from serried.configs.keys import all_keys
+from serried.configs.schema import RunConfig
 from serried.configs.words import last_of_each
 from serried.launch.points import Point
 
@@ -97,7 +98,8 @@ class PointBuilder:
     fixed: tuple[str, ...]
     """Overrides that all runs share."""
     sweep_folder: Path
-    run_name: str
+    config: RunConfig
+    """Of the first run, in the folder that was typed."""
     home: Path | None
     """Parent of the run folders, if it is not the default ``runs/``."""
 
@@ -111,19 +113,20 @@ class PointBuilder:
         Raises:
             UserError: the first run's command line has a mistake.
         """
-        run = compose([*fixed, *overrides(values)]).run
+        config = compose([*fixed, *overrides(values)])
+        run = config.run
         if any(word.startswith("run.dir=") for word in fixed):
             folder, home = run.dir / name, run.dir
         else:
             folder, home = run.dir.with_name(f"{run.dir.name}-{name}"), None
-        return PointBuilder(tuple(fixed), folder, run.name, folder if inside else home)
+        return PointBuilder(tuple(fixed), folder, config, folder if inside else home)
 
     def point(self, name: str, values: Mapping[str, str]) -> Point:
         """Return the run with ``values`` for the swept keys. Raises ``UserError`` if these values do not fit the other
         settings."""
         typed = {word.partition("=")[0]: word for word in [*self.fixed, *overrides(values)]}
         # Each recipe names its runs after itself.
-        run_name = compose(list(typed.values())).run.name if "recipe" in values else self.run_name
+        run_name = compose(list(typed.values())).run.name if "recipe" in values else self.config.run.name
         added = {"run.name": f"{run_name}-{name}"}
         if self.home is not None:
             added["run.dir"] = str(self.home / name)

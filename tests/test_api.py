@@ -538,7 +538,7 @@ def test_next_command_of_a_resumed_run_can_be_pasted(tmp_path: Path) -> None:
         return done.stdout
 
     typed("python 'my scripts/points.py' trainer.stop_at=3")
-    said = typed("python 'my scripts/points.py' launch=local launch.processes=2 launch.device=cpu checkpoint.resume=must")
+    said = typed("python 'my scripts/points.py' launch=local launch.processes=2 checkpoint.resume=must")
     (following,) = re.findall(r"^next       (python .*) for another run$", said, re.MULTILINE)
     assert "finished   8 steps" in typed(following)
     assert (tmp_path / "runs/OTHER/status.json").exists()

@@ -183,7 +183,7 @@ def test_killed_sweep_leaves_no_run_and_a_second_one_is_refused(
     first = tmp_path / "runs" / "seed-1"
     sweeps.append(Sweep(tmp_path, *words))
     wait_for(lambda: (tmp_path / "runs" / "sweep-seed" / "sweep.json").exists(), "the sweep to start", 300)
-    with pytest.raises(UserError, match="another process is running this sweep"):
+    with pytest.raises(UserError, match=r"another process is running this sweep.* use run.dir=OTHER"):
         run_sweep(read_sweep(words), lambda *_: None)
     wait_for(lambda: steps_of(first) > 1, "the first run to train", 300)
     run = sweeps[-1].processes()[1]
@@ -325,7 +325,7 @@ def test_values_that_do_not_fit_are_replaced(tmp_path: Path) -> None:
 
 def test_trials_outside_the_space_are_refused(tmp_path: Path) -> None:
     tried(tmp_path, by_rate, 3, *_SPACE)
-    with pytest.raises(UserError, match=r"trials outside this space, such as optim.lr=.*use run.name=OTHER"):
+    with pytest.raises(UserError, match=r"trials outside this space, such as optim.lr=.*use run.dir=OTHER"):
         tried(tmp_path, by_rate, 4, "optim.lr=interval(0.5,1)", *_SPACE[1:])
 
 
@@ -538,16 +538,19 @@ def test_sweep_inside_torchrun_is_refused_with_the_command_to_use(
     assert printed.out == "", "nothing is composed before, or announced by each process"
 
 
-@pytest.mark.parametrize("dry_run", ["slurm.dry_run=true", "dry_run=true"])
+@pytest.mark.parametrize(
+    ("words", "another"),
+    [("slurm.dry_run=true", "run.name=OTHER"), ("dry_run=true run.dir=a", "run.dir=OTHER")],
+)
 @pytest.mark.parametrize("swept", ["launch.processes=1,2", "slurm.qos=null,a"])
 def test_runs_of_an_array_job_must_ask_for_the_same_nodes(
-    swept: str, dry_run: str, capsys: pytest.CaptureFixture[str]
+    swept: str, words: str, another: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["-m", "launch=slurm", "launch.device=cpu", dry_run, swept]) == 78
+    assert main(["-m", "launch=slurm", "launch.device=cpu", *words.split(), swept]) == 78
     shown = capsys.readouterr()
     key, _, values = swept.partition("=")
     assert f"{key} is {values.replace(',', ' in one run and ')} in another" in shown.err
-    assert f"{key}={values.partition(',')[0]} run.name=OTHER" in shown.err
+    assert f"{key}={values.partition(',')[0]} {another}" in shown.err
     assert len(shown.err.splitlines()) == 1
     assert shown.out == ""
 

@@ -16,6 +16,7 @@ from serried.trainer.checkpoint.manifest import record_of
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.checkpoint.retention import ADAPTER_CONFIG
 from serried.trainer.checkpoint.saved_state import STATE, read_state
+from serried.trainer.context import Context
 from serried.trainer.health import digest
 
 _MOVED = "if it has moved: train.py ... model.path=FOLDER, or a link in its place"
@@ -52,15 +53,15 @@ def files_of(folder: Path, checkpoint: Path | None, session: Session) -> dict[st
     return dict(sorted((name, record) for each in found for name, record in each.items()))
 
 
-def same_files(kind: str, folder: Path, start: Start, session: Session) -> dict[str, list[int]]:
+def same_files(kind: str, folder: Path, start: Start, context: Context) -> dict[str, list[int]]:
     """Return the files of weights of the ``kind``, "teacher" or "reference", in ``folder``, after comparing them with
     those that the state of a checkpoint has under this name. A collective. Raises ``UserError`` if they are others."""
-    files = files_of(folder, None, session)
+    files = files_of(folder, None, context.session)
     if files != (before := start.state.get(kind) or files):
         changed = sorted(name for name in {*files, *before} if files.get(name) != before.get(name))
         raise UserError(
             f"the {kind} {folder} is not the one that {start.checkpoint} was trained with: {changed[0]} has other "
-            "content; put that one back, or use run.name=OTHER for a run of its own"
+            f"content; put that one back, or use {context.config.another_run} for a run of its own"
         )
     return files
 
@@ -109,7 +110,7 @@ def _compare(found: dict[str, Any], checkpoint: Path) -> None:
         if before.get(name) != now.get(name):
             raise UserError(
                 f"{found['path']} is not the base model that {checkpoint} adapts, which was {recorded['path']}: {name} "
-                "has other content; give that one with model.path=FOLDER, or use run.name=OTHER for a run of its own"
+                "has other content; give that one with model.path=FOLDER"
             )
 
 

@@ -51,7 +51,7 @@ class ReferencePass:
         self.folder = Path(folder)
         """Of the pretrained model."""
         before = Start() if context.config.checkpoint.allow_changes else start
-        self.files = same_files("reference", self.folder, before, session)
+        self.files = same_files("reference", self.folder, before, context)
         """Its files of weights, with checksums."""
         trained = _numbers_of_run(context.config, data)
         wanted = {"train": (data.training, trained)} | {

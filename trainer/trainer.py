@@ -71,7 +71,7 @@ class Trainer:
         model, base = _build_model(context, start)
         teacher, reference = task.teacher_folder(), task.reference_numbers()
         before = ReferencePass(context, data, reference, start) if reference is not None else None
-        teacher_files = teacher and same_files("teacher", teacher, start, session)
+        teacher_files = teacher and same_files("teacher", teacher, start, context)
         module, plan = model.module, model.plan
         parameters = sum(whole_numel(parameter) for parameter in module.parameters())
         place, device = session.place(), session.device.type

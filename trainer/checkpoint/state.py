@@ -113,7 +113,7 @@ def load_state(
         raise UserError(
             f"{checkpoint} holds the average of the weights; add the trainer.ema_decay it was trained with"
             if has_average
-            else f"{checkpoint} holds no average of the weights; use trainer.ema_decay=0, or run.name=OTHER"
+            else f"{checkpoint} holds no average of the weights; use trainer.ema_decay=0"
         )
     averages = averages or _NO_AVERAGES
     load_weights(checkpoint, parallel, exported, stem, averages=averages)
@@ -219,7 +219,7 @@ def _check(
         ]
         raise UserError(
             f"{folder.folder} holds another model than this command describes: {'; '.join(problems)}; "
-            "use the model.* keys it was trained with (see its config.json), or run.name=OTHER for a new run"
+            "use the model.* keys it was trained with (see its config.json)"
         )
     for name in floats:
         if not folder.specs[name].dtype.is_floating_point:

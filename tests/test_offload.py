@@ -38,6 +38,7 @@ from serried.task_class import declaration
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.state import state_parts
 from serried.trainer.host_memory import check_offload
+from serried.trainer.overview import copied_bytes
 from serried.trainer.model import build_model, sharded
 from serried.trainer.optimizer import build_optimizer, create_state, model_optimizer, take_step, takes_verdict
 from serried.trainer.optimizer_state import group_values, tensor_state
@@ -284,13 +285,34 @@ def test_the_plan_says_where_the_state_is(capsys: pytest.CaptureFixture[str]) ->
 
 def test_too_little_host_memory_is_one_line() -> None:
     session: Any = SimpleNamespace(gather=lambda here: [here, 2**30], local_world_size=1)
-    check_offload("optim.offload", 2**20, 0, session)
+    beside, waiting = (compose(["optim.offload=true", f"checkpoint.mode={mode}"]) for mode in ("async", "sync"))
+    check_offload(waiting, 2**20, 0, session)
     with pytest.raises(UserError, match=r"1.1GiB of host memory for each rank, and 1.0GiB are available; use optim="):
-        check_offload("optim.offload", 11 * 2**30 // 10, 0, session)
-    check_offload("optim.offload", 2**29, 2**29, session)
-    copy = r"needs 512.0MiB .* and 768.0MiB for the copy that a save writes, .*; use checkpoint.mode=sync, optim="
-    with pytest.raises(UserError, match=copy):
-        check_offload("optim.offload", 2**29, 2**29 + 2**28, session)
+        check_offload(waiting, 11 * 2**30 // 10, 0, session)
+    check_offload(beside, 2**29, 2**29, session)
+    copy = r"optim.offload=true needs 512.0MiB .* and 768.0MiB for the copy that a save writes, .*; use {}optim="
+    for config, sync in ((beside, "checkpoint.mode=sync, "), (waiting, "")):
+        with pytest.raises(UserError, match=copy.format(sync)):
+            check_offload(config, 2**29, 2**29 + 2**28, session)
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "elements"),
+    [
+        ("checkpoint.mode=async optim.offload=true", "cuda", 3),
+        ("checkpoint.mode=sync optim.offload=true", "cuda", 1),
+        ("checkpoint.mode=sync optim.offload=true trainer.ema_decay=0.9", "cuda", 2),
+        ("checkpoint.mode=sync parallel.offload=true", "cuda", 0),
+        ("checkpoint.mode=sync optim.offload=true", "cpu", 0),
+    ],
+)
+def test_a_save_copies_to_host_memory_what_is_on_the_device_or_changes_meanwhile(
+    words: str, device: str, elements: int
+) -> None:
+    """``elements`` for each one of the weights, AdamW's moments being two."""
+    module = nn.Linear(64, 64, bias=False)
+    copied = copied_bytes(compose(words.split()), module, ParallelPlan(), device)
+    assert copied == pytest.approx(4 * 64 * 64 * elements, abs=8)
 
 
 def saver_for_a_gpu(folder: Path, device: str, *argv: str) -> Checkpointer:

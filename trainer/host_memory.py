@@ -7,6 +7,7 @@ from pathlib import Path
 
 from serried.configs.errors import UserError
 from serried.configs.formats import size
+from serried.configs.schema import RunConfig
 from serried.runtime.session import Session
 
 _LIBRARIES_BYTES = 2**30
@@ -40,13 +41,14 @@ def tensor_bytes(held: int = 0, processes: int = 1) -> int:
     return (shared if own is None else min(shared, own)) - _LIBRARIES_BYTES
 
 
-def check_offload(key: str, needed: int, copied: int, session: Session) -> None:
-    """Raise ``UserError`` if the host cannot hold, for each rank, the ``needed`` bytes that ``key`` puts there and the
-    ``copied`` ones that are saved while training continues. A collective."""
+def check_offload(config: RunConfig, needed: int, copied: int, session: Session) -> None:
+    """Raise ``UserError`` if the host cannot hold, for each rank, the ``needed`` bytes that offloading puts there and
+    the ``copied`` ones of a save. A collective."""
+    key = "parallel.offload" if config.parallel.offload else "optim.offload"
     usable = max(0, min(session.gather(tensor_bytes(processes=session.local_world_size))))
     if needed + copied > usable:
         copy = f" and {size(copied)} for the copy that a save writes" * (copied > 0)
-        smaller = "checkpoint.mode=sync, " * (copied > 0)
+        smaller = "checkpoint.mode=sync, " * (config.checkpoint.mode == "async")
         raise UserError(
             f"{key}=true needs {size(needed)} of host memory for each rank{copy}, and {size(usable)} are available; "
             f"use {smaller}optim=adamw8bit, more ranks with parallel=fsdp, or {key}=false"

@@ -232,6 +232,21 @@ def _trained(config: RunConfig, model: nn.Module, heads: Sequence[str]) -> str:
 
 def saved_bytes(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> int:
     """Return the bytes of a checkpoint, over all ranks."""
+    return sum(_saved_weights_and_state(config, model, plan))
+
+
+def copied_bytes(config: RunConfig, model: nn.Module, plan: ParallelPlan, device: str) -> int:
+    """Return the bytes that a save copies to host memory, over all ranks: all, or those on the ``device`` while
+    training waits."""
+    weights, state = _saved_weights_and_state(config, model, plan)
+    if config.checkpoint.mode == "async":
+        return weights + state
+    is_on_host = device == "cpu" or config.parallel.offload
+    return 0 if is_on_host else weights + state * (not config.optim.offload)
+
+
+def _saved_weights_and_state(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> tuple[int, int]:
+    """Return the bytes of weights, with their averages, and of optimizer state in a checkpoint."""
     named = dict(model.named_parameters())
     trained = {name for name, parameter in named.items() if parameter.requires_grad}
     is_whole = config.adapter.method == "none" and not config.task.has_teacher
@@ -239,11 +254,10 @@ def saved_bytes(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> int:
     states = state_bytes_by_name(config.optim, shapes, plan.blocks_in(model))
     averages = trained if config.trainer.ema_decay else ()
     width = (trained_type(config) or torch.float32).itemsize
-    held = sum(
-        named[name].numel() * (width + states[name].per_element) + states[name].whole
-        for name in (named if is_whole else trained)
-    )
-    return int(held) + sum(named[name].nbytes for name in averages)
+    saved = list(named if is_whole else trained)
+    weights = width * sum(named[name].numel() for name in saved) + sum(named[name].nbytes for name in averages)
+    state = sum(named[name].numel() * states[name].per_element + states[name].whole for name in saved)
+    return weights, int(state)
 
 
 def _saving(config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelPlan) -> str:

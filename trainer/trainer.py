@@ -32,7 +32,7 @@ from serried.trainer.host_memory import check_offload
 from serried.trainer.loop import Loop
 from serried.trainer.metrics import PROFILING, Meter
 from serried.trainer.model import Model, build_model
-from serried.trainer.overview import overview, saved_bytes
+from serried.trainer.overview import copied_bytes, overview, saved_bytes
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.peak_flops import device_name, peak_flops
 from serried.trainer.plan.memory import planned_memory
@@ -79,10 +79,8 @@ class Trainer:
             console.say(line)
         needed = saved_bytes(config, module, plan)
         if config.offloads_state:
-            key = "parallel.offload" if config.parallel.offload else "optim.offload"
             on_host = planned_memory(config, task, layout, accumulation, module, plan).on_host
-            copied = needed // layout.world * (config.checkpoint.mode == "async")
-            check_offload(key, on_host, copied, session)
+            check_offload(config, on_host, copied_bytes(config, module, plan, device) // layout.world, session)
         for line in task.describe_sample():
             console.say(line)
         for note in session.once(partial(_begin, context.folder, start, config_yaml, needed)):

@@ -308,9 +308,11 @@ def show(measured: dict[str, list[tuple[float, float]]]) -> None:
         return max(names, key=lambda name: statistics.median(ratios[name]))
 
     ours = [name for name in found if name.startswith("serried")]
-    print("\n" + against(best(ours), best([name for name in found if name not in ours])))
-    for name in ours:
-        print(against(name, name.replace("serried", "hand-written")))
+    pairs = [(best(ours), best([name for name in found if name not in ours]))]
+    pairs += [(name, name.replace("serried", "hand-written")) for name in ours]
+    print()
+    for each in dict.fromkeys(pairs):
+        print(against(*each))
 
 
 def main() -> None:

@@ -77,7 +77,7 @@ def parallelize(
     """
     set_types(model, trained_dtype, frozen_dtype)
     specs, groups = shard_specs(model, plan, layout), groups or Groups(layout, device.type)
-    tied, buffers = tied_names(model), persistent_buffers(model)
+    tied, buffers = tied_names(model), shared_buffers(persistent_buffers(model), plan)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     place = layout.coordinates(dist.get_rank() if dist.is_initialized() else 0)
     stages, phases = split(model, plan, layout, place.pipeline), phases or Phases()
@@ -132,8 +132,7 @@ def parallelize(
     gather = Float8Gather(stages.values(), groups) if layout.is_sharded else None
     parallel = DistributedModel(
         list(stages.values()), runner, specs, groups, device,
-        loads=loads, buffers=buffers, shared=shared_buffers(buffers, plan),
-        gather=gather if gather and gather.weights else None,
+        loads=loads, buffers=buffers, gather=gather if gather and gather.weights else None,
     )  # fmt: skip
     if is_meta and std_of is not None:
         initialize(parallel.parameters, std_of, seed)

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from serried.configs.errors import UserError
 from serried.parallel.held import HeldTensor
 from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
@@ -78,11 +77,9 @@ class Matrices:
     def of(cls, model: DistributedModel, blocks: Collection[str], low_dtype: torch.dtype | None) -> "Matrices":
         """Return those of ``model`` in its ``blocks``, see ``ParallelPlan.blocks_in``. A collective of all ranks.
 
-        They are formed in bf16 if the model computes in a ``low_dtype``, and else in fp32.
-
-        Raises ``UserError`` if the model has none.
+        They are formed in bf16 if the model computes in a ``low_dtype``, and else in fp32. There must be one at least.
         """
-        names = check_matrices({name: spec.shape for name, spec in model.specs.items()}, blocks)
+        names = matrix_names({name: spec.shape for name, spec in model.specs.items()}, blocks)
         held = [each for each in model.parameters if each.tensor.requires_grad and each.name in names]
         rank = dist.get_rank() if dist.is_initialized() else 0
         dtype = torch.float32 if low_dtype is None else torch.bfloat16  # fp16 has too few exponents for gradients
@@ -143,16 +140,6 @@ def matrix_names(shapes: Mapping[str, Sequence[int]], blocks: Collection[str]) -
         for name, shape in shapes.items()
         if name.startswith(prefixes) and (len(shape) == 2 or (len(shape) == 3 and _EXPERTS in name.split(".")))
     }
-
-
-def check_matrices(shapes: Mapping[str, Sequence[int]], blocks: Collection[str]) -> set[str]:
-    """Return ``matrix_names``. Raises ``UserError`` if there are none."""
-    if not (names := matrix_names(shapes, blocks)):
-        raise UserError(
-            "this optimizer is for the matrices of repeated blocks, and the model has none; return "
-            "ParallelPlan(blocks=...) from parallel_plan(), or use optim=adamw"
-        )
-    return names
 
 
 def _transposed(modules: Iterable[nn.Module]) -> set[str]:

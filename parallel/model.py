@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -137,12 +137,11 @@ class DistributedModel:
         device: torch.device,
         *,
         loads: Loads,
-        buffers: Sequence[str] = (),
-        shared: Collection[str] = (),
+        buffers: Mapping[str, bool],
         gather: Float8Gather | None = None,
     ) -> None:
-        """``specs``: of the whole model; ``buffers`` names those that belong to the model's state, ``shared`` those of
-        them of which every stage has a copy."""
+        """``specs``: of the whole model; ``buffers``: names of those that belong to the model's state, each with
+        whether every stage has a copy."""
         layout = groups.layout
         self.modules, self.specs, self.layout, self.device = modules, specs, layout, device
         self.groups, self.runner = groups, runner
@@ -154,11 +153,16 @@ class DistributedModel:
         self._by_copies: dict[int, list[Tensor]] = {each: [] for each in copies}
         for held in self.parameters:
             self._by_copies[held.spec.copies(layout)].append(held.tensor)
-        self.buffer_names, self._shared, self._loads, self._gather = buffers, shared, loads, gather
+        self._buffers, self._loads, self._gather = buffers, loads, gather
         self.metric_names: tuple[str, ...] | None = None
         """Names of the metrics that the loss returns in training; None before the first step."""
         self._sources = 0
         self._evaluation_names: tuple[str, ...] | None = None
+
+    @property
+    def buffer_names(self) -> Iterable[str]:
+        """Names of the buffers of the model's state, on all stages."""
+        return self._buffers
 
     @property
     def buffers(self) -> list[HeldTensor]:
@@ -167,8 +171,8 @@ class DistributedModel:
         everywhere = replace(here, holders=tuple(map(self.layout.pipeline_of, range(self.layout.stages))))
         found = [dict(module.named_buffers()) for module in self.modules]
         return [
-            _whole(name, buffers[name], everywhere if name in self._shared else here)
-            for name in self.buffer_names
+            _whole(name, buffers[name], everywhere if is_shared else here)
+            for name, is_shared in self._buffers.items()
             for buffers in found
             if name in buffers
         ]
@@ -350,7 +354,7 @@ class DistributedModel:
     def _share_buffers(self) -> None:
         """Give every rank of a stage its first one's buffers (statistics of its samples, as of BatchNorm), as in a
         checkpoint."""
-        if self.buffer_names and self.layout.world > self.layout.pipeline:
+        if self._buffers and self.layout.world > self.layout.pipeline:
             for each in self.buffers:
                 if any(each.tensor is buffer for buffer in self._loads.buffers):
                     continue  # equal on all ranks

@@ -82,10 +82,11 @@ def _refuse_undeclared_ties(model: nn.Module, plan: ParallelPlan, layout: Layout
             )
 
 
-def shared_buffers(names: Iterable[str], plan: ParallelPlan) -> set[str]:
-    """Return those of ``names``, the model's buffers, of which each stage has a copy: of modules around the blocks."""
+def shared_buffers(names: Iterable[str], plan: ParallelPlan) -> dict[str, bool]:
+    """Return for each of ``names``, the model's buffers, whether every stage has a copy: those of modules around the
+    blocks."""
     around = _around(plan)
-    return {name for name in names if name.rpartition(".")[0] in around}
+    return {name: name.rpartition(".")[0] in around for name in names}
 
 
 def _leave_only(model: nn.Module, stage: int, plan: ParallelPlan, layout: Layout) -> None:

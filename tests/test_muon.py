@@ -93,9 +93,16 @@ def test_matrices_are_those_of_blocks_and_of_each_expert() -> None:
     assert matrix_names(shapes, ["blocks.0"]) == {"blocks.0.q.weight", "blocks.0.mlp.experts.up"}
 
 
-def test_blocks_without_matrices_are_one_line() -> None:
-    model = nn.Sequential(nn.Sequential(*(nn.Sequential(nn.Conv2d(2, 2, 3)) for _ in range(2))), nn.Linear(2, 2))
-    with pytest.raises(UserError, match="the matrices of repeated blocks, and the model has none"):
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Linear(2, 2),
+        nn.Sequential(nn.Sequential(*(nn.Sequential(nn.Conv2d(2, 2, 3)) for _ in range(2))), nn.Linear(2, 2)),
+    ],
+)
+def test_no_blocks_or_blocks_without_matrices_are_one_line(model: nn.Module) -> None:
+    expected = "optim=muon is for the matrices of repeated blocks, and the model has none; return ParallelPlan"
+    with pytest.raises(UserError, match=expected):
         check_optimizer(compose(["optim=muon"]).optim, model, ParallelPlan(), Layout("single"))
 
 
@@ -109,16 +116,6 @@ def test_shape_of_a_conv1d_is_outputs_and_inputs() -> None:
     matrices = Matrices.of(parallel, ("blocks.0", "blocks.1"), None)
     found = {each.name: matrices.shape(each.tensor) for each in parallel.parameters if each.tensor in matrices}
     assert (found["blocks.0.up.weight"], found["blocks.0.down.weight"]) == ((6, 2), (2, 6))
-
-
-def test_a_model_without_blocks_is_one_line() -> None:
-    layout, section = Layout("single"), ParallelSection(strategy="single")
-    model = parallelize(
-        nn.Linear(2, 2), ParallelPlan(), None, seed=1, layout=layout, section=section, low_dtype=None,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-    with pytest.raises(UserError, match="the matrices of repeated blocks, and the model has none; return ParallelPlan"):
-        Matrices.of(model, (), None)
 
 
 class TiedTask(Task):

@@ -38,11 +38,10 @@ from serried.task_class import declaration
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.state import state_parts
 from serried.trainer.host_memory import check_offload
-from serried.trainer.overview import copied_bytes
 from serried.trainer.model import build_model, sharded
 from serried.trainer.optimizer import build_optimizer, create_state, model_optimizer, take_step, takes_verdict
 from serried.trainer.optimizer_state import group_values, tensor_state
-from serried.trainer.overview import dry_run
+from serried.trainer.overview import copied_bytes, dry_run
 from serried.trainer.plan.traced import memory_of
 from serried.trainer.training_state import train_step
 from serried.trainer.weight_average import WeightAverage

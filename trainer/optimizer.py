@@ -16,7 +16,7 @@ from serried.configs.schema import OptimSection, ScheduleSection
 from serried.parallel.axes import shard_specs
 from serried.parallel.gradient import zero_gradient
 from serried.parallel.held import local
-from serried.parallel.matrices import Matrices, check_matrices
+from serried.parallel.matrices import Matrices, matrix_names
 from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import ParallelPlan
@@ -103,7 +103,12 @@ def check_optimizer(section: OptimSection, model: nn.Module, plan: ParallelPlan,
         )
     if not takes(section, "matrices"):
         return ""
-    names = check_matrices({name: each.shape for name, each in trained.items()}, plan.blocks_in(model))
+    names = matrix_names({name: each.shape for name, each in trained.items()}, plan.blocks_in(model))
+    if not names:
+        raise UserError(
+            f"optim={section.name} is for the matrices of repeated blocks, and the model has none; return "
+            "ParallelPlan(blocks=...) from parallel_plan(), or use optim=adamw"
+        )
     inside, total = (sum(trained[name].numel() for name in which) for which in (names, trained))
     return f" for {inside:,} of {total:,} parameters"
 

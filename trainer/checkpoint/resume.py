@@ -224,11 +224,6 @@ def check_data(start: Start, fingerprint: str, config: RunConfig) -> None:
 
 # what changed ---------------------------------------------------------------------------------------------------------
 
-_MEANS_NOTHING = {
-    "trainer.steps": ("schedule.name", ("constant",)),
-}
-"""Keys that change no number under some values of another key."""
-
 
 def differences(earlier: dict[str, Any], now: dict[str, Any], schema: type[RunConfig]) -> dict[str, str]:
     """Return ``key: old -> new`` for all settings that differ between two resolved configs of ``schema``."""
@@ -272,9 +267,8 @@ def _refuse_changes(path: Path, earlier: dict[str, Any], config: RunConfig) -> N
         for key in ("model.path", "data.tokenizer"):
             if before.get(key) == before.get("model.path") and after.get(key) == after.get("model.path"):
                 changed.pop(key, None)
-    for key, (other, values) in _MEANS_NOTHING.items():
-        if before.get(other) in values and after[other] in values:
-            changed.pop(key, None)
+    if before.get("schedule.name") == after["schedule.name"] == "constant":
+        changed.pop("trainer.steps", None)
     if all(is_free(key, config) for key in changed):
         return
     named = [key for key in changed if not is_free(key, config) or is_free(key, config, by_content=True)]

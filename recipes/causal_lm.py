@@ -347,11 +347,16 @@ class CausalLM(TextTask):
         has_weights = not starts_from_scratch or (self._model.path and self._model.pretrained)
         if has_weights or not (has_adapters or self._data.format == "chat"):
             return notes
-        why = "adapters of frozen weights learn little" if has_adapters else "conversations alone teach it little"
+        if has_adapters:
+            method = self.run.adapter.method
+            return [
+                *notes,
+                f"a run with adapter.method={method} starts only with a base model: model.path=FOLDER_OR_NAME",
+            ]
         return [
             *notes,
-            f"the model starts with random weights, and {why}; to start from a trained model: "
-            f"model.path=FOLDER_OR_NAME {self.run.another_run}",
+            "the model starts with random weights, and conversations alone teach it little; to start from a trained "
+            f"model: model.path=FOLDER_OR_NAME {self.run.another_run}",
         ]
 
     def prompt_ids(self, said: Sequence[str]) -> list[int]:

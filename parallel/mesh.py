@@ -88,7 +88,7 @@ class Layout:
     @property
     def is_sharded(self) -> bool:
         """Whether FSDP2 divides the parameters, over however many ranks: on all layouts but one process and DDP."""
-        return self.strategy in ("fsdp", "hsdp") or self.size(("pipeline", "context", "tensor")) > 1
+        return self.strategy in ("fsdp", "hsdp") or self.size(MODEL_AXES) > 1
 
     def size(self, axes: Iterable[str]) -> int:
         """Product of the degrees of ``axes``."""

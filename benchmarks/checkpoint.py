@@ -285,9 +285,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder by default")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="serried-checkpoint-", dir=options.folder) as temporary:
-        text = Path(temporary) / "text"
-        text.mkdir()
-        write_text(text)
+        write_text(Path(temporary) / "text")
         for layout in options.layouts:
             for processes in options.processes:
                 _measure(layout, processes, Path(temporary), options)

@@ -276,7 +276,6 @@ class Storm(ABC):
         """Train both runs, and compare them."""
         began, calm = time.monotonic(), self.folder / "calm"
         self.chance = random.Random(self.seed)
-        (self.folder / "text").mkdir(parents=True)
         write_text(self.folder / "text")
         train_undisturbed(self.processes, self._words(calm))
         while self.done < self.count and len(self.violations) <= 3 and self._disturb():

@@ -4,8 +4,11 @@ The runs are those of ``tests/test_parity.py``, whole training runs on Gloo with
 """
 
 import argparse
+import itertools
 import platform
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,30 +265,37 @@ _TABLES: tuple[tuple[str, str, tuple[str, ...], tuple[Cut, ...]], ...] = (
 )
 
 
+@contextmanager
+def _runs(processes: int) -> Iterator[Callable[..., Curve]]:
+    """Yield ``run`` for all steps, with a cluster, a text and a run folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="serried-parity-") as folder:
+        text, cluster, numbers = write_text(Path(folder) / "text"), Cluster(processes), itertools.count()
+
+        def run_all(cut: Cut, accumulation: int, precision: str, *more: str) -> Curve:
+            run_dir = Path(folder) / f"run-{next(numbers)}"
+            return run(cluster, cut, accumulation, precision, text, run_dir, *more, steps=STEPS)
+
+        try:
+            yield run_all
+        finally:
+            cluster.stop()
+
+
 def table() -> str:
     """Run everything and lay it out as Markdown."""
     rows: list[Any] = []
-    with tempfile.TemporaryDirectory(prefix="serried-parity-") as folder:
-        text = Path(folder) / "text"
-        text.mkdir()
-        write_text(text)
-        cluster = Cluster(8)
-        try:
-            for precision, prefix, model, layouts in _TABLES:
-                path = Path(folder) / f"run-{len(rows)}"
-                reference = run(cluster, CUTS[0], 1, precision, text, path, *model, steps=STEPS)
-                rows.append((precision, f"{prefix}single", 1, None, reference))
-                print(_row(*rows[-1]), flush=True)
-                for cut in layouts:
-                    for accumulation in cut.accumulations:
-                        if cut.processes == 1 and accumulation == 1:
-                            continue
-                        path = Path(folder) / f"run-{len(rows)}"
-                        curve = run(cluster, cut, accumulation, precision, text, path, *model, steps=STEPS)
-                        rows.append((precision, f"{prefix}{cut.name}", accumulation, compare(curve, reference), curve))
-                        print(_row(*rows[-1]), flush=True)
-        finally:
-            cluster.stop()
+    with _runs(8) as run_all:
+        for precision, prefix, model, layouts in _TABLES:
+            reference = run_all(CUTS[0], 1, precision, *model)
+            rows.append((precision, f"{prefix}single", 1, None, reference))
+            print(_row(*rows[-1]), flush=True)
+            for cut in layouts:
+                for accumulation in cut.accumulations:
+                    if cut.processes == 1 and accumulation == 1:
+                        continue
+                    curve = run_all(cut, accumulation, precision, *model)
+                    rows.append((precision, f"{prefix}{cut.name}", accumulation, compare(curve, reference), curve))
+                    print(_row(*rows[-1]), flush=True)
     lines = [
         "| precision | layout | accumulation | loss, first to last | relative difference: loss | grad norm | samples |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -304,24 +314,16 @@ def _row(precision: str, name: str, accumulation: int, difference: Difference | 
 def border_table() -> str:
     """Compare which steps overflow in fp16."""
     lines = ["| layout | accumulation | skipped steps | relative difference: loss |", "| --- | --- | --- | --- |"]
-    with tempfile.TemporaryDirectory(prefix="serried-parity-") as folder:
-        text = Path(folder) / "text"
-        text.mkdir()
-        write_text(text)
-        cluster = Cluster(4)
-        try:
-            reference = run(cluster, CUTS[0], 1, "fp16", text, Path(folder) / "reference", *BORDER, steps=STEPS)
-            lines.append(f"| single | 1 | {', '.join(map(str, reference.skipped))} | reference |")
+    with _runs(4) as run_all:
+        reference = run_all(CUTS[0], 1, "fp16", *BORDER)
+        lines.append(f"| single | 1 | {', '.join(map(str, reference.skipped))} | reference |")
+        print(lines[-1], flush=True)
+        for cut in (cut for cut in CUTS if not cut.is_slow):
+            curve = run_all(cut, cut.accumulations[-1], "fp16", *BORDER)
+            skipped = "the same" if curve.skipped == reference.skipped else ", ".join(map(str, curve.skipped))
+            loss = f"{compare(curve, reference).loss:.1e}"
+            lines.append(f"| {cut.name} | {cut.accumulations[-1]} | {skipped} | {loss} |")
             print(lines[-1], flush=True)
-            for cut in (cut for cut in CUTS if not cut.is_slow):
-                accumulation = cut.accumulations[-1]
-                path = Path(folder) / f"run-{len(lines)}"
-                curve = run(cluster, cut, accumulation, "fp16", text, path, *BORDER, steps=STEPS)
-                skipped = "the same" if curve.skipped == reference.skipped else ", ".join(map(str, curve.skipped))
-                lines.append(f"| {cut.name} | {accumulation} | {skipped} | {compare(curve, reference).loss:.1e} |")
-                print(lines[-1], flush=True)
-        finally:
-            cluster.stop()
     return "\n".join(lines)
 
 

@@ -336,9 +336,7 @@ def main() -> None:
 
     keys, processes, steps = SHAPES[options.shape]
     with tempfile.TemporaryDirectory(prefix="serried-peers-") as folder:
-        text = Path(folder) / "text"
-        text.mkdir()
-        write_text(text)
+        text = write_text(Path(folder) / "text")
         argv = [
             "data=text", f"data.path={text}", f"data.cache_dir={folder}/cache", f"run.dir={folder}/run", *keys,
             "trainer.steps=100k", "trainer.eval_every=0", "trainer.log_every=10", "checkpoint.every=0",
@@ -398,9 +396,7 @@ def cold(rounds: int) -> None:
 
     found: dict[str, list[float]] = {name: [] for name in ("serried", "hand-written", *PEERS)}
     with tempfile.TemporaryDirectory(prefix="serried-peers-") as folder:
-        text = Path(folder) / "text"
-        text.mkdir()
-        write_text(text)
+        text = write_text(Path(folder) / "text")
         for turn in range(rounds + 1):  # the first warms up the files
             for name in found:
                 started = time.perf_counter()

@@ -2,7 +2,6 @@
 
     python -m benchmarks.step_overhead                     # all layouts; a real model and one of almost no compute
     python -m benchmarks.step_overhead --layouts ddp --turns 40
-    python -m benchmarks.step_overhead --against no-numbers  # what its own numbers cost
     python -m benchmarks.step_overhead --against compiled --precision bf16  # what trainer.compile brings
     python -m benchmarks.step_overhead --against sdpa --precision bf16  # what attention by rows brings
     python -m benchmarks.step_overhead --profile             # what a step spends on them, call by call
@@ -10,9 +9,6 @@
 Both stay alive in the same processes and take turns of a few steps, so that a machine that slows down slows both. The
 hand-written loop has DDP or FSDP2, skipped gradient syncs, clipping, fused AdamW and a loss logged every ten
 steps, and nothing else; its batches lie ready in memory, while the trainer reads, collates and counts its own.
-
-Against ``no-numbers`` the trainer takes turns with itself, of ten steps: in one it marks the phases of one of them and
-measures its rates when it logs, as it does by itself; in the other it does neither.
 
 The profile counts, call by call, the time in marks, rates, estimates and whatever else makes the numbers of a log line.
 It slows calls of Python functions and nothing else, so that their share is less without it.
@@ -25,10 +21,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -42,7 +37,6 @@ from serried.parallel.axes import shard_specs
 from serried.parallel.held import held_parameters
 from serried.parallel.initialize import initialize
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
-from serried.parallel.phases import Phases
 from serried.parallel.plan import ParallelPlan
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models.head import IGNORE
@@ -52,7 +46,6 @@ from serried.runtime.session import Session, open_session
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.context import Context
 from serried.trainer.loader import BatchLoader, Reader
-from serried.trainer.metrics import RATES, Meter
 from serried.trainer.optimizer import learning_rate
 from serried.trainer.pulse import Pulse
 from serried.trainer.sampler import BatchShare, SampleOrder
@@ -68,63 +61,30 @@ MODELS = {
                           "data.sequence_length=16", "trainer.global_batch=8", "trainer.micro_batch=2"],
 }  # fmt: skip
 STEPS_IN_A_TURN = {"real": 2, "almost no compute": 20}
-STEPS_IN_A_TURN_OF_NUMBERS = 10
-"""The trainer marks one of so many, and logs as often."""
 ITSELF = {"compiled": "trainer.compile=true", "sdpa": "model.attention=sdpa"}
 """What the trainer takes turns with itself about."""
+WARM_UP_STEPS = 10
 PROFILED_STEPS = {"real": 30, "almost no compute": 300}
 NUMBERS = ("parallel/phases.py", "trainer/metrics.py")
 """Where numbers come from."""
 
 
-def race(argv: list[str], turns: int, steps_in_a_turn: int) -> dict[str, list[float]]:
-    """Seconds a step of each turn, for the trainer and for the hand-written loop. Runs on every rank."""
+def race(argv: list[str], turns: int, steps_in_a_turn: int, against: str = "hand-written") -> dict[str, list[float]]:
+    """Seconds a step of each turn, for the trainer, and for the hand-written loop or another of ``ITSELF``. Runs on
+    every rank."""
     config = compose(argv)
     recipe = CausalLM(config)
-    with _trainer(config, recipe) as (trainer, session):
-        ours = trainer.steps()
-        theirs = hand_written(config, recipe, session.device)
-        seconds: dict[str, list[float]] = {"trainer": [], "hand-written": []}
-        for turn in range(turns + 2):  # the first two warm up caches, allocators and optimizer state
-            racers = [("trainer", ours), ("hand-written", theirs)]
-            for name, racer in racers if turn % 2 else reversed(racers):
-                if session.world_size > 1:
-                    dist.barrier()
-                started = time.perf_counter()
-                for _ in range(steps_in_a_turn):
-                    next(racer)
-                seconds[name].append((time.perf_counter() - started) / steps_in_a_turn)
-        ours.close()
-        return {name: values[2:] for name, values in seconds.items()}
-
-
-def race_against_no_numbers(argv: list[str], turns: int) -> dict[str, list[float]]:
-    """Seconds a step of each turn, with and without marks and rates. Runs on every rank."""
-    config = compose(argv)
-    with _trainer(config, CausalLM(config)) as (trainer, _):
-        steps = trainer.steps()
-        seconds: dict[str, list[float]] = {"trainer": [], "no-numbers": []}
-        for turn in range(turns + 2):  # the first two warm up caches, allocators and optimizer state
-            for name in ("trainer", "no-numbers") if turn % 2 else ("no-numbers", "trainer"):
-                with _no_numbers() if name == "no-numbers" else nullcontext():
-                    started = time.perf_counter()
-                    for _ in range(STEPS_IN_A_TURN_OF_NUMBERS):
-                        next(steps)
-                    seconds[name].append((time.perf_counter() - started) / STEPS_IN_A_TURN_OF_NUMBERS)
-        steps.close()
-        return {name: values[2:] for name, values in seconds.items()}
-
-
-def race_against_itself(argv: list[str], other: str, turns: int, steps_in_a_turn: int) -> dict[str, list[float]]:
-    """Seconds a step of each turn, as it is and as ``other`` of ``ITSELF``. Runs on every rank."""
-    plain = compose(argv)
-    changed = compose([*argv, ITSELF[other], f"run.dir={plain.run.dir}-{other}"])
-    configs = {"trainer": plain, other: changed}
-    seconds: dict[str, list[float]] = {name: [] for name in configs}
-    with open_session(plain.launch) as session:
-        trainers = {name: _built(config, CausalLM(config), session) for name, config in configs.items()}
-        racers = {name: trainer.steps() for name, trainer in trainers.items()}
-        for turn in range(turns + 2):  # the first two warm up, and compile
+    with open_session(config.launch) as session:
+        trainers = [_built(config, recipe, session)]
+        racers: dict[str, Any] = {"trainer": trainers[0].steps()}
+        if against in ITSELF:
+            changed = compose([*argv, ITSELF[against], f"run.dir={config.run.dir}-{against}"])
+            trainers.append(_built(changed, CausalLM(changed), session))
+            racers[against] = trainers[1].steps()
+        else:
+            racers[against] = hand_written(config, recipe, session.device)
+        seconds: dict[str, list[float]] = {name: [] for name in racers}
+        for turn in range(turns + 2):  # the first two warm up caches, allocators and optimizer state, and compile
             for name in racers if turn % 2 else reversed(racers):
                 if session.world_size > 1:
                     dist.barrier()
@@ -132,35 +92,26 @@ def race_against_itself(argv: list[str], other: str, turns: int, steps_in_a_turn
                 for _ in range(steps_in_a_turn):
                     next(racers[name])
                 seconds[name].append((time.perf_counter() - started) / steps_in_a_turn)
-        for name, racer in racers.items():
+        for racer in racers.values():
             racer.close()
-            trainers[name].saver.checkpointer.close()
+        for trainer in trainers:
+            trainer.saver.checkpointer.close()
     return {name: values[2:] for name, values in seconds.items()}
-
-
-@contextmanager
-def _no_numbers() -> Iterator[None]:
-    """Have the trainer mark no step and measure no rates: it logs losses, norms and learning rates."""
-    rates = dict.fromkeys(RATES) | {"step_seconds": 1.0}
-    with (
-        patch.object(Phases, "begin", lambda *_: None),
-        patch.object(Meter, "rates", lambda *_: rates),
-        patch("serried.trainer.step_log.eta_seconds", lambda *_: 1.0),
-    ):
-        yield
 
 
 def share_of_numbers(argv: list[str], steps_profiled: int) -> tuple[float, float]:
     """Seconds of a step under the profiler, and those of them that its numbers take. Runs on every rank."""
     config = compose(argv)
-    with _trainer(config, CausalLM(config)) as (trainer, _):
-        steps, profiler = trainer.steps(), cProfile.Profile()
-        for step in range(steps_profiled + STEPS_IN_A_TURN_OF_NUMBERS):
-            if step == STEPS_IN_A_TURN_OF_NUMBERS:  # the ones before warm up
+    with open_session(config.launch) as session:
+        trainer, profiler = _built(config, CausalLM(config), session), cProfile.Profile()
+        steps = trainer.steps()
+        for step in range(WARM_UP_STEPS + steps_profiled):
+            if step == WARM_UP_STEPS:
                 profiler.enable()
             next(steps)
         profiler.disable()
         steps.close()
+        trainer.saver.checkpointer.close()
     profile: Any = pstats.Stats(profiler)
     whole = sum(own for _, _, own, _, _ in profile.stats.values())
     numbers = 0.0
@@ -168,15 +119,6 @@ def share_of_numbers(argv: list[str], steps_profiled: int) -> tuple[float, float
         if file.endswith(NUMBERS):
             numbers += sum(took for (by, _, _), (*_, took) in callers.items() if not by.endswith(NUMBERS))
     return whole / steps_profiled, numbers / steps_profiled
-
-
-@contextmanager
-def _trainer(config: TextRunConfig, recipe: CausalLM) -> Iterator[tuple[Trainer, Session]]:
-    """A trainer that is built, and the session it is built in."""
-    with open_session(config.launch) as session:
-        trainer = _built(config, recipe, session)
-        yield trainer, session
-        trainer.saver.checkpointer.close()
 
 
 def _built(config: TextRunConfig, recipe: CausalLM, session: Session) -> Trainer:
@@ -261,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--against", choices=["hand-written", "no-numbers", *ITSELF], default="hand-written")
+    parser.add_argument("--against", choices=["hand-written", *ITSELF], default="hand-written")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--turns", type=int, default=20)
@@ -276,9 +218,7 @@ def main() -> None:
     print(f"| model | layout | {' | '.join(columns)} |\n|{' --- |' * 5}")
     cluster = Cluster(2)
     with tempfile.TemporaryDirectory(prefix="serried-overhead-") as temporary:
-        text = Path(temporary) / "text"
-        text.mkdir()
-        write_text(text)
+        text = write_text(Path(temporary) / "text")
         for model in options.models:
             for layout in options.layouts:
                 argv = [
@@ -287,15 +227,10 @@ def main() -> None:
                     "trainer.eval_every=0", "trainer.log_every=10", "checkpoint.every=0",
                     f"precision={options.precision}",
                 ]  # fmt: skip
-                function: str = "race_against_no_numbers"
-                how: dict[str, Any] = {"turns": options.turns}
-                if options.profile:
-                    function, how = "share_of_numbers", {"steps_profiled": PROFILED_STEPS[model]}
-                elif options.against != "no-numbers":
-                    function = "race"
-                    if options.against in ITSELF:
-                        function, how = "race_against_itself", {**how, "other": options.against}
-                    how["steps_in_a_turn"] = STEPS_IN_A_TURN[model]
+                function, how = "share_of_numbers", {"steps_profiled": PROFILED_STEPS[model]}
+                if not options.profile:
+                    how = {"turns": options.turns, "steps_in_a_turn": STEPS_IN_A_TURN[model]}
+                    function, how = "race", {**how, "against": options.against}
                 found = cluster.run(
                     LAYOUTS[layout], f"benchmarks.step_overhead:{function}", timeout_seconds=3600, argv=argv, **how
                 )[0].value

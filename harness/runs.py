@@ -37,13 +37,16 @@ from serried.trainer.step import TrainStep
 from serried.trainer.trainer import Trainer
 
 
-def write_text(folder: Path) -> None:
-    """Thirty files of words with some order in them: enough for a loss to fall, by file splittable."""
+def write_text(folder: Path) -> Path:
+    """Thirty files of words with some order in them: enough for a loss to fall, by file splittable. Returns
+    ``folder``, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(7)
     words = ["lorem", "ipsum", "dolor", "sit", "amet", "consectetur", "adipiscing", "elit", "sed", "do"]
     for number in range(30):
         chosen = random.choice(words, size=300, p=[0.3, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05, 0.04, 0.03, 0.03])
         (folder / f"{number:02d}.txt").write_text(" ".join(chosen))
+    return folder
 
 
 def overrides(text: Path, run_dir: Path, *more: str) -> list[str]:

@@ -25,11 +25,11 @@ def test_trainer_races_hand_written_loop(
 
 
 @pytest.mark.slow
-def test_the_trainer_races_itself_without_its_numbers(text: Path, tmp_path: Path, cluster: Cluster) -> None:
+def test_the_trainer_races_itself_with_other_attention(text: Path, tmp_path: Path, cluster: Cluster) -> None:
     argv = overrides(text, tmp_path / "run", "trainer.steps=1000", *MODELS["almost no compute"], "checkpoint.every=0")
-    answer = cluster.run(2, "benchmarks.step_overhead:race_against_no_numbers", argv=argv, turns=2)
+    answer = cluster.run(2, "benchmarks.step_overhead:race", argv=argv, turns=2, steps_in_a_turn=2, against="sdpa")
     seconds = answer[0].value
-    assert all(len(seconds[name]) == 2 and min(seconds[name]) > 0 for name in ("trainer", "no-numbers"))
+    assert all(len(seconds[name]) == 2 and min(seconds[name]) > 0 for name in ("trainer", "sdpa"))
 
 
 @pytest.mark.slow

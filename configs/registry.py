@@ -92,7 +92,10 @@ class Registry:
         if section is Section:
             section = self.base
         elif not issubclass(section, self.base):  # the section has its own keys only: add those that all have
-            section = create_model(section.__name__, __base__=(section, self.base), __doc__=section.__doc__)
+            section = create_model(
+                section.__name__, __base__=(section, self.base), __doc__=section.__doc__,
+                __cls_kwargs__={"use_attribute_docstrings": False},  # there is no source: it would be searched for long
+            )  # fmt: skip
         self._entries[name] = Entry(name, own, section, load)
 
     def registering(self, name: str, section: type[Section]) -> Callable[[_Built], _Built]:

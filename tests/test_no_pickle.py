@@ -18,9 +18,10 @@ NAMES = {
 
 
 def sources() -> list[Path]:
-    found = [path.relative_to(ROOT) for path in ROOT.rglob("*.py")]
     # The benchmarks measure torch's own checkpoints beside ours.
-    return [path for path in found if path.parts[0] not in ("tests", "benchmarks") and path.parts[0][0] != "."]
+    places = [each for each in ROOT.iterdir() if each.name not in ("tests", "benchmarks") and each.name[0] != "."]
+    found = [path for place in places for path in (place.rglob("*.py") if place.is_dir() else (place,))]
+    return [path.relative_to(ROOT) for path in found if path.suffix == ".py"]
 
 
 def uses(text: str) -> Iterator[str]:

@@ -14,6 +14,9 @@ BIN := .venv/bin
 # pip alone compiles on one core, and tests of packages too; some packages have templates that are no Python.
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-compile --editable
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/' .venv/lib >/dev/null 2>&1 || true
+# Two targets may install at once, and apt does not wait for itself.
+APT_INSTALL := flock .venv sh -c 'apt-get update --quiet=2 && DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 \
+	--yes --no-install-recommends "$$@" >/dev/null' apt
 
 # Where it is set, each of hundreds of interpreters would compile our modules again, and pytest the tests.
 export PYTHONDONTWRITEBYTECODE :=
@@ -35,8 +38,7 @@ test-slow: .venv/.ready-export
 test-slurm: .venv/.ready-dev
 	@if command -v slurmctld >/dev/null && command -v slurmd >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		apt-get update --quiet=2 && DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes \
-			--no-install-recommends slurm-wlm iproute2 >/dev/null; \
+		$(APT_INSTALL) slurm-wlm iproute2; \
 	else echo "no Slurm here, and no apt-get as root to install it: its tests skip"; fi
 	$(BIN)/python -m pytest -m "slurm or hosts" tests/test_slurm.py tests/test_hosts.py $(ARGS)
 
@@ -45,8 +47,7 @@ test-page: .venv/.ready-dev
 	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; \
 	then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		apt-get update --quiet=2 && DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes \
-			--no-install-recommends chromium >/dev/null; \
+		$(APT_INSTALL) chromium; \
 	else echo "no Chromium here, and no apt-get as root to install it: what needs it skips"; fi
 	$(BIN)/python -m pytest -m page tests/test_page.py $(ARGS)
 

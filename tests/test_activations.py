@@ -209,7 +209,7 @@ def test_the_allocator_holds_at_most_the_budget(name: str, budget: float) -> Non
     assert 0.7 * budget < (taken[budget, 6] - beside) / of_blocks <= budget
 
 
-def test_what_blocks_keep_is_measured_if_the_task_does_not_estimate_it() -> None:
+def test_activations_of_blocks_are_measured_if_the_task_does_not_estimate_them() -> None:
     argv = ["model.layers=4", "trainer.activation_memory_budget=0.5"]
     config = compose(argv)
     task = CausalLM(config)
@@ -276,7 +276,7 @@ def test_blocks_that_keep_nothing_are_one_line() -> None:
         ),
     ],
 )
-def test_what_no_budget_can_be_held_for_is_refused_in_one_line(
+def test_activation_budget_that_cannot_be_met_is_refused_in_one_line(
     more: str, told: str, text: Path, tmp_path: Path
 ) -> None:
     ended = run_here(tiny_overrides(text, tmp_path / "run", "model.layers=4", "dry_run=true", *more.split()))

@@ -221,7 +221,7 @@ def test_a_row_that_is_no_conversation_is_named(messages: Any, said: str, tokeni
         assert "\n" not in str(caught.value)
 
 
-def test_an_empty_reply_teaches_nothing() -> None:
+def test_empty_reply_is_refused() -> None:
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     with pytest.raises(
         UserError, match=r"row 5 of chats\.jsonl: it has nothing to train on: the assistant's messages are empty"

@@ -129,7 +129,9 @@ def test_after_damage_the_step_is_saved_again(text: Path, stopped: Path, tmp_pat
 
 
 @pytest.mark.parametrize("resume", ["auto", "must", "path"])
-def test_where_nothing_is_whole_nothing_is_overwritten(resume: str, text: Path, stopped: Path, tmp_path: Path) -> None:
+def test_without_a_whole_checkpoint_nothing_is_overwritten(
+    resume: str, text: Path, stopped: Path, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(stopped, run_dir)
     for path in (run_dir / "checkpoints").iterdir():
@@ -340,7 +342,7 @@ def test_a_disk_that_became_read_only(text: Path, small_disk: Path) -> None:
     assert steps_saved(small_disk / "run") == [2, 6]
 
 
-def test_what_stands_in_the_way_of_the_name_is_moved(text: Path, tmp_path: Path) -> None:
+def test_folder_with_the_name_of_a_checkpoint_that_is_none_is_moved(text: Path, tmp_path: Path) -> None:
     """A folder called as a checkpoint that is none, such as one that lost its manifest."""
     stray = tmp_path / "run/checkpoints/step-00000004"
 

@@ -100,7 +100,7 @@ tensor_maps = st.dictionaries(
 @example(
     {f"{name}.{len(shape)}": random_tensor(shape, dtype) for name, dtype in DTYPES.items() for shape in [(), (3,)]}
 )
-def test_what_is_written_the_library_reads_bit_for_bit_and_so_do_we(tensors: dict[str, Tensor]) -> None:
+def test_written_files_are_read_bit_for_bit_by_the_library_and_by_us(tensors: dict[str, Tensor]) -> None:
     with temporary() as folder:
         path = folder / "model.safetensors"
         write(path, tensors)
@@ -116,7 +116,7 @@ def test_what_is_written_the_library_reads_bit_for_bit_and_so_do_we(tensors: dic
 
 
 @given(tensor_maps)
-def test_what_the_library_writes_is_read_bit_for_bit(tensors: dict[str, Tensor]) -> None:
+def test_files_of_the_library_are_read_bit_for_bit(tensors: dict[str, Tensor]) -> None:
     with temporary() as folder:
         save_file(tensors, folder / "optimizer.safetensors", metadata={"any": "thing"})
         ours = TensorFolder(folder, "optimizer")
@@ -600,7 +600,9 @@ def test_sweeping_removes_leftovers_and_nothing_else(tmp_path: Path) -> None:
     verify(elsewhere)
 
 
-def test_what_cannot_be_removed_is_told_and_not_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_cannot_be_removed_is_reported_and_not_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (1, 2, 3):
         make_checkpoint(tmp_path / folder_name(step), tensors=0)
     make_checkpoint(tmp_path / partial_name(4), tensors=0)

@@ -181,7 +181,9 @@ def test_another_shape_is_compiled_again_with_a_warning(capsys: pytest.CaptureFi
         ),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_in_one_line(more: str, told: str, text: Path, tmp_path: Path) -> None:
+def test_settings_that_cannot_be_compiled_are_refused_in_one_line(
+    more: str, told: str, text: Path, tmp_path: Path
+) -> None:
     argv = tiny_overrides(text, tmp_path / "run", "trainer.compile=true", "model.layers=4", "dry_run=true")
     ended = run_here([*argv, *more.split()])
     assert ended.code == 78, ended.printed

@@ -49,7 +49,7 @@ def write_recipe(folder: Path, body: str) -> None:
 # Composing
 
 
-def test_nothing_typed_is_the_recipe_tiny():
+def test_no_overrides_give_the_recipe_tiny():
     config = compose([])
     assert (config.recipe, config.run.name, config.run.dir.as_posix()) == ("tiny", "tiny", "runs/tiny")
     assert (config.model.name, config.data.name, config.parallel.strategy) == ("tiny", "stdlib", "ddp")
@@ -143,7 +143,7 @@ def test_plus_signs_make_no_difference(prefix: str):
     assert compose([f"{prefix}recipe=llama1b"]).recipe == "llama1b"
 
 
-def test_of_a_key_given_twice_the_last_one_counts_with_one_note():
+def test_last_value_of_a_repeated_key_counts_with_one_note():
     words = ["trainer.steps=50", "optim.lr=1", "+trainer.steps=60", "optim.lr=1"]
     assert compose(words).trainer.steps == 60
     assert repeated(words) == ["trainer.steps is given 2 times; the last one counts: trainer.steps=60"]
@@ -302,7 +302,7 @@ def test_a_suggestion_never_repeats_what_was_typed_for_nothing():
         ("memory", "true", "profile.memory=true or slurm.memory=true"),
     ],
 )
-def test_of_several_keys_those_are_suggested_that_take_the_value(key: str, value: str, expected: str):
+def test_suggested_keys_accept_the_value(key: str, value: str, expected: str):
     assert unknown_key(key, value, "here", GROUPS).endswith(f"; did you mean {expected}?")
 
 
@@ -350,7 +350,7 @@ def test_sources_and_validation_sets_have_names_of_the_users():
         (["mixture_weights=[1,2]"], "data=mixture data.sources.NAME.name=text"),
     ],
 )
-def test_mistakes_below_a_users_name_are_told_as_any_others(argv: list[str], message: str):
+def test_mistakes_below_a_users_name_are_reported_like_any_others(argv: list[str], message: str):
     assert message in refusal(*argv)
 
 
@@ -448,7 +448,7 @@ def test_the_only_number_that_divides_stands_alone():
     assert "use model.heads=1, or set model.head_dim" in refusal("model.dim=2", "model.heads=3", "model.kv_heads=1")
 
 
-def test_what_is_wrong_is_told_all_at_once_and_once():
+def test_all_mistakes_are_reported_together_and_once():
     message = refusal("recipe=tny", "trainer.stpes=5", "trainer.stpes=5", "optim.lr=x", "trainer.workers=-1", "--foo")
     head, *rest = message.splitlines()
     assert head == "5 mistakes:"

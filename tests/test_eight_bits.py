@@ -269,7 +269,9 @@ def test_gathering_in_float8_changes_no_bit_with(
         ),
     ],
 )
-def test_what_float8_cannot_do_is_one_line(more: str, told: str, cure: str, text: Path, tmp_path: Path) -> None:
+def test_unsupported_float8_settings_are_refused_in_one_line(
+    more: str, told: str, cure: str, text: Path, tmp_path: Path
+) -> None:
     ended = run_here(tiny_overrides(text, tmp_path / "run", "dry_run=true", "precision=float8", *more.split()))
     assert ended.code == 78, ended.printed
     assert told in ended.printed

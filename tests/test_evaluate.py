@@ -60,7 +60,7 @@ def evaluated(cluster: Cluster, ranks: int, *words: str) -> list[dict[str, Any]]
     ("ranks", "more"),
     [(1, []), (2, []), pytest.param(4, ["parallel=ddp"], marks=pytest.mark.slow), (3, ["trainer.micro_batch=2"])],
 )
-def test_it_is_the_number_that_the_run_saw(cluster: Cluster, run_dir: Path, ranks: int, more: list[str]) -> None:
+def test_evaluation_equals_that_of_the_run(cluster: Cluster, run_dir: Path, ranks: int, more: list[str]) -> None:
     before = files_of(run_dir)
     found = evaluated(cluster, ranks, f"run.dir={run_dir}", *more)
     assert files_of(run_dir) == before, "nothing of the run is touched"
@@ -154,7 +154,7 @@ def test_characters_that_the_run_does_not_know_are_refused(
     assert len(printed.splitlines()) == 1
 
 
-def test_data_that_was_made_anew_with_another_tokenizer_is_refused(
+def test_data_rewritten_with_another_tokenizer_is_refused(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = tmp_path / "text"
@@ -168,7 +168,7 @@ def test_data_that_was_made_anew_with_another_tokenizer_is_refused(
     assert "data.tokenizer=chars is not the tokenizer of" in capsys.readouterr().err
 
 
-def test_a_mixture_is_told_by_source(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+def test_losses_of_a_mixture_are_reported_by_source(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     argv = tiny_overrides(text, run, "trainer.eval_every=6", "trainer.eval_batches=3", "data=mixture")
     argv = [word for word in argv if not word.startswith("data.path")]
@@ -230,7 +230,7 @@ def test_mistakes_are_one_line(
     assert expected in printed
 
 
-def test_a_config_that_is_none_is_told_by_its_line(
+def test_unreadable_config_is_reported_with_its_line(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = (run_dir / "config.yaml").read_text()

@@ -233,7 +233,7 @@ def test_files_that_the_manifest_does_not_vouch_for_are_refused(small: Path, tmp
     assert "no config.json" in refusal(small, tmp_path / "out")
 
 
-def test_a_disk_too_full_is_told_beforehand(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_before_the_export(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert "1000B are free" in refusal(small, tmp_path / "out")
@@ -260,6 +260,8 @@ def test_a_generation_config_is_kept(small: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "shard_bytes"), [(torch.int8, 1), (torch.float64, 1), (None, 0)])
-def test_what_makes_no_sense_is_refused(small: Path, dtype: Any, shard_bytes: int, tmp_path: Path) -> None:
+def test_invalid_dtype_and_shard_size_of_an_export_are_refused(
+    small: Path, dtype: Any, shard_bytes: int, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="export as"):
         export(small, tmp_path / "out", dtype=dtype, shard_bytes=shard_bytes)

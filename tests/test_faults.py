@@ -76,7 +76,7 @@ def test_a_bad_gradient_on_the_last_rank_skips_the_step_and_changes_no_bit_on_an
     assert (steps[2]["grad_norm"], steps[2]["nonfinite"]) == (None, True)
 
 
-def test_fp16_halves_its_scale_on_overflow_and_goes_on(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+def test_fp16_halves_its_scale_on_overflow_and_continues(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     steps = train(
         cluster, "ddp x2", text, tmp_path / "run", "precision=fp16", "trainer.steps=6", "precision.initial_scale=512",
         "precision.growth_interval=3", fault=at_step(2, 1, math.inf),

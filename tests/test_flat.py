@@ -64,7 +64,7 @@ def test_files_of_other_tools(tmp_path: Path, make: Any, name: str, changes: dic
     assert "document 0 " in prepared.sample()
 
 
-def test_they_stay_where_they_are(tmp_path: Path) -> None:
+def test_token_files_are_mapped_where_they_are(tmp_path: Path) -> None:
     raw(tmp_path / "train.bin", np.tile(STREAM, 30))
     raw(tmp_path / "val.bin", STREAM)
     prepared = prepare(of_tokens(tmp_path, tmp_path / "cache"))
@@ -91,7 +91,7 @@ def test_a_document_is_never_on_both_sides(tmp_path: Path) -> None:
         assert len(train) == 0 or train[-1] == END
 
 
-def test_one_endless_document_gives_its_tail(tmp_path: Path) -> None:
+def test_tail_of_an_endless_document_is_validation(tmp_path: Path) -> None:
     raw(tmp_path / "a.bin", np.arange(1000) % 200)
     prepared = prepare(of_tokens(tmp_path / "a.bin", tmp_path / "cache", validation_fraction=0.1))
     assert [prepared.splits[split].tokens for split in ("train", "validation")] == [900, 100]
@@ -143,7 +143,9 @@ def test_a_change_is_another_key_and_an_old_folder_is_refused(tmp_path: Path) ->
         ),
     ],
 )
-def test_what_is_no_file_of_tokens(tmp_path: Path, name: str, content: Any, changes: Any, expected: str) -> None:
+def test_files_that_hold_no_tokens_are_refused(
+    tmp_path: Path, name: str, content: Any, changes: Any, expected: str
+) -> None:
     folder = tmp_path / "tokens"
     folder.mkdir()
     if isinstance(content, bytes):

@@ -166,7 +166,7 @@ def on_every_layout(cluster: Cluster, folder: Path, name: str) -> list[dict[str,
     return found
 
 
-def test_whatever_a_module_holds_it_trains_alike_on_every_layout(cluster: Cluster, tmp_path: Path) -> None:
+def test_modules_of_any_content_have_one_curve_on_every_layout(cluster: Cluster, tmp_path: Path) -> None:
     alone, *others = on_every_layout(cluster, tmp_path, "odd")
     for other in others:
         assert other["losses"] == pytest.approx(alone["losses"], rel=1e-5)

@@ -98,7 +98,7 @@ def test_only_tokens_of_the_nucleus_are_drawn(
         assert probabilities[probabilities > probabilities[token]].sum() < top_p + 1e-5
 
 
-def test_they_are_drawn_as_often_as_they_are_likely() -> None:
+def test_tokens_are_sampled_with_their_probabilities() -> None:
     probabilities = torch.tensor([0.4, 0.05, 0.3, 0.15, 0.1])
     choose = chooser(temperature=1, top_p=0.8, seed=1)
     counts = torch.bincount(torch.tensor([choose(probabilities.log()) for _ in range(8000)]), minlength=5) / 8000

@@ -47,7 +47,7 @@ def test_a_spike_lies_so_many_deviations_above_the_mean_of_the_accepted_steps() 
     assert norm == pytest.approx(1.003), "without any deviation a share of the mean stands for it"
 
 
-def test_what_is_rejected_never_enters_the_window() -> None:
+def test_rejected_losses_never_enter_the_window() -> None:
     window = filled(HealthSection(spike_window=6), 9)
     before = window.limits()
     for value in (math.nan, math.inf, 1e9):
@@ -56,7 +56,7 @@ def test_what_is_rejected_never_enters_the_window() -> None:
 
 
 @pytest.mark.parametrize("size", [4, 6, 20])
-def test_a_window_goes_on_where_it_was_saved(size: int) -> None:
+def test_saved_window_resumes(size: int) -> None:
     window = filled(HealthSection(spike_window=6), 9)
     again = SpikeWindow(HealthSection(spike_window=size, spike_deviations=6), torch.device("cpu"))
     again.load(json.loads(json.dumps(window.state())))
@@ -86,7 +86,7 @@ def run(cluster: Cluster, text: Path, run_dir: Path, *more: str, fault: dict[str
     return "".join(answer.printed for answer in answers)
 
 
-def test_a_spike_is_told_of_and_kept_by_default(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+def test_spike_is_reported_and_kept_by_default(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     printed = run(cluster, text, tmp_path, fault=spike_at(8))
     assert printed.count("WARNING    spike at step 8: loss ") == 1
     (event,) = metrics(tmp_path, "spike")
@@ -269,7 +269,7 @@ def test_a_replica_with_one_wrong_bit_is_named_and_nothing_of_it_is_saved(
             path.rename(tmp_path / f"{path.name}-of-{flipped_after}")
 
 
-def test_steps_without_a_target_are_told_as_that() -> None:
+def test_steps_without_a_target_are_reported() -> None:
     nothing = StepResult(math.nan, 0, math.nan, 1, 1, math.inf, math.inf, 3, 0)
     with pytest.raises(
         TrainingFailed,

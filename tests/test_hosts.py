@@ -119,7 +119,7 @@ def check_every_sample_once(run_dir: Path, text: Path, tmp_path: Path) -> None:
     assert [line["loss"] for line in done[:count]] == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_host_dies_and_comes_back_and_training_goes_on(run: Run, text: Path, tmp_path: Path) -> None:
+def test_training_resumes_after_a_host_dies_and_returns(run: Run, text: Path, tmp_path: Path) -> None:
     run.start(0)
     other = run.start(1)
     run.wait_for_world(2, starts=1)
@@ -136,7 +136,7 @@ def test_a_host_dies_and_comes_back_and_training_goes_on(run: Run, text: Path, t
     )
 
 
-def test_a_cut_cable_is_noticed_and_told_and_training_goes_on(
+def test_cut_network_is_noticed_and_reported_and_training_resumes(
     run: Run, hosts: Hosts, text: Path, tmp_path: Path
 ) -> None:
     run.start(0)
@@ -164,7 +164,7 @@ def make_a_host_and_die(folder: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["alone", "with its guardian"])
-def test_what_tests_have_made_goes_with_them(how: str, tmp_path: Path) -> None:
+def test_hosts_of_tests_end_with_them(how: str, tmp_path: Path) -> None:
     reason = why_not()
     if reason:
         pytest.skip(reason)

@@ -56,7 +56,7 @@ def folder(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> P
     return write(tmp_path_factory.mktemp("tokenizer"), dict(files))
 
 
-def test_it_gives_the_ids_that_transformers_gives(folder: Path) -> None:
+def test_tokenizer_gives_the_ids_of_transformers(folder: Path) -> None:
     ours, theirs = find_tokenizer(str(folder)), transformers.AutoTokenizer.from_pretrained(folder)
     for text in (WORDS, "", " two  spaces\n\n\ttab", "🜁 é"):
         ids = [*ours.start_ids, *ours.encode(text).tolist()]
@@ -137,7 +137,9 @@ def test_which_token_ends_a_document(files: dict[str, str], config: dict[str, An
         ({"special_tokens_map.json": "3"}, "special_tokens_map.json holds no mapping"),
     ],
 )
-def test_what_is_no_tokenizer(files: dict[str, str], tmp_path: Path, change: dict[str, Any], expected: str) -> None:
+def test_folders_without_a_tokenizer_are_refused(
+    files: dict[str, str], tmp_path: Path, change: dict[str, Any], expected: str
+) -> None:
     write(tmp_path / "tokenizer", {**files, **change})
     with pytest.raises(UserError) as caught:
         prepare(section(many_files(tmp_path / "text"), tmp_path / "cache", tokenizer=str(tmp_path / "tokenizer")))

@@ -268,7 +268,7 @@ def test_the_tokenizer_of_the_folder_is_used_unless_another_is_named(plain: Path
         ({"hidden_size": None}, "config.json lacks 'hidden_size'"),
     ],
 )
-def test_what_no_override_can_mend_is_refused(
+def test_model_that_no_override_can_fix_is_refused(
     changes: dict[str, Any], told: str, plain: Path, text: Path, tmp_path: Path
 ) -> None:
     folder = changed(plain, tmp_path / "model", **changes)

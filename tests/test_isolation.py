@@ -160,7 +160,7 @@ def references(cluster: Cluster, short_documents: Path, tmp_path_factory: pytest
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("cut", [c for c in CUTS if c.name in ("ddp x2", "fsdp x2 (ZeRO-3)")], ids=lambda c: c.name)
-def test_the_loss_of_isolated_documents_does_not_depend_on_the_cut(
+def test_loss_of_isolated_documents_does_not_depend_on_the_layout(
     packing: str, cut: Cut, references: dict[str, Curve], cluster: Cluster, short_documents: Path, tmp_path: Path
 ) -> None:
     curve = run(cluster, cut, 3, "fp32", short_documents, tmp_path / "run", *PACKINGS[packing])

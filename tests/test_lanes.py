@@ -129,7 +129,7 @@ def test_lanes_have_equal_parts_or_nearly() -> None:
     samples=st.integers(0, 30),
     isolate=st.booleans(),
 )
-def test_a_lane_goes_on_from_its_cursor(sizes: list[list[int]], samples: int, isolate: bool) -> None:
+def test_lane_resumes_from_its_cursor(sizes: list[list[int]], samples: int, isolate: bool) -> None:
     """Whatever was read ahead: the cursors are of the samples that were asked to be done."""
     units = numbered(sizes)
     straight = stream(units, isolate_documents=isolate)
@@ -171,7 +171,7 @@ def test_documents_that_are_isolated_restart_positions_and_are_not_predicted_fro
     assert sample.positions.tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 1]
 
 
-def test_what_is_kept_for_validation_is_not_trained_on() -> None:
+def test_validation_samples_are_not_trained_on() -> None:
     dataset = stream([Rows("unit", ["1 2", "7777 3", "4 5"])], lanes=1, sequence_length=1)
     assert tokens_of(dataset, 0, 1, 12) == [1, 2, END, 4, 5, END] * 2
 
@@ -211,7 +211,7 @@ def test_a_network_that_fails_is_asked_again(monkeypatch: pytest.MonkeyPatch) ->
         tokens_of(stream([for_ever], lanes=1, sequence_length=2), 0, 1, 9)
 
 
-def test_what_will_not_pass_is_told_at_once() -> None:
+def test_permanent_errors_of_a_source_are_raised_at_once() -> None:
     for failure in (UserError("unit row 1 is not text"), FileNotFoundError("unit")):
         dataset = stream([Rows("unit", ["1 2", "3 4"], [failure] * 9, fails_at=1)], lanes=1, sequence_length=1)
         with pytest.raises(type(failure), match="unit"):
@@ -233,7 +233,7 @@ def test_too_little_data_is_refused_with_what_to_do() -> None:
             stream([Rows("unit", ["1 2", "3 4"])])[lane]
 
 
-def test_another_number_of_lanes_begins_anew_and_says_so() -> None:
+def test_another_number_of_lanes_starts_from_scratch_and_reports_it() -> None:
     units = numbered([[20] * 5] * 4)
     dataset = stream(units, lanes=2)
     dataset.load(stream(units, lanes=4).state(0), 40)

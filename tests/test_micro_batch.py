@@ -55,7 +55,7 @@ def test_a_number_from_before_stays_while_it_fits() -> None:
 
 
 @pytest.mark.parametrize(("earlier", "number"), [({"micro_batch": 2.0}, 2), ({"micro_batch": "many"}, 4), ({}, 4)])
-def test_what_no_run_writes_in_a_checkpoint_is_not_kept(earlier: dict[str, Any], number: int) -> None:
+def test_invalid_micro_batch_of_a_checkpoint_is_not_kept(earlier: dict[str, Any], number: int) -> None:
     config = compose(["trainer.micro_batch=auto", "trainer.global_batch=4", "data.sequence_length=64"])
     state: dict[str, Any] = {"config": plain(config), "torch": torch.__version__, "world_size": 1}
     del state["config"]["trainer"]["micro_batch"]

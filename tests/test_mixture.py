@@ -45,7 +45,9 @@ def mixed(sources: dict[str, Path], run_dir: Path, *more: str) -> list[str]:
     return tiny_overrides(sources["web"], run_dir, *mixture, "trainer.global_batch=12", *more)
 
 
-def test_shares_and_counters_are_exact_on_every_cut(sources: dict[str, Path], cluster: Cluster, tmp_path: Path) -> None:
+def test_shares_and_counters_are_exact_on_every_layout(
+    sources: dict[str, Path], cluster: Cluster, tmp_path: Path
+) -> None:
     """Ragged masks: the counters are of targets, not of samples. Stopped, and resumed on other ranks."""
     straight, pieces = tmp_path / "straight", tmp_path / "pieces"
     answer = cluster.run(1, "harness.runs:train_small", argv=mixed(sources, straight), ragged=True)[0].value
@@ -130,7 +132,7 @@ def test_validation_sets_have_names_and_the_first_decides(sources: dict[str, Pat
     assert 0.95 * held < lines[1]["tokens"] <= held, "all of the set is evaluated, whatever a split would keep back"
 
 
-def test_evaluation_of_a_mixture_is_the_same_on_every_cut(
+def test_evaluation_of_a_mixture_is_the_same_on_every_layout(
     sources: dict[str, Path], cluster: Cluster, tmp_path: Path
 ) -> None:
     losses = []

@@ -160,7 +160,7 @@ def test_experts_grouped_and_looped_equal_a_loop_over_tokens(width: int) -> None
         torch.testing.assert_close(gradient, each.grad)
 
 
-def test_router_counts_while_told_to_and_prefers_the_first_of_equal_experts() -> None:
+def test_router_counts_on_request_and_prefers_the_first_of_equal_experts() -> None:
     router = Router(section(experts_per_token=3))
     torch.nn.init.zeros_(router.weight)
     chosen, weights, counts = router(torch.randn(5, 48))
@@ -224,7 +224,7 @@ def test_gradients_of_a_mixture_equal_a_dense_sum_over_all_experts() -> None:
         ({"family": "mixtral", "shared_experts": 1}, "use model.shared_experts=0, or model.family=glm4_moe"),
     ],
 )
-def test_sizes_that_do_not_fit_are_told_with_a_value_that_does(changes: dict[str, Any], answer: str) -> None:
+def test_sizes_that_do_not_fit_are_reported_with_a_value_that_does(changes: dict[str, Any], answer: str) -> None:
     with pytest.raises(ValidationError, match=answer):
         section(**changes)
 

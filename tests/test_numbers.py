@@ -101,7 +101,7 @@ def test_peaks_are_those_of_the_precision_and_of_dense_products() -> None:
         assert all(1e12 < peak < 3e15 for peak in peaks.values()), name
 
 
-def test_what_is_left_counts_evaluations_and_saves_by_what_they_took(tmp_path: Path) -> None:
+def test_remaining_time_counts_evaluations_and_saves_by_their_duration(tmp_path: Path) -> None:
     def left(step: int, *more: str) -> float:
         config = compose(overrides(tmp_path, tmp_path, "trainer.steps=100", "trainer.eval_every=40", *more))
         return eta_seconds(config, step, 2.0, {"validation": 10.0, "other": 5.0, SAVING: 1.0, PROFILING: 7.0})
@@ -121,7 +121,7 @@ def train_exchanging(argv: list[str]) -> dict[str, Any]:
         return train_small(argv)
 
 
-def test_start_and_step_tell_what_others_rely_on(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+def test_start_and_step_events_have_the_fields_that_readers_need(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     argv = tiny_overrides(text, tmp_path, "trainer.steps=12", "trainer.eval_every=4", "parallel=fsdp")
     assert [answer.value["code"] for answer in cluster.run(2, "tests.test_numbers:train_exchanging", argv=argv)] == [
         0,

@@ -337,7 +337,7 @@ def test_no_memory_for_the_copy_of_a_save_does_not_offer_the_mode_that_is_set(
         saver_for_a_gpu(tmp_path, "meta", f"checkpoint.mode={mode}", "optim=rmsprop")
 
 
-def test_what_is_in_host_memory_is_not_copied_while_training_waits_for_a_save(
+def test_state_in_host_memory_is_not_copied_while_training_waits_for_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if for a GPU: without one there is no pinned memory, so a copy would be refused."""

@@ -197,7 +197,7 @@ def test_a_process_that_runs_out_of_memory_says_where(
     check(printed, tmp_path / "run", 0, "single", stage)
 
 
-def test_where_even_the_device_cannot_be_asked_the_error_itself_is_told(
+def test_first_error_is_printed_if_the_device_cannot_be_queried(
     text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with patch(
@@ -294,7 +294,7 @@ def test_offloaded_parameters_come_first_only_if_nothing_else_is_enough() -> Non
     assert "parallel.offload=true" not in [each.override for each in on_cpu]
 
 
-def test_fragmentation_is_told_where_it_would_do_and_is_not_mended_already(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_are_advised_only_if_they_help_and_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["recipe=llama1b", "parallel=fsdp"]
     assert not any("expandable" in line for line in advice(argv, 8, asked=20 * 2**30))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -310,7 +310,7 @@ def test_the_largest_micro_batch_that_fits_is_advised() -> None:
         assert (Planned(config, CausalLM(config), 8).memory.total < 0.9 * _ON_GPU.capacity) == fits
 
 
-def test_what_counts_as_out_of_memory() -> None:
+def test_errors_that_count_as_out_of_memory() -> None:
     with pytest.raises(RuntimeError) as allocator:
         torch.empty(ABSURD)
     gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of ...")

@@ -60,7 +60,7 @@ def prepared_by(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str
     return capsys.readouterr().out
 
 
-def test_prepare_tells_what_came_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_reports_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [f"number {i} " * (1 + i % 40) for i in range(200)] + [""] * 7
     write(tmp_path / "rows", {"a.jsonl": "".join(json.dumps({"body": text}) + "\n" for text in texts)})
     arguments = ["data=text", f"data.path={tmp_path / 'rows'}", "data.text_column=body", "trainer.workers=2"]

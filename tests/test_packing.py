@@ -158,7 +158,7 @@ def test_a_conversation_that_loses_all_its_answers_is_refused(tmp_path: Path) ->
     assert len(PackedDataset(data, "train", int(fix[1]), isolate_documents=True)) == 2
 
 
-def test_packing_is_told_apart_and_read_alike_by_threads(tmp_path: Path) -> None:
+def test_packings_have_fingerprints_of_their_own_and_threads_read_them_alike(tmp_path: Path) -> None:
     data: Any = write_documents(tmp_path, numbered([3, 17, 8, 2, 9, 9, 30, 4] * 5))
     made = [
         kind(data, "train", 16, isolate_documents=isolate)

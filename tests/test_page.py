@@ -343,7 +343,9 @@ def test_many_runs_fit_a_page(count: int, charts: int, drawn: int, told: str, ru
 
 
 @pytest.mark.page
-def test_so_many_runs_are_told_of(chromium: Browser, run_dir: Path, tmp_path: Path) -> None:
+def test_report_of_many_runs_shows_charts_of_the_best_and_a_table_of_all(
+    chromium: Browser, run_dir: Path, tmp_path: Path
+) -> None:
     records = read_records(run_dir)
     file = tmp_path / "report.html"
     file.write_text(render([replace(records, path=Path(f"run-{number}")) for number in range(800)]), encoding="utf-8")
@@ -657,7 +659,7 @@ def test_a_page_of_layouts_has_a_dot_for_each_and_a_row_for_the_best(chromium: B
             assert page.js("document.documentElement.scrollWidth") == width
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_distinguished(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / sweep / "run", 4) for sweep in ("x", "y")]
     write_report(folders, tmp_path / "report.html")
     assert "<title>x/run, y/run · serried</title>" in (tmp_path / "report.html").read_text()

@@ -141,7 +141,7 @@ class OutsideOfModules(nn.Module):
     ("place", "stage", "message"),
     [("before", 1, "before blocks.2"), ("between", 0, "after blocks.1"), ("behind", 0, "after blocks.1")],
 )
-def test_what_a_model_does_outside_of_its_modules_is_refused(place: str, stage: int, message: str) -> None:
+def test_model_that_computes_outside_its_modules_is_refused(place: str, stage: int, message: str) -> None:
     with pytest.raises(UserError, match=f"OutsideOfModules.forward computes something {message} that is in none"):
         stages_of_two(OutsideOfModules(place))[stage](torch.zeros(2, 3, 4) if stage else torch.zeros(2, 3).long())
 

@@ -251,12 +251,12 @@ def test_large_recipes_fit_as_many_gpus_of_80_gb_as_they_name(recipe: str, proce
 
 
 @pytest.mark.parametrize(("left", "answer"), [(-1, "no"), (50, "tight"), (200, "yes")])
-def test_what_fits_by_less_than_a_tenth_is_tight(left: int, answer: str) -> None:
+def test_plan_that_fits_by_less_than_a_tenth_is_tight(left: int, answer: str) -> None:
     assert Fits(1000 - left, 1000).answer == answer
 
 
 @pytest.mark.parametrize(("held", "answer"), [(800, "tight"), (1000, "tight"), (1001, "no")])
-def test_what_does_not_fit_for_memory_that_is_not_in_use_is_tight(held: int, answer: str) -> None:
+def test_plan_that_fits_without_unused_reserved_memory_is_tight(held: int, answer: str) -> None:
     assert Fits(1200, 1000, held).answer == answer
 
 

@@ -44,7 +44,7 @@ def test_live_ranges_do_not_overlap_and_are_reserved(
         ([(60 * MIB, 0), (60 * MIB, 0, 0, -1), (40 * MIB, 0), (20 * MIB, 0)], 0, 0),
     ],
 )
-def test_what_is_reserved_and_not_used(requests: Phase, plain: int, expandable: int) -> None:
+def test_unused_part_of_reserved_memory(requests: Phase, plain: int, expandable: int) -> None:
     sizes = [each for each in requests if each[0] > MIB]
     assert unused_bytes([sizes], is_expandable=False) == plain
     assert unused_bytes([sizes], is_expandable=True) == expandable

@@ -77,7 +77,7 @@ def test_a_run_of_a_task_without_recipes_takes_overrides(tmp_path: Path) -> None
         assert compose_saved(file, ["parallel=fsdp", "trainer.steps=7"], ("",)).trainer.steps == 7
 
 
-def test_a_run_without_known_rates_is_compared_by_memory_and_told_how_to_get_them(
+def test_run_without_known_rates_is_compared_by_memory_and_shown_how_to_get_them(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = printed(capsys, "compare", run, "plan.mode=formula")

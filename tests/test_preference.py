@@ -221,9 +221,7 @@ def test_a_model_that_is_trained_and_a_frozen_one_have_each_a_reference(model: P
 
 
 @pytest.mark.parametrize("words", [[], ["task.loss=orpo", "adapter=lora"]])
-def test_what_needs_a_pretrained_model_is_refused_without_its_weights(
-    model: Path, tmp_path: Path, words: list[str]
-) -> None:
+def test_preference_without_pretrained_weights_is_refused(model: Path, tmp_path: Path, words: list[str]) -> None:
     with pytest.raises(UserError, match=r"use model\.pretrained=true"):
         Preference(compose(dpo(model, tmp_path / "run", "model.pretrained=false", *words)))
 

@@ -66,7 +66,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
-def test_what_is_prepared_is_the_text(tmp_path: Path, tokenizer: str) -> None:
+def test_prepared_tokens_are_those_of_the_text(tmp_path: Path, tokenizer: str) -> None:
     files = {f"{i:02d}.txt": f"Grüße {i}\n" * (i + 3) for i in range(25)}
     prepared = prepare(section(write(tmp_path / "text", files), tmp_path / "cache", tokenizer=tokenizer))
     found = []
@@ -197,7 +197,7 @@ def _hang_after(shards: int, source: Path, cache: Path, reached: Any) -> None:
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_a_killed_preparation_is_gone_on_with(tmp_path: Path) -> None:
+def test_killed_preparation_resumes(tmp_path: Path) -> None:
     source, cache = rows(tmp_path / "rows"), tmp_path / "cache"
     undisturbed = prepare(section(source, tmp_path / "other"))
     assert len(undisturbed.shards["train"]) > 5
@@ -224,7 +224,7 @@ def test_a_killed_preparation_is_gone_on_with(tmp_path: Path) -> None:
     assert contents(prepared.folder) == contents(undisturbed.folder)
 
 
-def test_whoever_comes_second_waits_and_finds_it_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_preparation_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, cache = many_files(tmp_path / "text"), tmp_path / "cache"
     second_waits, said = threading.Event(), list[str]()
     write_shards = preparing.write_shards
@@ -250,7 +250,7 @@ def test_whoever_comes_second_waits_and_finds_it_done(tmp_path: Path, monkeypatc
     assert said == ["preparing data: another process does it; waiting for that", ""]
 
 
-def test_what_nobody_goes_on_with_is_removed_after_two_weeks(tmp_path: Path) -> None:
+def test_abandoned_preparation_is_removed_after_two_weeks(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     fresh, old, aside = cache / "k.partial", cache / "l.partial", cache / "m.elsewhere.tmp"
     for folder in (fresh, old, aside):
@@ -306,7 +306,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     assert peak_bytes < size_bytes / 2
 
 
-def test_it_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparation_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serried.recipes.data.progress, "_EVERY_SECONDS", 0.0)
     source, said = write(tmp_path / "text", {f"{i}.txt": f"{i} " * 200_000 for i in range(9)}), list[str]()
     prepare(section(source, tmp_path / "cache"), said.append)
@@ -363,7 +363,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch:
         lambda folder: (folder / "tokenizer.json").write_text('{"kind": "runes"}'),
     ],
 )
-def test_a_damaged_folder_is_refused_and_made_anew(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
+def test_damaged_folder_is_refused_and_prepared_again(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
     data = section(many_files(tmp_path / "text"), tmp_path / "cache")
     whole = prepare(data)
     tokens = everything(whole, "train").copy()

@@ -147,7 +147,9 @@ def test_layouts_have_the_loss_of_one_process(
         ),
     ],
 )
-def test_what_cannot_be_quantized_is_one_line(more: str, told: str, text: Path, tmp_path: Path) -> None:
+def test_settings_that_cannot_be_quantized_are_refused_in_one_line(
+    more: str, told: str, text: Path, tmp_path: Path
+) -> None:
     argv = tiny_overrides(text, tmp_path / "run", "dry_run=true", f"trainer.quantize_aware={HOW[1]}", *more.split())
     ended = run_here(argv)
     assert ended.code == 78, ended.printed

@@ -48,7 +48,7 @@ def test_bytes_of_state() -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_what_was_written_is_read_to_the_precision_of_its_bits_and_writes_the_same_codes(bits: int) -> None:
+def test_codes_decode_to_the_precision_of_their_bits_and_encode_to_themselves(bits: int) -> None:
     matrix = nn.Parameter(torch.zeros(3, 64))
     optimizer = QuantizedAdamW(
         [{"params": [matrix], "name": "matrices", "weight_decay": 0.0}], bits=bits, lr=1.0, betas=(0.0, 0.0), eps=1e-8
@@ -64,7 +64,7 @@ def test_what_was_written_is_read_to_the_precision_of_its_bits_and_writes_the_sa
     assert all(value.equal(codes[key]) for key, value in state.items())
 
 
-def test_what_has_no_rows_of_fp32_has_plain_adamw() -> None:
+def test_tensors_without_rows_of_fp32_have_plain_adamw() -> None:
     named = {
         "channels_last": nn.Parameter(torch.ones(4, 16, 3, 16).to(memory_format=torch.channels_last)),
         "fp64": nn.Parameter(torch.ones(4, 16, dtype=torch.float64)),

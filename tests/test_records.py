@@ -53,7 +53,7 @@ def test_lines_of_lost_steps_and_torn_ones_are_moved(tmp_path: Path) -> None:
     assert (tmp_path / "lost.jsonl").read_text().splitlines() == lost
 
 
-def test_nothing_is_moved_where_nothing_was_lost(tmp_path: Path) -> None:
+def test_no_record_is_moved_if_no_step_was_lost(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"event": "step", "step": 7}')  # killed before the line's end
     folder = RunFolder(tmp_path)
     folder.begin("", {}, step=7)

@@ -27,7 +27,7 @@ SAME_COMMAND = (
     *(("ddp x2", "fp32"), ("fsdp x2", "fp32")),
     *(
         pytest.param(*each, marks=pytest.mark.slow)
-        for each in (("single", "fp32"), ("hsdp 2x2", "fp32"), ("ddp x2", "fp16"), ("fsdp x2", "fp16"))
+        for each in (("single", "fp32"), ("hsdp 2x2", "fp32"), ("fsdp x2", "fp16"))
     ),
 )
 
@@ -106,7 +106,7 @@ def test_stopped_killed_and_resumed_is_bitwise_the_straight_run(
     assert json.loads((pieces / "status.json").read_text())["state"] == "finished"
 
 
-def test_every_change_of_layout_goes_on_within_rounding(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+def test_every_change_of_layout_resumes_within_rounding(cluster: Cluster, text: Path, tmp_path: Path) -> None:
     straight, pieces = tmp_path / "straight", tmp_path / "pieces"
     expected = run(cluster, "single", text, straight, "trainer.steps=5")
     ids = []

@@ -117,7 +117,7 @@ def test_another_run_that_is_already_past_the_last_step_is_refused(text: Path, f
     assert "trainer.steps=6" in line
 
 
-def test_the_same_path_again_goes_on_from_its_own_checkpoints(text: Path, finished: Path, tmp_path: Path) -> None:
+def test_same_path_again_resumes_from_its_own_checkpoints(text: Path, finished: Path, tmp_path: Path) -> None:
     given, run_dir = finished / "checkpoints/step-00000002", tmp_path / "run"
     relative = os.path.relpath(given)
     assert relative.startswith("..")
@@ -135,7 +135,7 @@ def test_the_same_path_again_goes_on_from_its_own_checkpoints(text: Path, finish
 
 
 @pytest.mark.parametrize("spelling", ["absolute", "relative", "run.dir relative"])
-def test_rolling_back_keeps_the_newer_aside_and_then_goes_on(spelling: str, text: Path, copy: Path) -> None:
+def test_rolling_back_keeps_newer_checkpoints_aside_and_resumes(spelling: str, text: Path, copy: Path) -> None:
     run_dir = Path("run") if spelling == "run.dir relative" else copy
     given = "run/checkpoints/step-00000002" if spelling == "relative" else copy / "checkpoints/step-00000002"
     expected = [line["loss"] for line in metrics(copy)]
@@ -239,7 +239,7 @@ def test_with_another_batch_no_sample_is_repeated_or_skipped(text: Path, tmp_pat
     assert [line["samples"] for line in metrics(tmp_path / "run")] == [6, 12, 18, 22, 26, 30]
 
 
-def test_harmless_changes_are_only_told(text: Path, stopped: Path, tmp_path: Path) -> None:
+def test_harmless_changes_are_only_reported(text: Path, stopped: Path, tmp_path: Path) -> None:
     shutil.copytree(stopped, tmp_path / "run")
     changes = {
         "parallel=fsdp": "parallel.strategy ddp -> fsdp",
@@ -259,7 +259,7 @@ def test_harmless_changes_are_only_told(text: Path, stopped: Path, tmp_path: Pat
     assert "WARNING" not in printed
 
 
-def test_a_constant_schedule_may_go_on_for_longer(text: Path, tmp_path: Path) -> None:
+def test_constant_schedule_may_be_extended(text: Path, tmp_path: Path) -> None:
     train(text, tmp_path / "run", "schedule=constant", "trainer.steps=4")
     printed = train(text, tmp_path / "run", "schedule=constant", "trainer.steps=6").printed
     assert "changed since the checkpoint: trainer.steps 4 -> 6" in printed
@@ -347,7 +347,7 @@ def test_after_a_crash_each_step_is_recorded_once(torn: str, text: Path, crashed
         ("keep=2 keep_every=3", [3, 6, 8, 9]),
     ],
 )
-def test_what_stays_of_a_run(how: str, stays: list[int], text: Path, tmp_path: Path) -> None:
+def test_checkpoints_kept_of_a_run(how: str, stays: list[int], text: Path, tmp_path: Path) -> None:
     keys = [f"checkpoint.{key}" for key in how.split()]
     train(text, tmp_path / "run", *keys, "checkpoint.every=1", "trainer.steps=9", "trainer.stop_at=5", code=75)
     train(text, tmp_path / "run", *keys, "checkpoint.every=1", "trainer.steps=9")
@@ -432,7 +432,7 @@ def test_a_finished_run_is_no_answer_to_another_command(
     assert expected in refusal(text, finished, change.format(other=tmp_path / "other.txt"))
 
 
-def test_a_loss_that_was_never_finite_is_told_and_ends_nothing(text: Path, tmp_path: Path) -> None:
+def test_loss_that_was_never_finite_is_reported_and_ends_nothing(text: Path, tmp_path: Path) -> None:
     def lose(trainer: Any, _: int) -> None:
         trainer._report.progress.first_loss = trainer._report.progress.last_loss = None
 
@@ -440,7 +440,7 @@ def test_a_loss_that_was_never_finite_is_told_and_ends_nothing(text: Path, tmp_p
     assert "loss not finite -> not finite" in ended.printed
 
 
-def test_bytes_that_are_no_text_in_the_records_stop_nothing(text: Path, copy: Path) -> None:
+def test_invalid_utf8_in_the_records_is_ignored(text: Path, copy: Path) -> None:
     with (copy / "metrics.jsonl").open("ab") as file:
         file.write(b'{"event": "step", "step": 9, \xff\xfe\n')
     shutil.rmtree(copy / "checkpoints" / "step-00000006")
@@ -457,7 +457,9 @@ def test_a_key_that_an_older_version_did_not_know_is_no_change(stopped: Path) ->
 
 
 @pytest.mark.parametrize("change", ["model.vocab_size=257", "model.head_dim=4"])
-def test_what_cannot_change_a_number_is_no_change(change: str, text: Path, stopped: Path, tmp_path: Path) -> None:
+def test_keys_without_effect_on_the_numbers_are_no_change(
+    change: str, text: Path, stopped: Path, tmp_path: Path
+) -> None:
     shutil.copytree(stopped, tmp_path / "run")
     assert "would change" not in train(text, tmp_path / "run", change).printed
 

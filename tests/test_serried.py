@@ -154,7 +154,7 @@ def test_help_loads_neither_torch_nor_numpy() -> None:
 
 @pytest.mark.parametrize("command", ["generate", "evaluate", "export", "report"])
 @pytest.mark.parametrize("named", [[], ["run.dir=runs/tny"]], ids=str)
-def test_without_a_run_those_that_there_are_are_named(
+def test_existing_runs_are_named_if_the_run_is_not_found(
     command: str, named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -185,7 +185,7 @@ def test_without_a_run_those_that_there_are_are_named(
     ],
     ids=lambda value: value[0],
 )
-def test_several_mistakes_are_told_at_once(
+def test_several_mistakes_are_reported_at_once(
     arguments: list[str], expected: list[str], refused: Callable[[list[str]], str]
 ) -> None:
     first, *lines = refused(arguments).splitlines()

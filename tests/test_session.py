@@ -52,7 +52,7 @@ def _mistake() -> None:
     raise UserError("no such file")
 
 
-def test_one_rank_decides_and_all_hear_it(cluster: Cluster) -> None:
+def test_results_of_one_rank_reach_all(cluster: Cluster) -> None:
     answers = [answer.value for answer in cluster.run(3, "tests.test_session:share_verdicts")]
     threads = max(1, usable_cores() // 3)
     assert answers[0] == [[0], {"from": 0}, 0, "no such file", "still in step", 3.0, threads]
@@ -325,7 +325,7 @@ def test_threads_sleep_while_they_wait_on_a_busy_machine(
     assert os.environ.get("GOMP_SPINCOUNT") == found
 
 
-def test_a_system_that_does_not_tell_its_load_trains(
+def test_system_without_a_load_average_trains(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def unknown() -> None:

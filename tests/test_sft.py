@@ -79,7 +79,7 @@ def test_a_model_is_tuned_on_what_the_assistant_says(model: Path, tmp_path: Path
     )
 
 
-def test_to_tune_no_model_at_all_is_told(model: Path, tmp_path: Path) -> None:
+def test_fine_tuning_without_a_model_is_reported(model: Path, tmp_path: Path) -> None:
     argv = sft(model, write_chats(tmp_path / "chats.jsonl", 40), tmp_path / "run", "trainer.steps=1")
     argv = [word for word in argv if not word.startswith("model.path") and word != "trainer.steps=3"]
     ended = runs.run_here(argv)

@@ -140,7 +140,7 @@ def test_a_signal_while_the_program_is_imported_ends_it_in_one_line(number: sign
         ("data", 4, [TERM], [1], 2, [1, 2, 3, 4], "SIGTERM on rank 1"),
     ],
 )
-def test_a_signal_ends_the_run_with_a_checkpoint_that_goes_on_bit_by_bit(
+def test_signal_ends_the_run_with_a_checkpoint_that_resumes_bitwise(
     at: str, count: int, numbers: list[int], ranks: list[int], workers: int, steps: list[int], reason: str,
     cluster: Cluster, text: Path, tmp_path: Path, undisturbed: Path,
 ) -> None:  # fmt: skip
@@ -301,7 +301,7 @@ def ask_after(last: int) -> Callable[[Trainer, int], None]:
     return ask
 
 
-def test_the_step_that_a_run_stops_after_is_told(text: Path, tmp_path: Path) -> None:
+def test_step_that_a_run_stops_after_is_logged(text: Path, tmp_path: Path) -> None:
     assert run_here(tiny_overrides(text, tmp_path / "run", "trainer.log_every=100"), ask_after(2)).code == 75
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 3]
 
@@ -320,7 +320,7 @@ def test_a_request_in_the_last_step_leaves_the_evaluation_to_the_same_command(te
     assert "Nothing to do" in run_here(argv).printed
 
 
-def test_where_the_last_checkpoint_cannot_be_saved_the_run_has_failed(text: Path, tmp_path: Path) -> None:
+def test_run_whose_last_checkpoint_cannot_be_saved_has_failed(text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
     def ask(_: Trainer, step: int) -> None:
@@ -529,7 +529,7 @@ def end_and_be_interrupted_twice(argv: list[str]) -> None:
     ("more", "state", "code"),
     [([], "finished", 0), pytest.param(["trainer.stop_at=2"], "stopped", 75, marks=pytest.mark.slow)],
 )
-def test_a_run_that_has_told_its_end_keeps_it_whoever_interrupts_then(
+def test_signal_after_recorded_outcome_keeps_it(
     more: list[str], state: str, code: int, text: Path, tmp_path: Path
 ) -> None:
     argv = tiny_overrides(text, tmp_path / "run", *more)

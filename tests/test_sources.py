@@ -220,7 +220,7 @@ def test_bad_tables_are_named(tmp_path: Path, damage: Callable[[Path], Any], exp
 
 
 @pytest.mark.parametrize("suffix", COMPRESSORS)
-def test_cut_off_archives_are_named(tmp_path: Path, suffix: str) -> None:
+def test_truncated_archives_are_named(tmp_path: Path, suffix: str) -> None:
     content = COMPRESSORS[suffix](os.urandom(5000).hex().encode())
     for kind in ("txt", "jsonl"):
         name = f"a.{kind}{suffix}"
@@ -376,7 +376,7 @@ def test_a_broken_file_of_a_dataset_is_named(tmp_path: Path, dataset: Path) -> N
     assert "train.jsonl line 201 is not JSON" in refusal(tmp_path / "rows", tmp_path / "cache", name="hf")
 
 
-def test_without_network_it_says_what_to_do(tmp_path: Path) -> None:
+def test_without_network_the_error_names_the_override(tmp_path: Path) -> None:
     message = refusal("some-owner/aggregated", tmp_path / "cache", name="hf")  # which is not gated, for all we know
     for part in ("not on this machine", "cannot be reached", "serried prepare", "data.cache_dir", "HF_HOME"):
         assert part in message
@@ -397,7 +397,7 @@ def test_without_network_it_says_what_to_do(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_the_hub_refuses(
+def test_refusals_of_the_hub_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, text: str, expected: str
 ) -> None:
     import datasets

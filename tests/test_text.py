@@ -213,7 +213,7 @@ def test_chars_want_utf8_and_bytes_do_not(tmp_path: Path) -> None:
         ("it's", "'k=\"it'\\''s\"'"),
     ],
 )
-def test_what_is_to_be_pasted_is_quoted_where_needed(value: str, expected: str) -> None:
+def test_commands_to_paste_are_quoted(value: str, expected: str) -> None:
     assert assignment("k", value) == expected
 
 

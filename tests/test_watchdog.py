@@ -48,7 +48,7 @@ def beat(rank: int, phase: str = TRAIN, step: int = 812, age: float = 61, **more
     return Beat(rank, f"n{rank // 4}", 1, phase, step, age, 300.0, 60.0, **more)
 
 
-def test_who_has_not_come_to_the_collective_that_the_others_wait_in_is_named() -> None:
+def test_rank_missing_from_the_collective_of_the_others_is_named() -> None:
     beats = [beat(rank, collectives=[BEFORE, SUM]) for rank in range(8)]
     beats[5] = beat(5, DATA, collectives=[BEFORE])
     assert str(diagnose(beats)) == (
@@ -56,7 +56,7 @@ def test_who_has_not_come_to_the_collective_that_the_others_wait_in_is_named() -
     )
 
 
-def test_who_entered_another_collective_than_most_is_named_although_it_is_further_on() -> None:
+def test_rank_in_another_collective_than_most_is_named_although_it_is_ahead() -> None:
     beats = [beat(0, LOG, 811, collectives=[BEFORE, BARRIER]), beat(1, collectives=[BEFORE, SUM])]
     beats += [beat(2, LOG, 811, collectives=[BEFORE, BARRIER])]
     verdict = diagnose(beats)
@@ -65,7 +65,7 @@ def test_who_entered_another_collective_than_most_is_named_although_it_is_furthe
     assert [culprit.rank for culprit in diagnose(beats[:2]).culprits] == [0, 1], "of two, either may be wrong"
 
 
-def test_who_waits_in_one_group_is_not_blamed_for_being_late_in_another() -> None:
+def test_rank_that_waits_in_one_group_is_not_blamed_for_being_late_in_another() -> None:
     """A mesh of 2x2: rank 3 is missing from its shard group; rank 2 waits for it there and rank 0 waits for rank 2."""
     rows, columns = [("gloo/r0", 4, "x", True)], [("gloo/c0", 4, "x", True)]
     beats = [
@@ -76,7 +76,7 @@ def test_who_waits_in_one_group_is_not_blamed_for_being_late_in_another() -> Non
     assert [culprit.rank for culprit in diagnose(beats).culprits] == [3]
 
 
-def test_who_awaits_a_message_is_no_culprit_and_the_chain_ends_at_who_awaits_none() -> None:
+def test_rank_that_awaits_a_message_is_not_blamed_but_the_end_of_the_chain() -> None:
     """A pipeline of 3 stages x tensor 2: rank 4 hangs in its forward, rank 5 waits for it in a collective."""
     beats = [beat(0, peers=[2]), beat(1, peers=[3]), beat(2, peers=[4]), beat(3, peers=[5])]
     tensor = [("gloo/t", 4, "x", True)]
@@ -99,7 +99,7 @@ def test_who_awaits_a_message_is_no_culprit_and_the_chain_ends_at_who_awaits_non
     assert [culprit.rank for culprit in verdict.culprits] == [0, 1]
 
 
-def test_who_tells_nothing_any_more_has_the_time_of_those_who_wait_for_it() -> None:
+def test_silent_rank_has_the_time_limit_of_those_that_wait_for_it() -> None:
     """Whatever it told last: it may have gone on from there."""
     saving = beat(1, SAVE, 811, age=1, silent_seconds=60)
     saving.limit_seconds = 1800.0
@@ -108,7 +108,7 @@ def test_who_tells_nothing_any_more_has_the_time_of_those_who_wait_for_it() -> N
     assert diagnose(beats).limit_seconds == 300.0
 
 
-def test_who_tells_nothing_any_more_is_named() -> None:
+def test_silent_rank_is_named() -> None:
     beats = [beat(0), beat(1, age=1, silent_seconds=60)]
     assert str(diagnose(beats)) == (
         "rank 1 on n0 in forward, backward and update of step 812 when its heartbeat stopped 60 s ago; "
@@ -116,24 +116,24 @@ def test_who_tells_nothing_any_more_is_named() -> None:
     )
 
 
-def test_without_a_record_of_collectives_the_last_is_named_and_who_waits_is_not() -> None:
+def test_without_a_record_of_collectives_the_last_rank_is_named_and_waiting_ones_are_not() -> None:
     beats = [beat(0, SET_UP, 0), beat(1, SET_UP, 0, waits_for="the first process of the world")]
     assert [culprit.rank for culprit in diagnose(beats).culprits] == [0]
     assert [culprit.rank for culprit in diagnose([beat(0, SAVE, 4), beat(1, DATA, 5)]).culprits] == [0]
 
 
-def test_where_none_is_missing_all_are_named() -> None:
+def test_all_ranks_are_named_if_none_is_missing() -> None:
     verdict = diagnose([beat(rank, collectives=[SUM]) for rank in range(8)])
     assert len(verdict.culprits) == 8
     assert "and 5 more; all wait in all_reduce" in str(verdict)
 
 
-def test_how_long_is_long_depends_on_what_the_laggard_does() -> None:
+def test_time_limit_depends_on_the_phase_of_the_slowest_rank() -> None:
     slow = Beat(0, "n", 1, SAVE, 4, 400.0, 1800.0, 360.0)
     assert diagnose([slow, beat(1, DATA, 5, 400)]).limit_seconds == 1800
 
 
-def test_what_is_done_for_the_first_time_is_known() -> None:
+def test_first_time_of_a_phase_is_known() -> None:
     pulse = Pulse()
     told = []
     for phase in (DATA, TRAIN, DATA, END):
@@ -184,7 +184,7 @@ def enter_collectives() -> list[Any]:
         return [entry for entry in seen if any(f"of {size} " in entry[2] for size in (1013, 1019, 1114))]
 
 
-def test_collectives_are_told_with_their_sizes_and_whether_they_are_done(cluster: Cluster) -> None:
+def test_collectives_are_reported_with_size_and_state(cluster: Cluster) -> None:
     """Guards the private record that is read; groups of background work are left out."""
     first, second = (answer.value for answer in cluster.run(2, "tests.test_watchdog:enter_collectives"))
     assert [entry[2:] for entry in first] == [
@@ -291,7 +291,7 @@ def check_ended(run_dir: Path) -> str:
         pytest.param("experts", "the others wait in all_gather of", marks=pytest.mark.slow),
     ],
 )
-def test_a_hanging_rank_is_named_and_the_run_ends_and_goes_on(
+def test_hanging_rank_is_named_and_the_run_ends_and_resumes(
     how: str, says: str, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     ranks, layout, *stands = {

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group  # functional collectives name their group
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from serried.parallel.held import local
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, PIPELINE
@@ -268,7 +267,14 @@ class StepTrace(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [local(each) for each in tree_leaves(tree) if isinstance(each, Tensor)]
+    """Return the tensors in nested sequences and dictionaries; torch's ``tree_leaves`` takes longer."""
+    if isinstance(tree, Tensor):
+        return [local(tree)]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, tuple | list):
+        return []
+    return [tensor for each in tree for tensor in _tensors(each)]
 
 
 def _with_memory(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

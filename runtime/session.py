@@ -123,17 +123,17 @@ class Session:
         self.signals.has_begun()
         if self.exchange.store is None:
             return
-        import torch.distributed as dist
+        # Private: the only list of all groups, and before torch 2.14 the only way to shorten the timeout of a live one.
+        # tests/test_session.py guards both.
+        from torch.distributed import distributed_c10d as c10d
 
-        # Private, and the only way to shorten the timeout of a live group; tests/test_session.py guards it.
-        from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
-
+        set_timeout = c10d.set_timeout if hasattr(c10d, "set_timeout") else c10d._set_pg_timeout
         limit = max(self.section.step_timeout_seconds, 2 * seconds)
         timeout = timedelta(seconds=limit + max(limit / 4, _LEAST_TIME_TO_NAME_SECONDS))
-        groups = {id(group): group for group in [_get_default_group(), *dist.distributed_c10d._world.pg_map]}
+        groups = {id(group): group for group in [c10d._get_default_group(), *c10d._world.pg_map]}
         for group in groups.values():
             if not any(group is patient for patient in self._patient):
-                _set_pg_timeout(timeout, group)
+                set_timeout(timeout, group)
 
     def background_group(self, partition: Sequence[Sequence[int]]) -> "ProcessGroup | None":
         """Return a Gloo group for work beside training, of the ranks in ``partition`` that include this one.

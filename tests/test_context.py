@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from harness.cluster import Cluster
 from harness.runs import metrics, tiny_overrides, weights
@@ -88,7 +89,7 @@ def test_attention_in_blocks_returns_what_a_mask_does(
     has_documents: bool, window: int | None, form: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FlexAttention runs on GPUs; its forward, uncompiled, runs here."""
-    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: attention.flex_attention)
+    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: flex_attention)
     documents = positions() if has_documents else None
     q, k, v = numbers(BATCH, HEADS, 24, 16), *numbers(2, BATCH, KEY_HEADS, LENGTH, 16, seed=1)
     places = head_tail(torch.arange(LENGTH), 0, 2, 1), torch.arange(LENGTH).roll(9)

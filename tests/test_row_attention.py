@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from serried.configs.compose import compose
@@ -23,7 +24,6 @@ from serried.recipes.models.attention import (
     blocks_from,
     causal_mask,
     documents,
-    flex_attention,
 )
 from serried.recipes.models.attention_choice import describe_attention
 from serried.recipes.models.row_attention import attend_by_rows

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,8 @@ def test_ranks_that_differ_are_named(cluster: Cluster) -> None:
 def wait_for_a_silent_peer(ended: str) -> float:
     with open_session(LaunchSection(start_timeout_seconds=100, step_timeout_seconds=2)) as session:
         dist.all_reduce(torch.ones(1))
-        session.first_step_done()
+        with warnings.catch_warnings(action="error"):
+            session.first_step_done()
         if session.rank == 1:
             wait_for(Path(ended).exists, "the other to lose its patience", 90)
             return 0.0
@@ -104,7 +106,7 @@ def wait_for_a_silent_peer(ended: str) -> float:
 
 
 def test_patience_is_short_after_the_first_step(cluster: Cluster, tmp_path: Path) -> None:
-    """Guards the private call in Session.first_step_done: without it the wait would be 100 seconds."""
+    """Guards the private names in Session.first_step_done: without them the wait would be 100 seconds."""
     answers = cluster.run(2, "tests.test_session:wait_for_a_silent_peer", ended=str(tmp_path / "ended"))
     assert answers[0].value < 60  # 2 s, and 5 more for the watchdog to name who it is, on an idle machine
 

@@ -9,14 +9,16 @@ another. A mask of queries x keys is the last resort.
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from serried.recipes.models.row_attention import attend_by_rows, suits
+
+if TYPE_CHECKING:  # with torch 2.15 its import takes most of the time of a plan; a run needs it only on a GPU
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class Rows(NamedTuple):
@@ -36,7 +38,7 @@ class Documents(NamedTuple):
     window: int | None
 
 
-Mask = Tensor | BlockMask | Rows | Documents | None
+Mask: TypeAlias = "Tensor | BlockMask | Rows | Documents | None"
 """Bool, broadcastable to [B, 1, Q, S], True where a query attends to a key, or the same for another kernel; None:
 plainly causal."""
 
@@ -84,11 +86,13 @@ def causal_mask(
     return ((every >= first.unsqueeze(-1)) & (every <= every.unsqueeze(-1))).unsqueeze(1)
 
 
-def blocks_from(first: Tensor) -> BlockMask:
+def blocks_from(first: Tensor) -> "BlockMask":
     """The mask of FlexAttention for queries that attend to the keys from ``first`` [B or 1, S], ascending, on.
 
     torch's ``create_block_mask`` would make a mask of S x S before.
     """
+    from torch.nn.attention.flex_attention import BlockMask
+
     length = first.shape[1]
     begins = torch.arange(0, length, _BLOCK, device=first.device)
     lowest = first[:, ::_BLOCK, None]  # [B, blocks of queries, 1]
@@ -112,8 +116,10 @@ def blocks_from(first: Tensor) -> BlockMask:
     )
 
 
-def placed_blocks(positions: Tensor | None, places: Places, window: int | None = None) -> BlockMask:
+def placed_blocks(positions: Tensor | None, places: Places, window: int | None = None) -> "BlockMask":
     """As ``blocks_from``, for queries and keys at ``places``. It makes a mask of Q x K first."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
     (queries, keys), documents = places, None if positions is None else numbered_documents(positions)
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -157,7 +163,7 @@ def attend(
     mask is a tensor, or None, all scores are then held, in fp32. ``kernel`` is ``model.attention``.
     """
     grouped = q.shape[1] != k.shape[1]
-    if isinstance(mask, BlockMask):
+    if not isinstance(mask, Tensor | Rows | Documents | None):
         mod = None if soft_cap is None else _soft_capping(soft_cap)
         mixed: Tensor = _compiled_flex_attention()(q, k, v, mod, mask, scale, grouped)
         return mixed
@@ -208,7 +214,9 @@ def attend_with_logsumexp(
     With it, results of the same queries on several sets of keys are merged. Where a query attends to no key, its result
     is any number and its logarithm at most -1e29. On a CPU it holds all scores, in fp32.
     """
-    if isinstance(mask, BlockMask):
+    if not isinstance(mask, Tensor | Rows | Documents | None):
+        from torch.nn.attention.flex_attention import AuxRequest
+
         mod = None if soft_cap is None else _soft_capping(soft_cap)
         out, aux = _compiled_flex_attention()(
             q, k, v, mod, mask, scale, q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
@@ -257,5 +265,7 @@ def has_flex(device: torch.device) -> bool:
 
 @cache
 def _compiled_flex_attention() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
     # Uncompiled it would hold all scores.
     return torch.compile(flex_attention, dynamic=False)

@@ -31,7 +31,7 @@ def allocated_and_sent(argv: list[str], path: str) -> tuple[int, dict[str, int]]
     config = compose(argv)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints two lines
     with open_session(config.launch) as session:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             step = a_step(config, session)
             for number in range(4):
                 with GlooHasFreed(), record_function(f"step {number}"):

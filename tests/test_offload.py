@@ -171,10 +171,6 @@ def test_a_step_with_parameters_in_host_memory_mixes_no_devices(optim: str, monk
         pytest.param(("parallel=fsdp", "precision=bf16"), "adamw_bf16", [[PARAMETERS], []], marks=pytest.mark.slow),
         (("parallel=ddp",), "adamw", [[OFFLOAD], []]),
         (("parallel=fsdp",), "rolling", [[], [OFFLOAD]]),
-        pytest.param(
-            ("parallel=fsdp", "parallel.tensor=2"), "adamw8bit", [[OFFLOAD], [OFFLOAD]], marks=pytest.mark.slow
-        ),
-        pytest.param(("parallel=fsdp", "precision=bf16"), "adamw_bf16", [[OFFLOAD], []], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_may_switch_it_on_or_off_when_it_resumes(

@@ -125,7 +125,7 @@ def peak(
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     gc.collect()  # what earlier tests left would be freed in between, and counted
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         with torch.autocast("cpu", dtype) if dtype != torch.float32 else nullcontext():
             loss = model(tokens, tokens, positions)
         loss.backward()

@@ -82,7 +82,7 @@ def test_no_operation_needs_more_than_the_trace_counts(name: str, tmp_path: Path
         step = a_step(config, session)
         step()  # optimizers allocate in their first
         with (
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled,
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
             Alone() as alone,
         ):
             step()

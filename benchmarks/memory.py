@@ -14,6 +14,7 @@ from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.recipes.causal_lm import CausalLM
 from serried.trainer.model import build_model
 from serried.trainer.plan.devices import device_of
+from serried.trainer.plan.memory import Sizes
 from serried.trainer.plan.step_plan import StepPlan, plan_step
 
 MODES = {
@@ -59,7 +60,7 @@ def planned(argv: Sequence[str], processes: int) -> StepPlan:
     layout, task = resolve_layout(config.parallel, processes), CausalLM(config)
     gpu = int(device_of("h100").memory_bytes)
     accumulation, model = gradient_accumulation(config.trainer, layout), build_model(config, task)
-    return plan_step(config, task, layout, accumulation, model.module, model.plan, gpu, is_timed=False)
+    return plan_step(config, task, accumulation, Sizes(config, layout, model.module, model.plan), gpu, is_timed=False)
 
 
 def table() -> Iterator[str]:

@@ -22,7 +22,7 @@ from serried.parallel.plan import Vocabulary
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models.head import HeadLoss, LanguageModelHead
 from serried.trainer.model import build_model
-from serried.trainer.plan.memory import formula_memory, planned_memory, share_of
+from serried.trainer.plan.memory import Sizes, formula_memory, planned_memory, share_of
 from serried.trainer.plan.seconds import Shape
 from serried.trainer.plan.step_plan import with_unused
 from serried.trainer.plan.trace import StepTrace
@@ -213,7 +213,7 @@ def _run_planned(argv: tuple[str, ...], ranks: int, loss: str) -> tuple[float, s
         return with_unused(reserved_memory_of(stages, is_expandable=True)).peak, "trace"  # as its run_train.sh sets
     task = CausalLM(config)  # whose loss takes less, on the last rank, which does not need the most
     model = build_model(config, task)
-    found = planned_memory(config, task, layout, accumulation, model.module, model.plan)
+    found = planned_memory(config, task, accumulation, Sizes(config, layout, model.module, model.plan))
     return with_unused(formula_memory(found)).peak, "formula"
 
 

@@ -64,10 +64,12 @@ class Tensors:
         """Whole parameters that read a part of the stream, or that stand within a region."""
         if self.slices(plan, layout, name, ()):
             return False
+        if layout.sequence:
+            return True
         parents = name.split(".")[:-1]
         within = [plan.role(".".join(parents[:count])) for count in range(1, len(parents) + 1)]
         is_after_sum = within[-1:] in (["row"], ["conv1d_row"])
-        return layout.sequence or ("region" in within and not is_after_sum)
+        return "region" in within and not is_after_sum
 
     def apply(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates, groups: Groups) -> None:
         """See ``ModelAxis``."""

@@ -20,7 +20,7 @@ from serried.program import main
 from serried.recipes.causal_lm import CausalLM
 from serried.trainer.model import build_model
 from serried.trainer.plan.devices import device_of
-from serried.trainer.plan.memory import FormulaMemory, formula_memory, planned_flows, planned_memory
+from serried.trainer.plan.memory import FormulaMemory, Sizes, formula_memory, planned_flows, planned_memory
 from serried.trainer.plan.parts import Fits, Work
 from serried.trainer.plan.show import plan_lines
 from serried.trainer.plan.step_plan import RESERVED_BYTES, fits_of, plan_step
@@ -96,8 +96,8 @@ def both(*argv: str, processes: int) -> tuple[list[TracedStage], FormulaMemory, 
     config, task, layout, accumulation = config_of(*argv, processes=processes)
     stages = trace_step(config, task, layout, accumulation)
     model = build_model(config, task)
-    formula = planned_memory(config, task, layout, accumulation, model.module, model.plan)
-    return stages, formula, planned_flows(config, layout, accumulation, model.module, model.plan)
+    sizes = Sizes(config, layout, model.module, model.plan)
+    return stages, planned_memory(config, task, accumulation, sizes), planned_flows(config, accumulation, sizes)
 
 
 def sent(flows: Sequence[Flow], *axes: str) -> dict[tuple[str, str, str], tuple[int, int]]:
@@ -246,7 +246,7 @@ def test_large_recipes_fit_as_many_gpus_of_80_gb_as_they_name(recipe: str, proce
     config = compose([f"recipe={recipe}", "data.tokenizer=bytes", "model.vocab_size=128256"])
     layout, task = resolve_layout(config.parallel, processes), CausalLM(config)
     model, accumulation = build_model(config, task), gradient_accumulation(config.trainer, layout)
-    needed = planned_memory(config, task, layout, accumulation, model.module, model.plan)
+    needed = planned_memory(config, task, accumulation, Sizes(config, layout, model.module, model.plan))
     assert fits_of(formula_memory(needed), int(device_of("h100").memory_bytes)).answer == answer
 
 
@@ -265,7 +265,8 @@ def test_a_traced_plan_counts_what_the_allocator_reserves(monkeypatch: pytest.Mo
     config, task, layout, accumulation = config_of(*SMALL, *FSDP, processes=8)
     config = config.model_copy(update={"plan": config.plan.model_copy(update={"mode": "trace"})})
     model = build_model(config, task)
-    plan = plan_step(config, task, layout, accumulation, model.module, model.plan, 80 * 2**30, is_timed=False)
+    sizes = Sizes(config, layout, model.module, model.plan)
+    plan = plan_step(config, task, accumulation, sizes, 80 * 2**30, is_timed=False)
     assert plan.memory.unused is not None
     assert plan.fits is not None
     assert plan.fits.needed - plan.fits.held == plan.memory.unused >= 0
@@ -322,7 +323,8 @@ def test_advice_for_a_task_that_estimates_no_activations_is_traced(monkeypatch: 
     config = config.model_copy(update={"plan": config.plan.model_copy(update={"mode": "trace"})})
     monkeypatch.setattr(task, "activation_bytes", lambda *_, **__: None)
     model = build_model(config, task)
-    plan = plan_step(config, task, layout, accumulation, model.module, model.plan, RESERVED_BYTES, is_timed=False)
+    sizes = Sizes(config, layout, model.module, model.plan)
+    plan = plan_step(config, task, accumulation, sizes, RESERVED_BYTES, is_timed=False)
     lines = "\n".join(text for _, text in plan_lines(config, task, plan))
     kept = plan.memory.parts["kept for backward"].value / 2**20
     full = re.search(r"trainer.activation_checkpoint=full +saves about ([\d.]+)MiB, and computes blocks again", lines)

@@ -8,7 +8,7 @@ from serried.parallel.axes import shard_specs
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.recipes.causal_lm import CausalLM
 from serried.trainer.overview import dry_run
-from serried.trainer.plan.memory import FormulaMemory, planned_memory
+from serried.trainer.plan.memory import FormulaMemory, Sizes, planned_memory
 
 
 def memory_of(*argv: str, processes: int) -> tuple[FormulaMemory, Layout]:
@@ -17,7 +17,7 @@ def memory_of(*argv: str, processes: int) -> tuple[FormulaMemory, Layout]:
     task = CausalLM(config)
     model = task.build_model()
     accumulation = gradient_accumulation(config.trainer, layout)
-    return planned_memory(config, task, layout, accumulation, model, task.parallel_plan(model)), layout
+    return planned_memory(config, task, accumulation, Sizes(config, layout, model, task.parallel_plan(model))), layout
 
 
 @pytest.mark.parametrize(

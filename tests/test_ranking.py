@@ -20,6 +20,7 @@ from serried.recipes.causal_lm import CausalLM
 from serried.runtime.session import open_session
 from serried.trainer.model import build_model, sharded
 from serried.trainer.optimizer import build_optimizer
+from serried.trainer.plan.memory import Sizes
 from serried.trainer.plan.planned_time import Timed
 from serried.trainer.plan.step_plan import plan_step
 from serried.trainer.plan.traced import products_of, trace_step
@@ -111,7 +112,9 @@ def ranked(cluster: Cluster, folder: Path) -> dict[str, tuple[float, float]]:
         for name, (config, task, layout, accumulation) in plans.items():
             config = config.model_copy(update={"plan": config.plan.model_copy(update={"rates": file})})
             built = build_model(config, task)
-            plan = plan_step(config, task, layout, accumulation, built.module, built.plan, None, is_timed=True)
+            plan = plan_step(
+                config, task, accumulation, Sizes(config, layout, built.module, built.plan), None, is_timed=True
+            )
             assert isinstance(plan.time, Timed)
             found[name] = plan.time.step.seconds, max(answer.value["seconds"][name] for answer in answers)
     return found

@@ -11,7 +11,7 @@ from serried.configs.schema import RunConfig
 from serried.parallel.checks import check_layout
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 from serried.parallel.plan import ParallelPlan
-from serried.trainer.plan.memory import planned_memory
+from serried.trainer.plan.memory import Sizes, planned_memory
 from serried.trainer.task import Task
 
 _DEGREES = (1, 2, 4, 8)
@@ -30,7 +30,7 @@ def fitting(config: RunConfig, task: Task, processes: int, model: nn.Module, pla
                 layout = resolve_layout(changed.parallel, processes * more)
                 accumulation = gradient_accumulation(changed.trainer, layout)
                 check_layout(changed, layout, accumulation)
-                needed = planned_memory(changed, task, layout, accumulation, model, plan).total
+                needed = planned_memory(changed, task, accumulation, Sizes(changed, layout, model, plan)).total
             except UserError:
                 continue
             if needed <= limit:

@@ -22,11 +22,11 @@ from serried.trainer.data import training_data, with_steps
 from serried.trainer.fitting import fitting
 from serried.trainer.host_memory import tensor_bytes
 from serried.trainer.micro_batch import choose
-from serried.trainer.model import Model, build_model
+from serried.trainer.model import build_model
 from serried.trainer.optimizer import check_optimizer, learning_rate
 from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.parameter_groups import freeze
-from serried.trainer.plan.memory import planned_memory
+from serried.trainer.plan.memory import Sizes, planned_memory
 from serried.trainer.plan.planned_time import measured_rates, planned_device
 from serried.trainer.plan.show import plan_lines
 from serried.trainer.plan.step_plan import RESERVED_BYTES, StepPlan, plan_step
@@ -51,17 +51,16 @@ _PASSES_THAT_TEACH = 16
 def overview(
     config: RunConfig,
     task: Task,
-    layout: Layout,
     accumulation: int,
-    model: nn.Module,
-    plan: ParallelPlan,
+    sizes: Sizes,
     place: str,
     device: str,
     start: Start | None = None,
     training: Dataset | None = None,
 ) -> list[str]:
-    """The plan. ``model`` may be on meta; ``place`` names the processes and where they compute, on devices of the type
-    ``device``; ``training`` is the data, where it is open."""
+    """The plan. ``place`` names the processes and where they compute, on devices of the type ``device``; ``training``
+    is the data, where it is open."""
+    model, plan, layout = sizes.model, sizes.plan, sizes.layout
     check_plan(model, plan, layout)
     if config.parallel.offload:
         check_offloadable(model)
@@ -99,7 +98,7 @@ def overview(
             + (f"clip at norm {trainer.max_grad_norm:g}" if trainer.max_grad_norm else "no clipping")
             + (f"; evaluated and saved: average of weights, decay {trainer.ema_decay:g}" if trainer.ema_decay else ""),
         ),
-        ("memory", _memory(config, task, layout, accumulation, model, plan)),
+        ("memory", _memory(config, task, accumulation, sizes)),
         *([("reference", text)] if (text := task.describe_reference()) else []),
         ("data", _data(task, training) + (_passes(config, training) if training is not None else "")),
         *([("evaluate", _benchmarks(trainer))] if trainer.evaluate else []),
@@ -142,23 +141,23 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int, wh
         config = with_steps(config, training_data(task))
     device = _device_type(config)
     built = build_model(config, task, device)
-    model, plan = built.module, built.plan
-    freeze(model, config.optim)
+    freeze(built.module, config.optim)
+    sizes = Sizes(config, layout, built.module, built.plan)
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
-    lines = [*[why] * bool(why), *overview(config, task, layout, accumulation, model, plan, place, device)]
+    lines = [*[why] * bool(why), *overview(config, task, accumulation, sizes, place, device)]
     is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
     if config.plan.model_fields_set:
-        planned = plan_of(config, task, layout, accumulation, built)
+        planned = plan_of(config, task, accumulation, sizes)
         if config.plan.as_json:
             batch = {"micro_batch": config.trainer.micro_batch, "accumulation": accumulation}
             return json.dumps(batch | planned.as_data())
         lines += [f"{name:<10} {text}" for name, text in plan_lines(config, task, planned)]
-    needed, limit = planned_memory(config, task, layout, accumulation, model, plan).total, _gpu_bytes(config)
+    needed, limit = planned_memory(config, task, accumulation, sizes).total, _gpu_bytes(config)
     if is_for_gpus and needed > limit:
         if config.launch.processes is None and layout.world == 1:
             remedy = "to plan for a node of 8: launch.processes=8"
         else:
-            remedy = fitting(config, task, layout.world, model, plan, limit)
+            remedy = fitting(config, task, layout.world, built.module, built.plan, limit)
         much = f"{size(needed)} per rank are more than the {size(limit)} of a GPU"
         lines.append(f"WARNING    does not fit: {much}; {remedy}")
     return "\n".join([*lines, "dry run: no model was allocated and no process started"])
@@ -172,11 +171,11 @@ def _device_type(config: RunConfig) -> str:
     return "cpu" if is_cpu else config.launch.device
 
 
-def plan_of(config: RunConfig, task: Task, layout: Layout, accumulation: int, built: Model) -> StepPlan:
-    """Plan a step of ``config``, whose model was ``built`` on meta."""
+def plan_of(config: RunConfig, task: Task, accumulation: int, sizes: Sizes) -> StepPlan:
+    """Plan a step of ``config``."""
     is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
     is_timed = is_for_gpus or bool(config.plan.model_fields_set - {"mode", "as_json"})
-    return plan_step(config, task, layout, accumulation, built.module, built.plan, _capacity(config), is_timed=is_timed)
+    return plan_step(config, task, accumulation, sizes, _capacity(config), is_timed=is_timed)
 
 
 def _capacity(config: RunConfig) -> int | None:
@@ -299,10 +298,9 @@ def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: 
     return f"{products}; {held} gradient sums and optimizer state{extra}"
 
 
-def _memory(
-    config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
-) -> str:
-    memory, trainer = planned_memory(config, task, layout, accumulation, model, plan), config.trainer
+def _memory(config: RunConfig, task: Task, accumulation: int, sizes: Sizes) -> str:
+    memory, trainer = planned_memory(config, task, accumulation, sizes), config.trainer
+    layout, plan = sizes.layout, sizes.plan
     note = ""
     may_sum_each = layout.pipeline == 1 and layout.strategy != "ddp"
     if memory.gradients_while_accumulating and may_sum_each:
@@ -319,9 +317,9 @@ def _memory(
     if trainer.keeps_less:
         keep_all = {"activation_checkpoint": "none", "activation_memory_budget": 1.0}
         plain = config.model_copy(update={"trainer": trainer.model_copy(update=keep_all)})
-        less = planned_memory(plain, task, layout, accumulation, model, plan).activations - memory.activations
-        mix = chosen_mix(config, task, layout, plan, model)
-        how = _mixed(mix, layout, len(plan.blocks_in(model))) if mix else _checkpointing(trainer)
+        less = planned_memory(plain, task, accumulation, sizes).activations - memory.activations
+        mix = chosen_mix(config, task, layout, plan, sizes.model)
+        how = _mixed(mix, layout, len(plan.blocks_in(sizes.model))) if mix else _checkpointing(trainer)
         activations += f" ({how}{f', {size(less)} less' * (less > 0)})"
     apart = "" if memory.is_of_parts else "; not all at once"
     apart += "".join(f"; {kind} {size(value)}" for kind, value in memory.apart.items())

@@ -35,7 +35,7 @@ from serried.trainer.model import Model, build_model
 from serried.trainer.overview import copied_bytes, overview, saved_bytes
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.peak_flops import device_name, peak_flops
-from serried.trainer.plan.memory import planned_memory
+from serried.trainer.plan.memory import Sizes, planned_memory
 from serried.trainer.precision import check_products
 from serried.trainer.profile import StepProfiler, remember_allocations
 from serried.trainer.pulse import END
@@ -74,12 +74,12 @@ class Trainer:
         teacher_files = teacher and same_files("teacher", teacher, start, context)
         module, plan = model.module, model.plan
         parameters = sum(whole_numel(parameter) for parameter in module.parameters())
-        place, device = session.place(), session.device.type
-        for line in overview(config, task, layout, accumulation, module, plan, place, device, start, data.training):
+        place, device, sizes = session.place(), session.device.type, Sizes(config, layout, module, plan)
+        for line in overview(config, task, accumulation, sizes, place, device, start, data.training):
             console.say(line)
         needed = saved_bytes(config, module, plan)
         if config.offloads_state:
-            on_host = planned_memory(config, task, layout, accumulation, module, plan).on_host
+            on_host = planned_memory(config, task, accumulation, sizes).on_host
             check_offload(config, on_host, copied_bytes(config, module, plan, device) // layout.world, session)
         for line in task.describe_sample():
             console.say(line)

@@ -13,7 +13,7 @@ from serried.parallel.phases import BACKWARD, FORWARD
 from serried.trainer.model import build_model
 from serried.trainer.optimizer import can_offload
 from serried.trainer.parameter_groups import freeze
-from serried.trainer.plan.memory import FormulaMemory, planned_memory
+from serried.trainer.plan.memory import FormulaMemory, Sizes, planned_memory
 from serried.trainer.pulse import EVALUATE
 from serried.trainer.task import Task
 
@@ -47,7 +47,7 @@ class Planned:
         layout = resolve_layout(config.parallel, world_size)
         accumulation = gradient_accumulation(config.trainer, layout)
         check_layout(config, layout, accumulation)
-        return planned_memory(config, self._task, layout, accumulation, self.model, self.plan)
+        return planned_memory(config, self._task, accumulation, Sizes(config, layout, self.model, self.plan))
 
     def saved_by(self, section: str, ranks: int = 1, **values: object) -> int:
         """Bytes that other ``values`` in a section would save, on ``ranks`` times as many ranks; 0: none."""

@@ -19,6 +19,7 @@ from serried.trainer.model import build_model
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.devices import device_of_driver
 from serried.trainer.plan.measured_rates import read_rates
+from serried.trainer.plan.memory import Sizes
 from serried.trainer.plan.planned_time import Timed
 from serried.trainer.plan.profiled import Exchanged, exchanged
 from serried.trainer.plan.step_plan import FRAGMENTED_SHARE, StepPlan, plan_step
@@ -117,7 +118,8 @@ def compared(config: RunConfig, task: Task, layout: Layout, accumulation: int, r
     built = build_model(config, task)
     freeze(built.module, config.optim)
     is_timed = bool(config.plan.device or config.plan.rates)
-    plan = plan_step(config, task, layout, accumulation, built.module, built.plan, None, is_timed=is_timed)
+    sizes = Sizes(config, layout, built.module, built.plan)
+    plan = plan_step(config, task, accumulation, sizes, None, is_timed=is_timed)
     if config.plan.as_json:
         return json.dumps(
             {"plan": plan.as_data(), "run": vars(ran) | {"exchanged": ran.exchanged and ran.exchanged._asdict()}}

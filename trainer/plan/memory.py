@@ -82,12 +82,10 @@ class FormulaMemory(NamedTuple):
         return gradients + self.gathered + self.activations == int(self.peak.bytes)
 
 
-def planned_memory(
-    config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
-) -> FormulaMemory:
-    """Return the memory of a run of ``config``. ``model`` may be on meta."""
-    sizes = _Sizes(config, layout, model, plan)
-    each = (_of_stages(config, task, layout, accumulation, sizes, pipeline) for pipeline in range(layout.pipeline))
+def planned_memory(config: RunConfig, task: Task, accumulation: int, sizes: "Sizes") -> FormulaMemory:
+    """Return the memory of a run of ``config``."""
+    stages = range(sizes.layout.pipeline)
+    each = (_of_stages(config, task, sizes.layout, accumulation, sizes, pipeline) for pipeline in stages)
     return max(each, key=lambda memory: memory.total)
 
 
@@ -107,15 +105,13 @@ def formula_memory(found: FormulaMemory) -> Memory:
     return Memory({kind: part for kind, part in parts.items() if part.value}, peak.phase, {})
 
 
-def planned_flows(
-    config: RunConfig, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan
-) -> tuple[Flow, ...]:
+def planned_flows(config: RunConfig, accumulation: int, sizes: "Sizes") -> tuple[Flow, ...]:
     """Return what FSDP2, DDP and an optimizer of matrices exchange in a step, on a rank of the stage that exchanges the
     most."""
-    sizes = _Sizes(config, layout, model, plan)
+    layout = sizes.layout
     how = Exchanges(
         accumulation,
-        config.parallel.frees_after_forward and not plan.is_one_unit,
+        config.parallel.frees_after_forward and not sizes.plan.is_one_unit,
         config.parallel.sync_every_micro_batch,
         sizes.gathered_width,
     )
@@ -126,7 +122,7 @@ def planned_flows(
     return max(stages, key=lambda flows: sum(flow.bytes for flow in flows))
 
 
-def _optimizer_flows(config: RunConfig, sizes: "_Sizes", pipeline: int) -> Iterator[Flow]:
+def _optimizer_flows(config: RunConfig, sizes: "Sizes", pipeline: int) -> Iterator[Flow]:
     layout, ranks = sizes.layout, sizes.layout.world // sizes.layout.pipeline
     group = "stage" if layout.pipeline > 1 else "world"
     here = {name: spec for name, spec in sizes.specs.items() if name in sizes.trained and pipeline in spec.holders}
@@ -150,8 +146,11 @@ def _optimizer_flows(config: RunConfig, sizes: "_Sizes", pipeline: int) -> Itera
                 yield Flow(group, "all_reduce", "end", sent, sum(each > 0 for each in sums), ranks)
 
 
-class _Sizes:
-    """Numbers of elements of each parameter on a rank, from the shard specs of a model."""
+class Sizes:
+    """Numbers of elements of each parameter on a rank, from the shard specs of a model, which may be on meta.
+
+    Raises ``UserError`` if the plan does not fit the layout.
+    """
 
     def __init__(self, config: RunConfig, layout: Layout, model: nn.Module, plan: ParallelPlan) -> None:
         self.plan, self.layout, self.model = plan, layout, model
@@ -230,7 +229,7 @@ class _Sizes:
 
 
 def _of_stages(
-    config: RunConfig, task: Task, layout: Layout, accumulation: int, sizes: _Sizes, pipeline: int
+    config: RunConfig, task: Task, layout: Layout, accumulation: int, sizes: Sizes, pipeline: int
 ) -> FormulaMemory:
     """Memory of the ranks at a coordinate of the pipeline."""
     copies = {name: count for name, spec in sizes.specs.items() if (count := spec.holders.count(pipeline))}
@@ -284,7 +283,7 @@ def keeps_buckets(config: RunConfig, layout: Layout) -> bool:
     return layout.is_replicated and not trained_type(config)
 
 
-def _how(config: RunConfig, sizes: _Sizes, accumulation: int, pipeline: int) -> How:
+def _how(config: RunConfig, sizes: Sizes, accumulation: int, pipeline: int) -> How:
     layout, width = sizes.layout, sizes.gathered_width
     ranks = layout.shard * layout.context if layout.is_sharded else 1
     offloads = layout.is_sharded and config.parallel.offload

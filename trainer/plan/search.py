@@ -25,7 +25,7 @@ from serried.trainer.optimizer_state import state_bytes
 from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.devices import DEVICES
 from serried.trainer.plan.job import doubts, job_of, shape_of, unknown_why
-from serried.trainer.plan.memory import formula_memory, planned_memory, share_of
+from serried.trainer.plan.memory import Sizes, formula_memory, planned_memory, share_of
 from serried.trainer.plan.planned_time import planned_cluster, planned_device, planned_rates
 from serried.trainer.plan.rates import software_for
 from serried.trainer.plan.seconds import Job, held_elements, step_of
@@ -317,7 +317,8 @@ class _Search:
         """Return it with the time of its timeline and the plan's memory."""
         job = candidate.job
         step = step_of(job, self.cluster, self.rates)
-        memory = planned_memory(candidate.config, self.task, job.layout, job.accumulation, self.model, self.plan)
+        sizes = Sizes(candidate.config, job.layout, self.model, self.plan)
+        memory = planned_memory(candidate.config, self.task, job.accumulation, sizes)
         needed = fits_of(formula_memory(memory), self.capacity).needed
         return replace(candidate, seconds=step.seconds, bytes=needed)
 

@@ -3,14 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from serried.configs.schema import RunConfig
 from serried.parallel.mesh import AXES, Layout
-from serried.parallel.plan import ParallelPlan
 from serried.parallel.traffic import Flow
 from serried.trainer.plan.allocator import has_expandable_segments
-from serried.trainer.plan.memory import formula_memory, planned_flows, planned_memory
+from serried.trainer.plan.memory import Sizes, formula_memory, planned_flows, planned_memory
 from serried.trainer.plan.parts import IN_HOST_MEMORY, Amount, Fits, Memory
 from serried.trainer.plan.planned_time import Timed, UnknownTime, time_of
 from serried.trainer.plan.traced import CannotTrace, TracedStage, flows_of, reserved_memory_of, trace_step
@@ -65,12 +62,11 @@ class StepPlan:
 
 
 def plan_step(
-    config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan,
-    capacity: int | None, *, is_timed: bool,
-) -> StepPlan:  # fmt: skip
-    """Plan a step as ``config.plan`` says. ``model`` may be on meta."""
-    flows = planned_flows(config, layout, accumulation, model, plan)
-    memory = formula_memory(planned_memory(config, task, layout, accumulation, model, plan))
+    config: RunConfig, task: Task, accumulation: int, sizes: Sizes, capacity: int | None, *, is_timed: bool
+) -> StepPlan:
+    """Plan a step as ``config.plan`` says."""
+    layout, flows = sizes.layout, planned_flows(config, accumulation, sizes)
+    memory = formula_memory(planned_memory(config, task, accumulation, sizes))
     stages: list[TracedStage] = []
     found = "by formula, plan.mode=trace to trace it"
     if config.plan.mode == "trace":
@@ -83,7 +79,7 @@ def plan_step(
     time: Timed | str | None = None
     if is_timed:
         try:
-            time = time_of(config, task, layout, accumulation, model, plan, stages, flows)
+            time = time_of(config, task, layout, accumulation, sizes.model, sizes.plan, stages, flows)
         except UnknownTime as error:
             time = str(error)
     return StepPlan(layout, memory, found, flows, capacity, time)

@@ -97,7 +97,7 @@ def test_keys_are_those_of_a_hugging_face_config() -> None:
 
 
 TRAINED = (
-    "model=gpt2", "model.dim=32", "model.layers=2", "model.heads=4", "model.hidden_dim=64", "trainer.steps=6",
+    "model=gpt2", "model.dim=32", "model.layers=2", "model.heads=4", "model.hidden_dim=64", "trainer.steps=4",
     "model.max_sequence_length=64", "model.tie_embeddings=true", "data.isolate_documents=true",
 )  # fmt: skip
 
@@ -111,7 +111,7 @@ MORE_LAYOUTS = {
 
 def curve(cluster: Cluster, ranks: int, layout: str, text: Path, run_dir: Path) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step."""
-    argv = overrides(text, run_dir, *TRAINED, *f"parallel={layout}".split(), "trainer.micro_batch=6")
+    argv = overrides(text, run_dir, *TRAINED, *f"parallel={layout}".split(), "trainer.micro_batch=9")
     cluster.run(ranks, "harness.runs:train_small", argv=argv, ragged=True)
     return [(line["loss"], line["grad_norm"]) for line in metrics(run_dir)]
 

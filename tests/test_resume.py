@@ -39,11 +39,11 @@ def run(
     run_dir: Path,
     *more: str,
     code: int = 0,
-    micro_batch: int = 3,
     **keywords: Any,
 ) -> list[list[int]]:
     """Train; returns the sample ids of each step, over all ranks and micro-batches."""
     processes, how = LAYOUTS[layout]
+    micro_batch = 6 if processes == 3 else 9
     how = [*how, "trainer.deterministic=true", "checkpoint.every=5", f"trainer.micro_batch={micro_batch}"]
     argv = overrides(text, run_dir, *how, *more)
     answers = [answer.value for answer in cluster.run(processes, "harness.runs:train_small", argv=argv, **keywords)]
@@ -85,18 +85,18 @@ def test_stopped_killed_and_resumed_is_bitwise_the_straight_run(
     how = [f"precision={precision}", "trainer.steps=10"]
     how += ["precision.initial_scale=256", "precision.growth_interval=4"] * (precision == "fp16")
     straight, pieces = tmp_path / "straight", tmp_path / "pieces"
-    expected = run(cluster, layout, text, straight, *how, micro_batch=9)
-    first = run(cluster, layout, text, pieces, *how, "trainer.stop_at=3", code=75, micro_batch=9)
+    expected = run(cluster, layout, text, straight, *how)
+    first = run(cluster, layout, text, pieces, *how, "trainer.stop_at=3", code=75)
     is_killed = precision == "fp32" and layout != "ddp x2"
     how_it_ends = {"how": "kill" if is_killed else "crash", "after_step": 7}
     if not is_killed:
-        run(cluster, layout, text, pieces, *how, "checkpoint.every=2", end=how_it_ends, code=70, micro_batch=9)
+        run(cluster, layout, text, pieces, *how, "checkpoint.every=2", end=how_it_ends, code=70)
     else:
         with pytest.raises(AssertionError, match="the process ended with -9"):
-            run(cluster, layout, text, pieces, *how, "checkpoint.every=2", end=how_it_ends, micro_batch=9)
+            run(cluster, layout, text, pieces, *how, "checkpoint.every=2", end=how_it_ends)
     at = sorted(int(path.name[5:]) for path in (pieces / "checkpoints").glob("step-*"))[-1]
     assert at in (4, 6), "what was being written when the rank died may be there or not, but no later one"
-    last = run(cluster, layout, text, pieces, *how, micro_batch=9)
+    last = run(cluster, layout, text, pieces, *how)
     assert first == expected[:3]
     assert last == expected[at:]
     assert curve(pieces) == curve(straight)

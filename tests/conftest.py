@@ -16,7 +16,6 @@ import pytest
 from hypothesis import settings
 
 from harness.cluster import Cluster
-from harness.runs import write_text
 from serried.configs.data_section import sources
 from serried.configs.registry import models, optimizers, schedules, tasks
 
@@ -72,6 +71,8 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of text, and beside it the cache of its tokens."""
+    from harness.runs import write_text  # imports torch, which the process that only distributes tests does not need
+
     folder = tmp_path_factory.mktemp("text")
     write_text(folder)
     return folder

@@ -1,6 +1,9 @@
 """trainer.compile: a step has the bits of one that is not compiled, with the compiler's graphs run as they are."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,13 @@ from torch._inductor.runtime import cache_dir_utils
 
 from harness.cluster import Cluster
 from harness.runs import metrics, run_here, tiny_overrides
-from serried.configs.errors import UserError
+from serried.configs.errors import EXIT_STOPPED, UserError
 from serried.parallel.activations import checkpoint_blocks
 from serried.parallel.adapters import Adapter, attach
 from serried.parallel.compile import check_blocks, compile_blocks
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.quantized import quantize
+from serried.records.status import Status, read_status
 from serried.runtime.console import Console
 from serried.trainer.compilation import Compilation, check_compiler, explained
 from tests.test_activations import EXPERTS, MODEL, step
@@ -215,7 +219,21 @@ def test_a_compiler_that_fails_is_one_line() -> None:
     compiled = torch._dynamo.optimize(backend)(torch.sin)
     with torch.compiler.set_stance("default"), pytest.raises(Exception, match="lgomp") as caught:
         compiled(torch.ones(2))
-    told = str(explained(caught.value))
+    told = str(explained(caught.value, None))
     assert told.startswith("torch could not compile a block (BackendCompilerFailed: ")
     assert "use trainer.compile=false" in told
-    assert explained(ValueError("x")).args == ("x",)
+    assert explained(ValueError("x"), None).args == ("x",)
+
+
+@pytest.mark.slow  # generates a program
+def test_a_signal_that_ends_the_compiler_too_stops_the_run(text: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *.cpp*) kill -TERM $PPID $$;; esac\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    argv = tiny_overrides(text, tmp_path / "run", "trainer.compile=true")
+    more = {"CXX": str(compiler), "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # in this process, its parent
+    command = [sys.executable, "train.py", *argv]  # torch reads CXX when it is imported
+    ended = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == EXIT_STOPPED, ended.stdout + ended.stderr
+    assert "stopped: SIGTERM before the first step; run the same command to resume" in ended.stderr
+    assert read_status(tmp_path / "run") == Status("stopped", 0, "SIGTERM before the first step", EXIT_STOPPED)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from serried.configs.errors import TrainingFailed, UserError
+from serried.configs.errors import StopRequested, TrainingFailed, UserError
 from serried.runtime.console import Console
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -74,11 +74,17 @@ class Compilation:
                 )
 
 
-def explained(error: BaseException) -> BaseException:
-    """Return ``error``, or if torch could not compile a block a failure of one line."""
+def explained(error: BaseException, asked: str | None) -> BaseException:
+    """Return ``error``, or if torch could not compile a block a failure of one line.
+
+    ``asked``: the signal that this process has received, if any. Slurm and terminals send it to the compiler as well,
+    and the run can be resumed.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if type(cause).__module__.startswith(("torch._dynamo.exc", "torch._inductor.exc")):
+            if asked is not None:
+                return StopRequested(asked)
             first = next(filter(None, str(cause).splitlines()), type(cause).__name__)
             return TrainingFailed(
                 f"torch could not compile a block ({type(cause).__name__}: {first}); use trainer.compile=false. The "

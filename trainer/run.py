@@ -89,7 +89,7 @@ def train(config: RunConfig, task: Task, session: Session, config_yaml: str) -> 
     except BaseException as error:
         session.shield()
         told = explained(error, config, task, session, watchdog.pulse, trainer.state.optimizer if trainer else None)
-        told = compilation.explained(told)
+        told = compilation.explained(told, session.signals.received)
         watchdog.pulse.enter(END, trainer.loop.step if trainer else start.step)
         failure = session.cause.first(told)
         console.log(traceback.format_exc())

@@ -35,8 +35,8 @@ class Digits(serried.Task):
         layers: int = 2
 
     defaults = {
-        "trainer.steps": 400, "trainer.global_batch": 96, "trainer.micro_batch": 48, "trainer.eval_every": 100,
-        "trainer.eval_batches": 4, "trainer.log_every": 20, "optim.lr": 1e-3, "schedule.warmup_steps": 40,
+        "trainer.steps": 150, "trainer.global_batch": 96, "trainer.micro_batch": 48, "trainer.eval_every": 50,
+        "trainer.eval_batches": 4, "trainer.log_every": 10, "optim.lr": 2e-3, "schedule.warmup_steps": 15,
     }  # fmt: skip
 
     def build_model(self) -> nn.Module:

@@ -114,11 +114,7 @@ def test_digits_as_typed_reach_97_percent_and_have_the_same_curve_sharded(folder
     accuracy = metrics(folder / "single", "eval")[-1]["accuracy"]
     assert accuracy > 0.97
     assert f"accuracy {accuracy:.4g}" in printed
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*torchrun, "digits.py", "run.dir=fsdp", "parallel=fsdp", "trainer.log_every=1", "trainer.stop_at=30"],
-        cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert "stopped    30 steps" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+    short = ["run.dir=fsdp", "parallel=fsdp", "trainer.log_every=1", "trainer.stop_at=30"]
+    main_rank, _ = forks.typed_on(2, "digits.py", *short, cwd=folder)
+    assert "stopped    30 steps" in main_rank.stdout, main_rank.stdout[-2000:] + main_rank.stderr[-4000:]
     assert losses(folder / "fsdp") == pytest.approx(losses(folder / "single")[:30], rel=1e-5)

@@ -111,10 +111,11 @@ def pairs_bytes_per_second(session: Session, members: list[int]) -> float | None
         if partner is not None:
 
             def exchange(partner: int = partner) -> None:
-                works = [dist.isend(out, partner), dist.irecv(into, partner)]
-                for work in works:
-                    if work is not None:
-                        work.wait()
+                # In one batch: on NCCL, two sends that wait for their receives behind each other would never end.
+                for work in dist.batch_isend_irecv(
+                    [dist.P2POp(dist.isend, out, partner), dist.P2POp(dist.irecv, into, partner)]
+                ):
+                    work.wait()
 
             exchange()  # the first exchange connects
             rates.append(2 * out.nbytes / min(_timed(session, exchange) for _ in range(_TIMED)))

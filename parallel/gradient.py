@@ -94,9 +94,11 @@ def global_sum_of_squares(by_copies: Mapping[int, Sequence[Tensor]], layout: Lay
     squares = {}
     for copies, parameters in by_copies.items():
         gradients = [each.grad for each in parameters if each.requires_grad and each.grad is not None]
-        squares[copies] = (sum_of_squares(gradients) if gradients else torch.zeros((), dtype=torch.float64)).to(
-            device
-        )  # gradients may be in host memory
+        squares[copies] = (
+            sum_of_squares(gradients).to(device)  # from host memory, if they are there
+            if gradients
+            else torch.zeros((), dtype=torch.float64, device=device)
+        )
     # A gradient that every rank holds whole is the result of an all-reduce: all ranks have the same sum already.
     whole = squares.pop(layout.world, None) if layout.pipeline == 1 else None
     if not squares:

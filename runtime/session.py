@@ -230,6 +230,13 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
     session = Session(ranks, device, section, signals)
     session.started = began
     if device.type == "cuda":
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:  # GPUs are counted without the driver's consent
+            raise UserError(
+                f"torch {torch.__version__} cannot use the GPUs of this machine: {str(error).splitlines()[0]} Use "
+                "launch.device=cpu to train without them"
+            ) from None
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)  # for the watchdog to name who is missing
     torch.set_num_threads(threads_per_process(section, local_world))

@@ -322,7 +322,12 @@ def test_errors_that_count_as_out_of_memory() -> None:
     gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of ...")
     wrapped = RuntimeError("sample 5 cannot be read")
     wrapped.__cause__ = MemoryError()
-    for error in (allocator.value, gpu, MemoryError(), wrapped, RuntimeError("CUDA error: out of memory")):
+    nccl = (
+        "NCCL error in: NCCLUtils.cpp:125, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version "
+        "2.28.9\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+    )
+    beside = [RuntimeError(text) for text in ("CUDA error: out of memory", "CUDA driver error: out of memory", nccl)]
+    for error in (allocator.value, gpu, MemoryError(), wrapped, *beside):
         assert is_out_of_memory(error)
     assert not is_out_of_memory(RuntimeError("Connection closed by peer"))
     no_thread, limit = RuntimeError("Resource temporarily unavailable"), resource.getrlimit(resource.RLIMIT_AS)

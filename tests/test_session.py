@@ -30,7 +30,7 @@ from serried.runtime.ranks import (
     torchrun_says,
     usable_cores,
 )
-from serried.runtime.session import open_session
+from serried.runtime.session import open_session, run_in_session
 from tests.slurm import wait_for
 
 
@@ -390,3 +390,20 @@ def test_output_that_the_terminal_cannot_encode_ends_nothing(tmp_path: Path) -> 
 
 def test_a_hangup_is_passed_on_as_what_it_is() -> None:
     assert PASSED_ON[signal.SIGHUP] == signal.SIGHUP
+
+
+def test_a_driver_that_torch_cannot_use_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPUs are counted without it, so the first use of one is what fails."""
+
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020). Please update it.")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    assert run_in_session(LaunchSection(), lambda _: 0) == 78
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: torch ")
+    assert "driver on your system is too old" in line
+    assert "launch.device=cpu" in line

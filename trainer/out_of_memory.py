@@ -27,7 +27,8 @@ from serried.trainer.task import Task
 
 _TEXTS = (  # of errors that have no class of their own
     "can't allocate memory", "Cannot allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
-    "std::bad_alloc",
+    "std::bad_alloc", "CUDA driver error: out of memory", "Triton Error [CUDA]: out of memory",
+    "Cuda failure 2 'out of memory'",  # NCCL's
 )  # fmt: skip
 _NO_THREAD = ("Resource temporarily unavailable", "can't start new thread")
 """Under ``ulimit -v`` there is no room for the stack of a thread."""

@@ -1,5 +1,6 @@
 """What a first run loads beyond its imports, loaded once for all processes that the tests fork."""
 
+import logging
 from pathlib import Path
 
 import serried.parallel.pipeline
@@ -9,6 +10,13 @@ from serried.configs.compose import compose
 from serried.configs.data_section import sources
 from serried.configs.registry import models, optimizers, schedules, tasks
 
+logging.disable(logging.WARNING)  # torchao, which it imports, warns of libraries that it cannot load
+import transformers.modeling_utils  # noqa: E402, F401  # two seconds in each process that opens a model of transformers
+
+logging.disable(logging.NOTSET)
+
 for registry in (models, optimizers, schedules, sources, tasks):
     registry.names()
-models.get(compose(tiny_overrides(Path("text"), Path("run"), "parallel=fsdp")).model.family).load()
+for parallel in ("ddp", "fsdp", "hsdp"):  # compose() remembers what it read
+    config = compose(tiny_overrides(Path("text"), Path("run"), f"parallel={parallel}"))
+    models.get(config.model.family).load()

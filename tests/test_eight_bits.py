@@ -172,7 +172,7 @@ def test_gathering_in_float8_changes_no_bit_and_begins_and_ends_when_a_run_resum
     def train(name: str, gather: str, stop_at: int = 3) -> None:
         argv = overrides(
             text, tmp_path / name, *WIDE, "parallel=fsdp", *GATHERED[:2], f"precision.gather={gather}",
-            "trainer.steps=3", "trainer.micro_batch=9", f"trainer.stop_at={stop_at}", "trainer.eval_every=3",
+            "trainer.steps=3", "trainer.micro_batch=18", f"trainer.stop_at={stop_at}", "trainer.eval_every=3",
             "trainer.ema_decay=0.9",
         )  # fmt: skip
         codes = [answer.value["code"] for answer in cluster.run(2, "harness.runs:train_small", argv=argv)]

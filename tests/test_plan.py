@@ -169,7 +169,7 @@ def test_the_formula_knows_what_adafactor_exchanges() -> None:
 @pytest.mark.parametrize(
     ("layers", "more"),
     [
-        (6, []),
+        (5, ["trainer.global_batch=8"]),  # one micro-batch
         pytest.param(
             11,
             [

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
 
 from serried.configs.divisors import divisors, nearest_divisors
 from serried.configs.errors import UserError
@@ -14,6 +16,7 @@ from serried.parallel.mesh import MODEL_AXES, V_SCHEDULES, ZERO_BUBBLE_SCHEDULES
 
 _NEEDS_A_MICRO_BATCH_PER_STAGE = ("1f1b", *V_SCHEDULES)
 _WORKS_IN_ROUNDS = ("interleaved", "interleaved_zero_bubble")
+_version_of = cache(version)  # a search checks thousands of layouts
 
 
 def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
@@ -82,6 +85,18 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     if layout.pipeline > 1:
         _check_stages(layout, getattr(model, "layers", None))
         _check_micro_batches(config, layout, accumulation)
+        if layout.schedule in ZERO_BUBBLE_SCHEDULES:
+            check_zero_bubble(layout.schedule, _version_of("torch"))
+
+
+def check_zero_bubble(schedule: str, torch_version: str) -> None:
+    """Raise ``UserError`` if this torch cannot run a schedule that divides backwards in two."""
+    # torch 2.11: "_input_metadata is invalid" at autograd functions, of which heads and collectives are made.
+    if tuple(map(int, torch_version.split(".")[:2])) < (2, 12):
+        raise UserError(
+            f"parallel.schedule={schedule} needs torch 2.12 or newer, and this is {torch_version}; use "
+            "parallel.schedule=1f1b or interleaved"
+        )
 
 
 def allowed_micro_batches(config: RunConfig, layout: Layout) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from serried.configs.errors import UserError
 from serried.parallel.products import check_torchao, import_torchao
@@ -20,9 +21,11 @@ def is_eight_bits(precision: str) -> bool:
     return precision in _CAPABILITIES
 
 
-def check_eight_bits(precision: str, device: torch.device) -> None:
-    """Raise ``UserError`` if this ``precision`` cannot be used here."""
+def check_eight_bits(precision: str, recipe: str, device: torch.device) -> None:
+    """Raise ``UserError`` if this ``precision``, with this ``recipe`` of float8, cannot be used here."""
     check_torchao(f"precision={precision}", "precision=bf16")
+    if precision == "float8" and device.type == "cpu":
+        refuse_old_torch(recipe, torch.__version__)
     if device.type == "cuda" and torch.version.hip is None:
         refuse_old(precision, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
@@ -34,6 +37,15 @@ def refuse_old(precision: str, name: str, capability: tuple[int, int]) -> None:
         raise UserError(
             f"precision={precision}: {name} has compute capability {'.'.join(map(str, capability))}, and {precision} "
             f"products need {words} or higher; use precision=bf16"
+        )
+
+
+def refuse_old_torch(recipe: str, version: str) -> None:
+    """Raise ``UserError`` if this torch multiplies no matrices on a CPU with the scales of ``recipe``."""
+    if recipe != "tensorwise" and TorchVersion(version) < "2.12":
+        raise UserError(
+            f"precision.recipe={recipe} on a CPU needs torch 2.12 or newer, and this is {version}; use "
+            "precision.recipe=tensorwise, or precision=bf16"
         )
 
 

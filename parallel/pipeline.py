@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
-from torch.torch_version import TorchVersion
 
 from serried.configs.errors import UserError
 from serried.parallel.fsdp import Sharded
 from serried.parallel.groups import Groups
-from serried.parallel.mesh import ZERO_BUBBLE_SCHEDULES, Layout
+from serried.parallel.mesh import Layout
 from serried.parallel.phases import BACKWARD, FORWARD, PIPELINE, Phases
 from serried.parallel.plan import Inputs, LossTerms, Objective
 from serried.parallel.seeding import seed_random_numbers
@@ -54,13 +53,7 @@ class Pipeline:
         phases: Phases,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """``stages``: those of this rank, by number. Raises ``UserError`` if this torch cannot run the schedule."""
-        # torch 2.11: "_input_metadata is invalid" at autograd functions, of which heads and collectives are made.
-        if layout.schedule in ZERO_BUBBLE_SCHEDULES and TorchVersion(torch.__version__) < "2.12":
-            raise UserError(
-                f"parallel.schedule={layout.schedule} needs torch 2.12 or newer, and this is {torch.__version__}; use "
-                "parallel.schedule=1f1b or interleaved"
-            )
+        """``stages``: those of this rank, by number."""
         self._stages, self._layout, self._groups = dict(sorted(stages.items())), layout, groups
         self._device, self.phases, self.autocast = device, phases, autocast
         self._last = layout.stages - 1

@@ -6,7 +6,7 @@ import pytest
 
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
-from serried.parallel.checks import check_layout
+from serried.parallel.checks import check_layout, check_zero_bubble
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 
 TINY = [
@@ -107,3 +107,12 @@ def test_a_layout_that_does_not_fit_says_why_and_what_would(
 )
 def test_layouts_that_fit_are_taken(arguments: str, processes: int) -> None:
     check(arguments.split(), processes)
+
+
+def test_schedules_that_divide_backwards_need_torch_2_12() -> None:
+    for version in ("2.12.0", "2.15.0+cu132", "3.0.0a0+git1234567"):
+        check_zero_bubble("zbv", version)
+    with pytest.raises(
+        UserError, match=r"^parallel\.schedule=zbv needs torch 2\.12 or newer, and this is 2\.11\.0\+cu130; use "
+    ):
+        check_zero_bubble("zbv", "2.11.0+cu130")

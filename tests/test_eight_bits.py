@@ -17,7 +17,7 @@ from serried.cli import evaluate
 from serried.configs.errors import UserError
 from serried.parallel.activations import checkpoint_blocks
 from serried.parallel.compile import compile_blocks
-from serried.parallel.eight_bits import Float8, Int8, refuse_old
+from serried.parallel.eight_bits import Float8, Int8, refuse_old, refuse_old_torch
 from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.products import Product, choose_linear, set_product
@@ -78,7 +78,7 @@ def test_products_are_rounded_and_do_not_depend_on_how_tokens_are_grouped(recipe
     assert products(product, larger, weight, gradient)[0][:30].equal(whole[0][:30]) or recipe == "tensorwise"
 
 
-def test_a_run_learns_as_in_bf16_and_resumes_with_the_same_bits_from_the_same_files(
+def test_a_rowwise_run_learns_as_in_bf16_and_resumes_with_the_same_bits_from_the_same_files(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = (*WIDE, "trainer.deterministic=true", "trainer.eval_every=6", "precision=float8")
@@ -283,3 +283,12 @@ def test_an_older_gpu_is_refused_with_what_it_lacks() -> None:
     refuse_old("int8", "NVIDIA A100", (8, 0))
     with pytest.raises(UserError, match=r"A100 has compute capability 8\.0, .* need 8\.9 .*; use precision=bf16"):
         refuse_old("float8", "NVIDIA A100", (8, 0))
+
+
+def test_an_older_torch_is_refused_for_scales_that_it_cannot_use_on_a_cpu() -> None:
+    refuse_old_torch("rowwise", "2.12.0")
+    refuse_old_torch("tensorwise", "2.11.0+cu130")
+    with pytest.raises(
+        UserError, match=r"^precision\.recipe=rowwise on a CPU needs torch 2\.12 .* this is 2\.11\.0\+cpu; "
+    ):
+        refuse_old_torch("rowwise", "2.11.0+cpu")

@@ -164,7 +164,9 @@ def test_blocks_that_are_not_there_are_refused(blocks: tuple[str, ...], message:
         ParallelPlan(blocks=blocks).for_model(OutsideOfModules(""))
 
 
-def test_a_run_evaluates_samples_and_resumes_with_the_same_bits(cluster: Cluster, text: Path, tmp_path: Path) -> None:
+def test_a_zbv_run_evaluates_samples_and_resumes_with_the_same_bits(
+    cluster: Cluster, text: Path, tmp_path: Path
+) -> None:
     """Tied, with two stages a rank, one of which has both ends. Evaluations pass by the schedule."""
     layout = ["parallel=fsdp", "parallel.pipeline=2", "parallel.schedule=zbv", "model.tie_embeddings=true"]
     small = [*layout, "model.layers=4", "trainer.steps=4", "trainer.global_batch=8", "trainer.micro_batch=2"]

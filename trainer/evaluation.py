@@ -24,6 +24,7 @@ from serried.trainer.checkpoint.state import load_weights
 from serried.trainer.loader import Reader, evaluation_batches
 from serried.trainer.model import build_model, sharded
 from serried.trainer.parameter_groups import freeze
+from serried.trainer.precision import check_products
 from serried.trainer.sampler import BatchShare, evaluation_samples
 from serried.trainer.task import Dataset, Task, TextTask, to_device
 
@@ -254,6 +255,7 @@ def load_model(
     config: RunConfig, task: Task, layout: Layout, device: torch.device, checkpoint: Path
 ) -> DistributedModel:
     """Return the model with the weights of ``checkpoint``, in evaluation mode. A collective of all ranks."""
+    check_products(config, device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.trainer.seed)  # a base model that draws its own values must have the same
         model = build_model(config, task)

@@ -69,16 +69,16 @@ def gathered_in_float8(config: RunConfig, model: nn.Module, plan: ParallelPlan, 
 def check_products(config: RunConfig, device: torch.device) -> None:
     """Raise ``UserError`` if the library or the device for the products of ``config`` is not there."""
     if is_eight_bits(config.precision.name):
-        check_eight_bits(config.precision.name, device)
+        check_eight_bits(config.precision.name, config.precision.recipe, device)
     elif config.trainer.quantize_aware != "none":
         check_torchao(*_setting(config))
 
 
-def set_products(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout, device: torch.device) -> None:
+def set_products(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: Layout) -> None:
     """Let the layers of ``model`` compute as ``config`` says. Call it before the model is sharded."""
     chosen = chosen_layers(config, model, plan, layout)
     if chosen is not None:
-        check_products(config, device)
+        check_torchao(*_setting(config))
         set_product(model, chosen.names, product_of_torchao(*_setting(config), partial(_product, config)))
 
 

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from harness.cluster import ROOT
 from harness.forks import torchruns_variables, typed, typed_on
@@ -149,7 +148,6 @@ def test_main_job_under_torchrun_then_again_then_from_scratch(text: Path, tmp_pa
     assert metrics(run_dir, "stop")[0]["state"] == "finished"
     assert {"python", "torch", "git_commit"} <= json.loads((run_dir / "environment.json").read_text()).keys()
     assert sorted(path.name for path in (run_dir / "log").iterdir()) == ["rank-0.log", "rank-1.log"]
-    check_transformers_opens(checkpoint(run_dir), text)
 
     before = (run_dir / "metrics.jsonl").read_bytes()
     again = typed("train.py", *argv)
@@ -172,17 +170,6 @@ def test_main_job_under_torchrun_then_again_then_from_scratch(text: Path, tmp_pa
     assert (run_dir / "earlier-1" / "metrics.jsonl").read_bytes() == before
     assert (checkpoint(run_dir / "earlier-1") / "config.json").exists()
     assert len(metrics(run_dir, "start")) == 1
-
-
-def check_transformers_opens(folder: Path, text: Path) -> None:
-    import transformers
-
-    model = transformers.LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    assert model.dtype == torch.float32
-    tokens = torch.tensor([list((text / "00.txt").read_bytes()[:33])])
-    with torch.no_grad():
-        loss = model(tokens, labels=tokens).loss
-    assert loss < 5.2, "it has learned: a fresh model of 257 tokens starts at 5.55"
 
 
 def test_records_of_an_unfinished_run_are_kept_aside(text: Path, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The promise: loss, gradient norm and samples of a run do not depend on how it was cut."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,10 @@ def cuts(*names: str, is_slow: bool = False) -> list[Any]:
 
 
 @pytest.fixture(scope="session")
-def references(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Curve]:
+def reference(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Curve]:
+    """The single process of a precision, which trains when a test first asks for it."""
     folder = tmp_path_factory.mktemp("references")
-    return {name: run(cluster, CUTS[0], 1, name, text, folder / name) for name in TOLERANCES}
+    return functools.cache(lambda precision: run(cluster, CUTS[0], 1, precision, text, folder / precision))
 
 
 @pytest.mark.parametrize(
@@ -45,10 +48,10 @@ def references(cluster: Cluster, text: Path, tmp_path_factory: pytest.TempPathFa
     ],
 )  # fmt: skip
 def test_fp32_equals_the_single_process(
-    cut: Cut, accumulation: int, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
+    cut: Cut, accumulation: int, reference: Callable[[str], Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     curve = run(cluster, cut, accumulation, "fp32", text, tmp_path / "run")
-    difference = compare(curve, references["fp32"])
+    difference = compare(curve, reference("fp32"))
     assert difference.same_samples
     assert difference.loss < TOLERANCES["fp32"]
     assert difference.grad_norm < TOLERANCES["fp32"]
@@ -112,14 +115,14 @@ def smoothed_reference(cluster: Cluster, text: Path, tmp_path_factory: pytest.Te
     ],
 )
 def test_label_smoothing_and_z_loss_equal_the_single_process(
-    cut: Cut, references: dict[str, Curve], smoothed_reference: Curve, cluster: Cluster, text: Path, tmp_path: Path
+    cut: Cut, reference: Callable[[str], Curve], smoothed_reference: Curve, cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     curve = run(cluster, cut, cut.accumulations[-1], "fp32", text, tmp_path / "run", *SMOOTHED)
     difference = compare(curve, smoothed_reference)
     assert difference.same_samples
     assert difference.loss < TOLERANCES["fp32"]
     assert difference.grad_norm < TOLERANCES["fp32"]
-    assert compare(curve, references["fp32"]).loss > 0.01
+    assert compare(curve, reference("fp32")).loss > 0.01
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
@@ -131,14 +134,14 @@ def test_label_smoothing_and_z_loss_equal_the_single_process(
     ],
 )
 def test_low_precision_stays_within_its_rounding(
-    cut: Cut, precision: str, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
+    cut: Cut, precision: str, reference: Callable[[str], Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     curve = run(cluster, cut, cut.accumulations[-1], precision, text, tmp_path / "run")
-    difference = compare(curve, references[precision])
+    difference = compare(curve, reference(precision))
     assert difference.same_samples
     assert difference.loss < TOLERANCES[precision]
     assert difference.grad_norm < TOLERANCES[precision]
-    against_fp32 = compare(references[precision], references["fp32"])
+    against_fp32 = compare(reference(precision), reference("fp32"))
     assert 0 < against_fp32.loss < 3e-2, "the low type was really used, and does no harm"
 
 
@@ -179,11 +182,11 @@ def test_the_same_command_twice_gives_the_same_bits(cut: Cut, cluster: Cluster, 
 
 @pytest.mark.parametrize("cut", [*cuts("ddp x2"), *cuts("fsdp x2 (ZeRO-3)", is_slow=True)])
 def test_a_lost_gradient_would_be_seen(
-    cut: Cut, references: dict[str, Curve], cluster: Cluster, text: Path, tmp_path: Path
+    cut: Cut, reference: Callable[[str], Curve], cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
     """The comparison can fail: in 6 steps, one rank loses the gradient of one micro-batch, and both bounds tell."""
     fault = {"rank": cut.processes - 1, "forwards": [5], "value": 0}  # the second micro-batch of step 2
-    difference = compare(run(cluster, cut, 3, "fp32", text, tmp_path / "run", fault=fault), references["fp32"])
+    difference = compare(run(cluster, cut, 3, "fp32", text, tmp_path / "run", fault=fault), reference("fp32"))
     assert difference.same_samples
     assert difference.loss > 5 * TOLERANCES["fp32"]
     assert difference.grad_norm > 100 * TOLERANCES["fp32"]

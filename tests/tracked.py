@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto import wandb_internal_pb2
-
 from benchmarks.disturb import family, is_alive, parent
 from harness.runs import tiny_overrides
 from serried.configs.compose import compose, config_yaml
@@ -95,6 +92,8 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 
 def scalars(run_dir: Path, tag: str = "train/loss") -> list[tuple[int, float]]:
     """Return the points that TensorBoard shows; none if it does not know the tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # a second to import
+
     if not list(run_dir.glob("tensorboard/*")):
         return []
     found = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
@@ -130,6 +129,8 @@ def _values(items: Any) -> dict[str, Any]:
 
 def _records(data: bytes) -> Iterator[Any]:
     """Yield the records of a .wandb file: LevelDB's log format after a header of seven bytes."""
+    from wandb.proto import wandb_internal_pb2  # a second to import
+
     assert data[:4] == b":W&B"
     at, part = 7, b""
     while at + 7 <= len(data):

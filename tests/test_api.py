@@ -17,6 +17,7 @@ from torch import nn
 
 import serried
 from harness.cluster import ROOT, Cluster
+from harness.forks import typed
 from harness.runs import metrics, steps_saved, weights
 from serried import cli, program
 from serried.configs.compose import compose
@@ -531,18 +532,17 @@ def test_next_command_of_a_resumed_run_can_be_pasted(tmp_path: Path) -> None:
     folder.mkdir()
     shutil.copy(ROOT / "tests" / "own_task.py", folder / "points.py")
 
-    def typed(command: str) -> str:
-        words = [sys.executable, *shlex.split(command)[1:]]
-        done = subprocess.run(words, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=120)
+    def pasted(command: str) -> str:
+        done = typed(*shlex.split(command)[1:], cwd=tmp_path)
         assert not done.stderr
         return done.stdout
 
-    typed("python 'my scripts/points.py' trainer.stop_at=3")
-    said = typed("python 'my scripts/points.py' launch=local launch.processes=2 checkpoint.resume=must")
+    pasted("python 'my scripts/points.py' trainer.stop_at=3")
+    said = pasted("python 'my scripts/points.py' launch=local launch.processes=2 checkpoint.resume=must")
     (following,) = re.findall(r"^next       (python .*) for another run$", said, re.MULTILINE)
-    assert "finished   8 steps" in typed(following)
+    assert "finished   8 steps" in pasted(following)
     assert (tmp_path / "runs/OTHER/status.json").exists()
-    there = typed("python 'my scripts/points.py' checkpoint.resume=must")
+    there = pasted("python 'my scripts/points.py' checkpoint.resume=must")
     assert there.endswith("elsewhere: run.name=OTHER checkpoint.resume=auto\n")
 
 

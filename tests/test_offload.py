@@ -199,7 +199,7 @@ def test_a_run_may_switch_it_on_or_off_when_it_resumes(
 
 @pytest.mark.slow
 def test_the_plan_counts_state_as_the_hosts_by_formula_and_trace() -> None:
-    argv = (*TINY, "trainer.global_batch=16", "parallel=fsdp", "parallel.tensor=2", "optim=adamw8bit")
+    argv = (*TINY, "model.layers=1", "trainer.global_batch=8", "parallel=fsdp", "parallel.tensor=2", "optim=adamw8bit")
     (stage,), formula, _ = both(*argv, processes=4)
     (offloaded,), less, _ = both(*argv, OFFLOAD, processes=4)
     memory = memory_of([offloaded])

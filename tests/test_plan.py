@@ -228,7 +228,7 @@ LONG = {
 def test_the_trace_is_what_processes_allocate_and_send(name: str, cluster: Cluster, tmp_path: Path) -> None:
     """Of several processes to a twentieth: Gloo copies what it sends."""
     processes, close, more = RUNS[name]
-    argv = [*TINY, f"trainer.global_batch={4 * processes}", *more]
+    argv = [*TINY, "model.layers=2", f"trainer.global_batch={4 * processes}", *more]
     stages = trace_step(*config_of(*argv, processes=processes))
     answers = cluster.run(processes, "harness.allocated:allocated_and_sent", argv=[*SHORT, *argv], path=str(tmp_path))
     planned: Counter[str] = Counter()

@@ -41,7 +41,15 @@ class LossTerms(NamedTuple):
         """Return all sums, detached, fp64: loss and weight, sum and weight of each metric, weight of each source."""
         device = self.loss_sum.device
         numbers = [self.loss_sum, self.weight, *(number for metric in self.metrics.values() for number in metric)]
-        sums = torch.stack([torch.as_tensor(number, device=device).detach().double() for number in numbers])
+        # A number of Python's is filled in: copied to a GPU, it would make the host wait for it.
+        sums = torch.stack(
+            [
+                number.detach().to(device).double()
+                if isinstance(number, Tensor)
+                else torch.full((), float(number), dtype=torch.float64, device=device)
+                for number in numbers
+            ]
+        )
         return sums if self.by_source is None else torch.cat((sums, self.by_source.double()))
 
 

@@ -74,7 +74,10 @@ class ImageClassification(Classification):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> LossTerms:
         images, labels = batch
-        mean, std = (images.new_tensor(each, dtype=torch.float32).view(3, 1, 1) for each in self._normalization)
+        mean, std = (  # filled in: a copy to a GPU would make the host wait for it
+            torch.stack([images.new_full((1, 1), value, dtype=torch.float32) for value in each])
+            for each in self._normalization
+        )
         return self._terms(model, model((images.float() / 255 - mean) / std), labels)
 
     @functools.cached_property

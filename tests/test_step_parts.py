@@ -2,17 +2,21 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from serried.configs.errors import UserError
 from serried.configs.registry import schedules
 from serried.configs.schema import ParallelSection, PrecisionSection, ScheduleSection, TrainerSection
 from serried.parallel.gradient import sum_of_squares
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
+from serried.parallel.plan import LossTerms
 from serried.parallel.seeding import seed_random_numbers
 from serried.trainer.optimizer import learning_rate
 from serried.trainer.precision import GradScaler
@@ -197,3 +201,23 @@ def test_seeded_random_numbers_are_those_of_torch(seed: int, device: str) -> Non
         set_seed(seed)
         drawn.append(torch.nn.functional.dropout(torch.ones(1000, device=device)))
     assert drawn[0].equal(drawn[1])
+
+
+def test_sums_of_a_loss_on_a_gpu_copy_no_number_there() -> None:
+    """The host would wait for the device in every micro-batch."""
+
+    class Copies(TorchDispatchMode):
+        found = 0
+
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = operation(*args, **(kwargs or {}))
+            self.found += "copy" in str(operation) and args[0].device.type != result.device.type
+            return result
+
+    with FakeTensorMode(), Copies() as copies:
+        loss = torch.empty((), device="cuda")
+        LossTerms(loss, 3, {"accuracy": (1.5, 2)}).totals()
+        assert copies.found == 0
+        torch.as_tensor(3, device="cuda")
+        assert copies.found == 1, "as it would be seen"
+    assert LossTerms(torch.tensor(2.5), 3, {"accuracy": (1.5, 2)}).totals().tolist() == [2.5, 3.0, 1.5, 2.0]

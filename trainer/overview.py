@@ -145,7 +145,6 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int, wh
     sizes = Sizes(config, layout, built.module, built.plan)
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
     lines = [*[why] * bool(why), *overview(config, task, accumulation, sizes, place, device)]
-    is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
     if config.plan.model_fields_set:
         planned = plan_of(config, task, accumulation, sizes)
         if config.plan.as_json:
@@ -153,7 +152,7 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int, wh
             return json.dumps(batch | planned.as_data())
         lines += [f"{name:<10} {text}" for name, text in plan_lines(config, task, planned)]
     needed, limit = planned_memory(config, task, accumulation, sizes).total, _gpu_bytes(config)
-    if is_for_gpus and needed > limit:
+    if _is_for_gpus(config) and needed > limit:
         if config.launch.processes is None and layout.world == 1:
             remedy = "to plan for a node of 8: launch.processes=8"
         else:
@@ -171,17 +170,19 @@ def _device_type(config: RunConfig) -> str:
     return "cpu" if is_cpu else config.launch.device
 
 
+def _is_for_gpus(config: RunConfig) -> bool:
+    return config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
+
+
 def plan_of(config: RunConfig, task: Task, accumulation: int, sizes: Sizes) -> StepPlan:
     """Plan a step of ``config``."""
-    is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
-    is_timed = is_for_gpus or bool(config.plan.model_fields_set - {"mode", "as_json"})
+    is_timed = _is_for_gpus(config) or bool(config.plan.model_fields_set - {"mode", "as_json"})
     return plan_step(config, task, accumulation, sizes, _capacity(config), is_timed=is_timed)
 
 
 def _capacity(config: RunConfig) -> int | None:
     """Return the bytes of the GPU that is planned for; None: none is."""
-    is_for_gpus = config.parallel.strategy in ("fsdp", "hsdp") and config.launch.device != "cpu"
-    has_gpu = measured_rates(config).is_gpu if config.plan.rates else is_for_gpus or config.plan.device
+    has_gpu = measured_rates(config).is_gpu if config.plan.rates else _is_for_gpus(config) or config.plan.device
     return _gpu_bytes(config) if has_gpu else None
 
 

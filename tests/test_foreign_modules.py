@@ -1,5 +1,6 @@
 """Any nn.Module trains alike on every layout: eager, tied, frozen, with unused parameters, buffers, odd shapes."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,9 @@ from serried.parallel.units import units_of
 from serried.runtime.session import open_session
 from serried.trainer.checkpoint.save import Checkpointer
 from serried.trainer.checkpoint.state import load_state, state_parts
+from serried.trainer.model import build_model
 from serried.trainer.optimizer import build_optimizer, take_step
+from serried.trainer.task import Task
 
 BATCH, STEPS = 12, 5
 
@@ -208,3 +211,31 @@ def test_a_plan_that_separates_a_tied_parameter_is_refused() -> None:
             gpt2(), ParallelPlan((("transformer.wte",), ("lm_head",))), None, seed=1, layout=layout,
             section=config.parallel, low_dtype=None, device=torch.device("cpu"),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "more", "told"),
+    [
+        (lambda: nn.LazyLinear(2), "", "parameter 0.weight has no shape yet: give the lazy module its sizes"),
+        (lambda: nn.Linear(2, 2).to(torch.complex64), "", "parameter 0.weight is complex64, and complex parameters"),
+        (lambda: nn.Embedding(3, 2, sparse=True), "", "0 has sparse gradients, which cannot be summed over ranks"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), "parallel=fsdp", "parallel=fsdp cannot shard 0, a torch.jit"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_parts_that_cannot_be_trained_are_one_line(part: Callable[[], nn.Module], more: str, told: str) -> None:
+    class Parts(Task):
+        def build_model(self) -> nn.Module:
+            return nn.Sequential(part())
+
+    with pytest.raises(UserError, match=re.escape(told)):
+        build_model(compose(more.split()), Parts())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scripted_module_is_trained_where_it_is_not_sharded() -> None:
+    class Parts(Task):
+        def build_model(self) -> nn.Module:
+            return torch.jit.script(nn.Linear(2, 2))
+
+    assert build_model(compose(["parallel=ddp"]), Parts()).module

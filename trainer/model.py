@@ -110,12 +110,36 @@ def build_model(config: RunConfig, task: Task, device: str | None = None) -> Mod
     module = task.build_model()
     if not isinstance(module, nn.Module):
         raise UserError(f"{type(task).__name__}.build_model() returned {module!r}, which is not a torch.nn.Module")
+    _check(module, config)
     plan = task.parallel_plan(module).for_model(module)
     plan = replace(plan, is_one_unit=_is_one_unit(config, module, device or config.launch.device))
     blocks, adapters = plan.blocks_in(module), None
     if config.adapter.method != "none":
         adapters = Adapters(config.adapter, module, plan, task.exported, task.heads())
     return Model(task, module, plan, adapters, blocks)
+
+
+def _check(module: nn.Module, config: RunConfig) -> None:
+    """Raise ``UserError`` if ``module`` has parts that cannot be trained, which torch would say with a traceback."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise UserError(
+                f"parameter {name} has no shape yet: give the lazy module its sizes (nn.Linear for nn.LazyLinear), or "
+                "call the model on one batch in build_model()"
+            )
+        if parameter.is_complex():
+            raise UserError(
+                f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and complex parameters cannot be "
+                "trained; make it a real one of one dim more, and use torch.view_as_complex(parameter) in forward()"
+            )
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise UserError(f"{name} has sparse gradients, which cannot be summed over ranks; leave out sparse=True")
+        if isinstance(child, torch.jit.ScriptModule) and config.parallel.strategy in ("fsdp", "hsdp"):
+            raise UserError(
+                f"parallel={config.parallel.strategy} cannot shard {name or 'the model'}, a torch.jit.ScriptModule; "
+                "leave out torch.jit.script, or use parallel=ddp"
+            )
 
 
 def _is_one_unit(config: RunConfig, module: nn.Module, device: str) -> bool:

@@ -190,11 +190,11 @@ def test_library_missing_here_is_accepted_for_a_job_with_another_python(
 
 @pytest.mark.slow
 def test_mistake_found_by_the_ranks_is_one_line(text: Path, tmp_path: Path) -> None:
-    run = Local(*tiny_overrides(text, tmp_path / "run", "checkpoint.resume=must"))
-    code, stdout, stderr = run.end()
-    assert (code, [line for line in stdout.splitlines() if not line.startswith("waiting")]) == (78, [])
-    assert stderr.startswith("error: checkpoint.resume=must but ")
-    assert len(stderr.splitlines()) == 1
+    argv = tiny_overrides(text, tmp_path / "run", "checkpoint.resume=must")
+    done = typed("train.py", "launch=local", "launch.processes=2", *argv)
+    assert (done.returncode, [line for line in done.stdout.splitlines() if not line.startswith("waiting")]) == (78, [])
+    assert done.stderr.startswith("error: checkpoint.resume=must but ")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def launched_with(start: str, text: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:

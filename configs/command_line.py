@@ -1,5 +1,6 @@
 """The words of a command line: overrides that are accepted, and a sentence for each mistake."""
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -238,9 +239,15 @@ class CommandLine:
 
 def _parsed(key: str, value: str) -> Override | None:
     try:
-        return OverridesParser.create().parse_override(f"{key}={value}")
+        return _parser().parse_override(f"{key}={value}")
     except HydraException:
         return None
+
+
+@functools.cache
+def _parser() -> OverridesParser:
+    """Return Hydra's parser; making one takes longer than most overrides take to parse."""
+    return OverridesParser.create()
 
 
 def _another_value(key: str) -> str:

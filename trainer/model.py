@@ -121,6 +121,8 @@ def build_model(config: RunConfig, task: Task, device: str | None = None) -> Mod
 
 def _check(module: nn.Module, config: RunConfig) -> None:
     """Raise ``UserError`` if ``module`` has parts that cannot be trained, which torch would say with a traceback."""
+    if not any(True for _ in module.parameters()):
+        raise UserError(f"the model, a {type(module).__name__}, has no parameters to train")
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise UserError(

@@ -29,7 +29,7 @@ from serried.parallel.plan import Share
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.models.family import family_of
 from serried.recipes.models.gpt2 import GPT2, GPT2Model
-from serried.recipes.models.head import HeadTerms, LanguageModelHead, chunk_tokens, linear_cross_entropy_sum
+from serried.recipes.models.head import HeadTerms, LanguageModelHead, linear_cross_entropy_sum
 from serried.trainer.out_of_memory import _advice, _asked_bytes, _Usage, is_out_of_memory
 from serried.trainer.plan.advice import Planned
 from serried.trainer.plan.advice import advice as plan_advice
@@ -137,17 +137,13 @@ def peak(
     return max(each["Total Allocated"] for _, each in changes) - before
 
 
-_LARGE_VOCABULARY = 32064
-"""As with 128,256, a chunk has the fewest tokens that it may have: 1,024."""
-
-
 class _Loss(nn.Module):
     """A head on hidden states that are parameters."""
 
     def __init__(self, tokens: int, *, is_whole: bool) -> None:
         super().__init__()
         self.hidden, self.is_whole = nn.Parameter(torch.empty(tokens, 8)), is_whole
-        self.head = LanguageModelHead(8, _LARGE_VOCABULARY, tied=False)
+        self.head = LanguageModelHead(8, 128256, tied=False)
         terms = HeadTerms(label_smoothing=0.1, z_loss=1e-4)
         self.head.loss = partial(linear_cross_entropy_sum, terms=terms)
 
@@ -160,10 +156,9 @@ class _Loss(nn.Module):
 
 
 @pytest.mark.slow
-def test_loss_of_a_large_vocabulary_takes_at_most_two_fifths_of_that_of_whole_logits(tmp_path: Path) -> None:
-    """Of 2,048 tokens, which are two chunks."""
-    targets = torch.randint(_LARGE_VOCABULARY, (1, 2048), generator=torch.Generator().manual_seed(1))
-    assert chunk_tokens(_LARGE_VOCABULARY) == chunk_tokens(128256) == 1024
+def test_loss_of_a_vocabulary_of_128k_takes_at_most_two_fifths_of_that_of_whole_logits(tmp_path: Path) -> None:
+    """Of 2,048 tokens: whole logits take 3 GiB."""
+    targets = torch.randint(128256, (1, 2048), generator=torch.Generator().manual_seed(1))
     chunked, whole = (
         peak(_Loss(2048, is_whole=is_whole), targets, torch.float32, tmp_path) for is_whole in (False, True)
     )

@@ -135,7 +135,7 @@ def test_a_signal_while_the_program_is_imported_ends_it_in_one_line(number: sign
         ("step", 4, [INT], [0, 1], 2, [4], "SIGINT on all ranks"),
         ("step", 5, [HUP, TERM, USR1, TERM], [1], 2, [5], "SIGHUP on rank 1"),
         ("evaluation", 2, [TERM], [1], 2, [3], "SIGTERM on rank 1"),
-        ("save", 1, [USR1], [1], 2, [3, 4], "SIGUSR1 on rank 1"),
+        ("save", 1, [USR1], [1], 2, [3, 4, 5], "SIGUSR1 on rank 1"),  # the next save, after step 4, waits for this one
         ("data", 2, [TERM], [1], 0, [2], "SIGTERM on rank 1"),
         ("data", 4, [TERM], [1], 2, [1, 2, 3, 4], "SIGTERM on rank 1"),
     ],

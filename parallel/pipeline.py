@@ -197,7 +197,8 @@ class Pipeline:
     def _border(self, stage: int, inputs: Inputs) -> Tensor:
         """Return what enters ``stage``, on meta."""
         if stage == 0:
-            return torch.empty_like(inputs.stream, device="meta")
+            stream = inputs.stream  # torch 2.11 compares strides too, which empty_like changes for a slice
+            return torch.empty_strided(stream.shape, stream.stride(), dtype=stream.dtype, device="meta")
         return torch.empty_like(self.borders[stage, inputs.stream.shape], requires_grad=True)
 
 

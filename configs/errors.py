@@ -37,7 +37,7 @@ class TrainingStopped(TrainingFailed):
 
 
 class StopRequested(BaseException):
-    """A signal asked to stop before there was anything to save. Holds its name; exit code 75.
+    """A signal asked to stop before anything could be saved, or ended torch's compiler. Holds its name. Exit code 75.
 
     Like KeyboardInterrupt it is not an ``Exception``: code that handles errors must not catch it.
     """

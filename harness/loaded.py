@@ -10,7 +10,7 @@ from serried.configs.compose import compose
 from serried.configs.data_section import sources
 from serried.configs.registry import models, optimizers, schedules, tasks
 
-logging.disable(logging.WARNING)  # torchao, which it imports, warns of libraries that it cannot load
+logging.disable(logging.WARNING)  # transformers imports torchao, which warns of libraries that it cannot load
 import transformers.modeling_utils  # noqa: E402, F401  # two seconds in each process that opens a model of transformers
 
 logging.disable(logging.NOTSET)

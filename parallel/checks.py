@@ -13,6 +13,7 @@ from serried.configs.registry import models, takes
 from serried.configs.run_config import Config
 from serried.configs.schema import RunConfig
 from serried.parallel.mesh import MODEL_AXES, V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout, gradient_accumulation
+from serried.runtime.ranks import is_started
 
 _NEEDS_A_MICRO_BATCH_PER_STAGE = ("1f1b", *V_SCHEDULES)
 _WORKS_IN_ROUNDS = ("interleaved", "interleaved_zero_bubble")
@@ -85,7 +86,8 @@ def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
     if layout.pipeline > 1:
         _check_stages(layout, getattr(model, "layers", None))
         _check_micro_batches(config, layout, accumulation)
-        if layout.schedule in ZERO_BUBBLE_SCHEDULES:
+        # A login node may have no torch, or another one than the job.
+        if layout.schedule in ZERO_BUBBLE_SCHEDULES and (config.launch.name != "slurm" or is_started()):
             check_zero_bubble(layout.schedule, _version_of("torch"))
 
 

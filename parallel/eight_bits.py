@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
 
 from serried.configs.errors import UserError
 from serried.parallel.products import check_torchao, import_torchao
@@ -42,7 +41,7 @@ def refuse_old(precision: str, name: str, capability: tuple[int, int]) -> None:
 
 def refuse_old_torch(recipe: str, version: str) -> None:
     """Raise ``UserError`` if this torch multiplies no matrices on a CPU with the scales of ``recipe``."""
-    if recipe != "tensorwise" and TorchVersion(version) < "2.12":
+    if recipe != "tensorwise" and tuple(map(int, version.split(".")[:2])) < (2, 12):
         raise UserError(
             f"precision.recipe={recipe} on a CPU needs torch 2.12 or newer, and this is {version}; use "
             "precision.recipe=tensorwise, or precision=bf16"

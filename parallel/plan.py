@@ -41,7 +41,7 @@ class LossTerms(NamedTuple):
         """Return all sums, detached, fp64: loss and weight, sum and weight of each metric, weight of each source."""
         device = self.loss_sum.device
         numbers = [self.loss_sum, self.weight, *(number for metric in self.metrics.values() for number in metric)]
-        # A number of Python's is filled in: copied to a GPU, it would make the host wait for it.
+        # A Python number is filled in on the device: copying it to a GPU would block the host.
         sums = torch.stack(
             [
                 number.detach().to(device).double()

@@ -74,7 +74,7 @@ class ImageClassification(Classification):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> LossTerms:
         images, labels = batch
-        mean, std = (  # filled in: a copy to a GPU would make the host wait for it
+        mean, std = (  # filled in on the device: copying to a GPU would block the host
             torch.stack([images.new_full((1, 1), value, dtype=torch.float32) for value in each])
             for each in self._normalization
         )

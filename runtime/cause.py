@@ -67,17 +67,15 @@ class Cause:
             if self._signals.is_overdue and not self.first_step_is_done and is_consequence(reason):
                 return Failure(self._rank, f"{self._signals.deadline} before the first step", EXIT_STOPPED)
             return Failure(self._rank, reason, exit_code_of(error))
-        asked = str(error)
+        asked, when = str(error), "" if self.first_step_is_done else " before the first step"
         if not asked.startswith("SIG"):  # the same on every rank
-            return Failure(self._rank, f"{asked} before the first step", EXIT_STOPPED)
+            return Failure(self._rank, f"{asked}{when}", EXIT_STOPPED)
         for peer in self._local_ranks if self.processes else ():
             # torchrun sends SIGTERM to all when one has died: that is not a request to stop.
             if not _is_running(self.processes[peer]):
-                return Failure(
-                    self._rank, f"rank {peer} died without an error message before the first step", EXIT_FAILED
-                )
+                return Failure(self._rank, f"rank {peer} died without an error message{when}", EXIT_FAILED)
         where = f" on rank {self._rank}" if len(self.processes) > 1 else ""
-        return Failure(self._rank, f"{asked}{where} before the first step", EXIT_STOPPED)
+        return Failure(self._rank, f"{asked}{where}{when}", EXIT_STOPPED)
 
     def _reason(self, error: BaseException) -> str:
         text = in_one_line(error)

@@ -232,10 +232,10 @@ def _joined(section: LaunchSection, signals: Signals) -> Iterator[Session]:
     if device.type == "cuda":
         try:
             torch.cuda.init()
-        except RuntimeError as error:  # GPUs are counted without the driver's consent
+        except RuntimeError as error:  # device_count() does not initialize CUDA
             raise UserError(
-                f"torch {torch.__version__} cannot use the GPUs of this machine: {str(error).splitlines()[0]} Use "
-                "launch.device=cpu to train without them"
+                f"torch {torch.__version__} cannot use the GPUs of this machine: "
+                f"{str(error).splitlines()[0].rstrip('.')}; use launch.device=cpu to train without them"
             ) from None
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED_COLLECTIVES)  # for the watchdog to name who is missing

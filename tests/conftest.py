@@ -40,7 +40,7 @@ LONGEST = (
 
 
 REFUSED_ON_TORCH_2_11 = ("zbv", "dualpipev", "zero_bubble", "rowwise")
-"""In the names of tests."""
+"""In the names of tests: one of a refusal must not have them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

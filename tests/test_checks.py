@@ -1,11 +1,13 @@
 """Layouts that do not fit the model or the batch: one line with the equation and a value that works."""
 
 import re
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
 from serried.configs.compose import compose
 from serried.configs.errors import UserError
+from serried.parallel import checks
 from serried.parallel.checks import check_layout, check_zero_bubble
 from serried.parallel.mesh import gradient_accumulation, resolve_layout
 
@@ -116,3 +118,16 @@ def test_schedules_that_divide_backwards_need_torch_2_12() -> None:
         UserError, match=r"^parallel\.schedule=zbv needs torch 2\.12 or newer, and this is 2\.11\.0\+cu130; use "
     ):
         check_zero_bubble("zbv", "2.11.0+cu130")
+
+
+def test_a_login_node_does_not_judge_the_torch_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have none."""
+
+    def none(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(checks, "_version_of", none)
+    words = ["parallel.pipeline=2", "parallel.schedule=zbv", "trainer.micro_batch=1"]
+    check([*words, "launch=slurm"], 2)
+    with pytest.raises(PackageNotFoundError):
+        check(words, 2)

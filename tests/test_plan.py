@@ -176,7 +176,7 @@ def test_the_formula_knows_what_adafactor_exchanges() -> None:
                 "parallel.tensor=2",
                 "trainer.activation_checkpoint_every=2",
                 "trainer.activation_checkpoint=full",
-                "trainer.global_batch=4",
+                "trainer.global_batch=12",  # three micro-batches, of which two are traced
             ],
             marks=pytest.mark.slow,
         ),

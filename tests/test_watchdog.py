@@ -110,7 +110,7 @@ def test_silent_rank_has_the_time_limit_of_those_that_wait_for_it() -> None:
 
 def test_rank_that_has_left_is_not_waited_for_as_long_as_a_first_step_may_take() -> None:
     """On a GPU, where NCCL does not tell the others. While one of them only tidies up, nobody waits for it."""
-    for phase, limit in ((TRAIN, 60.0), (SAVE, 1800.0), (END, 1800.0)):
+    for phase, limit in ((TRAIN, 60.0), (LOG, 60.0), (SAVE, 1800.0), (END, 1800.0)):
         first, left = beat(0, phase, 1), beat(1, END, 1, age=1, silent_seconds=60)
         first.limit_seconds = left.limit_seconds = 1800.0
         judge_silent_by_others([first, left])

@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from serried.trainer.pulse import END, EVALUATE, PHASES, TRAIN
+from serried.trainer.pulse import END, EVALUATE, LOG, PHASES, TRAIN
 
 _LEFT_SECONDS = 60.0
-"""How long a rank that has left may hold up others that wait for it on their devices: it does not return."""
+"""How long a rank that has left may hold up others that wait for it on their devices: it does not return. Or a fifth of
+``launch.step_timeout_seconds``, if that is longer."""
 
 
 @dataclass
@@ -87,7 +88,7 @@ def judge_silent_by_others(beats: list[Beat]) -> None:
             limits = [other.limit_seconds for other in awake]
             beat.limit_seconds = None if None in limits else max(limit for limit in limits if limit is not None)
             beat.warn_seconds = max(other.warn_seconds for other in awake)
-            if beat.phase == END and any(other.phase in (TRAIN, EVALUATE) for other in awake):
+            if beat.phase == END and any(other.phase in (TRAIN, LOG, EVALUATE) for other in awake):
                 beat.limit_seconds = min(beat.limit_seconds or _LEFT_SECONDS, _LEFT_SECONDS)
                 beat.warn_seconds = min(beat.warn_seconds, _LEFT_SECONDS)
 

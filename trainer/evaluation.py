@@ -255,7 +255,7 @@ def load_model(
     config: RunConfig, task: Task, layout: Layout, device: torch.device, checkpoint: Path
 ) -> DistributedModel:
     """Return the model with the weights of ``checkpoint``, in evaluation mode. A collective of all ranks."""
-    check_products(config, device)
+    check_products(config, device)  # as the trainer does
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.trainer.seed)  # a base model that draws its own values must have the same
         model = build_model(config, task)

@@ -110,7 +110,7 @@ def build_model(config: RunConfig, task: Task, device: str | None = None) -> Mod
     module = task.build_model()
     if not isinstance(module, nn.Module):
         raise UserError(f"{type(task).__name__}.build_model() returned {module!r}, which is not a torch.nn.Module")
-    _check(module, config)
+    _refuse_untrainable(module, config)
     plan = task.parallel_plan(module).for_model(module)
     plan = replace(plan, is_one_unit=_is_one_unit(config, module, device or config.launch.device))
     blocks, adapters = plan.blocks_in(module), None
@@ -119,9 +119,9 @@ def build_model(config: RunConfig, task: Task, device: str | None = None) -> Mod
     return Model(task, module, plan, adapters, blocks)
 
 
-def _check(module: nn.Module, config: RunConfig) -> None:
+def _refuse_untrainable(module: nn.Module, config: RunConfig) -> None:
     """Raise ``UserError`` if ``module`` has parts that cannot be trained, which torch would say with a traceback."""
-    if not any(True for _ in module.parameters()):
+    if next(module.parameters(), None) is None:
         raise UserError(f"the model, a {type(module).__name__}, has no parameters to train")
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
@@ -135,8 +135,10 @@ def _check(module: nn.Module, config: RunConfig) -> None:
                 "trained; make it a real one of one dim more, and use torch.view_as_complex(parameter) in forward()"
             )
     for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
-            raise UserError(f"{name} has sparse gradients, which cannot be summed over ranks; leave out sparse=True")
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
+            raise UserError(
+                f"{name or 'the model'} has sparse gradients, which cannot be summed over ranks; leave out sparse=True"
+            )
         if isinstance(child, torch.jit.ScriptModule) and config.parallel.strategy in ("fsdp", "hsdp"):
             raise UserError(
                 f"parallel={config.parallel.strategy} cannot shard {name or 'the model'}, a torch.jit.ScriptModule; "

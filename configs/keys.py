@@ -4,8 +4,9 @@ import functools
 import re
 import shlex
 from dataclasses import dataclass, replace
+from inspect import isclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import create_model
 
@@ -47,10 +48,17 @@ class Key:
     nullable: bool
     bounds: str
     """The range in words, such as ``at least 1``; empty when there is none."""
-    purpose: str
-    """Its docstring in ``schema.py``, on one line."""
+    section: type[Section]
+    """The class that declares it."""
+    description: str
+    """Of its ``Field``, if it has one."""
     word: str = ""
     """What it may be in place of a number; empty: nothing."""
+
+    @property
+    def purpose(self) -> str:
+        """Its description or its docstring, on one line."""
+        return self.description or self.section.purposes().get(self.path.rpartition(".")[2], "")
 
     @property
     def is_free_text(self) -> bool:
@@ -200,35 +208,43 @@ def _keys_of(model: type[Section], above: str) -> Keys:
     description = model.model_json_schema()
     keys = Keys()
 
-    def walk(properties: dict[str, Any], prefix: str, found: dict[str, Key]) -> None:
+    def walk(declaring: type[Section], properties: dict[str, Any], prefix: str, found: dict[str, Key]) -> None:
         for name, field in properties.items():
-            purpose = field.get("description", "")
+            text = field.get("description", "")
             alternatives = field.get("anyOf", [field])
             nullable = {"type": "null"} in alternatives
             field = next(alternative for alternative in alternatives if alternative != {"type": "null"})
-            path = prefix + name
-            if "$ref" in field.get("additionalProperties", {}):
+            path, below = prefix + name, _section_in(declaring.model_fields[name].annotation)
+            if below and "$ref" in field.get("additionalProperties", {}):
                 inner = description["$defs"][field["additionalProperties"]["$ref"].rpartition("/")[2]]
-                below: dict[str, Key] = {}
-                walk(inner["properties"], f"{path}.{NAME}.", below)
-                keys.named[path] = {key.rpartition(".")[2]: each for key, each in below.items()}
+                named: dict[str, Key] = {}
+                walk(below, inner["properties"], f"{path}.{NAME}.", named)
+                keys.named[path] = {key.rpartition(".")[2]: each for key, each in named.items()}
                 continue
-            section = description["$defs"][field["$ref"].rpartition("/")[2]] if "$ref" in field else None
-            if section is None or nullable:
+            if below is None or nullable:
                 found[path] = Key(
                     path=path,
-                    kind="object" if section else _kind(field),
+                    kind="object" if below else _kind(field),
                     choices=tuple(field.get("enum", [field["const"]] if "const" in field else [])),
                     nullable=nullable,
                     bounds=_bounds(field),
-                    purpose=" ".join(purpose.split()),
+                    section=declaring,
+                    description=" ".join(text.split()),
                     word=next((each["const"] for each in alternatives if each is not field and "const" in each), ""),
                 )
-            if section is not None:
-                walk(section["properties"], f"{path}.", found)
+            if below is not None:
+                section = description["$defs"][field["$ref"].rpartition("/")[2]]
+                walk(below, section["properties"], f"{path}.", found)
 
-    walk(description["properties"], above, keys)
+    walk(model, description["properties"], above, keys)
     return keys
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    """Return the section that a field of this type holds: itself, or null, or under names that the user chooses."""
+    if isclass(annotation) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
 def _kind(field: dict[str, Any]) -> str:

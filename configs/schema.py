@@ -5,7 +5,12 @@ nothing writes to it afterwards. Checks that need the number of processes live i
 files live with the code that opens them.
 """
 
+import ast
+import functools
+import inspect
+import itertools
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -90,12 +95,20 @@ Seconds = Annotated[Number, Field(gt=0, le=10**7)]
 class Section(BaseModel):
     """Base of all sections: frozen, and a key that is not declared here is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     free: ClassVar[Sequence[str]] = ()
     """Fields that change where, how fast or how visibly a run goes, not its numbers: they may differ on resume."""
     by_content: ClassVar[Sequence[str]] = ()
     """Free fields that name something, such as data, of which the content is compared on resume."""
+
+    @classmethod
+    @functools.cache
+    def purposes(cls) -> dict[str, str]:
+        """Return the docstring of each field, read from the source: pydantic's ``use_attribute_docstrings`` would parse
+        every section at every start, and only help texts and tables show them."""
+        own = [_docstrings(base) for base in reversed(cls.__mro__) if issubclass(base, Section) and base is not Section]
+        return {name: text for docstrings in own for name, text in docstrings.items()}
 
     @classmethod
     def has_free(cls, field: str, *, by_content: bool = False) -> bool:
@@ -112,6 +125,21 @@ class Section(BaseModel):
         for mistake in self._mistakes():
             raise ValueError(mistake)
         return self
+
+
+def _docstrings(section: type) -> dict[str, str]:
+    """Return the string below each field of the class body; empty without source, as of a class that a run composes."""
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    statements = body.body if isinstance(body, ast.ClassDef) else []
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in itertools.pairwise(statements)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
 
 
 class RunSection(Section):

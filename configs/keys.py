@@ -1,6 +1,7 @@
 """What the schema says about each key, as plain data: for checking keys, for error messages and for ``--help``."""
 
 import functools
+import itertools
 import re
 import shlex
 from dataclasses import dataclass, replace
@@ -186,11 +187,13 @@ def is_source(path: str) -> bool:
 @functools.cache
 def _keys_of_any(schema: type[RunConfig], sections: tuple[tuple[str, type[Section]], ...]) -> Keys:
     own, registered = _keys_of(schema, ""), [_keys_of_entry(section, f"{group}.") for group, section in sections]
+    of_group: dict[str, dict[str, Key]] = {}
+    for path, key in itertools.chain.from_iterable(found.items() for found in registered):
+        of_group.setdefault(path.partition(".")[0], {}).setdefault(path, key)
     keys = Keys()
     for path, key in own.items():
-        group = path.partition(".")[0]
-        for found in registered:
-            keys |= {path: key for path, key in found.items() if path.startswith(f"{group}.") and path not in keys}
+        for other, found_key in of_group.pop(path.partition(".")[0], {}).items():
+            keys.setdefault(other, found_key)
         keys.setdefault(path, key)
     for found in [own, *registered]:
         keys.named = found.named | keys.named

@@ -284,11 +284,12 @@ def _precision(config: RunConfig, model: nn.Module, plan: ParallelPlan, layout: 
         rounded = f"; rounded as by {config.trainer.quantize_aware} in {chosen.describe()}"
     if name == "fp32":
         return f"fp32{rounded}"
-    products = f"{name} products{rounded}"
+    is_on_cpu = starts and (config.launch.device == "cpu" or not torch.cuda.is_available())
+    is_slow = is_on_cpu and torch.backends.cpu.get_cpu_capability() == "AVX2"  # oneDNN takes 16-bit types from AVX-512
+    products = f"{name} products{' (many times slower than precision=fp32 on this CPU)' * is_slow}{rounded}"
     if chosen and is_eight_bits(name):
-        is_emulated = starts and (config.launch.device == "cpu" or not torch.cuda.is_available())
         recipe = [config.precision.recipe, *["gathered in float8"] * (config.precision.gather == "float8")]
-        how = ", ".join(recipe * (name == "float8") + ["emulated on this CPU"] * is_emulated)
+        how = ", ".join(recipe * (name == "float8") + ["emulated on this CPU"] * is_on_cpu)
         products += f"{f' ({how})' * bool(how)} in {chosen.describe()}, bf16 products elsewhere"
     extra = f", loss scale from {config.precision.initial_scale:g}" if name == "fp16" else ""
     held = "bf16 parameters, rounded stochastically; fp32" if trained_type(config) else "fp32 parameters,"

@@ -245,10 +245,7 @@ def kept(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     For code that exchanges messages or makes its own choice of what to keep, and so is not an operation of ``_keeps``.
     Call it where autograd does not record.
     """
-    if _Keep.current is None:
-        return compute()
-    found: tuple[Tensor, ...] = _Keep.current.take(compute)
-    return found
+    return compute() if _Keep.current is None else _Keep.current.take(compute)
 
 
 def _offloaded(block: nn.Module, *args: Any, **named: Any) -> Any:

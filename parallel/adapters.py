@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from serried.parallel.held import evaluating
 from serried.parallel.wide_gradients import linear
 
 A, B, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
@@ -64,19 +65,14 @@ def attach(module: Any, rank: int, adapter: Adapter, *, is_dora: bool, shared: n
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """The base model of ``model``, in evaluation mode and without gradients; afterwards it is as it was."""
     adapters = [each for module in model.modules() if isinstance(each := getattr(module, "adapter", None), Adapter)]
-    training = [each for each in model.modules() if each.training]
     for adapter in adapters:
         adapter.is_on = False
-    for each in training:
-        each.training = False
     try:
-        with torch.no_grad():
+        with torch.no_grad(), evaluating([model]):
             yield
     finally:
         for adapter in adapters:
             adapter.is_on = True
-        for each in training:
-            each.training = True
 
 
 def _add(module: Any, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:

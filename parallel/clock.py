@@ -34,7 +34,6 @@ class Cost(NamedTuple):
     """Of ``backward``: gradients of weights, which zero-bubble schedules compute later."""
 
     def of(self, kind: Kind) -> float:
-        """Return the seconds of a slot."""
         if kind == "forward":
             return self.forward
         if kind == "backward":
@@ -46,9 +45,7 @@ class Timeline(NamedTuple):
     """A step of a pipeline."""
 
     seconds: float
-    busy: tuple[float, ...]
-    """Of each rank."""
-    slots: tuple[tuple[tuple[Slot, float], ...], ...] = ()
+    slots: list[list[tuple[Slot, float]]]
     """Of each rank, in order, with their starts."""
 
 
@@ -182,9 +179,7 @@ class _Player:
         return best and (best[0], best[2])
 
     def timeline(self) -> Timeline:
-        """Return what was placed."""
-        busy = tuple(sum(self._costs[slot.stage].of(slot.kind) for slot, _ in placed) for placed in self._placed)
-        return Timeline(max(self._free), busy, tuple(map(tuple, self._placed)))
+        return Timeline(max(self._free), self._placed)
 
     def _place(self, rank: int, slot: Slot, start: float) -> None:
         kind, stage, index = slot

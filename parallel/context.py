@@ -93,8 +93,7 @@ class Ring(_Part):
         return [None if isinstance(mask, Tensor) and not mask.any() else mask for mask in masks]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
-        mixed: Tensor = _RingAttention.apply(q, k, v, mask, self.attend_with_logsumexp, self._group)
-        return mixed
+        return _RingAttention.apply(q, k, v, mask, self.attend_with_logsumexp, self._group)
 
 
 class _RingAttention(torch.autograd.Function):

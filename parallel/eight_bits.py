@@ -64,7 +64,6 @@ class Float8:
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
         self.gathers = gathers
-
         config = dataclasses.replace(
             Float8LinearConfig.from_recipe_name(recipe),
             round_scales_to_power_of_2=True,
@@ -77,26 +76,21 @@ class Float8:
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         # Rounded to bf16 first, as FSDP2 gathers it.
-        output: Tensor = self._multiply(
-            x.to(torch.bfloat16), weight.to(torch.bfloat16).t(), self._products, self._config
-        )
-        return output
+        return self._multiply(x.to(torch.bfloat16), weight.to(torch.bfloat16).t(), self._products, self._config)
 
     def scales_of(self, largest: Tensor) -> Tensor:
         """Return the scales of weights whose largest absolute values are ``largest``, in fp32."""
         from torchao.float8.float8_utils import amax_to_scale
 
         dtype = self._config.cast_config_weight.target_dtype
-        scales: Tensor = amax_to_scale(largest.to(torch.bfloat16), dtype, round_scales_to_power_of_2=True)
-        return scales
+        return amax_to_scale(largest.to(torch.bfloat16), dtype, round_scales_to_power_of_2=True)
 
     def round(self, weight: Tensor, scale: Tensor) -> Tensor:
         """Return the float8 numbers of a weight, or of a shard of it, as ``__call__`` rounds them."""
         from torchao.float8.float8_utils import to_fp8_saturated
 
         dtype = self._config.cast_config_weight.target_dtype
-        numbers: Tensor = to_fp8_saturated(weight.to(torch.bfloat16).float() * scale, dtype)
-        return numbers
+        return to_fp8_saturated(weight.to(torch.bfloat16).float() * scale, dtype)
 
     def rounded(self, numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a weight that ``__call__`` takes as rounded already, to these ``numbers``. ``dtype``: that of its
@@ -104,8 +98,7 @@ class Float8:
         from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
         numbers = numbers.view(self._config.cast_config_weight.target_dtype)
-        weight: Tensor = Float8TrainingTensor(numbers, scale, dtype, self._products, GemmInputRole.WEIGHT)
-        return weight
+        return Float8TrainingTensor(numbers, scale, dtype, self._products, GemmInputRole.WEIGHT)
 
 
 class Int8:
@@ -123,8 +116,7 @@ class Int8:
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         rows = x.to(torch.bfloat16).contiguous()
-        output: Tensor = _ContiguousGradient.apply(self._multiply(rows, weight.to(torch.bfloat16), None, self._config))
-        return output
+        return _ContiguousGradient.apply(self._multiply(rows, weight.to(torch.bfloat16), None, self._config))
 
 
 class _ContiguousGradient(torch.autograd.Function):

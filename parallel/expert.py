@@ -42,7 +42,6 @@ class ExpertAxis:
         return False
 
     def apply(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates, groups: Groups) -> None:
-        """See ``ModelAxis``."""
         group = groups.expert
         assert group is not None
         for mixture in mixtures(module, plan).values():

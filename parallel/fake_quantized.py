@@ -39,8 +39,7 @@ class FakeQuantized:
         kind = x.device.type
         # Rounded to the type of products first, as FSDP2 gathers it.
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        output: Tensor = _Product.apply(x.to(dtype), weight.to(dtype), self._rounded_input, self._rounded_weight)
-        return output
+        return _Product.apply(x.to(dtype), weight.to(dtype), self._rounded_input, self._rounded_weight)
 
     def _rounded_input(self, x: Tensor) -> Tensor:
         return self._round_input(x.float()).to(x.dtype)

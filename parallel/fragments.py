@@ -60,6 +60,10 @@ class Fragment(NamedTuple):
         starts = (theirs - begin + start for theirs, begin, start in ends)
         return Box((*self.theirs.starts[:added], *starts), (*(1,) * added, *ours.sizes[left_out:]))
 
+    def here(self, theirs: Box) -> Box:
+        """Where a box of the tensor of the checkpoint lies in the parameter: the reverse of ``there``."""
+        return self._replace(ours=self.theirs, theirs=self.ours).there(theirs)
+
 
 def unchanged(name: str, shape: Sequence[int]) -> tuple[Fragment, ...]:
     """A checkpoint that holds a parameter as one tensor under its own name."""

@@ -1,8 +1,11 @@
-"""Process groups of the started world, for the axes of a layout."""
+"""Process groups of the started world, for the axes of a layout; and plain data of all ranks."""
 
+import json
 from collections.abc import Collection
 from functools import cached_property
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -110,3 +113,19 @@ class Groups:
                 if dist.get_rank() in ranks:
                     mine = group
         return mine
+
+
+def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the ``value`` of each rank of ``group`` (None: of all), JSON data, by rank. A collective, on the host.
+
+    Not through the store of ``Session.gather``, which ends with torchrun and belongs to the training thread.
+    """
+    if not dist.is_initialized():
+        return [value]
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(mine)]), group=group)
+    longest = max(int(length) for length in lengths)
+    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(texts, nn.functional.pad(mine, (0, longest - len(mine))), group=group)
+    return [json.loads(text[: int(length)].numpy().tobytes()) for text, length in zip(texts, lengths, strict=True)]

@@ -1,7 +1,8 @@
 """The tensors of a model as one rank holds them."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +25,12 @@ class HeldTensor(NamedTuple):
     """As the module has it while nothing is gathered; what an optimizer takes."""
     spec: ShardSpec
     box: Box
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor, holders: tuple[int, ...] = (0,)) -> "HeldTensor":
+        """A tensor that all ranks of the pipeline coordinates ``holders`` hold whole."""
+        shape = tuple(tensor.shape)
+        return cls(name, tensor, ShardSpec(name, shape, (), holders), Box((0,) * len(shape), shape))
 
     @property
     def local(self) -> Tensor:
@@ -103,6 +110,19 @@ def set_types(module: nn.Module, trained: torch.dtype | None = None, frozen: tor
             parameter.data = parameter.data.to(wanted)
         elif parameter.element_size() < 4:
             parameter.data = parameter.data.float()
+
+
+@contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Modules in evaluation mode; afterwards each is in the mode it was in."""
+    training = [each for module in modules for each in module.modules() if each.training]
+    for each in training:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
 
 
 def empty(module: nn.Module) -> None:

@@ -88,11 +88,7 @@ class Matrices:
     @classmethod
     def whole(cls, parameters: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> "Matrices":
         """Return those of ``parameters`` of two dims, which are in one process."""
-        held = [
-            HeldTensor("", each, ShardSpec("", (*each.shape,)), Box((0, 0), (*each.shape,)))
-            for each in parameters
-            if each.ndim == 2 and each.requires_grad
-        ]
+        held = [HeldTensor.whole("", each) for each in parameters if each.ndim == 2 and each.requires_grad]
         return cls(held, Layout("single"), 0, None, dtype)
 
     def __contains__(self, parameter: Tensor) -> bool:

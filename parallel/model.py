@@ -1,9 +1,7 @@
 """The model as the trainer sees it, whatever its layout: forward, backward, totals over all ranks."""
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -18,13 +16,13 @@ from serried.parallel.data import GradientSync
 from serried.parallel.expert import Loads
 from serried.parallel.float8_gather import Float8Gather
 from serried.parallel.gradient import global_sum_of_squares, reduce_partial_gradients, sum_tied_gradients
-from serried.parallel.groups import Groups
-from serried.parallel.held import HeldTensor, held_parameters, local
+from serried.parallel.groups import Groups, gather_plain
+from serried.parallel.held import HeldTensor, evaluating, held_parameters, local
 from serried.parallel.mesh import MODEL_AXES
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
 from serried.parallel.plan import LossTerms, Objective
 from serried.parallel.seeding import seed_random_numbers
-from serried.parallel.shard_specs import Box, ShardSpec
+from serried.parallel.shard_specs import ShardSpec
 
 
 class Totals(NamedTuple):
@@ -41,6 +39,10 @@ class Totals(NamedTuple):
     """Tokens sent to each expert of each layer, one layer after the other."""
 
 
+Ended = Callable[[int, LossTerms], Tensor]
+"""Number and loss of a micro-batch -> what its backward starts from."""
+
+
 class Runner(Protocol):
     """Runs the part of the model that is on this rank."""
 
@@ -50,15 +52,8 @@ class Runner(Protocol):
     autocast: Callable[[], AbstractContextManager[Any]]
     """The context forwards run in."""
 
-    def train(
-        self,
-        batches: Sequence[Any],
-        objective: Objective,
-        seeds: Sequence[int],
-        ended: Callable[[int, LossTerms], Tensor],
-    ) -> None:
-        """Forward and backward. ``ended(index, terms)`` turns the loss of a micro-batch into what its backward starts
-        from; ``seeds``, one per micro-batch or none, are those of torch's random numbers."""
+    def train(self, batches: Sequence[Any], objective: Objective, seeds: Sequence[int], ended: Ended) -> None:
+        """Forward and backward. ``seeds``, one per micro-batch or none, are those of torch's random numbers."""
 
     def predict(self, batch: Any, objective: Objective) -> LossTerms | None:
         """Forward only; None if another rank has the loss."""
@@ -77,14 +72,7 @@ class Direct:
         self._sync, self.phases, self.autocast = sync, phases, autocast
         self.divisor = sync.divisor
 
-    def train(
-        self,
-        batches: Sequence[Any],
-        objective: Objective,
-        seeds: Sequence[int],
-        ended: Callable[[int, LossTerms], Tensor],
-    ) -> None:
-        """Each micro-batch forward and then backward."""
+    def train(self, batches: Sequence[Any], objective: Objective, seeds: Sequence[int], ended: Ended) -> None:
         for index, batch in enumerate(batches):
             with self._sync.during(index == len(batches) - 1):
                 self.phases.enter(FORWARD)
@@ -102,10 +90,8 @@ class Direct:
                 loss.backward()
 
     def predict(self, batch: Any, objective: Objective) -> LossTerms:
-        """Forward only."""
         with self.autocast():
-            terms: LossTerms = self._sync.root(objective.loss, batch)
-            return terms
+            return self._sync.root(objective.loss, batch)
 
     @property
     def model(self) -> Any:
@@ -113,9 +99,7 @@ class Direct:
         return partial(self._sync.root, nn.Module.__call__)
 
     def logits(self, ids: Tensor, index: int) -> Tensor:
-        """Return those of token ``index`` of ``ids``."""
-        output: Tensor = self.model(ids)
-        return output[:, index : index + 1].contiguous()
+        return self.model(ids)[:, index : index + 1].contiguous()
 
     def reshard(self) -> None:
         """Free what a forward without backward left gathered."""
@@ -153,26 +137,25 @@ class DistributedModel:
         self._by_copies: dict[int, list[Tensor]] = {each: [] for each in copies}
         for held in self.parameters:
             self._by_copies[held.spec.copies(layout)].append(held.tensor)
-        self._buffers, self._loads, self._gather = buffers, loads, gather
+        self._loads, self._gather = loads, gather
+        self.buffer_names = buffers
+        """Of the model's state, on all stages."""
         self.metric_names: tuple[str, ...] | None = None
         """Names of the metrics that the loss returns in training; None before the first step."""
         self._sources = 0
+        self.agreed = same_sums_everywhere
+        """Returns the sums that all ranks add up, from this one's. A plan, which has no other ranks, replaces it."""
         self._evaluation_names: tuple[str, ...] | None = None
-
-    @property
-    def buffer_names(self) -> Iterable[str]:
-        """Names of the buffers of the model's state, on all stages."""
-        return self._buffers
 
     @property
     def buffers(self) -> list[HeldTensor]:
         """Buffers of the model's state, which every rank holds whole."""
-        here = ShardSpec("", (), holders=(self.place.pipeline,))
-        everywhere = replace(here, holders=tuple(map(self.layout.pipeline_of, range(self.layout.stages))))
+        here = (self.place.pipeline,)
+        everywhere = tuple(map(self.layout.pipeline_of, range(self.layout.stages)))
         found = [dict(module.named_buffers()) for module in self.modules]
         return [
-            _whole(name, buffers[name], everywhere if is_shared else here)
-            for name, is_shared in self._buffers.items()
+            HeldTensor.whole(name, buffers[name], everywhere if is_shared else here)
+            for name, is_shared in self.buffer_names.items()
             for buffers in found
             if name in buffers
         ]
@@ -195,7 +178,7 @@ class DistributedModel:
             if tuple(local(value).shape) == box.sizes:  # such as running means of rows, or codes of fewer bits
                 return HeldTensor(parameter.name, value, spec, box)
         assert local(value) is value, f"{parameter.name}: state of {list(value.shape)} is divided in another way"
-        return _whole(parameter.name, value, parameter.spec)
+        return HeldTensor.whole(parameter.name, value, parameter.spec.holders)
 
     @property
     def model(self) -> Any:
@@ -258,7 +241,7 @@ class DistributedModel:
             nonlocal sums, names, seen
             names, seen = same_names(names, terms), terms
             if early and self.metric_names is None:
-                self.metric_names, self._sources = same_sums_everywhere(terms)
+                self.metric_names, self._sources = self.agreed(terms)
             mine = terms.totals()
             sums = mine if sums is None else sums + mine
             if early and index == len(batches) - 1:
@@ -271,7 +254,7 @@ class DistributedModel:
         self.runner.train(mine, objective, seeds, ended)
         if not early:
             if self.metric_names is None:
-                self.metric_names, self._sources = same_sums_everywhere(seen)
+                self.metric_names, self._sources = self.agreed(seen)
             travel()
             sum_tied_gradients(self.parameters, self.groups.ends)
         if self.groups.tensor is not None:
@@ -290,11 +273,11 @@ class DistributedModel:
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         names: tuple[str, ...] | None = None
         self._set_scales()
-        with _evaluating(self.modules):
+        with evaluating(self.modules):
             for batch, counts in batches:
                 terms = self.runner.predict(self._of_this_rank(batch, objective), objective)
                 if self._evaluation_names is None:
-                    self._evaluation_names, _ = same_sums_everywhere(terms)
+                    self._evaluation_names, _ = self.agreed(terms)
                 if names is None:
                     totals = totals.new_zeros(2 + 2 * len(self._evaluation_names))
                 names = self._evaluation_names if terms is None else same_names(names, terms)
@@ -313,7 +296,7 @@ class DistributedModel:
     def predict(self, batches: Iterable[Any], objective: Objective) -> None:
         """Run ``batches`` forward, for what ``objective`` keeps of them. Every rank must bring the same number."""
         self._set_scales()
-        with _evaluating(self.modules):
+        with evaluating(self.modules):
             for batch in batches:
                 self.runner.predict(self._of_this_rank(batch, objective), objective)
         self.reshard()
@@ -354,7 +337,7 @@ class DistributedModel:
     def _share_buffers(self) -> None:
         """Give every rank of a stage its first one's buffers (statistics of its samples, as of BatchNorm), as in a
         checkpoint."""
-        if self._buffers and self.layout.world > self.layout.pipeline:
+        if self.buffer_names and self.layout.world > self.layout.pipeline:
             for each in self.buffers:
                 if any(each.tensor is buffer for buffer in self._loads.buffers):
                     continue  # equal on all ranks
@@ -386,6 +369,13 @@ def same_names(names: tuple[str, ...] | None, terms: LossTerms) -> tuple[str, ..
     return found
 
 
+def own_sums(terms: LossTerms | None) -> tuple[tuple[str, ...], int]:
+    """Return the metrics in ``terms``, and the number of sources of a mixture; nothing, if there are no terms."""
+    if terms is None:
+        return (), 0
+    return tuple(terms.metrics), 0 if terms.by_source is None else len(terms.by_source)
+
+
 def same_sums_everywhere(terms: LossTerms | None) -> tuple[tuple[str, ...], int]:
     """Return the metrics that all ranks are about to add up, and the number of sources of a mixture.
 
@@ -394,45 +384,12 @@ def same_sums_everywhere(terms: LossTerms | None) -> tuple[tuple[str, ...], int]
     Raises:
         UserError: they are not the same: ``loss`` returned other names on another rank.
     """
-    names = () if terms is None else tuple(terms.metrics)
-    sources = 0 if terms is None or terms.by_source is None else len(terms.by_source)
-    if not dist.is_initialized():
-        return names, sources
-    text = json.dumps([*names, sources]).encode()
-    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-    mine = torch.tensor([0, 0] if terms is None else [digest, len(text)])
-    found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    known = [rank for rank, each in enumerate(found) if each[1]]
-    if other := [rank for rank in known if terms is not None and not found[rank].equal(mine)]:
+    mine = own_sums(terms)
+    found = gather_plain(None if terms is None else mine)
+    known = {rank: (tuple(each[0]), each[1]) for rank, each in enumerate(found) if each is not None}
+    if terms is not None and (other := [rank for rank, each in known.items() if each != mine]):
         raise UserError(
-            f"loss() returned the metrics {', '.join(names) or '(none)'} on rank {dist.get_rank()}, and "
-            f"rank {other[0]} others; return the same names, in the same order, from every batch, with (0, 0) for none"
+            f"loss() returned the metrics {', '.join(terms.metrics) or '(none)'} on rank {dist.get_rank()}, and rank "
+            f"{other[0]} others; return the same names, in the same order, from every batch, with (0, 0) for none"
         )
-    if len(known) < len(found):
-        told = torch.zeros(int(found[known[0]][1]), dtype=torch.uint8)
-        if terms is not None:
-            told.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        dist.broadcast(told, known[0])
-        *all_names, sources = json.loads(bytes(told.tolist()))
-        names = tuple(all_names)
-    return names, sources
-
-
-def _whole(name: str, tensor: Tensor, like: ShardSpec) -> HeldTensor:
-    """A tensor that all ranks of the stages that hold ``like`` hold whole."""
-    shape = tuple(tensor.shape)
-    return HeldTensor(name, tensor, ShardSpec(name, shape, (), like.holders), Box((0,) * len(shape), shape))
-
-
-@contextmanager
-def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Modules in evaluation mode; afterwards each is in the mode it was in."""
-    training = [each for module in modules for each in module.modules() if each.training]
-    for each in training:
-        each.training = False
-    try:
-        yield
-    finally:
-        for each in training:
-            each.training = True
+    return next(iter(known.values()))

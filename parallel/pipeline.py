@@ -17,7 +17,9 @@ from torch.distributed import pipelining
 from serried.configs.errors import UserError
 from serried.parallel.fsdp import Sharded
 from serried.parallel.groups import Groups
+from serried.parallel.held import evaluating
 from serried.parallel.mesh import Layout
+from serried.parallel.model import Ended
 from serried.parallel.phases import BACKWARD, FORWARD, PIPELINE, Phases
 from serried.parallel.plan import Inputs, LossTerms, Objective
 from serried.parallel.seeding import seed_random_numbers
@@ -65,13 +67,7 @@ class Pipeline:
         self._shapes: dict[torch.Size, None] = {}
         """Of the micro-batches of the last step."""
 
-    def train(
-        self,
-        batches: Sequence[Any],
-        objective: Objective,
-        seeds: Sequence[int],
-        ended: Callable[[int, LossTerms], Tensor],
-    ) -> None:
+    def train(self, batches: Sequence[Any], objective: Objective, seeds: Sequence[int], ended: Ended) -> None:
         """Forward and backward of all ``batches``. ``ended`` is called on the ranks of the last stage alone.
 
         Random numbers of a micro-batch are drawn from its seed in the first stage, and from one after it in each later
@@ -173,13 +169,8 @@ class Pipeline:
 
     def _schedule(self, micro_batches: int, inputs: Inputs) -> "_Schedule":
         """Make the schedule for micro-batches shaped as ``inputs``, which pass through once to learn the borders'."""
-        modules = [each for sync in self._stages.values() for each in sync.root.modules() if each.training]
-        for each in modules:
-            each.training = False
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(sync.root for sync in self._stages.values()):
             self._forward(inputs)
-        for each in modules:
-            each.training = True
         self.reshard()
         # NCCL may only make the communicator of a group when all its ranks are in a call.
         dist.all_reduce(torch.zeros(1, device=self._device), group=self._groups.pipeline)
@@ -211,16 +202,18 @@ class _Marks:
         """Kind, stage and micro-batch of messages that are to come -> the rank that sends them."""
         self._sent_to: tuple[int, ...] = ()
 
-    def expect(self, kind: str, stage: int, index: int, receives: Sequence[dist.P2POp]) -> None:
-        """Note what a forward or backward waits for."""
+    def expect(self, kind: str, stage: int, index: int, receives: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Note what a forward or backward waits for; return it."""
         for each in receives:
             self._awaited[kind, stage, index] = each.peer
         self._wait()
+        return receives
 
-    def send(self, sends: Sequence[dist.P2POp]) -> None:
-        """Note who is to take what this rank sends."""
+    def send(self, sends: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Note who is to take what this rank sends; return it."""
         self._sent_to = tuple(each.peer for each in sends) or self._sent_to
         self._wait()
+        return sends
 
     @contextmanager
     def work(self, phase: str, stage: int, index: int = -1) -> Iterator[None]:
@@ -281,24 +274,16 @@ class _Stage(pipelining.PipelineStage):
             super().perform_reduce_grad(*args)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        receives = super().get_fwd_recv_ops(fwd_chunk_id)
-        self.marks.expect(FORWARD, self.stage_index, fwd_chunk_id, receives)
-        return receives
+        return self.marks.expect(FORWARD, self.stage_index, fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        receives = super().get_bwd_recv_ops(bwd_chunk_id)
-        self.marks.expect(BACKWARD, self.stage_index, bwd_chunk_id, receives)
-        return receives
+        return self.marks.expect(BACKWARD, self.stage_index, bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        sends = super().get_fwd_send_ops(fwd_chunk_id)
-        self.marks.send(sends)
-        return sends
+        return self.marks.send(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        sends = super().get_bwd_send_ops(bwd_chunk_id)
-        self.marks.send(sends)
-        return sends
+        return self.marks.send(super().get_bwd_send_ops(bwd_chunk_id))
 
 
 class _Schedule:

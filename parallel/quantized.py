@@ -86,8 +86,7 @@ def _kept_levels(device: torch.device) -> Tensor:
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    out: Tensor = _PackedLinear.apply(x, module.weight, module.bias)
-    return out
+    return _PackedLinear.apply(x, module.weight, module.bias)
 
 
 class _PackedLinear(torch.autograd.Function):

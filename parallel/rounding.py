@@ -13,7 +13,6 @@ from torch import Tensor
 
 from serried.parallel.held import HeldTensor
 from serried.parallel.model import DistributedModel
-from serried.parallel.shard_specs import Box, ShardSpec
 
 _ELEMENTS_AT_ONCE, _ON_A_CPU = 2**22, 2**18
 """Limits the working memory; on a CPU to its caches, unless that makes more pieces than ``_PIECES_ON_A_CPU``."""
@@ -40,8 +39,7 @@ class Rounding:
     @classmethod
     def whole(cls, parameters: Iterable[Tensor], seed: int = 0) -> "Rounding":
         """Return that of ``parameters`` in one process, all without a name."""
-        shapes = ((each, tuple(each.shape)) for each in parameters)
-        return cls((HeldTensor("", each, ShardSpec("", of), Box((0,) * len(of), of)) for each, of in shapes), seed)
+        return cls((HeldTensor.whole("", each) for each in parameters), seed)
 
     def pieces(self, parameter: Tensor) -> Iterator[Place]:
         """Yield places that together are what this rank holds, each small enough to compute with in fp32."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from serried.parallel.held import HeldTensor
 from serried.parallel.mesh import Layout
 from serried.parallel.model import DistributedModel
-from serried.parallel.shard_specs import Box, ShardSpec
 
 _Slot = tuple[str, int]
 """Name of a parameter, and which of the sums over it."""
@@ -34,9 +33,7 @@ class Sums:
     @classmethod
     def whole(cls, parameters: Iterable[Tensor]) -> "Sums":
         """Return those of ``parameters`` in one process."""
-        shapes = ((each, tuple(each.shape)) for each in parameters)
-        held = (HeldTensor("", each, ShardSpec("", shape), Box((0,) * len(shape), shape)) for each, shape in shapes)
-        return cls(held, Layout("single"), 0, None)
+        return cls((HeldTensor.whole("", each) for each in parameters), Layout("single"), 0, None)
 
     def held(self, parameter: Tensor) -> HeldTensor:
         """Return which part of ``parameter`` this rank holds."""

@@ -72,7 +72,6 @@ class Tensors:
         return "region" in within and not is_after_sum
 
     def apply(self, module: nn.Module, plan: ParallelPlan, layout: Layout, place: Coordinates, groups: Groups) -> None:
-        """See ``ModelAxis``."""
         group = groups.tensor
         assert group is not None
         roles = check_roles(module, plan, layout)

@@ -40,8 +40,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != torch.float16:
         return F.linear(x, weight, bias)
     with torch.autocast(kind, enabled=False):
-        out: Tensor = _WideLinear.apply(x.half(), weight, bias)
-        return out
+        return _WideLinear.apply(x.half(), weight, bias)
 
 
 class _WideLinear(torch.autograd.Function):

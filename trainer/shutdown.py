@@ -16,12 +16,12 @@ from torch import Tensor
 
 from serried.configs.errors import TrainingStopped
 from serried.configs.schema import RunConfig
+from serried.parallel.groups import gather_plain
 from serried.records.run_folder import RunFolder
 from serried.runtime.console import Console
 from serried.runtime.session import Session
 from serried.trainer.control import Control
 
-_REASON_BYTES = 200
 _T = TypeVar("_T")
 
 
@@ -171,20 +171,8 @@ class Shutdown:
         return self._last_save_seconds() + 2 * max(self._step_seconds, default=0.0)
 
     def _settle(self) -> None:
-        """Give every rank the reason. A collective of the ranks, which have agreed to stop.
-
-        Not through the store, which ends with torchrun."""
-        mine = self._mine()
-        reasons = [mine]
-        if dist.is_initialized():
-            text = torch.zeros(_REASON_BYTES, dtype=torch.uint8)
-            encoded = (mine or "").encode()[:_REASON_BYTES]
-            if encoded:
-                text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-            texts = [torch.zeros_like(text) for _ in range(self._session.world_size)]
-            dist.all_gather(texts, text)
-            reasons = [bytes(other.tolist()).rstrip(b"\0").decode(errors="replace") for other in texts]
-        self.reason = _in_words(reasons)
+        """Give every rank the reason. A collective of the ranks, which have agreed to stop."""
+        self.reason = _in_words(gather_plain(self._mine()))
         self._console.say(f"stopping   {self.reason}: saving, then the run ends")
 
 

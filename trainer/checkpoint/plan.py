@@ -89,7 +89,6 @@ class Piece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
         return self.box.numel * self.dtype.itemsize
 
 
@@ -106,7 +105,6 @@ class Window(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
         return prod(self.sizes) * self.spec.dtype.itemsize
 
 
@@ -239,10 +237,8 @@ class _Source(NamedTuple):
     """The first that holds it, within the block."""
     held: Box
     """What it holds of the part."""
-    local: Box
-    """The elements of the tensor, within what it holds."""
     theirs: Box
-    """The same elements, within the tensor."""
+    """What of it is in the tensor, there."""
 
 
 _WindowPieces = tuple[Box, tuple[tuple[int, Box, Box], ...], bool]
@@ -259,7 +255,7 @@ def _geometry(
         for held, rank in shards.sources(layout):
             ours = held.overlap(fragment.ours)
             if ours.numel:
-                sources.append(_Source(number, rank, held, ours.seen_from(held), fragment.there(ours)))
+                sources.append(_Source(number, rank, held, fragment.there(ours)))
     sources.sort(key=lambda source: source.theirs.starts)
     windows: list[_WindowPieces] = []
     first = 0
@@ -272,23 +268,14 @@ def _geometry(
             source = sources[index]
             shared = source.theirs.overlap(window)
             if shared.numel:
-                pieces.append((index, _within(source, shared), shared.seen_from(window)))
+                here = origins[source.origin][1].here(shared).seen_from(source.held)
+                pieces.append((index, here, shared.seen_from(window)))
         found = sum(to.numel for _, _, to in pieces)
         assert found == window.numel, f"{found} of {window.numel} elements of a tensor of {list(shape)} are held"
         pieces.sort(key=lambda piece: piece[2].starts)
         is_in_order = all(_is_interval(to.sizes, window.sizes) for _, _, to in pieces)
         windows.append((window, tuple(pieces), is_in_order))
     return sources, windows
-
-
-def _within(source: _Source, theirs: Box) -> Box:
-    """Where a box of the tensor lies within what ``source`` holds."""
-    local, there = source.local, source.theirs
-    left_out = max(0, len(local.sizes) - len(theirs.sizes))
-    added = max(0, len(theirs.sizes) - len(local.sizes))
-    inner = theirs.seen_from(there)
-    starts = (begin + start for begin, start in zip(local.starts[left_out:], inner.starts[added:], strict=True))
-    return Box((*local.starts[:left_out], *starts), (*local.sizes[:left_out], *theirs.sizes[added:]))
 
 
 def _end(box: Box) -> int:

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.schema import CheckpointSection
+from serried.parallel.groups import gather_plain
 from serried.parallel.mesh import Layout
-from serried.records.tensors import TensorSpec, index_json, tensor_bytes
+from serried.records.tensors import TensorSpec, index_json
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.exchange import Exchange
 from serried.trainer.checkpoint.manifest import FileRecord, fsync_folder, record_of, write_manifest
@@ -243,7 +243,7 @@ class Checkpointer:
     def _save(self, step: int, state: dict[str, Any], staged: dict[str, Tensor], started: float) -> Saved:
         partial, final = self._folder / partial_name(step), self._folder / folder_name(step)
         notes: list[str] = []
-        problem = self._tell(self._prepare(partial) if self._rank == 0 else None)
+        problem = self._all(self._prepare(partial) if self._rank == 0 else None)[0]
         records: dict[str, FileRecord] = {}
         if problem is None:
             records, problem = self._write(partial, staged)
@@ -256,7 +256,7 @@ class Checkpointer:
                     section = self._section
                     best = (section.best_metric, section.best_mode) if section.keep_best else None
                     prune(self._folder, keep=section.keep, keep_every=section.keep_every, best=best, problems=notes)
-            problem = self._tell(problem)
+            problem = self._all(problem)[0]
         if problem is not None and self._rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         seconds = time.perf_counter() - started
@@ -309,24 +309,9 @@ class Checkpointer:
             fsync_folder(self._folder)
         return None
 
-    def _tell(self, text: str | None) -> str | None:
-        """Rank 0's ``text``, on every rank."""
-        return self._all({"text": text})[0]["text"]
-
-    def _all(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's ``value``, by rank. Through the group of this thread: the store is the other thread's."""
-        if self._world is None:
-            return [value]
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        ranks = self._session.world_size
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-        dist.all_gather(lengths, torch.tensor([len(data)]), group=self._world)
-        longest = max(int(length) for length in lengths)
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(ranks)]
-        dist.all_gather(texts, torch.nn.functional.pad(data, (0, longest - len(data))), group=self._world)
-        return [
-            json.loads(bytes(tensor_bytes(text)[: int(length)])) for text, length in zip(texts, lengths, strict=True)
-        ]
+    def _all(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, by rank, through the group of this thread."""
+        return [value] if self._world is None else gather_plain(value, self._world)
 
 
 def lack_of_space(folder: Path, nbytes: int) -> str | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from serried.parallel.held import local
 from serried.parallel.sums import Sums
-from serried.trainer.transactional import Transactional
+from serried.trainer.beside_adamw import Transactional
 
 _ROWS, _COLUMNS, _SQUARE = "row_var", "col_var", "variance"
 _LEAST_SCALE = 1e-3

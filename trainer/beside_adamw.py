@@ -1,4 +1,4 @@
-"""An optimizer with a rule of its own for some parameters, and AdamW for all others."""
+"""Bases of the optimizers written here."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,13 +7,24 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from serried.trainer.transactional import Transactional
-
 _IS_ADAMW = "is_adamw"
 
 
+class Transactional(torch.optim.Optimizer):
+    """The base of one whose steps are accepted or rejected on the device: as a fused one of torch does, ``step`` reads
+    ``grad_scale`` and ``found_inf``."""
+
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def set(self, tensor: Tensor, value: Tensor) -> None:
+        """Set ``tensor``, unless the step is rejected."""
+        tensor.copy_(value if self.found_inf is None else torch.where(self.found_inf.bool(), tensor, value))
+
+
 class BesideAdamW(Transactional):
-    """The base of such an optimizer."""
+    """The base of one with a rule of its own for some parameters, and AdamW for all others."""
 
     def __init__(
         self, groups: list[dict[str, Any]], is_own: Callable[[Tensor], bool], defaults: dict[str, Any],

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from serried.parallel.held import local
 from serried.parallel.rounding import Rounding
-from serried.trainer.transactional import Transactional
+from serried.trainer.beside_adamw import Transactional
 
 
 class Bf16AdamW(Transactional):

@@ -3,7 +3,7 @@
 An optimizer is any ``torch.optim.Optimizer``.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,40 +26,40 @@ from serried.trainer.offloaded import Offloaded
 from serried.trainer.parameter_groups import parameter_groups
 from serried.trainer.quantized_adamw import check_columns
 
+Parts = Mapping[str, Callable[[], Any]]
+"""What an optimizer may ask for, see ``registry.takes``, by name."""
+
 
 def model_optimizer(
     model: DistributedModel, section: OptimSection, blocks: Collection[str], low_dtype: torch.dtype | None, seed: int
 ) -> torch.optim.Optimizer:
     """Build the optimizer that ``section`` chooses for ``model``. A collective of all ranks; see ``Matrices.of``.
     ``seed``: of its rounding."""
-    return build_optimizer(
-        [(held.name, held.tensor) for held in model.parameters],
-        section,
-        partial(Matrices.of, model, blocks, low_dtype),
-        partial(Sums.of, model),
-        partial(Rounding.of, model, seed),
-    )
+    parts: Parts = {
+        "matrices": partial(Matrices.of, model, blocks, low_dtype),
+        "sums": partial(Sums.of, model),
+        "rounding": partial(Rounding.of, model, seed),
+    }
+    return build_optimizer([(held.name, held.tensor) for held in model.parameters], section, parts)
 
 
 def build_optimizer(
-    named: Iterable[tuple[str, Tensor]], section: OptimSection, matrices: Callable[[], Matrices] | None = None,
-    sums: Callable[[], Sums] | None = None, rounding: Callable[[], Rounding] | None = None,
-) -> torch.optim.Optimizer:  # fmt: skip
+    named: Iterable[tuple[str, Tensor]], section: OptimSection, parts: Parts | None = None
+) -> torch.optim.Optimizer:
     """Build the optimizer that ``section`` chooses for the trained ones among ``named`` parameters.
 
-    ``matrices``, ``sums`` and ``rounding`` return those of the model; None: those of parameters that are whole, and all
-    of two dims are matrices.
+    ``parts``: those of the model. The default are those of parameters that are whole, of which all of two dims are
+    matrices.
     """
     named, build = list(named), optimizers.get(section.name).load()
     parameters = [each for _, each in named]
-    more: dict[str, Any] = {}
-    if takes(section, "matrices"):
-        more["matrices"] = matrices() if matrices is not None else Matrices.whole(parameters)
-    if takes(section, "sums"):
-        more["sums"] = sums() if sums is not None else Sums.whole(parameters)
-    if takes(section, "rounding"):
-        more["rounding"] = rounding() if rounding is not None else Rounding.whole(parameters)
-    optimizer: torch.optim.Optimizer = build(parameter_groups(named, section), section, **more)
+    whole: Parts = {
+        "matrices": partial(Matrices.whole, parameters),
+        "sums": partial(Sums.whole, parameters),
+        "rounding": partial(Rounding.whole, parameters),
+    }
+    asked = {name: make() for name, make in {**whole, **(parts or {})}.items() if takes(section, name)}
+    optimizer = build(parameter_groups(named, section), section, **asked)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"optim={section.name} builds {optimizer!r}, not a torch.optim.Optimizer; return one from the function "

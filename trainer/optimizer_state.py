@@ -78,7 +78,12 @@ def group_values(optimizer: torch.optim.Optimizer) -> GroupValues:
         UserError: a group holds a tensor, or ``optimizer.state`` what is of no parameter: a checkpoint would lack it.
     """
     kind, known = type(optimizer).__name__, {id(parameter) for parameter in parameters_of(optimizer)}
-    lost = [f"{key} of a parameter group" for key in _tensors_of_groups(optimizer)]
+    groups = [(key, value) for group in optimizer.param_groups for key, value in group.items()]
+    lost = [
+        f"{key} of a parameter group"
+        for key, value in groups
+        if key not in _SET_BY_THE_RUN and isinstance(value, Tensor)
+    ]
     lost += [f"state of {key!r}" for key in optimizer.state if id(key) not in known]
     if lost:
         raise UserError(
@@ -89,15 +94,6 @@ def group_values(optimizer: torch.optim.Optimizer) -> GroupValues:
         group["name"]: {key: value for key, value in group.items() if key not in _SET_BY_THE_RUN and _is_plain(value)}
         for group in optimizer.param_groups
     }
-
-
-def _tensors_of_groups(optimizer: torch.optim.Optimizer) -> list[str]:
-    return [
-        key
-        for group in optimizer.param_groups
-        for key, value in group.items()
-        if key not in _SET_BY_THE_RUN and isinstance(value, Tensor)
-    ]
 
 
 def plain_state(
@@ -166,8 +162,8 @@ def state_bytes(section: OptimSection, *, is_in_block: bool = True, ndim: int = 
 def _measured(section: OptimSection, values: Tensor, *, is_in_block: bool) -> StateBytes:
     parameter = nn.Parameter(values)
     try:
-        matrices = partial(Matrices.whole, [parameter] * is_in_block)
-        optimizer = build_optimizer([("", parameter)], section.model_copy(update={"groups": {}}), matrices)
+        parts = {"matrices": partial(Matrices.whole, [parameter] * is_in_block)}
+        optimizer = build_optimizer([("", parameter)], section.model_copy(update={"groups": {}}), parts)
         create_state(optimizer)
     except Exception:  # it may run on another device only: as many as AdamW has
         return StateBytes(2 * _FP32_BYTES)

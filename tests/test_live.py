@@ -17,8 +17,7 @@ import pytest
 from harness.cluster import ROOT
 from harness.runs import run_here, tiny_overrides
 from serried.runtime.live import Doing, Live
-from serried.trainer.activity import activity
-from serried.trainer.pulse import DATA, LOG, TRAIN, Pulse
+from serried.trainer.pulse import DATA, LOG, TRAIN, Pulse, activity
 
 SCREEN_COLUMNS = 300
 TRAIN_PY = [sys.executable, "-u", str(ROOT / "train.py")]

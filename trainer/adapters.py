@@ -239,7 +239,6 @@ def _lengths(weight: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _module_of(tensor: str) -> str:
-    """The name of the module of a weight."""
     return tensor.removesuffix(".weight")
 
 

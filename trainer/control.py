@@ -33,11 +33,9 @@ class Control:
         self._seen: str | None = None
 
     def start(self) -> None:
-        """Start checking."""
         self._thread.start()
 
     def end(self) -> None:
-        """Stop checking."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join(_LOOK_SECONDS)

@@ -1,5 +1,6 @@
 """Which rank holds a run up, from what all ranks report of themselves."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -53,6 +54,12 @@ class Beat:
         return f"{text} for {seconds_text(self.stands_seconds)}"
 
 
+def _longest_limit(beats: Iterable[Beat]) -> float | None:
+    """Return the longest of the limits of ``beats``; None: one of them has none."""
+    limits = [math.inf if beat.limit_seconds is None else beat.limit_seconds for beat in beats]
+    return None if math.inf in limits else max(limits)
+
+
 @dataclass
 class Verdict:
     """Which ranks hold the run up."""
@@ -66,8 +73,7 @@ class Verdict:
     @property
     def limit_seconds(self) -> float | None:
         """How long the run may wait for them."""
-        limits = [beat.limit_seconds for beat in self.culprits]
-        return None if None in limits else max(limit for limit in limits if limit is not None)
+        return _longest_limit(self.culprits)
 
     @property
     def warn_seconds(self) -> float:
@@ -85,8 +91,7 @@ def judge_silent_by_others(beats: list[Beat]) -> None:
     awake = [beat for beat in beats if not beat.silent_seconds]
     for beat in beats:
         if beat.silent_seconds and awake:
-            limits = [other.limit_seconds for other in awake]
-            beat.limit_seconds = None if None in limits else max(limit for limit in limits if limit is not None)
+            beat.limit_seconds = _longest_limit(awake)
             beat.warn_seconds = max(other.warn_seconds for other in awake)
             if beat.phase == END and any(other.phase in (TRAIN, LOG, EVALUATE) for other in awake):
                 beat.limit_seconds = min(beat.limit_seconds or _LEFT_SECONDS, _LEFT_SECONDS)
@@ -103,7 +108,7 @@ def diagnose(beats: list[Beat]) -> Verdict:
 
 def _silent(beats: list[Beat]) -> tuple[list[Beat], str] | None:
     silent = [beat for beat in beats if beat.silent_seconds]
-    return (silent, _waiting([beat for beat in beats if not beat.silent_seconds])) if silent else None
+    return _beside(silent, beats) if silent else None
 
 
 def _missing_from_collective(beats: list[Beat]) -> tuple[list[Beat], str] | None:
@@ -135,8 +140,7 @@ def _missing_from_collective(beats: list[Beat]) -> tuple[list[Beat], str] | None
     free = [beat for rank, beat in missing.items() if rank not in waiting and not beat.peers]
     culprits = free or _ends_of_chains(list(missing.values()), beats) or list(missing.values())
     if culprits:
-        named = {beat.rank for beat in culprits}
-        return culprits, _waiting([beat for beat in beats if beat.rank not in named])
+        return _beside(culprits, beats)
     if odd:
         entered_ = ", ".join(f"rank {rank} is in {mine}" for rank, (_, mine, _) in sorted(odd.items()))
         usual = "" if len(odd) == len(beats) else f" where the others are in {next(iter(odd.values()))[2]}"
@@ -154,8 +158,7 @@ def _awaited(beats: list[Beat]) -> tuple[list[Beat], str] | None:
     culprits = _ends_of_chains(waiting, beats)
     if not culprits:
         return waiting, "each awaits a message of another: look at the network"
-    named = {beat.rank for beat in culprits}
-    return culprits, _waiting([beat for beat in beats if beat.rank not in named])
+    return _beside(culprits, beats)
 
 
 def _ends_of_chains(starts: list[Beat], beats: list[Beat]) -> list[Beat]:
@@ -179,6 +182,11 @@ def _behind(beats: list[Beat]) -> tuple[list[Beat], str]:
     order = {phase: place for place, phase in enumerate(PHASES)}
     behind = min((beat.step, order[beat.phase]) for beat in working)
     culprits = [beat for beat in working if (beat.step, order[beat.phase]) == behind]
+    return _beside(culprits, beats)
+
+
+def _beside(culprits: list[Beat], beats: list[Beat]) -> tuple[list[Beat], str]:
+    """Return ``culprits``, and what most others of ``beats`` wait in."""
     named = {beat.rank for beat in culprits}
     return culprits, _waiting([beat for beat in beats if beat.rank not in named])
 

@@ -1,15 +1,26 @@
 """What a rank is doing now, and how long that may take."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from serried.configs.formats import duration, short
 from serried.configs.schema import LaunchSection
 from serried.parallel.phases import Phases
+from serried.runtime.live import Doing
 
 SET_UP, DATA, TRAIN, LOG, EVALUATE, SAVE, END = PHASES = (
     "set-up", "data.next", "forward, backward and update", "reading and logging results", "evaluation", "saving",
     "the end of the run",
 )  # fmt: skip
 """What a rank can be doing, in the order of a step."""
+
+_WORDS = {
+    DATA: "waiting for the data of step {step}",
+    TRAIN: "step {step}",
+    LOG: "waiting for the results of step {step}",
+    EVALUATE: "evaluating after step {step}",
+    SAVE: "saving step {step}",
+    END: "ending after step {step}",
+}
 
 _PATIENT = (SET_UP, SAVE, END)
 _WARN_AT = 0.2
@@ -72,3 +83,30 @@ class Patience:
         limit = max(limit, _END_AT_TIMES_FIRST * self._first.get(moment.phase, 0.0))
         warn = max(_WARN_AT * limit, _WARN_AT_TIMES_LONGEST * self._longest.get(moment.phase, 0.0))
         return self._age_seconds, limit, warn
+
+
+def activity(pulse: Pulse, waits_for: str | None, steps: int, last: dict[str, Any] | None) -> Doing | None:
+    """Return the phase of ``pulse``; None during set-up, which the console describes.
+
+    ``waits_for``: which ranks this one waits for; ``steps``: of the whole run; ``last``: the step logged last.
+    """
+    moment = pulse.now
+    if moment.phase == SET_UP:
+        return Doing(f"waiting for {waits_for}", waits_for) if waits_for else None
+    what, key = _WORDS[moment.phase].format(step=moment.step), (moment.phase, moment.step)
+    if moment.is_first:
+        more = ", the first of this start, which takes longer than others" if moment.phase == TRAIN else ""
+        return Doing(what + more, key)
+    return Doing(what, key, _line(moment.step, steps, last) if moment.phase in (DATA, TRAIN, LOG) else "")
+
+
+def _line(step: int, steps: int, last: dict[str, Any] | None) -> str:
+    line = f"step {step:>{len(str(steps))}}/{steps}"
+    if last is None:
+        return line
+    line += f"  loss {last['loss']:.4f} at step {last['step']}"
+    if last["tokens_per_second"] is None or last["is_first"]:  # the first step takes longer
+        return line
+    left = max(0.0, last["eta_seconds"] - (step - last["step"]) * last["step_seconds"])
+    unit = "tok" if last["unit"] == "tokens" else last["unit"]
+    return f"{line}  {unit}/s {short(last['tokens_per_second'])}  eta {duration(left)}"

@@ -343,7 +343,6 @@ class Report:
         return code
 
     def _next(self, step: int, request: str | None) -> str:
-        """Return what to do next."""
         config = self._config
         same = "run the same command" + ", but checkpoint.resume=auto," * (config.checkpoint.resume == "never")
         if self.progress.early_stop is not None:
@@ -362,7 +361,6 @@ class Report:
 
 
 def _named(means: Mapping[str, float]) -> str:
-    """Named metrics for a console line."""
     return "".join(f"  {name} {value:.4g}" for name, value in means.items() if name != "loss")
 
 

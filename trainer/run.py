@@ -14,14 +14,13 @@ from serried.runtime.console import Console
 from serried.runtime.ending import Failure
 from serried.runtime.session import Session
 from serried.trainer import compilation, micro_batch
-from serried.trainer.activity import activity
 from serried.trainer.checkpoint.resume import Start, check_data, find_start
 from serried.trainer.context import Context
 from serried.trainer.data import Data, with_steps
 from serried.trainer.model import build_model
 from serried.trainer.out_of_memory import explained
 from serried.trainer.plan.traced import takes_samples
-from serried.trainer.pulse import END
+from serried.trainer.pulse import END, activity
 from serried.trainer.report import DONE
 from serried.trainer.task import Task
 from serried.trainer.trainer import Trainer

@@ -27,7 +27,6 @@ class StepLog:
         self._samples, self._sources = samples, sources
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of ``step``."""
         config = self._context.config
         return learning_rate(step, config.trainer.steps, config.optim.lr, config.schedule)
 

@@ -1,6 +1,7 @@
 """Checks of a layout against the model and the batch, before torch is imported. Each names values that work."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
@@ -12,12 +13,28 @@ from serried.configs.model_folder import teacher_section
 from serried.configs.registry import models, takes
 from serried.configs.run_config import Config
 from serried.configs.schema import RunConfig
-from serried.parallel.mesh import MODEL_AXES, V_SCHEDULES, ZERO_BUBBLE_SCHEDULES, Layout, gradient_accumulation
+from serried.parallel.mesh import (
+    MODEL_AXES,
+    V_SCHEDULES,
+    ZERO_BUBBLE_SCHEDULES,
+    Layout,
+    gradient_accumulation,
+    resolve_layout,
+)
 from serried.runtime.ranks import is_started
 
 _NEEDS_A_MICRO_BATCH_PER_STAGE = ("1f1b", *V_SCHEDULES)
 _WORKS_IN_ROUNDS = ("interleaved", "interleaved_zero_bubble")
 _version_of = cache(version)  # a search checks thousands of layouts
+
+
+def checked_layout(config: RunConfig, world_size: int) -> tuple[Layout, int]:
+    """Return the layout of ``config`` on so many processes, and how many micro-batches a rank accumulates. Raises
+    ``UserError`` if they do not go together."""
+    layout = resolve_layout(config.parallel, world_size)
+    accumulation = gradient_accumulation(config.trainer, layout)
+    check_layout(config, layout, accumulation)
+    return layout, accumulation
 
 
 def check_layout(config: RunConfig, layout: Layout, accumulation: int) -> None:
@@ -119,7 +136,17 @@ def allowed_micro_batches(config: RunConfig, layout: Layout) -> list[int]:
 
 def with_micro_batch(config: Config, samples: int) -> Config:
     """Return ``config`` with ``trainer.micro_batch=samples``."""
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"micro_batch": samples})})
+    return with_values(config, {"trainer.micro_batch": samples})
+
+
+def with_values(config: Config, values: Mapping[str, object]) -> Config:
+    """Return ``config`` with other ``values`` of keys, such as ``trainer.micro_batch``, which are not checked."""
+    sections: dict[str, dict[str, object]] = defaultdict(dict)
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    changed = {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    return config.model_copy(update=changed)
 
 
 def _check_offload(config: RunConfig, layout: Layout) -> None:

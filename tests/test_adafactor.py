@@ -44,7 +44,7 @@ def test_planned_state_is_what_a_rank_holds() -> None:
     argv = (*TINY, "trainer.global_batch=16", ADAFACTOR, "parallel=fsdp", "parallel.tensor=2")
     (stage,), formula, _ = both(*argv, processes=4)
     counters = 4 * (3 * 9 + 3)  # of steps, which the formula leaves out: one for each parameter
-    assert formula.optimizer_state + counters == stage.step.memory["optimizer state"]
+    assert formula.optimizer_state + counters == stage.memory["optimizer state"]
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ def test_the_plan_counts_state_as_the_hosts_by_formula_and_trace() -> None:
     (offloaded,), less, _ = both(*argv, OFFLOAD, processes=4)
     memory = memory_of([offloaded])
     assert less.on_host == memory.on_host == formula.optimizer_state
-    assert formula.total - less.total == stage.step.peak - memory.peak == formula.optimizer_state
+    assert formula.total - less.total == stage.peak - memory.peak == formula.optimizer_state
 
 
 def test_the_device_holds_the_state_of_one_parameter_in_an_update(cluster: Cluster, tmp_path: Path) -> None:

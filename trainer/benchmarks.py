@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
@@ -30,6 +29,7 @@ from serried.configs.schema import HARNESS
 from serried.parallel.model import DistributedModel
 from serried.parallel.plan import LossTerms
 from serried.runtime.session import Session
+from serried.trainer.evaluation import Kept
 from serried.trainer.task import TextTask
 
 _IGNORE = -100
@@ -185,9 +185,9 @@ class _Scorer(TemplateLM):
         """Return the log-likelihood of each request, and whether each of its tokens is the most likely one."""
         if not requests:
             return []
-        found = _Found(self._task, len(requests), self._parallel)
+        found = _Found(self._task, len(requests), 2, self._parallel)
         self._parallel.predict(self._batches(requests), found)
-        return found.total()
+        return [(log_prob, others == 0) for log_prob, others in found.total().tolist()]
 
     def _batches(self, requests: Sequence[_Request]) -> Iterator[_Batch]:
         """Yield this rank's share, the longest first; as many batches on every rank."""
@@ -217,30 +217,17 @@ class _Scorer(TemplateLM):
         return _Batch(tokens, targets, ids)
 
 
-class _Found:
-    """An objective that keeps the numbers of requests, and has no loss."""
-
-    def __init__(self, task: TextTask, requests: int, parallel: DistributedModel) -> None:
-        self.inputs, self.terms, self.slice_sequence = task.inputs, task.terms, task.slice_sequence  # not called
-        self._owns = parallel.place.owns_loss
-        self._numbers = torch.zeros(requests, 2, dtype=torch.float64, device=parallel.device)
+class _Found(Kept):
+    """Keeps of each request its log-likelihood, and how many of its tokens are not the likeliest."""
 
     def loss(self, model: nn.Module, batch: _Batch) -> LossTerms:
         logits, wanted = model(batch.tokens), batch.targets != _IGNORE
         log_probs, targets = logits[wanted].float().log_softmax(-1), batch.targets[wanted]
         row = wanted.nonzero()[:, 0]
-        sums = self._numbers.new_zeros(len(batch.ids), 2)
+        sums = self.numbers.new_zeros(len(batch.ids), 2)
         sums[:, 0].index_add_(0, row, log_probs.gather(1, targets.unsqueeze(1)).squeeze(1).double())
-        sums[:, 1].index_add_(0, row, (log_probs.argmax(-1) != targets).double())  # tokens that are not the likeliest
-        if self._owns:
-            self._numbers[batch.ids[batch.ids >= 0]] = sums[batch.ids >= 0]
-        return LossTerms(self._numbers.new_zeros(()), 0)
-
-    def total(self) -> list[tuple[float, bool]]:
-        """Return those of all ranks. A collective: each is known to one rank, and 0 on others."""
-        if dist.is_initialized():
-            dist.all_reduce(self._numbers)
-        return [(log_prob, others == 0) for log_prob, others in self._numbers.tolist()]
+        sums[:, 1].index_add_(0, row, (log_probs.argmax(-1) != targets).double())
+        return self.keep(batch.ids[batch.ids >= 0], sums[batch.ids >= 0])
 
 
 @contextmanager

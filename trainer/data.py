@@ -10,6 +10,7 @@ import torch
 
 from serried.configs.errors import UserError
 from serried.configs.schema import DEFAULT_VALIDATION, TRAINING, RunConfig
+from serried.parallel.checks import with_values
 from serried.parallel.mesh import Layout
 from serried.runtime.console import Console
 from serried.runtime.session import Session
@@ -111,7 +112,7 @@ def with_steps(config: RunConfig, training: Dataset) -> RunConfig:
     if isinstance(training, Stream):
         raise UserError(f"trainer.epochs={trainer.epochs:g}: the length of streamed data is unknown; use trainer.steps")
     steps = math.ceil(Fraction(repr(trainer.epochs)) * len(training) / trainer.global_batch)
-    return config.model_copy(update={"trainer": trainer.model_copy(update={"steps": steps})})
+    return with_values(config, {"trainer.steps": steps})
 
 
 def training_data(task: Task) -> Dataset:

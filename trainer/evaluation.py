@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from serried.configs.errors import EXIT_FINISHED, UserError
 from serried.configs.schema import DEFAULT_VALIDATION, WHOLE, RunConfig
 from serried.parallel.mesh import Layout, resolve_layout
 from serried.parallel.model import DistributedModel
+from serried.parallel.plan import LossTerms
 from serried.runtime.console import Console
 from serried.runtime.session import Session
 from serried.trainer.base_model import base_of, check_base
@@ -22,8 +25,7 @@ from serried.trainer.checkpoint.retention import ADAPTER, ADAPTER_CONFIG, MODEL
 from serried.trainer.checkpoint.saved_state import STATE
 from serried.trainer.checkpoint.state import load_weights
 from serried.trainer.loader import Reader, evaluation_batches
-from serried.trainer.model import build_model, sharded
-from serried.trainer.parameter_groups import freeze
+from serried.trainer.model import model_to_train, sharded
 from serried.trainer.precision import check_products
 from serried.trainer.sampler import BatchShare, evaluation_samples
 from serried.trainer.task import Dataset, Task, TextTask, to_device
@@ -64,6 +66,33 @@ def evaluate_by_source(
         loss_sum, weight, *metrics = terms.totals().tolist()
         pairs = zip(metrics[::2], metrics[1::2], strict=True)
         yield source, Sums(loss_sum, weight, dict(zip(terms.metrics, pairs, strict=True)))
+
+
+class Kept:
+    """An objective that keeps numbers of each sample. A subclass has ``terms``, or a ``loss`` of its own."""
+
+    def __init__(self, task: Task, samples: int, columns: int, parallel: DistributedModel) -> None:
+        self.inputs, self.slice_sequence, self._owns = task.inputs, task.slice_sequence, parallel.place.owns_loss
+        self.numbers = torch.zeros(samples, columns, dtype=torch.float64, device=parallel.device)
+
+    def loss(self, model: nn.Module, batch: Any) -> LossTerms:
+        inputs = self.inputs(batch)
+        return self.terms(model(inputs.stream, **inputs.named), batch)
+
+    def terms(self, output: Any, batch: Any) -> LossTerms:
+        raise NotImplementedError
+
+    def keep(self, samples: Tensor, numbers: Tensor) -> LossTerms:
+        """Keep the ``numbers`` of some ``samples``, unless another rank has them too. Returns no loss."""
+        if self._owns:
+            self.numbers[samples] = numbers
+        return LossTerms(self.numbers.new_zeros(()), 0)
+
+    def total(self) -> Tensor:
+        """Return those of all ranks, [samples, columns]. A collective: each is known to one rank, and 0 on others."""
+        if dist.is_initialized():
+            dist.all_reduce(self.numbers)
+        return self.numbers
 
 
 @dataclass(frozen=True)
@@ -258,8 +287,7 @@ def load_model(
     check_products(config, device)  # as the trainer does
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.trainer.seed)  # a base model that draws its own values must have the same
-        model = build_model(config, task)
-    freeze(model.module, config.optim)  # frozen layers compute in their own way
+        model = model_to_train(config, task)  # frozen layers compute in their own way
     weights: Path | None = checkpoint
     if model.adapters is not None:
         weights = base_of(checkpoint, model.module)

@@ -109,8 +109,7 @@ class Evaluator:
 
         micro_batch = self._context.config.trainer.micro_batch
         try:
-            found: dict[str, float] = self._benchmarks.scores(self._state.parallel, micro_batch, until_stopped)
-            return found
+            return self._benchmarks.scores(self._state.parallel, micro_batch, until_stopped)
         except Stopped:
             self._state.parallel.reshard()  # the forward that came last may have left something gathered
             return None

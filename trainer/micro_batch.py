@@ -10,7 +10,7 @@ from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.plain_data import flatten
 from serried.configs.schema import RunConfig
-from serried.parallel.checks import allowed_micro_batches, with_micro_batch
+from serried.parallel.checks import allowed_micro_batches, with_micro_batch, with_values
 from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
 from serried.parallel.phases import BACKWARD, FORWARD
 from serried.runtime.session import Session
@@ -62,7 +62,7 @@ def choose(
     on_host = planned.memory.on_host if device == "cpu" else 0
 
     def fits(samples: int, mode: str = config.trainer.activation_checkpoint) -> Fits:
-        changed = with_micro_batch(planned.with_("trainer", activation_checkpoint=mode), samples)
+        changed = with_values(planned.config, {"trainer.activation_checkpoint": mode, "trainer.micro_batch": samples})
         return Fits(on_host + _needed(changed, task, layout, planned, is_open=is_open), usable)
 
     kept = next((each for each in allowed if each == earlier), 0)
@@ -106,7 +106,7 @@ def _needed(config: RunConfig, task: Task, layout: Layout, planned: Planned, *, 
         ) from None
     if alone is layout:
         return with_unused(memory).peak
-    held = sum(part.value for kind, part in memory.parts.items() if kind in ("parameters", "optimizer state"))
+    held = sum(part for kind, part in memory.parts.items() if kind in ("parameters", "optimizer state"))
     return found.total + max(memory.by_phase[FORWARD], memory.by_phase[BACKWARD]) - int(held)
 
 

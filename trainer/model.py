@@ -25,6 +25,7 @@ from serried.trainer.adapters import Adapters
 from serried.trainer.checkpoint.retention import ADAPTER, MODEL
 from serried.trainer.checkpoint.state import Exported, check_names, load_weights
 from serried.trainer.compilation import Compilation
+from serried.trainer.parameter_groups import freeze
 from serried.trainer.precision import LOW_DTYPES, frozen_type, set_products, trained_type
 from serried.trainer.task import Task
 
@@ -117,6 +118,14 @@ def build_model(config: RunConfig, task: Task, device: str | None = None) -> Mod
     if config.adapter.method != "none":
         adapters = Adapters(config.adapter, module, plan, task.exported, task.heads())
     return Model(task, module, plan, adapters, blocks)
+
+
+def model_to_train(config: RunConfig, task: Task, device: str | None = None) -> Model:
+    """Return what ``build_model`` does, with the parameters of frozen groups marked as not trained. Raises as that and
+    ``freeze``."""
+    model = build_model(config, task, device)
+    freeze(model.module, config.optim)
+    return model
 
 
 def _refuse_untrainable(module: nn.Module, config: RunConfig) -> None:

@@ -10,7 +10,7 @@ from serried.configs.formats import short, size
 from serried.configs.schema import RunConfig, TrainerSection
 from serried.parallel.activations import Mix
 from serried.parallel.apply import check_offloadable, check_plan
-from serried.parallel.checks import with_micro_batch
+from serried.parallel.checks import with_micro_batch, with_values
 from serried.parallel.compile import check_blocks
 from serried.parallel.eight_bits import is_eight_bits
 from serried.parallel.mesh import Layout
@@ -19,13 +19,12 @@ from serried.parallel.quantized import whole_numel
 from serried.trainer.activation_budget import chosen_mix, number_of_firsts
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data import training_data, with_steps
-from serried.trainer.fitting import fitting
 from serried.trainer.host_memory import tensor_bytes
 from serried.trainer.micro_batch import choose
-from serried.trainer.model import build_model
+from serried.trainer.model import model_to_train
 from serried.trainer.optimizer import check_optimizer, learning_rate
 from serried.trainer.optimizer_state import state_bytes_by_name
-from serried.trainer.parameter_groups import freeze
+from serried.trainer.plan.advice import Planned, fitting
 from serried.trainer.plan.memory import Sizes, planned_memory
 from serried.trainer.plan.planned_time import measured_rates, planned_device
 from serried.trainer.plan.show import plan_lines
@@ -140,8 +139,7 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int, wh
     if trainer.epochs is not None:  # the number of steps depends on the data
         config = with_steps(config, training_data(task))
     device = _device_type(config)
-    built = build_model(config, task, device)
-    freeze(built.module, config.optim)
+    built = model_to_train(config, task, device)
     sizes = Sizes(config, layout, built.module, built.plan)
     place = f"planned for {layout.world} process{'es' if layout.world > 1 else ''}"
     lines = [*[why] * bool(why), *overview(config, task, accumulation, sizes, place, device)]
@@ -156,7 +154,7 @@ def dry_run(config: RunConfig, task: Task, layout: Layout, accumulation: int, wh
         if config.launch.processes is None and layout.world == 1:
             remedy = "to plan for a node of 8: launch.processes=8"
         else:
-            remedy = fitting(config, task, layout.world, built.module, built.plan, limit)
+            remedy = fitting(Planned(config, task, layout.world, device), limit)
         much = f"{size(needed)} per rank are more than the {size(limit)} of a GPU"
         lines.append(f"WARNING    does not fit: {much}; {remedy}")
     return "\n".join([*lines, "dry run: no model was allocated and no process started"])
@@ -175,7 +173,6 @@ def _is_for_gpus(config: RunConfig) -> bool:
 
 
 def plan_of(config: RunConfig, task: Task, accumulation: int, sizes: Sizes) -> StepPlan:
-    """Plan a step of ``config``."""
     is_timed = _is_for_gpus(config) or bool(config.plan.model_fields_set - {"mode", "as_json"})
     return plan_step(config, task, accumulation, sizes, _capacity(config), is_timed=is_timed)
 
@@ -317,8 +314,7 @@ def _memory(config: RunConfig, task: Task, accumulation: int, sizes: Sizes) -> s
     parts = [f"{kind} {size(value)}{more}" for kind, (value, more) in here.items() if is_shown[kind]]
     activations = f"activations about {size(memory.activations)}" if memory.activations else "activations not estimated"
     if trainer.keeps_less:
-        keep_all = {"activation_checkpoint": "none", "activation_memory_budget": 1.0}
-        plain = config.model_copy(update={"trainer": trainer.model_copy(update=keep_all)})
+        plain = with_values(config, {"trainer.activation_checkpoint": "none", "trainer.activation_memory_budget": 1.0})
         less = planned_memory(plain, task, accumulation, sizes).activations - memory.activations
         mix = chosen_mix(config, task, layout, plan, sizes.model)
         how = _mixed(mix, layout, len(plan.blocks_in(sizes.model))) if mix else _checkpointing(trainer)

@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
 from serried.parallel.model import DistributedModel
-from serried.parallel.plan import Inputs, LossTerms
+from serried.parallel.plan import LossTerms
 from serried.records.files import write_atomically
 from serried.trainer.base_model import same_files
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.context import Context
 from serried.trainer.data import Data
+from serried.trainer.evaluation import Kept
 from serried.trainer.loader import Reader, evaluation_batches
 from serried.trainer.pulse import SET_UP
 from serried.trainer.sampler import BatchShare, evaluation_samples, sample_order
@@ -116,7 +116,7 @@ class _Split:
             samples = missing[start : start + step]
             found = _Found(context.task, self._reference, samples, parallel)
             parallel.predict(self._batches(context, parallel, samples, start, len(missing)), found)
-            self.numbers[samples] = found.total()
+            self.numbers[samples] = found.total().cpu().numpy()
             session.once(self._write)
 
     def _batches(
@@ -141,31 +141,17 @@ class _Split:
             ) from None
 
 
-class _Found:
-    """An objective that keeps the numbers of samples, and has no loss."""
+class _Found(Kept):
+    """Keeps the numbers of samples."""
 
     def __init__(self, task: Task, reference: Reference, samples: np.ndarray, parallel: DistributedModel) -> None:
         """``samples``: their ids, ascending."""
-        self.inputs, self.slice_sequence = task.inputs, task.slice_sequence
-        self._reference, self._owns = reference, parallel.place.owns_loss
-        self._samples = torch.from_numpy(samples).to(parallel.device)
-        self._numbers = torch.zeros(len(samples), reference.columns, dtype=torch.float64, device=parallel.device)
-
-    def loss(self, model: nn.Module, batch: Any) -> LossTerms:
-        inputs: Inputs = self.inputs(batch)
-        return self.terms(model(inputs.stream, **inputs.named), batch)
+        super().__init__(task, len(samples), reference.columns, parallel)
+        self._reference, self._samples = reference, torch.from_numpy(samples).to(parallel.device)
 
     def terms(self, output: Any, batch: Any) -> LossTerms:
         ids, numbers = self._reference.numbers(output, batch)
-        if self._owns:
-            self._numbers[torch.searchsorted(self._samples, ids[ids >= 0])] = numbers[ids >= 0]
-        return LossTerms(self._numbers.new_zeros(()), 0)
-
-    def total(self) -> np.ndarray:
-        """Return those of all ranks, [samples, columns]. A collective: each is known to one rank, and 0 on others."""
-        if dist.is_initialized():
-            dist.all_reduce(self._numbers)
-        return self._numbers.cpu().numpy()
+        return self.keep(torch.searchsorted(self._samples, ids[ids >= 0]), numbers[ids >= 0])
 
 
 def _numbers_of_run(config: RunConfig, data: Data) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Going back to the newest checkpoint after a step that went wrong."""
 
 from serried.configs.errors import TrainingStopped
+from serried.parallel.checks import with_values
 from serried.trainer.checkpoint.resume import find_start
 from serried.trainer.context import Context
 from serried.trainer.data import Data
@@ -38,8 +39,7 @@ class Rollback:
         context.console.doing("going back to a checkpoint")
         self._saver.wait()
         resume = "auto" if config.checkpoint.resume == "never" else config.checkpoint.resume
-        checkpoint = config.checkpoint.model_copy(update={"resume": resume})
-        start = find_start(config.model_copy(update={"checkpoint": checkpoint}), context.session)
+        start = find_start(with_values(config, {"checkpoint.resume": resume}), context.session)
         if start.checkpoint is None:
             raise TrainingStopped(f"{back}; there is no checkpoint to go back to yet. Lower checkpoint.every")
         self._state.parallel.reshard()

@@ -12,6 +12,7 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, read_yaml
 from serried.configs.registry import task_of_model, tasks
 from serried.configs.run_config import check
+from serried.parallel.checks import with_values
 from serried.parallel.mesh import Layout
 from serried.trainer.checkpoint.resume import CHECKPOINTS
 from serried.trainer.checkpoint.retention import committed
@@ -50,8 +51,7 @@ def open_model(path: Path, declaration: Declaration | None, installed: Callable[
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise UserError(f"{path} was trained by the task {name}, and {given} does not fit: {why}") from None
     # Frozen weights below adapters are then fp32 too, and the model needs no autocast.
-    precision = config.precision.model_copy(update={"name": "fp32"})
-    config = config.model_copy(update={"precision": precision})
+    config = with_values(config, {"precision.name": "fp32"})
     task: Task = (declaration.task or task_of_model(config.task.name))()
     task.configure(config)
     task.open_saved(checkpoint)

@@ -13,8 +13,7 @@ from torch import nn
 
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
-from serried.parallel.checks import check_layout
-from serried.parallel.mesh import gradient_accumulation, resolve_layout
+from serried.parallel.checks import checked_layout
 from serried.parallel.quantized import whole_numel
 from serried.records.environment import environment
 from serried.records.run_folder import RunFolder
@@ -31,9 +30,8 @@ from serried.trainer.health import digest
 from serried.trainer.host_memory import check_offload
 from serried.trainer.loop import Loop
 from serried.trainer.metrics import PROFILING, Meter
-from serried.trainer.model import Model, build_model
+from serried.trainer.model import Model, model_to_train
 from serried.trainer.overview import copied_bytes, overview, saved_bytes
-from serried.trainer.parameter_groups import freeze
 from serried.trainer.peak_flops import device_name, peak_flops
 from serried.trainer.plan.memory import Sizes, planned_memory
 from serried.trainer.precision import check_products
@@ -56,9 +54,7 @@ class Trainer:
         """Build everything, in the only order that works. ``data`` if it is open already."""
         self.context = context
         config, task, session, console = context.config, context.task, context.session, context.console
-        layout = resolve_layout(config.parallel, session.world_size)
-        accumulation = gradient_accumulation(config.trainer, layout)
-        check_layout(config, layout, accumulation)
+        layout, accumulation = checked_layout(config, session.world_size)
         if config.trainer.compile:
             check_compiler(session.device)
         check_products(config, session.device)
@@ -181,12 +177,11 @@ def _build_model(context: Context, start: Start) -> tuple[Model, Base | None]:
     context.console.doing("building the model")
     config, task, session = context.config, context.task, context.session
     torch.manual_seed(config.trainer.seed)  # the initial values of a model that draws its own
-    model = build_model(config, task, session.device.type)
+    model = model_to_train(config, task, session.device.type)
     is_meta = any(parameter.is_meta for parameter in model.module.parameters())
     if not is_meta:
         bits = digest(parameter.detach() for parameter in model.module.parameters())
         session.same_everywhere("the model that build_model() returned", f"{int(bits):x}")
-    freeze(model.module, config.optim)
     weights, base = start.weights, None
     if model.adapters is not None:
         folder = session.once(lambda: str(task.pretrained() or ""))

@@ -139,7 +139,6 @@ class _Stream:
         return start, size
 
     def give_back(self, start: int, size: int) -> None:
-        """Free a range."""
         if start in self._starts:
             before = self._starts[start]
             size += self._remove(before)

@@ -12,18 +12,18 @@ from serried.configs.errors import UserError
 from serried.configs.formats import columns, size
 from serried.configs.plain_data import is_count, is_number
 from serried.configs.schema import RunConfig
+from serried.parallel.checks import with_values
 from serried.parallel.mesh import Layout
 from serried.parallel.phases import BACKWARD, DATA, FORWARD, HOST, OPTIMIZER, PIPELINE
 from serried.records.metrics import METRICS, read_events
-from serried.trainer.model import build_model
-from serried.trainer.parameter_groups import freeze
+from serried.trainer.model import model_to_train
 from serried.trainer.plan.devices import device_of_driver
 from serried.trainer.plan.measured_rates import read_rates
 from serried.trainer.plan.memory import Sizes
 from serried.trainer.plan.planned_time import Timed
 from serried.trainer.plan.profiled import Exchanged, exchanged
+from serried.trainer.plan.show import seconds_text
 from serried.trainer.plan.step_plan import FRAGMENTED_SHARE, StepPlan, plan_step
-from serried.trainer.plan.time_lines import seconds_text
 from serried.trainer.task import Task
 
 _CLOSE = 0.1
@@ -53,7 +53,6 @@ class Figures:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it ran on GPUs."""
         return self.device != "cpu"
 
 
@@ -92,11 +91,13 @@ def as_it_ran(config: RunConfig, ran: Figures, given: list[str]) -> RunConfig:
     Raises:
         UserError: rates are those of another device.
     """
-    launch: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if not any(word.startswith("launch.") for word in given):
-        launch = {"processes": ran.processes // ran.nodes, "nodes": ran.nodes if ran.nodes > 1 else None}
-        launch["device"] = "cuda" if ran.is_gpu else "cpu"
-    plan: dict[str, Any] = {}
+        values = {
+            "launch.processes": ran.processes // ran.nodes,
+            "launch.nodes": ran.nodes if ran.nodes > 1 else None,
+            "launch.device": "cuda" if ran.is_gpu else "cpu",
+        }
     known = device_of_driver(ran.device)
     if config.plan.rates is not None:
         measured = read_rates(config.plan.rates)
@@ -104,19 +105,13 @@ def as_it_ran(config: RunConfig, ran: Figures, given: list[str]) -> RunConfig:
         if measured.is_gpu != ran.is_gpu or (ran.is_gpu and rates_of != ran.device):
             raise UserError(f"plan.rates={config.plan.rates} are of {rates_of}, and the run was on {ran.device}")
     elif config.plan.device is None and known is not None:
-        plan["device"] = known.name
-    return config.model_copy(
-        update={
-            "launch": config.launch.model_copy(update=launch),
-            "plan": config.plan.model_copy(update=plan),
-        }
-    )
+        values["plan.device"] = known.name
+    return with_values(config, values)
 
 
 def compared(config: RunConfig, task: Task, layout: Layout, accumulation: int, ran: Figures) -> str:
     """Return a table of the plan of ``config`` beside ``ran``; as JSON if ``plan.as_json``."""
-    built = build_model(config, task)
-    freeze(built.module, config.optim)
+    built = model_to_train(config, task)
     is_timed = bool(config.plan.device or config.plan.rates)
     sizes = Sizes(config, layout, built.module, built.plan)
     plan = plan_step(config, task, accumulation, sizes, None, is_timed=is_timed)

@@ -29,12 +29,11 @@ def shape_of(config: RunConfig, model: nn.Module, plan: ParallelPlan) -> Shape |
     section, data = getattr(config, "model", None), getattr(config, "data", None)
     if type(config.task) not in (TaskSection, CausalLMSection) or section is None or data is None:
         return None
-    width = _width(section)
-    matrices = {name: each.shape for name, each in model.named_parameters() if each.ndim >= 2}
-    rows = [shape[0] for name, shape in matrices.items() if shape[1] == width and not name.startswith(plan.blocks)]
-    shape = _shape(section, section.vocab_size or max(rows, default=0))
-    if shape is None:
+    if (shape := _shape(section)) is None:
         return None
+    matrices = {name: each.shape for name, each in model.named_parameters() if each.ndim >= 2}
+    rows = [size[0] for name, size in matrices.items() if size[1] == shape.dim and not name.startswith(plan.blocks)]
+    shape = shape._replace(vocab=section.vocab_size or max(rows, default=0))
     held = sum(math.prod(size) for name, size in matrices.items() if name.startswith(plan.blocks))
 
     def excess(shape: Shape) -> float:
@@ -83,27 +82,21 @@ def job_of(config: Any, shape: Shape, layout: Layout, accumulation: int, mix: Mi
     )
 
 
-def _width(section: Any) -> int:
+def _shape(section: Any) -> Shape | None:
+    """Return the sizes of a family, without that of the vocabulary."""
     if isinstance(section, HuggingFaceSection):
-        return _named(section.architecture, "hidden_size", "n_embd")
-    return getattr(section, "dim", 0)
-
-
-def _shape(section: Any, vocab: int) -> Shape | None:
-    """Return the sizes of a family."""
-    if isinstance(section, HuggingFaceSection):
-        return _shape_of_transformers(section.architecture, vocab)
+        return _shape_of_transformers(section.architecture)
     if isinstance(section, GPT2Section):
         width = section.dim // section.heads
         return Shape(
-            section.layers, section.dim, section.hidden_dim, section.heads, section.heads, width, vocab,
+            section.layers, section.dim, section.hidden_dim, section.heads, section.heads, width, 0,
             is_gated=False, is_tied=section.tie_embeddings,
         )  # fmt: skip
     if not isinstance(section, LlamaSection):
         return None
     shape = Shape(
         section.layers, section.dim, section.hidden_dim, section.heads, section.kv_heads, section.attention_head_dim,
-        vocab, is_tied=section.tie_embeddings,
+        0, is_tied=section.tie_embeddings,
     )  # fmt: skip
     if not isinstance(section, MoESection):
         return shape
@@ -118,7 +111,7 @@ def _shape(section: Any, vocab: int) -> Shape | None:
     )
 
 
-def _shape_of_transformers(found: Mapping[str, Any], vocab: int) -> Shape | None:
+def _shape_of_transformers(found: Mapping[str, Any]) -> Shape | None:
     layers, heads = _named(found, "num_hidden_layers", "n_layer"), _named(found, "num_attention_heads", "n_head")
     dim = _named(found, "hidden_size", "n_embd")
     if not (layers and heads and dim):
@@ -130,7 +123,7 @@ def _shape_of_transformers(found: Mapping[str, Any], vocab: int) -> Shape | None
         heads,
         found.get("num_key_value_heads") or heads,
         found.get("head_dim") or dim // heads,
-        vocab,
+        0,
         is_tied=bool(found.get("tie_word_embeddings", True)),
     )
 

@@ -28,7 +28,7 @@ from serried.trainer.activation_budget import (
 )
 from serried.trainer.optimizer_state import state_bytes_by_name
 from serried.trainer.plan.moments import How, Moment, Part, Parts, moments
-from serried.trainer.plan.parts import IN_HOST_MEMORY, Amount, Memory
+from serried.trainer.plan.parts import IN_HOST_MEMORY, Memory
 from serried.trainer.precision import LOW_DTYPES, frozen_type, gathered_in_float8, trained_type
 from serried.trainer.task import Task
 
@@ -85,7 +85,7 @@ class FormulaMemory(NamedTuple):
 def planned_memory(config: RunConfig, task: Task, accumulation: int, sizes: "Sizes") -> FormulaMemory:
     """Return the memory of a run of ``config``."""
     stages = range(sizes.layout.pipeline)
-    each = (_of_stages(config, task, sizes.layout, accumulation, sizes, pipeline) for pipeline in stages)
+    each = (_of_stages(config, task, accumulation, sizes, pipeline) for pipeline in stages)
     return max(each, key=lambda memory: memory.total)
 
 
@@ -93,16 +93,16 @@ def formula_memory(found: FormulaMemory) -> Memory:
     """Return ``found`` as the parts of its peak."""
     peak, received = found.peak, min(found.received, found.peak.activations)
     parts = {
-        "parameters": Amount(found.parameters, "exact"),
-        "optimizer state": Amount(found.optimizer_state, "exact"),
-        **{kind: Amount(value, "exact") for kind, value in found.apart.items()},
-        "gradients": Amount(peak.gradients, "exact"),
-        "gathered": Amount(peak.gathered, "formula"),
-        "activations": Amount(peak.activations - received, "formula"),
-        "gradients on their way": Amount(peak.passing, "formula"),
-        RECEIVE_BUFFERS: Amount(received, "formula"),
+        "parameters": found.parameters,
+        "optimizer state": found.optimizer_state,
+        **found.apart,
+        "gradients": peak.gradients,
+        "gathered": peak.gathered,
+        "activations": peak.activations - received,
+        "gradients on their way": peak.passing,
+        RECEIVE_BUFFERS: received,
     }
-    return Memory({kind: part for kind, part in parts.items() if part.value}, peak.phase, {})
+    return Memory({kind: part for kind, part in parts.items() if part}, peak.phase, {})
 
 
 def planned_flows(config: RunConfig, accumulation: int, sizes: "Sizes") -> tuple[Flow, ...]:
@@ -228,10 +228,9 @@ class Sizes:
         )
 
 
-def _of_stages(
-    config: RunConfig, task: Task, layout: Layout, accumulation: int, sizes: Sizes, pipeline: int
-) -> FormulaMemory:
+def _of_stages(config: RunConfig, task: Task, accumulation: int, sizes: Sizes, pipeline: int) -> FormulaMemory:
     """Memory of the ranks at a coordinate of the pipeline."""
+    layout = sizes.layout
     copies = {name: count for name, spec in sizes.specs.items() if (count := spec.holders.count(pipeline))}
     trained, frozen = [name for name in copies if name in sizes.trained], frozen_type(config, sizes.plan)
     how, parts = _how(config, sizes, accumulation, pipeline), sizes.parts(pipeline)

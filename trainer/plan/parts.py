@@ -1,23 +1,13 @@
-"""What a plan consists of. Each number has its origin."""
+"""What a plan consists of."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
-Origin = Literal["exact", "traced", "formula", "measured", "catalogue", "assumed"]
-"""``exact``: arithmetic on sizes. ``traced``: counted in a step on tensors without data. ``formula``: an estimate,
-not below the trace. ``measured``: here. ``catalogue``: of the maker. ``assumed``: a guess, stated as one."""
 IN_HOST_MEMORY = " in host memory"
 """End of the names of those parts of a rank's memory that are not on its device."""
 Shape = tuple[int, int, int]
 """m, n, k of a matrix product."""
-
-
-class Amount(NamedTuple):
-    """A number and where it comes from: of memory in bytes, of time in seconds."""
-
-    value: float
-    origin: Origin
 
 
 @dataclass(frozen=True)
@@ -32,11 +22,6 @@ class Work:
     """Read and written by all other operations."""
     launches: float = 0
     """Number of operations."""
-
-    @property
-    def flops(self) -> float:
-        """Of products and attention."""
-        return self.attention_flops + sum(2 * m * n * k * times for (m, n, k), times in self.products.items())
 
     def plus(self, other: "Work", times: float = 1) -> "Work":
         """Return this work and ``times`` times the other's."""
@@ -54,7 +39,7 @@ class Work:
 class Memory:
     """Memory of the rank that needs the most."""
 
-    parts: Mapping[str, Amount]
+    parts: Mapping[str, float]
     """At the moment of the peak, by kind, in bytes."""
     phase: str
     """Of the step, at the peak."""
@@ -68,12 +53,12 @@ class Memory:
     @property
     def peak(self) -> int:
         """All parts on the device, in bytes."""
-        return int(sum(part.value for part in self.parts.values())) - self.on_host
+        return int(sum(self.parts.values())) - self.on_host
 
     @property
     def on_host(self) -> int:
         """What is in host memory instead, in bytes."""
-        return int(sum(part.value for kind, part in self.parts.items() if kind.endswith(IN_HOST_MEMORY)))
+        return int(sum(part for kind, part in self.parts.items() if kind.endswith(IN_HOST_MEMORY)))
 
 
 @dataclass(frozen=True)

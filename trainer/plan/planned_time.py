@@ -1,29 +1,33 @@
 """How long a step takes, by the rates that are known: those of published runs, or a file of measured ones."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from serried.configs.errors import UserError
 from serried.configs.schema import RunConfig
-from serried.parallel.mesh import Layout
-from serried.parallel.plan import ParallelPlan
+from serried.parallel.clock import Cost, duration
+from serried.parallel.mesh import ZERO_BUBBLE_SCHEDULES, Layout
+from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER
 from serried.parallel.traffic import Flow
 from serried.trainer.activation_budget import chosen_mix
 from serried.trainer.peak_flops import device_name
 from serried.trainer.plan.devices import DEVICES, Cluster, Device, device_of, device_of_driver
 from serried.trainer.plan.job import doubts, job_of, shape_of, unknown_why
 from serried.trainer.plan.measured_rates import MeasuredRates, read_rates
+from serried.trainer.plan.memory import Sizes
+from serried.trainer.plan.parts import Work
 from serried.trainer.plan.rates import MEASURED, OUTSIDE, RATES, WITHIN, Rates, software_for
-from serried.trainer.plan.seconds import Step, step_of
-from serried.trainer.plan.traced import TracedStage
-from serried.trainer.plan.traced_seconds import traced_step
+from serried.trainer.plan.seconds import Step, step_of, wire
+from serried.trainer.plan.traced import Traced
 from serried.trainer.task import Task
 
 _PER_NODE = 8
+_PART_OF_AXIS = {"fsdp": "data", "replicate": "data", "expert fsdp": "data", "world": "data"}
+"""Other axes are parts of their own name; messages of a pipeline are on its timeline."""
 
 
 class UnknownTime(Exception):
@@ -52,7 +56,6 @@ class Timed:
         return low * self.step.seconds, high * self.step.seconds
 
     def as_data(self) -> dict[str, Any]:
-        """Return it as plain data."""
         low, high = self.range
         rate = self.samples * self.weight_per_sample / self.step.seconds
         return {
@@ -115,14 +118,14 @@ def measured_rates(config: RunConfig) -> MeasuredRates:
 
 
 def time_of(
-    config: RunConfig, task: Task, layout: Layout, accumulation: int, model: nn.Module, plan: ParallelPlan,
-    stages: Sequence[TracedStage], flows: Sequence[Flow],
-) -> Timed:  # fmt: skip
+    config: RunConfig, task: Task, accumulation: int, sizes: Sizes, stages: Sequence[Traced], flows: Sequence[Flow]
+) -> Timed:
     """Return how long a step takes: by the work that a trace counted if rates were measured, else by sizes.
 
     Raises:
         UnknownTime: there are no rates for it.
     """
+    layout, model, plan = sizes.layout, sizes.model, sizes.plan
     device, shape = planned_device(config), shape_of(config, model, plan)
     if device is None:
         raise UnknownTime(f"this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}, or plan.rates=FILE")
@@ -165,3 +168,72 @@ def _trust(software: str, doubtful: Sequence[str]) -> str:
     if doubtful:
         return f"time is a rough guess: no published run has {', nor '.join(doubtful)} (rates of {software})"
     return f"time: rates of {software}; published runs that did not determine them are off by 5% (median) to 18% (p90)"
+
+
+def traced_step(
+    stages: Sequence[Traced], flows: Sequence[Flow], layout: Layout, accumulation: int, measured: MeasuredRates
+) -> Step:
+    """Return how long a step takes."""
+    forward, backward = ([_parts(stage, phase, measured) for stage in stages] for phase in (FORWARD, BACKWARD))
+    count = len(stages)
+    parts: dict[str, float] = defaultdict(float)
+    for of_stage in (*forward, *backward):
+        for name, seconds in of_stage.items():
+            parts[name] += accumulation * seconds / count
+    if layout.pipeline > 1:
+        parts["pipeline"] = _played(forward, backward, layout, accumulation, flows, measured) - sum(parts.values())
+    parts["optimizer"] = sum(sum(_parts(stage, OPTIMIZER, measured).values()) for stage in stages) / count
+    computes = {
+        when: accumulation * sum(sum(each.values()) for each in of) / count
+        for when, of in (("forward", forward), ("backward", backward))
+    }
+    for (when, part), seconds in _exchanged(flows, layout, measured).items():
+        hidden = measured.hidden * min(seconds, computes.get(when, 0.0)) if part == "data" else 0.0
+        parts["optimizer" if when == "end" else part] += seconds - hidden
+    return Step(sum(parts.values()), {name: seconds for name, seconds in parts.items() if seconds})
+
+
+def _parts(stage: Traced, phase: str, measured: MeasuredRates) -> dict[str, float]:
+    """Return the seconds of a phase: of one micro-batch, or of the optimizer."""
+    work, rates, device = stage.work.get(phase, Work()), measured.rates, measured.cluster.device
+    peak = device.peak(measured.precision)
+    assert peak
+    return {
+        "products": sum(times * measured.product_seconds(shape) for shape, times in work.products.items()),
+        "attention": work.attention_flops / (peak * rates.attention),
+        "memory": work.moved_bytes / (device.memory_rate * rates.memory) + work.launches * rates.launch,
+    }
+
+
+def _exchanged(flows: Sequence[Flow], layout: Layout, measured: MeasuredRates) -> Mapping[tuple[str, str], float]:
+    """Return the seconds of exchanges, by phase and part."""
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    for flow in flows:
+        if flow.axis in ("pipeline", "ends", "stage"):
+            continue
+        rate, of_call = wire(layout, flow.axis, measured.cluster, measured.rates)
+        seconds[flow.when, _PART_OF_AXIS.get(flow.axis, flow.axis)] += flow.bytes / rate + flow.calls * of_call
+    return seconds
+
+
+def _played(
+    forward: Sequence[Mapping[str, float]],
+    backward: Sequence[Mapping[str, float]],
+    layout: Layout,
+    accumulation: int,
+    flows: Sequence[Flow],
+    measured: MeasuredRates,
+) -> float:
+    """Return the seconds of a pipeline's step. Of its ranks the first, the second and the last were traced."""
+    per_rank = layout.stages // layout.pipeline
+    costs = []
+    for stage in range(layout.stages):
+        rank = layout.pipeline_of(stage)
+        traced = min(rank, 1) if rank < layout.pipeline - 1 else len(forward) - 1
+        weights = backward[traced]["products"] / 2 if layout.schedule in ZERO_BUBBLE_SCHEDULES else 0.0
+        there, back = (sum(each[traced].values()) / per_rank for each in (forward, backward))
+        costs.append(Cost(there, back, weights / per_rank))
+    sent = [flow for flow in flows if flow.axis == "pipeline" and flow.calls]
+    rate, of_call = wire(layout, "pipeline", measured.cluster, measured.rates)
+    transfer = max((flow.bytes / flow.calls for flow in sent), default=0.0) / rate + of_call
+    return duration(layout, accumulation, costs, transfer)

@@ -14,23 +14,22 @@ from serried.configs.errors import UserError
 from serried.configs.formats import columns, size
 from serried.configs.schema import RunConfig
 from serried.parallel.apply import check_plan
-from serried.parallel.checks import check_layout
+from serried.parallel.checks import checked_layout, with_values
 from serried.parallel.compile import check_blocks
-from serried.parallel.mesh import Layout, gradient_accumulation, resolve_layout
+from serried.parallel.mesh import Layout
 from serried.records.files import write_atomically
 from serried.records.page.html import html_page
-from serried.trainer.model import build_model
+from serried.trainer.model import model_to_train
 from serried.trainer.optimizer import check_optimizer
 from serried.trainer.optimizer_state import state_bytes
-from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.devices import DEVICES
 from serried.trainer.plan.job import doubts, job_of, shape_of, unknown_why
 from serried.trainer.plan.memory import Sizes, formula_memory, planned_memory, share_of
 from serried.trainer.plan.planned_time import planned_cluster, planned_device, planned_rates
 from serried.trainer.plan.rates import software_for
 from serried.trainer.plan.seconds import Job, held_elements, step_of
+from serried.trainer.plan.show import seconds_text
 from serried.trainer.plan.step_plan import fits_of
-from serried.trainer.plan.time_lines import seconds_text
 from serried.trainer.precision import LOW_DTYPES, trained_type
 from serried.trainer.task import Task
 
@@ -149,9 +148,8 @@ class _Search:
                 "plan.search=true chooses trainer.activation_checkpoint; use trainer.activation_memory_budget=1"
             )
         self.config, self.task, self.processes = config, task, processes
-        built = build_model(config, task)
+        built = model_to_train(config, task)
         self.model, self.plan, self.blocks = built.module, built.plan, len(built.blocks)
-        freeze(self.model, config.optim)
         device, shape = planned_device(config), shape_of(config, self.model, self.plan)
         if device is None:
             raise UserError(f"this GPU is not in the catalogue; use plan.device={'|'.join(DEVICES)}")
@@ -173,9 +171,7 @@ class _Search:
         for overrides in self._overrides():
             config = _changed(self.config, overrides)
             try:
-                layout = resolve_layout(config.parallel, self.processes)
-                accumulation = gradient_accumulation(config.trainer, layout)
-                check_layout(config, layout, accumulation)
+                layout, accumulation = checked_layout(config, self.processes)
                 self._check_model(config, layout)
             except UserError:
                 continue
@@ -223,7 +219,6 @@ class _Search:
         return _front(sorted(front, key=lambda each: each.seconds), least)
 
     def table(self, candidates: Sequence[Candidate], *, is_numbered: bool = False) -> list[str]:
-        """Return a line for each."""
         rows: list[tuple[str, ...]] = [("", "time", "tok/s/GPU", "memory", "overrides")]
         for number, each in enumerate(candidates, 1):
             time = f"{seconds_text(each.seconds)}{'?' if self.doubts(each) else ''}"
@@ -232,7 +227,6 @@ class _Search:
         return columns(rows)
 
     def as_data(self, candidate: Candidate) -> dict[str, Any]:
-        """Return a candidate as plain data."""
         return {
             "overrides": dict(candidate.overrides),
             "words": candidate.words(),
@@ -349,11 +343,6 @@ def _value(config: RunConfig, key: str) -> Any:
 
 
 def _changed(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
-    sections: dict[str, dict[str, Any]] = {"parallel": {}, "trainer": {}}
     chosen = _SET_BY_CHOICE.get(overrides.get("parallel", ""), {})
-    for key, value in {**chosen, **overrides}.items():
-        section, _, name = key.partition(".")
-        sections[section][name or "strategy"] = value
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
-    )
+    values = {**chosen, **overrides}
+    return with_values(config, {"parallel.strategy" if key == "parallel" else key: values[key] for key in values})

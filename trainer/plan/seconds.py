@@ -259,7 +259,6 @@ class _Clock:
     # one block ---------------------------------------------------------------------------------------------------
 
     def block(self) -> _Block:
-        """Return what a block takes."""
         job, shape, tensor = self.job, self.job.shape, self.job.layout.tensor
         once = self._seconds(block_work(job))
         attention, memory, products = once["attention"], once["memory"], once["products"]
@@ -313,17 +312,21 @@ class _Clock:
 
     # all of it ---------------------------------------------------------------------------------------------------
 
+    def _work(self, block: _Block, head: Mapping[str, float], times: float) -> dict[str, float]:
+        """Return the seconds of all blocks and the ``head``, for so many micro-batches."""
+        of_blocks = _sum(block.forward, block.backward)
+        parts = {name: times * self.job.shape.layers * seconds for name, seconds in of_blocks.items()}
+        for name, seconds in head.items():
+            parts[name] = parts.get(name, 0.0) + times * seconds
+        return parts
+
     def alone(self) -> Step:
         """Return a step without a pipeline."""
-        job, block, count = self.job, self.block(), self.job.shape.layers
-        parts = {
-            name: count * job.accumulation * seconds for name, seconds in _sum(block.forward, block.backward).items()
-        }
-        for name, seconds in self.head().items():
-            parts[name] = parts.get(name, 0.0) + job.accumulation * seconds
+        job, block = self.job, self.block()
+        parts = self._work(block, self.head(), job.accumulation)
         gathers_each = job.frees_after_forward and self.sharding.ranks > 1
         parts["data"] = self._gathers(block) if gathers_each else 0.0
-        parts["data"] += self._sums(count * _total(block), only_copies=gathers_each)
+        parts["data"] += self._sums(job.shape.layers * _total(block), only_copies=gathers_each)
         parts["optimizer"] = self._update()
         if gathers_each and (doublings := math.log2(self.sharding.ranks / _LARGEST_SEEN)) > 0:
             parts["stragglers"] = doublings * _LOST_BEYOND * sum(parts.values())
@@ -343,12 +346,7 @@ class _Clock:
             last = end if stage == layout.stages - 1 else 0.0
             costs.append(Cost(blocks * forward + last / 3, blocks * backward + last * 2 / 3, blocks * weights))
         seconds_played = played(layout, job.accumulation, costs, self._transfer())
-        times = job.accumulation / layout.pipeline
-        parts = {
-            name: times * job.shape.layers * seconds for name, seconds in _sum(block.forward, block.backward).items()
-        }
-        for name, seconds in head.items():
-            parts[name] = parts.get(name, 0.0) + times * seconds
+        parts = self._work(block, head, job.accumulation / layout.pipeline)
         parts["pipeline"] = seconds_played - sum(parts.values())
         parts["data"] = self._sums(job.shape.layers / layout.pipeline * (forward + backward))
         parts["optimizer"] = self._update()

@@ -6,8 +6,9 @@ from contextlib import suppress
 
 from serried.configs.divisors import divisors
 from serried.configs.errors import UserError
-from serried.configs.formats import size
+from serried.configs.formats import duration, short, size
 from serried.configs.schema import RunConfig
+from serried.parallel.checks import with_values
 from serried.parallel.mesh import gradient_accumulation
 from serried.parallel.phases import BACKWARD
 from serried.parallel.traffic import Flow
@@ -16,14 +17,30 @@ from serried.trainer.plan.allocator import has_expandable_segments
 from serried.trainer.plan.memory import RECEIVE_BUFFERS, WHY_RECEIVE_BUFFERS
 from serried.trainer.plan.parts import IN_HOST_MEMORY, Fits, Memory
 from serried.trainer.plan.planned_time import Timed
+from serried.trainer.plan.seconds import Step
 from serried.trainer.plan.step_plan import FRAGMENTED_SHARE, RESERVED_BYTES, TRACED, StepPlan, with_unused
-from serried.trainer.plan.time_lines import time_lines
 from serried.trainer.plan.traced import CannotTrace, memory_of, trace_step
 from serried.trainer.task import Task
 
 _ADVICE_LINES = 3
 _MUCH = 0.1
-_WORTH_NAMING = 0.005
+_WORTH_NAMING, _WORTH_NAMING_OF_TIME = 0.005, 0.01
+_DAY = 86400
+_NAMES = {
+    "products": "matrix products",
+    "attention": "attention",
+    "memory": "operations that wait for memory",
+    "recomputed": "blocks computed again",
+    "tensor": "exchanges of tensor ranks",
+    "context": "exchanges of context ranks",
+    "expert": "exchanges of expert ranks",
+    "data": "gathers and sums of FSDP",
+    "pipeline": "waiting in the pipeline",
+    "optimizer": "optimizer",
+    "stragglers": "waiting in large groups",
+}
+"""Of the parts of a step."""
+_OWN_WORK = ("products", "attention", "memory", "optimizer")
 
 
 def plan_lines(config: RunConfig, task: Task, plan: StepPlan) -> Iterator[tuple[str, str]]:
@@ -33,9 +50,9 @@ def plan_lines(config: RunConfig, task: Task, plan: StepPlan) -> Iterator[tuple[
         yield "fits", _fits(fits, memory)
         memory = with_unused(memory)
     yield ("" if fits is not None else "needs"), _parts(memory)
-    buffers = memory.parts.get(RECEIVE_BUFFERS)
-    if buffers is not None and buffers.value > _MUCH * memory.peak:
-        yield "WARNING", f"{size(buffers.value)} are {RECEIVE_BUFFERS}: {WHY_RECEIVE_BUFFERS}"
+    buffers = memory.parts.get(RECEIVE_BUFFERS, 0)
+    if buffers > _MUCH * memory.peak:
+        yield "WARNING", f"{size(buffers)} are {RECEIVE_BUFFERS}: {WHY_RECEIVE_BUFFERS}"
     if plan.flows:
         yield from _travels(plan.flows)
     if fits is not None and fits.answer != "yes":
@@ -55,13 +72,13 @@ def _traced_advice(planned: Planned, task: Task, plan: StepPlan) -> Iterator[Adv
     changes: list[tuple[str, object, str]] = []
     is_free = trainer.activation_memory_budget == 1 and trainer.activation_checkpoint in ("none", "selective")
     if planned.plan.blocks and is_free:
-        changes.append(("activation_checkpoint", "full", ", and computes blocks again"))
-    changes += [("micro_batch", samples, " of activations") for samples in divisors(trainer.micro_batch)[-2:-1]]
+        changes.append(("trainer.activation_checkpoint", "full", ", and computes blocks again"))
+    changes += [("trainer.micro_batch", samples, " of activations") for samples in divisors(trainer.micro_batch)[-2:-1]]
     for key, value, note in changes:
-        config = planned.with_("trainer", **{key: value})
+        config = with_values(planned.config, {key: value})
         with suppress(CannotTrace, UserError):
             stages = trace_step(config, task, plan.layout, gradient_accumulation(config.trainer, plan.layout))
-            yield Advice(f"trainer.{key}={value}", plan.memory.peak - memory_of(stages).peak, note)
+            yield Advice(f"{key}={value}", plan.memory.peak - memory_of(stages).peak, note)
 
 
 def _fits(fits: Fits, memory: Memory) -> str:
@@ -78,12 +95,12 @@ def _fits(fits: Fits, memory: Memory) -> str:
 
 def _parts(memory: Memory) -> str:
     least = _WORTH_NAMING * memory.peak
-    here = {kind: part.value for kind, part in memory.parts.items() if not kind.endswith(IN_HOST_MEMORY)}
+    here = {kind: part for kind, part in memory.parts.items() if not kind.endswith(IN_HOST_MEMORY)}
     named = {kind: value for kind, value in here.items() if value >= least and kind != "other"}
     rest = memory.peak - sum(named.values())
     texts = [f"{kind} {size(value)}" for kind, value in named.items()]
     texts += [f"other {size(rest)}"] if rest >= least else []
-    apart = [f"{kind} {size(part.value)}" for kind, part in memory.parts.items() if kind not in here]
+    apart = [f"{kind} {size(part)}" for kind, part in memory.parts.items() if kind not in here]
     return "; ".join([", ".join(texts), *apart])
 
 
@@ -111,3 +128,61 @@ def _assumed(plan: StepPlan) -> str:
         return f"; {FRAGMENTED_SHARE:.0%} for fragmentation and {others}"
     kind = "expandable segments" if has_expandable_segments() else "its default segments"
     return f"; fragmentation by the rules of torch's allocator with {kind}; {others}"
+
+
+def time_lines(config: RunConfig, time: Timed | str) -> Iterator[tuple[str, str]]:
+    """Yield the lines as (name, text); a single one where the time is unknown."""
+    if isinstance(time, str):
+        yield "step", f"unknown: {time}"
+        return
+    step, device = time.step, time.cluster.device
+    took = seconds_text(step.seconds, *time.range)
+    yield "step", f"{took} on {time.processes} {device.name}: {_shares(step)}"
+    yield "rate", _rate(config, time)
+    yield "binds", _binds(step)
+
+
+def seconds_text(*seconds: float) -> str:
+    """Format a number, or one and its range: ``1.5 s (1.3 to 1.7)``."""
+    unit, factor = ("s", 1) if seconds[0] >= 1 else ("ms", 1000)
+    scaled = (each * factor for each in seconds)
+    first, *span = (f"{each:.3g}" if each < 999.5 else f"{each:,.0f}" for each in scaled)  # not 1.04e+03
+    return f"{first} {unit}" + (f" ({' to '.join(span)})" if span else "")
+
+
+def _shares(step: Step) -> str:
+    shown = sorted(step.parts.items(), key=lambda each: -each[1])
+    return ", ".join(
+        f"{_NAMES[name]} {seconds / step.seconds:.0%}"
+        for name, seconds in shown
+        if seconds >= _WORTH_NAMING_OF_TIME * step.seconds
+    )
+
+
+def _rate(config: RunConfig, time: Timed) -> str:
+    seconds, ranks, device = time.step.seconds, time.processes, time.cluster.device
+    each = time.samples * time.weight_per_sample
+    low, high = (each / ranks / seconds for seconds in reversed(time.range))
+    text = f"{each / ranks / seconds:,.0f} {time.unit}/s a device ({low:,.0f} to {high:,.0f})"
+    if time.flops_per_sample and device.measured is None and (peak := device.peak(config.precision.name)):
+        text += f", MFU {time.samples * time.flops_per_sample / seconds / ranks / peak:.0%}"
+    whole = (config.plan.tokens if time.unit == "tokens" else None) or each * config.trainer.steps
+    took = whole / each * seconds
+    hours = took * ranks / 3600
+    text += f"; {short(whole)} {time.unit}: {duration(took) if took < 100 * _DAY else f'{took / _DAY:,.0f} days'}"
+    text += f", {short(hours)} device-hours"
+    return text + (
+        f", {short(hours * config.plan.price)} at {config.plan.price:g} an hour" if config.plan.price else ""
+    )
+
+
+def _binds(step: Step) -> str:
+    def largest(parts: dict[str, float]) -> str:
+        name = max(parts, key=lambda each: parts[each])
+        return f"{_NAMES[name]}, {parts[name] / step.seconds:.0%} of the step"
+
+    waits = {name: seconds for name, seconds in step.parts.items() if name not in _OWN_WORK}
+    text = largest({**step.parts})
+    if sum(waits.values()) > _WORTH_NAMING_OF_TIME * step.seconds and largest(waits) != text:
+        text += f"; apart from the model's own work, most is {largest(waits)}"
+    return text

@@ -8,9 +8,9 @@ from serried.parallel.mesh import AXES, Layout
 from serried.parallel.traffic import Flow
 from serried.trainer.plan.allocator import has_expandable_segments
 from serried.trainer.plan.memory import Sizes, formula_memory, planned_flows, planned_memory
-from serried.trainer.plan.parts import IN_HOST_MEMORY, Amount, Fits, Memory
+from serried.trainer.plan.parts import IN_HOST_MEMORY, Fits, Memory
 from serried.trainer.plan.planned_time import Timed, UnknownTime, time_of
-from serried.trainer.plan.traced import CannotTrace, TracedStage, flows_of, reserved_memory_of, trace_step
+from serried.trainer.plan.traced import CannotTrace, Traced, flows_of, reserved_memory_of, trace_step
 from serried.trainer.task import Task
 
 TRACED = "traced"
@@ -53,7 +53,7 @@ class StepPlan:
                 "bytes": self.memory.peak,
                 "phase": self.memory.phase,
                 "rank": self.memory.rank,
-                "parts": {kind: round(part.value) for kind, part in self.memory.parts.items()},
+                "parts": {kind: round(part) for kind, part in self.memory.parts.items()},
             },
             "fits": fits and {"answer": fits.answer, "needed": fits.needed, "usable": fits.usable, "held": fits.held},
             "flows": flows,
@@ -67,7 +67,7 @@ def plan_step(
     """Plan a step as ``config.plan`` says."""
     layout, flows = sizes.layout, planned_flows(config, accumulation, sizes)
     memory = formula_memory(planned_memory(config, task, accumulation, sizes))
-    stages: list[TracedStage] = []
+    stages: list[Traced] = []
     found = "by formula, plan.mode=trace to trace it"
     if config.plan.mode == "trace":
         try:
@@ -79,7 +79,7 @@ def plan_step(
     time: Timed | str | None = None
     if is_timed:
         try:
-            time = time_of(config, task, layout, accumulation, sizes.model, sizes.plan, stages, flows)
+            time = time_of(config, task, accumulation, sizes, stages, flows)
         except UnknownTime as error:
             time = str(error)
     return StepPlan(layout, memory, found, flows, capacity, time)
@@ -94,8 +94,7 @@ def fits_of(memory: Memory, capacity: int) -> Fits:
 def with_unused(memory: Memory) -> Memory:
     """Return ``memory`` and what the allocator takes and does not use."""
     passing = sum(
-        part.value for kind, part in memory.parts.items() if kind not in _LASTING and not kind.endswith(IN_HOST_MEMORY)
+        part for kind, part in memory.parts.items() if kind not in _LASTING and not kind.endswith(IN_HOST_MEMORY)
     )
-    lost = Amount(FRAGMENTED_SHARE * passing, "assumed")
-    lost = lost if memory.unused is None else Amount(memory.unused, "traced")
+    lost = FRAGMENTED_SHARE * passing if memory.unused is None else memory.unused
     return replace(memory, parts={**memory.parts, "fragmentation": lost})

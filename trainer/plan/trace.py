@@ -109,7 +109,6 @@ class Block:
 class Peak(NamedTuple):
     """The moment at which most is held."""
 
-    bytes: int
     phase: str
     parts: dict[str, int]
     by_phase: dict[str, int]
@@ -189,7 +188,7 @@ class StepTrace(TorchDispatchMode):
         parts |= apart
         parts[WORKING] += most - sum(size for kind, size in parts.items() if not kind.endswith(IN_HOST_MEMORY))
         by_phase.pop("", None)
-        return Peak(most, self._events[at][2], {kind: size for kind, size in parts.items() if size}, dict(by_phase))
+        return Peak(self._events[at][2], {kind: size for kind, size in parts.items() if size}, dict(by_phase))
 
     def requests(self) -> list[Phase]:
         """Return what was requested of the allocator up to now, set-up included."""
@@ -295,7 +294,6 @@ class _Tally:
         self._attention_flops = self._moved_bytes = self._launches = 0
 
     def add(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Count an operation."""
         self._launches += 1
         if name in _PRODUCTS:
             *_, a, b = inputs
@@ -317,5 +315,4 @@ class _Tally:
             self._products[a.shape[-2], b.shape[-1], a.shape[-1]] += 1
 
     def work(self) -> Work:
-        """Return what was counted."""
         return Work(self._products, self._attention_flops, self._moved_bytes, self._launches)

@@ -26,18 +26,17 @@ from serried.parallel.expert import mixtures
 from serried.parallel.groups import Groups
 from serried.parallel.held import empty
 from serried.parallel.mesh import ZERO_BUBBLE_SCHEDULES, Layout
-from serried.parallel.model import DistributedModel
+from serried.parallel.model import DistributedModel, own_sums
 from serried.parallel.phases import BACKWARD, FORWARD, OPTIMIZER, Phases
-from serried.parallel.plan import Context, Inputs, LossTerms, ParallelPlan
+from serried.parallel.plan import Context, ParallelPlan
 from serried.parallel.shard_specs import chunk
 from serried.parallel.traffic import Flow
 from serried.trainer.activation_budget import chosen_mix, reason_of
-from serried.trainer.model import Model, build_model, sharded
+from serried.trainer.model import Model, build_model, model_to_train, sharded
 from serried.trainer.optimizer import model_optimizer
-from serried.trainer.parameter_groups import freeze
 from serried.trainer.plan.allocator import Phase, extended, unused_bytes
 from serried.trainer.plan.memory import RECEIVE_BUFFERS, keeps_buckets
-from serried.trainer.plan.parts import IN_HOST_MEMORY, Amount, Memory, Work
+from serried.trainer.plan.parts import IN_HOST_MEMORY, Memory, Work
 from serried.trainer.plan.trace import GRADIENTS, PARAMETERS, Exchange, StepTrace
 from serried.trainer.precision import LOW_DTYPES
 from serried.trainer.task import Task, map_tensors
@@ -45,7 +44,6 @@ from serried.trainer.training_state import train_step
 from serried.trainer.weight_average import WeightAverage
 
 _CPU = torch.device("cpu")
-_EXACT = (PARAMETERS, "optimizer state")
 _EXCHANGES_IN_PHASE = {FORWARD: "forward", BACKWARD: "backward"}
 
 
@@ -55,8 +53,9 @@ class CannotTrace(Exception):
 
 @dataclass(frozen=True)
 class Traced:
-    """A step of one rank, or the difference that a block makes."""
+    """A step of one rank, the first of those at its coordinate of the pipeline; or the difference that blocks make."""
 
+    rank: int
     memory: Mapping[str, float]
     """At the peak, by kind."""
     phase: str
@@ -94,21 +93,9 @@ class Traced:
         return replace(self, memory=memory, by_phase=by_phase, flows=flows, work=work, requests=None)
 
 
-@dataclass(frozen=True)
-class TracedStage:
-    """The ranks at one coordinate of the pipeline, of which the first was traced."""
-
-    rank: int
-    step: Traced
-    block: Traced | None
-    """What one block adds; None: the whole model was traced."""
-    blocks: int
-    """Of the model, here."""
-
-
 def trace_step(
     config: RunConfig, task: Task, layout: Layout, accumulation: int, *, is_open: bool = False
-) -> list[TracedStage]:
+) -> list[Traced]:
     """Trace a step on the ranks that hold the most: the first of each coordinate of the pipeline that differs.
 
     Equal blocks add equal amounts of everything, so a few of them are traced; one more proves it, or all are.
@@ -138,37 +125,35 @@ def takes_samples(task: Task) -> bool:
     return type(task).example_batch is Task.example_batch
 
 
-def memory_of(stages: Sequence[TracedStage]) -> Memory:
+def memory_of(stages: Sequence[Traced]) -> Memory:
     """Return the memory of the rank that needs the most."""
-    worst = max(stages, key=lambda stage: stage.step.peak)
-    parts: dict[str, Amount] = {}
-    for kind, size in sorted(worst.step.memory.items(), key=lambda each: -each[1]):
-        parts[kind] = Amount(size, "exact" if kind.removesuffix(IN_HOST_MEMORY) in _EXACT else "traced")
-    by_phase = {phase: int(size) for phase, size in worst.step.by_phase.items()}
-    return Memory(parts, worst.step.phase, by_phase, worst.rank)
+    worst = max(stages, key=lambda stage: stage.peak)
+    parts = dict(sorted(worst.memory.items(), key=lambda each: -each[1]))
+    by_phase = {phase: int(size) for phase, size in worst.by_phase.items()}
+    return Memory(parts, worst.phase, by_phase, worst.rank)
 
 
-def reserved_memory_of(stages: Sequence[TracedStage], *, is_expandable: bool) -> Memory:
+def reserved_memory_of(stages: Sequence[Traced], *, is_expandable: bool) -> Memory:
     """Return the memory of the rank that needs the most, with what torch's allocator takes beyond it on a GPU."""
-    worst = max(stages, key=lambda stage: stage.step.peak)
-    requests = worst.step.requests
+    worst = max(stages, key=lambda stage: stage.peak)
+    requests = worst.requests
     unused = None if requests is None else unused_bytes(requests, is_expandable=is_expandable)
     return replace(memory_of(stages), unused=unused)
 
 
-def flows_of(stages: Sequence[TracedStage]) -> tuple[Flow, ...]:
+def flows_of(stages: Sequence[Traced]) -> tuple[Flow, ...]:
     """Return what the rank that sends the most sends in a step."""
-    most = max(stages, key=lambda stage: sum(sent for sent, _ in stage.step.flows.values()))
+    most = max(stages, key=lambda stage: sum(sent for sent, _ in stage.flows.values()))
     return tuple(
         Flow(axis, kind, when, round(sent), round(calls), ranks)
-        for (axis, kind, when, ranks), (sent, calls) in sorted(most.step.flows.items())
+        for (axis, kind, when, ranks), (sent, calls) in sorted(most.flows.items())
         if sent
     )
 
 
-def products_of(stages: Sequence[TracedStage]) -> list[tuple[int, int, int]]:
+def products_of(stages: Sequence[Traced]) -> list[tuple[int, int, int]]:
     """Return the shapes of all matrix products, those that compute the most first."""
-    work = reduce(Work.plus, (each for stage in stages for each in stage.step.work.values()))
+    work = reduce(Work.plus, (each for stage in stages for each in stage.work.values()))
     return sorted(work.products, key=lambda shape: -prod(shape) * work.products[shape])
 
 
@@ -181,33 +166,33 @@ class _Tracer:
         self._leading = _unlike_the_last(model.module, self._names)
         self._batch = task.example_batch(config.trainer.micro_batch)
 
-    def stages(self) -> list[TracedStage]:
+    def stages(self) -> list[Traced]:
         layout, border, found = self._layout, None, []
         for pipeline in sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1}):
             stage = self._stage(pipeline, border)
-            border = border if stage.step.border is None else stage.step.border
+            border = border if stage.border is None else stage.border
             found.append(stage)
         return found
 
-    def _stage(self, pipeline: int, border: Tensor | None) -> TracedStage:
+    def _stage(self, pipeline: int, border: Tensor | None) -> Traced:
         layout, total = self._layout, len(self._names)
         rank = pipeline * layout.world // layout.pipeline
         mine = layout.stages_of(pipeline)
-        here = sum(len(layout.block_range(stage, total)) for stage in mine) if layout.pipeline > 1 else total
+        here = sum(len(layout.block_range(stage, total)) for stage in mine)
         every = self._config.trainer.activation_checkpoint_every
         per_stage = -(-here // len(mine))
         first = self._leading + 2 * every + (per_stage - self._leading) % every
         points = [first, first + every, first + 2 * every]
         is_mixed = self._config.trainer.activation_memory_budget < 1  # by the number of blocks
         if points[-1] >= per_stage or is_mixed or (layout.pipeline > 1 and self._leading):
-            return TracedStage(rank, self._trace(rank, None, border), None, here)
+            return self._trace(rank, None, border)
         low, high, proof = (self._trace(rank, each * layout.stages, border) for each in points)
         step = high.plus(low, -1)
         if abs(high.plus(step, 1).peak - proof.peak) > 0:
-            return TracedStage(rank, self._trace(rank, None, border), None, here)
-        block, times = _scaled(step, 1 / every / len(mine)), (per_stage - first) // every
+            return self._trace(rank, None, border)
+        times = (per_stage - first) // every
         requests = extended(low.requests or [], high.requests or [], proof.requests or [], times)
-        return TracedStage(rank, replace(low.plus(step, times), requests=requests), block, here)
+        return replace(low.plus(step, times), requests=requests)
 
     def _trace(self, rank: int, blocks: int | None, border: Tensor | None) -> Traced:
         layout = self._layout
@@ -231,7 +216,7 @@ class _Tracer:
             for phase, tally in trace.work.items()
         }
         flows = self._flows(trace, axes, micro_batches)
-        return Traced(peak.parts, peak.phase, peak.by_phase, flows, work, requests, found)
+        return Traced(rank, peak.parts, peak.phase, peak.by_phase, flows, work, requests, found)
 
     def _flows(
         self, trace: StepTrace, axes: Mapping[str, str], micro_batches: int
@@ -255,10 +240,6 @@ class _Tracer:
         return flows
 
 
-def _scaled(traced: Traced, times: float) -> Traced:
-    return replace(traced, memory={}, by_phase={}, flows={}, work={}).plus(traced, times)
-
-
 def _unlike_the_last(model: nn.Module, names: Sequence[str]) -> int:
     """Return how many of the blocks come before those that are all as the last is."""
 
@@ -280,9 +261,8 @@ def _trace_rank(
     has_buckets = keeps_buckets(config, layout)
     if layout.is_replicated:  # DDP's reducer needs data: one process does the same, but for the sums of gradients
         layout = Layout("single")
-    model = build_model(config, task)
+    model = model_to_train(config, task)
     mix = chosen_mix(config, task, layout, model.plan, model.module)
-    freeze(model.module, config.optim)
     if blocks is not None:
         model = _shortened(model, blocks)
     with _world(layout, rank):
@@ -315,7 +295,7 @@ def _trace_rank(
             decay = config.trainer.ema_decay
             average = WeightAverage(decay, parallel.parameters, _CPU) if decay else None
             weight = task.weight_per_sample()
-            step = train_step(config, _Named(task, parallel), weight, parallel, optimizer, average)
+            step = train_step(config, task, weight, parallel, optimizer, average)
             step(batches, 1e-3, lambda: 0.0)  # FSDP2 and optimizers allocate in their first
             trace.label(PARAMETERS + place, [held.tensor for held in parallel.parameters])
             for held in parallel.parameters:
@@ -349,12 +329,12 @@ class _Borders(dict[Any, Tensor]):
 def _answer_what_needs_data(
     parallel: DistributedModel, plan: ParallelPlan, layout: Layout, border: Tensor | None
 ) -> None:
-    """Tell the model what its ranks would ask each other for: shapes in a pipeline, and how many tokens go where."""
+    """Tell the model what its ranks would ask each other for: sums, shapes in a pipeline, and how many tokens go
+    where."""
+    parallel.agreed = own_sums
     if layout.pipeline > 1:
         runner: Any = parallel.runner
         runner.borders = _Borders({} if border is None else {None: border})
-        if layout.stages - 1 not in layout.stages_of(parallel.place.pipeline):
-            parallel.metric_names = ()
 
     def evenly(rows: int, *_: Tensor) -> tuple[list[int], list[int]]:
         counts = [size for _, size in (chunk(rows, layout.expert, rank) for rank in range(layout.expert))]
@@ -387,29 +367,6 @@ def _world(layout: Layout, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-class _Named:
-    """The objective of a task, which names its metrics before ranks would agree on them."""
-
-    def __init__(self, task: Task, parallel: DistributedModel) -> None:
-        self._task, self._parallel = task, parallel
-
-    def loss(self, model: nn.Module, batch: Any) -> LossTerms:
-        return self._noted(self._task.loss(model, batch))
-
-    def inputs(self, batch: Any) -> Inputs:
-        return self._task.inputs(batch)
-
-    def terms(self, output: Any, batch: Any) -> LossTerms:
-        return self._noted(self._task.terms(output, batch))
-
-    def slice_sequence(self, batch: Any, part: Callable[[Tensor, int], Tensor]) -> Any:
-        return self._task.slice_sequence(batch, part)
-
-    def _noted(self, terms: LossTerms) -> LossTerms:
-        self._parallel.metric_names = tuple(terms.metrics)
-        return terms
 
 
 def _shortened(model: Model, blocks: int) -> Model:

@@ -4,7 +4,7 @@ What a family computes is in ``recipes/models/`` under its name.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -15,6 +15,9 @@ from serried.configs.schema import Count, DerivedSize, Number, PositiveCount, Se
 
 class RopeScaling(Section):
     """Llama 3.1's rescaling of rotary frequencies for long contexts (Hugging Face ``rope_type: llama3``)."""
+
+    names: ClassVar[Mapping[str, str]] = {"original_max_sequence_length": "original_max_position_embeddings"}
+    """Keys that have another name in a ``config.json``."""
 
     factor: Number = Field(gt=0)
     """Factor by which the context exceeds that of the original training."""
@@ -45,11 +48,22 @@ def refuse_unless(found: Mapping[str, Any], **plain: Any) -> None:
             raise ValueError(f"has {key} {found[key]}; only {value} can be taken over")
 
 
+def _named(names: Mapping[str, str], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that ``names`` names in the ``config.json`` ``found``."""
+    return {ours: found[theirs] for ours, theirs in names.items()}
+
+
+def _given(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in found.items() if value is not None}
+
+
 class ModelSection(Section):
     """Keys that all families of language models have; each adds its own."""
 
     free = ("name", "max_sequence_length", "vocab_size", "vocab_multiple", "head_dim", "initializer_std", "attention")
     # Sizes among them are compared by the shapes of tensors.
+    names: ClassVar[Mapping[str, str]] = {}
+    """Keys -> their names in a ``config.json``, for those that stand there as they are."""
 
     name: str
     """Name of the model config, for display."""
@@ -70,6 +84,10 @@ class ModelSection(Section):
         """Mesh axes -> the keys, with their values, that the degree of the axis must divide."""
         return {}
 
+    def described(self) -> dict[str, Any]:
+        """Return the keys of a ``config.json`` that ``names`` names."""
+        return {theirs: getattr(self, ours) for ours, theirs in self.names.items()}
+
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of this section that describe the model of a Hugging Face ``config.json``.
@@ -82,6 +100,30 @@ class ModelSection(Section):
 
 class LlamaSection(ModelSection):
     """Architecture of a decoder-only transformer of the Llama 3 family."""
+
+    names: ClassVar[Mapping[str, str]] = {
+        "dim": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "hidden_dim": "intermediate_size",
+        "tie_embeddings": "tie_word_embeddings",
+        "norm_eps": "rms_norm_eps",
+        "max_sequence_length": "max_position_embeddings",
+        "vocab_size": "vocab_size",
+    }
+    opens_as: ClassVar[tuple[str, str]] = ("llama", "LlamaForCausalLM")
+    """``model_type`` of a checkpoint, and the class of transformers that opens it."""
+    plain: ClassVar[Mapping[str, Any]] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+    """Keys of ``config.json`` that have one value in all models of the family."""
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    """Values of the keys of ``config.json`` that may be left out, those of transformers."""
+    has_bias: ClassVar[bool] = False
+    """Whether queries, keys and values have one."""
+    normalizes_heads: ClassVar[bool] = False
+    """Whether queries and keys are normalized."""
 
     dim: Size
     """Width of the residual stream."""
@@ -121,30 +163,22 @@ class LlamaSection(ModelSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        refuse_unless(found, attention_bias=False, mlp_bias=False, hidden_act="silu")
+        refuse_unless(found, **cls.plain)
+        found = {**cls.defaults, **_given(found)}
         if found.get("quantization_config"):
             raise ValueError("has a quantization_config; only plain float weights can be taken over")
-        # transformers 5 has one dictionary; before it there were two keys. Defaults are those of LlamaConfig.
+        # transformers 5 has one dictionary; before it there were two keys.
         rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", "llama3"):
             raise ValueError(f"has rope_type {kind}; only default and llama3 can be taken over")
-        names = {"original_max_sequence_length": "original_max_position_embeddings"}
-        scaling = {key: rope[names.get(key, key)] for key in RopeScaling.model_fields} if kind == "llama3" else None
+        scaled = RopeScaling.model_fields if kind == "llama3" else ()
         heads = found["num_attention_heads"]
         return {
-            "dim": found["hidden_size"],
-            "layers": found["num_hidden_layers"],
-            "heads": heads,
-            "kv_heads": found.get("num_key_value_heads") or heads,
+            **_named(cls.names, {"num_key_value_heads": heads, **found}),
             "head_dim": found.get("head_dim") or found["hidden_size"] // heads,
-            "hidden_dim": found["intermediate_size"],
-            "vocab_size": found["vocab_size"],
-            "tie_embeddings": bool(found.get("tie_word_embeddings")),
-            "norm_eps": float(found.get("rms_norm_eps") or 1e-6),
-            "rope_theta": float(rope.get("rope_theta") or found.get("rope_theta") or 10000.0),
-            "rope_scaling": scaling,
-            "max_sequence_length": found.get("max_position_embeddings") or 2048,
+            "rope_theta": float(rope.get("rope_theta") or found["rope_theta"]),
+            "rope_scaling": {key: rope[RopeScaling.names.get(key, key)] for key in scaled} or None,
         }
 
     @property
@@ -205,10 +239,37 @@ _FORMS: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 """What the checkpoints of a family cannot express otherwise."""
+_EXPERTS: Mapping[str, Mapping[str, str]] = {
+    "glm4_moe": {
+        "experts": "n_routed_experts",
+        "expert_hidden_dim": "moe_intermediate_size",
+        "shared_experts": "n_shared_experts",
+        "dense_layers": "first_k_dense_replace",
+        "normalize_weights": "norm_topk_prob",
+        "qk_norm": "use_qk_norm",
+        "rotary_fraction": "partial_rotary_factor",
+        "routed_scale": "routed_scaling_factor",
+    },
+    "qwen3_moe": {
+        "experts": "num_experts",
+        "expert_hidden_dim": "moe_intermediate_size",
+        "normalize_weights": "norm_topk_prob",
+    },
+    "mixtral": {"experts": "num_local_experts", "expert_hidden_dim": "intermediate_size"},
+}
+"""Further ``names``, by family."""
 
 
 class MoESection(LlamaSection):
     """Architecture of a decoder-only transformer with a mixture of experts in place of most feed-forwards."""
+
+    names: ClassVar[Mapping[str, str]] = {
+        **LlamaSection.names,
+        "experts_per_token": "num_experts_per_tok",
+        "attention_bias": "attention_bias",
+    }
+    plain: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
+    defaults: ClassVar[Mapping[str, Any]] = {**LlamaSection.defaults, "attention_bias": False}
 
     experts: Size
     """Number of routed experts of a layer."""
@@ -235,6 +296,10 @@ class MoESection(LlamaSection):
     """Step by which the router's bias of an expert moves after each optimizer step, up if the expert got fewer tokens
     than the mean, else down (arXiv 2408.15664). Families with a softmax router have no such bias."""
 
+    def described(self) -> dict[str, Any]:
+        names = _EXPERTS.get(self.family, _EXPERTS["glm4_moe"])
+        return super().described() | {theirs: getattr(self, ours) for ours, theirs in names.items()}
+
     @property
     def has_router_bias(self) -> bool:
         """Whether routers score by sigmoid and are balanced by a bias, else by softmax."""
@@ -258,34 +323,23 @@ class MoESection(LlamaSection):
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         family = found["model_type"]
-        keys = super().keys_from({**found, "attention_bias": False})
-        keys |= {"attention_bias": bool(found.get("attention_bias")), "experts_per_token": found["num_experts_per_tok"]}
+        rope, dense = found.get("rope_parameters") or {}, found.get("mlp_only_layers") or []
+        usual = {
+            "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": family == "glm4_moe",
+            "use_qk_norm": False, "routed_scaling_factor": 1.0, "partial_rotary_factor": 0.5,
+        }  # fmt: skip
+        usual |= _given(found) | _given({"partial_rotary_factor": rope.get("partial_rotary_factor")})
         if family == "mixtral":
             refuse_unless(found, sliding_window=None)
-            keys |= _FORMS[family]
-            return keys | {"experts": found["num_local_experts"], "expert_hidden_dim": found["intermediate_size"]}
-        keys |= {"expert_hidden_dim": found["moe_intermediate_size"]}
-        if family == "qwen3_moe":
-            dense = found.get("mlp_only_layers") or []
+        elif family == "qwen3_moe":
             if dense != list(range(len(dense))):
                 raise ValueError(f"has mlp_only_layers {dense}; only the first layers can be dense")
             refuse_unless(found, decoder_sparse_step=1, use_sliding_window=False)
-            experts = found.get("num_experts") or found["num_local_experts"]  # renamed in transformers 5
-            normalizes = bool(found.get("norm_topk_prob"))
-            keys |= _FORMS[family]
-            return keys | {"experts": experts, "dense_layers": len(dense), "normalize_weights": normalizes}
-        refuse_unless(found, n_group=1, topk_group=1)
-        rope = found.get("rope_parameters") or {}
-        turned = rope.get("partial_rotary_factor") or found.get("partial_rotary_factor")
-        return keys | {
-            "experts": found["n_routed_experts"],
-            "shared_experts": found.get("n_shared_experts", 1),
-            "dense_layers": found.get("first_k_dense_replace", 1),
-            "normalize_weights": found.get("norm_topk_prob", True),
-            "qk_norm": bool(found.get("use_qk_norm")),
-            "rotary_fraction": float(turned or 0.5),  # transformers' default
-            "routed_scale": float(found.get("routed_scaling_factor") or 1.0),
-        }
+            usual["num_experts"] = found.get("num_experts") or found["num_local_experts"]  # renamed in transformers 5
+        else:
+            refuse_unless(found, n_group=1, topk_group=1)
+        keys = super().keys_from(found) | {"dense_layers": len(dense)}
+        return keys | dict(_FORMS.get(family, {})) | _named(_EXPERTS[family], usual)
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()
@@ -315,6 +369,17 @@ class MoESection(LlamaSection):
 
 class GPT2Section(ModelSection):
     """Architecture of GPT-2."""
+
+    names: ClassVar[Mapping[str, str]] = {
+        "dim": "n_embd",
+        "layers": "n_layer",
+        "heads": "n_head",
+        "hidden_dim": "n_inner",
+        "tie_embeddings": "tie_word_embeddings",
+        "norm_eps": "layer_norm_epsilon",
+        "max_sequence_length": "n_positions",
+        "vocab_size": "vocab_size",
+    }
 
     dim: Size
     """Width of the residual stream."""
@@ -346,16 +411,8 @@ class GPT2Section(ModelSection):
         )
         if not found.get("scale_attn_weights", True):
             raise ValueError("has scale_attn_weights False; only True can be taken over")
-        return {
-            "dim": found["n_embd"],
-            "layers": found["n_layer"],
-            "heads": found["n_head"],
-            "hidden_dim": found.get("n_inner") or 4 * found["n_embd"],
-            "vocab_size": found["vocab_size"],
-            "tie_embeddings": found.get("tie_word_embeddings", True),
-            "norm_eps": float(found.get("layer_norm_epsilon", 1e-5)),
-            "max_sequence_length": found["n_positions"],
-        }
+        usual = {"n_inner": 4 * found["n_embd"], "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
+        return _named(cls.names, {**usual, **_given(found)})
 
     @model_validator(mode="before")
     @classmethod
@@ -374,6 +431,10 @@ class GPT2Section(ModelSection):
 class MistralSection(LlamaSection):
     """Architecture of Mistral: Llama with sliding-window attention."""
 
+    names: ClassVar[Mapping[str, str]] = {**LlamaSection.names, "sliding_window": "sliding_window"}
+    opens_as = ("mistral", "MistralForCausalLM")
+    defaults: ClassVar[Mapping[str, Any]] = {**LlamaSection.defaults, "sliding_window": None}
+
     sliding_window: Size | None = None
     """Number of last tokens, including itself, that a token attends to; null: all earlier tokens."""
 
@@ -381,49 +442,54 @@ class MistralSection(LlamaSection):
         del layer
         return self.sliding_window
 
-    @classmethod
-    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        return super().keys_from(found) | {"sliding_window": found.get("sliding_window")}
-
 
 class Qwen2Section(LlamaSection):
     """Architecture of Qwen 2 and 2.5: Llama with biases on queries, keys and values."""
 
-    @classmethod
-    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        refuse_unless(found, use_sliding_window=False)
-        return super().keys_from(found)
+    opens_as = ("qwen2", "Qwen2ForCausalLM")
+    plain: ClassVar[Mapping[str, Any]] = {**LlamaSection.plain, "use_sliding_window": False}
+    has_bias = True
 
 
 class Qwen3Section(LlamaSection):
     """Architecture of Qwen 3: Llama with normalized queries and keys."""
 
-    @classmethod
-    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        refuse_unless(found, use_sliding_window=False)
-        return super().keys_from({"head_dim": 128, **found})
+    opens_as = ("qwen3", "Qwen3ForCausalLM")
+    plain: ClassVar[Mapping[str, Any]] = {**LlamaSection.plain, "use_sliding_window": False}
+    defaults: ClassVar[Mapping[str, Any]] = {**LlamaSection.defaults, "head_dim": 128}
+    normalizes_heads = True
 
 
 class Olmo2Section(LlamaSection):
     """Architecture of OLMo 2: Llama with norms after attention and feed-forward, and normalized queries and keys."""
 
-    @classmethod
-    def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        return super().keys_from({"rms_norm_eps": 1e-5, **found})
+    opens_as = ("olmo2", "Olmo2ForCausalLM")
+    defaults: ClassVar[Mapping[str, Any]] = {**LlamaSection.defaults, "rms_norm_eps": 1e-5}
+    normalizes_heads = True
 
 
 class Phi3Section(MistralSection):
     """Architecture of Phi-3 and Phi-4: Llama, optionally with a sliding window."""
 
+    opens_as = ("phi3", "Phi3ForCausalLM")
+    defaults: ClassVar[Mapping[str, Any]] = {**MistralSection.defaults, "rms_norm_eps": 1e-5}
+
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         for each in (found, found.get("rope_parameters") or {}):
             refuse_unless(each, partial_rotary_factor=1.0)
-        return super().keys_from({"rms_norm_eps": 1e-5, **found})
+        return super().keys_from(found)
 
 
 class GemmaSection(MistralSection):
     """Architecture of Gemma 2 and the text model of Gemma 3."""
+
+    opens_as = ("gemma2", "Gemma2ForCausalLM")
+    plain: ClassVar[Mapping[str, Any]] = {
+        **LlamaSection.plain,
+        **dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
+    }
+    defaults: ClassVar[Mapping[str, Any]] = {**MistralSection.defaults, "head_dim": 256, "tie_word_embeddings": True}
 
     global_every: Size = 2
     """Every n-th block attends to all tokens, the others to ``sliding_window``."""
@@ -455,18 +521,17 @@ class GemmaSection(MistralSection):
 
     @classmethod
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
-        refuse_unless(found, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
+        refuse_unless(found, use_bidirectional_attention=False)
         is_third = found["model_type"] == "gemma3_text"
         if is_third:
             refuse_unless(found, attn_logit_softcapping=None)
-        defaults = {"head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
         rope, window = found.get("rope_parameters") or {}, found.get("sliding_window", 4096)
         both = {kind: rope.get(f"{kind}_attention") or {} for kind in ("full", "sliding")}
         if is_third:
             refuse_unless(both["sliding"], rope_type="default")
             local = both["sliding"].get("rope_theta") or found.get("rope_local_base_freq") or 10000.0
             rope = {"rope_theta": found.get("rope_theta") or 1e6} | (found.get("rope_scaling") or {}) | both["full"]
-        keys = super().keys_from({**defaults, **found, "hidden_act": "silu", "rope_parameters": rope})
+        keys = super().keys_from({**found, "hidden_act": cls.plain["hidden_act"], "rope_parameters": rope})
         if keys["rope_scaling"]:
             raise ValueError("has rope_type llama3; only default can be taken over")
         return keys | {

@@ -157,9 +157,9 @@ schedules = Registry(
 )
 models = Registry("model family", "model", "serried.models", ModelSection, key="family")
 models.register("llama", LlamaSection, lambda: import_module("serried.recipes.models.transformer").Llama)
-models.register("mistral", MistralSection, lambda: import_module("serried.recipes.models.mistral").Mistral)
-models.register("qwen2", Qwen2Section, lambda: import_module("serried.recipes.models.qwen2").Qwen2)
-models.register("qwen3", Qwen3Section, lambda: import_module("serried.recipes.models.qwen3").Qwen3)
+models.register("mistral", MistralSection, lambda: import_module("serried.recipes.models.transformer").Llama)
+models.register("qwen2", Qwen2Section, lambda: import_module("serried.recipes.models.transformer").Llama)
+models.register("qwen3", Qwen3Section, lambda: import_module("serried.recipes.models.transformer").Llama)
 models.register("olmo2", Olmo2Section, lambda: import_module("serried.recipes.models.olmo2").Olmo2)
 models.register("phi3", Phi3Section, lambda: import_module("serried.recipes.models.phi3").Phi3)
 for _family in ("gemma2", "gemma3_text"):

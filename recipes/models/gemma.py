@@ -112,12 +112,8 @@ class Gemma(Llama):
         model, plain = self.section, super().export_config(end_token)
         windows = [model.window(layer) for layer in range(model.layers)]
         plain |= {
-            "architectures": ["Gemma2ForCausalLM"],
             "model_type": model.family,
-            "hidden_act": "gelu_pytorch_tanh",
-            "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": model.query_pre_attention_scalar or model.attention_head_dim,
-            "sliding_window": model.sliding_window,
             "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
             "attn_logit_softcapping": model.score_soft_cap,
             "final_logit_softcapping": model.logit_soft_cap,

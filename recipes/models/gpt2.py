@@ -239,19 +239,11 @@ class GPT2(LossFamily):
         return (Fragment.within(f"transformer.{attention}.c_attn.{last}", fused, len(shape) - 1, start, shape),)
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
-        model = self.section
-        return {
+        return self.section.described() | {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
-            "n_embd": model.dim,
-            "n_layer": model.layers,
-            "n_head": model.heads,
-            "n_inner": model.hidden_dim,
-            "n_positions": model.max_sequence_length,
             "vocab_size": self.vocab_size,
-            "tie_word_embeddings": model.tie_embeddings,
-            "layer_norm_epsilon": model.norm_eps,
-            "initializer_range": model.initializer_std,
+            "initializer_range": self.section.initializer_std,
             "activation_function": "gelu_new",
             "attn_pdrop": 0.0,
             "embd_pdrop": 0.0,

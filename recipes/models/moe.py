@@ -262,36 +262,14 @@ class MoE(Llama):
         return [self.export_name(f"{owner}.{expert}.{last}.weight") for expert in range(self.section.experts)]
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
-        config, plain = self.section, super().export_config(end_token)
-        del plain["mlp_bias"]
-        plain |= {"model_type": config.family, "num_experts_per_tok": config.experts_per_token}
+        config, plain = self.section, super().export_config(end_token) | {"model_type": self.section.family}
         if config.family == "mixtral":
-            return plain | {
-                "architectures": ["MixtralForCausalLM"],
-                "num_local_experts": config.experts,
-                "intermediate_size": config.expert_hidden_dim,
-                "sliding_window": None,
-            }
-        plain |= {
-            "attention_bias": config.attention_bias,
-            "moe_intermediate_size": config.expert_hidden_dim,
-            "norm_topk_prob": config.normalize_weights,
-        }
+            return plain | {"architectures": ["MixtralForCausalLM"], "sliding_window": None}
         if config.family == "qwen3_moe":
-            return plain | {
-                "architectures": ["Qwen3MoeForCausalLM"],
-                "num_experts": config.experts,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": list(range(config.dense_layers)),
-            }
+            own = {"decoder_sparse_step": 1, "mlp_only_layers": list(range(config.dense_layers))}
+            return plain | {"architectures": ["Qwen3MoeForCausalLM"], **own}
         return plain | {
             "architectures": ["Glm4MoeForCausalLM"],
-            "n_routed_experts": config.experts,
-            "n_shared_experts": config.shared_experts,
-            "first_k_dense_replace": config.dense_layers,
-            "routed_scaling_factor": config.routed_scale,
-            "use_qk_norm": config.qk_norm,
-            "partial_rotary_factor": config.rotary_fraction,
             "rope_parameters": {**plain["rope_parameters"], "partial_rotary_factor": config.rotary_fraction},
             "n_group": 1,
             "topk_group": 1,

@@ -71,8 +71,6 @@ class Olmo2(Llama):
     """``model.family=olmo2``."""
 
     transformer = Olmo2Transformer
-    normalizes_heads = True
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
-        plain = super().export_config(end_token) | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
-        return plain | {"pad_token_id": None}
+        return super().export_config(end_token) | {"pad_token_id": None}

@@ -30,9 +30,4 @@ class Phi3(Llama):
         return (Fragment.within(f"model.{owner}.{fused}.weight", whole, 0, starts[part], shape),)
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
-        return super().export_config(end_token) | {
-            "architectures": ["Phi3ForCausalLM"],
-            "model_type": "phi3",
-            "sliding_window": self.section.sliding_window,
-            "pad_token_id": None,
-        }
+        return super().export_config(end_token) | {"pad_token_id": None}

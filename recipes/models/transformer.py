@@ -160,9 +160,6 @@ class Transformer(nn.Module):
     reads the embedding's), so there is nothing that sharding or moving could untie.
     """
 
-    has_bias = normalizes_heads = False
-    """Of queries, keys and values; and norms of queries and keys, head by head."""
-
     def __init__(self, config: LlamaSection, vocab_size: int) -> None:
         super().__init__()
         self.config = config
@@ -176,8 +173,9 @@ class Transformer(nn.Module):
     def block(self, number: int) -> nn.Module:
         """Make block ``number``; a family whose blocks differ overrides this."""
         del number
-        attention = Attention(self.config, bias=self.has_bias, norm=self.normalizes_heads)
-        return Block(self.config, attention, FeedForward(self.config.dim, self.config.hidden_dim))
+        config = self.config
+        attention = Attention(config, bias=config.has_bias, norm=config.normalizes_heads)
+        return Block(config, attention, FeedForward(config.dim, config.hidden_dim))
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, cache: Cache | None = None
@@ -353,19 +351,21 @@ def end_bytes(
 
 
 class Llama(LossFamily):
-    """Llama 2 and 3: ``model.family=llama``."""
+    """``model.family=llama``, and ``mistral``, ``qwen2`` and ``qwen3``, whose sections say what differs.
+
+    Llama 2 and 3; Mistral (https://arxiv.org/abs/2310.06825); Qwen 2 and 2.5 (https://arxiv.org/abs/2412.15115);
+    Qwen 3, dense (https://arxiv.org/abs/2505.09388).
+    """
 
     opens_in = "transformers"
     transformer: type[Transformer] = Transformer
     """The class of the model."""
     stream_norms = 2
     """Norms of a block."""
-    normalizes_heads = False
-    """Whether queries and keys are normalised too."""
 
     def __init__(self, section: LlamaSection, vocab_size: int) -> None:
         super().__init__(section, vocab_size)
-        self.cached_layers = section.layers
+        self.cached_layers, self.normalizes_heads = section.layers, section.normalizes_heads
 
     def build(self) -> Transformer:
         with torch.device("meta"):
@@ -425,33 +425,20 @@ class Llama(LossFamily):
         model = self.section
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
         if model.rope_scaling:
-            rope |= {
-                "rope_type": "llama3",
-                "factor": model.rope_scaling.factor,
-                "low_freq_factor": model.rope_scaling.low_freq_factor,
-                "high_freq_factor": model.rope_scaling.high_freq_factor,
-                "original_max_position_embeddings": model.rope_scaling.original_max_sequence_length,
-            }
+            scaled = {model.rope_scaling.names.get(key, key): value for key, value in model.rope_scaling}
+            rope |= {"rope_type": "llama3", **scaled}
+        model_type, architecture = model.opens_as
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": model.dim,
-            "num_hidden_layers": model.layers,
-            "num_attention_heads": model.heads,
-            "num_key_value_heads": model.kv_heads,
+            **model.described(),
+            **model.plain,
+            "architectures": [architecture],
+            "model_type": model_type,
             "head_dim": model.attention_head_dim,
-            "intermediate_size": model.hidden_dim,
             "vocab_size": self.vocab_size,
-            "tie_word_embeddings": model.tie_embeddings,
-            "rms_norm_eps": model.norm_eps,
-            "max_position_embeddings": model.max_sequence_length,
             "initializer_range": model.initializer_std,
             "rope_parameters": rope,  # transformers >= 5
             "rope_theta": model.rope_theta,  # transformers 4
             "rope_scaling": rope if model.rope_scaling else None,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
             "bos_token_id": end_token,
             "eos_token_id": end_token,
             "dtype": "float32",

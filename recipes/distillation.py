@@ -26,7 +26,7 @@ from serried.parallel.plan import ALL_OF_IT, LossTerms, ParallelPlan, Share, Voc
 from serried.recipes.causal_lm import CausalLM
 from serried.recipes.data.dataset import Batch
 from serried.recipes.models.family import ModelFamily, family_of
-from serried.recipes.models.head import Chunk, LanguageModelHead, chunks
+from serried.recipes.models.head import Chunk, Gradients, LanguageModelHead, chunks
 
 _TEACHER = "teacher"
 """Name of the submodule."""
@@ -261,33 +261,25 @@ class _Distilled(torch.autograd.Function):
     def forward(  # type: ignore[no-untyped-def]
         ctx, hidden: Tensor, weight: Tensor, targets: Tensor, mine: _End, its: _End, share: float, temperature: float
     ) -> Tensor:
-        compute_weight, vocabulary = weight.to(hidden.dtype), mine.vocabulary
-        grad_hidden = torch.empty_like(hidden)
-        shape = weight.shape if ctx.needs_input_grad[1] else (0,)
-        grad_weight = torch.zeros(shape, dtype=torch.float32, device=weight.device)
+        vocabulary = mine.vocabulary
+        gradients = Gradients(hidden, weight, vocabulary, is_frozen=not ctx.needs_input_grad[1])
         sums = torch.zeros(3, dtype=torch.float32, device=hidden.device)
         its_chunks = _chunks(its, targets)  # not zip(), which would keep the chunks before
-        for chunk in _chunks(mine._replace(weight=compute_weight), targets):
+        for chunk in _chunks(mine._replace(weight=gradients.low_weight), targets):
             divergence, logs, wanted = _divergence(chunk.logits, next(its_chunks).logits, vocabulary, temperature)
             _add(sums, chunk, divergence)
-            gradient = logs.exp_().sub_(wanted)
+            softened = logs.exp_().sub_(wanted)
             del wanted
             slope = None if mine.soft_cap is None else (chunk.logits / mine.soft_cap).square_().neg_().add_(1)
-            grad_logits = chunk.logits.sub_(chunk.normalizer.unsqueeze(1)).exp_()  # softmax, in place
-            grad_logits.scatter_add_(1, chunk.row.unsqueeze(1), -chunk.is_here.float().unsqueeze(1))
-            grad_logits.mul_(1 - share).add_(gradient, alpha=share * temperature)
-            grad_logits.mul_(chunk.is_target.unsqueeze(1))
+            of_logits = chunk.logits.sub_(chunk.normalizer.unsqueeze(1)).exp_()  # softmax, in place
+            of_logits.scatter_add_(1, chunk.row.unsqueeze(1), -chunk.is_here.float().unsqueeze(1))
+            of_logits.mul_(1 - share).add_(softened, alpha=share * temperature)
+            of_logits.mul_(chunk.is_target.unsqueeze(1))
             if slope is not None:
-                grad_logits.mul_(slope)
-            low = grad_logits.to(hidden.dtype)
-            grad_hidden[chunk.mine] = vocabulary.sum_tokens(low @ compute_weight)
-            if ctx.needs_input_grad[1] and hidden.dtype == torch.bfloat16:
-                grad_weight += low.T @ chunk.hidden
-            elif ctx.needs_input_grad[1]:
-                with torch.autocast(hidden.device.type, enabled=False):  # in fp16 a sum over tokens leaves its range
-                    grad_weight.addmm_(grad_logits.T, chunk.hidden.float())
-            del chunk, logs, gradient, grad_logits, low, slope  # or they would be there beside the next chunk's
-        ctx.save_for_backward(grad_hidden, grad_weight)
+                of_logits.mul_(slope)
+            gradients.add(chunk, of_logits)
+            del chunk, logs, softened, of_logits, slope  # or they would be there beside the next chunk's
+        ctx.save_for_backward(gradients.hidden, gradients.weight)
         ctx.weight_dtype = weight.dtype
         return _with_loss(sums, share, temperature)
 

@@ -136,45 +136,65 @@ def chunks(
         del logits  # or they would be there beside those of the next chunk
 
 
+def logit_gradients(
+    chunk: Chunk, factors: Tensor, soft_cap: float | None, terms: HeadTerms = PLAIN, all_rows: int = 1
+) -> Tensor:
+    """Return the derivatives of the losses by the logits, in place of these, times ``factors`` [T].
+
+    ``all_rows``: of the whole vocabulary, for label smoothing.
+    """
+    slope = None if soft_cap is None else (chunk.logits / soft_cap).square_().neg_().add_(1)
+    gradients = chunk.logits.sub_(chunk.normalizer.unsqueeze(1)).exp_()  # softmax, in place
+    if terms.z_loss:
+        gradients.mul_((1 + 2 * terms.z_loss * chunk.normalizer).unsqueeze(1))
+    if terms.label_smoothing:
+        gradients.sub_(terms.label_smoothing / all_rows)
+    wanted = (terms.label_smoothing - 1) * chunk.is_here.float()
+    gradients.scatter_add_(1, chunk.row.unsqueeze(1), wanted.unsqueeze(1))
+    gradients.mul_(factors.unsqueeze(1))
+    return gradients if slope is None else gradients.mul_(slope)
+
+
+class Gradients:
+    """Gradients of hidden states and weight, summed up chunk by chunk."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, vocabulary: Vocabulary, *, is_frozen: bool) -> None:
+        self._vocabulary, self.low_weight = vocabulary, weight.to(hidden.dtype)
+        """In the type of products, [V, D]."""
+        self.hidden = torch.empty_like(hidden)
+        """[T, D]"""
+        self.weight = torch.zeros((0,) if is_frozen else weight.shape, dtype=torch.float32, device=weight.device)
+        """[V, D]; empty if it ``is_frozen``"""
+
+    def add(self, chunk: Chunk, of_logits: Tensor) -> None:
+        """Add what follows from the gradients ``of_logits`` [T, rows]."""
+        low = of_logits.to(self.low_weight.dtype)
+        self.hidden[chunk.mine] = self._vocabulary.sum_tokens(low @ self.low_weight)
+        if not self.weight.numel():
+            return
+        if low.dtype == torch.bfloat16:
+            self.weight += low.T @ chunk.hidden
+            return
+        # In fp16 a sum over tokens would leave its range, before any loss scale is applied.
+        with torch.autocast(low.device.type, enabled=False):
+            self.weight.addmm_(of_logits.float().T, chunk.hidden.float())
+
+
 class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
         ctx, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary, soft_cap: float | None,
         terms: HeadTerms,
     ) -> Tensor:  # fmt: skip
-        compute_weight = weight.to(hidden.dtype)
-        grad_hidden = torch.empty_like(hidden)
-        wanted = weight.shape if ctx.needs_input_grad[1] else (0,)  # a frozen head has none
-        grad_weight = torch.zeros(wanted, dtype=torch.float32, device=weight.device)
+        gradients = Gradients(hidden, weight, vocabulary, is_frozen=not ctx.needs_input_grad[1])
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        smoothing, rows = terms.label_smoothing, vocabulary.all_rows(weight.shape[0])
-        for chunk in chunks(hidden, compute_weight, targets, vocabulary, soft_cap, terms):
+        all_rows = vocabulary.all_rows(weight.shape[0])
+        for chunk in chunks(hidden, gradients.low_weight, targets, vocabulary, soft_cap, terms):
             loss += chunk.losses.sum()
-            slope = None if soft_cap is None else (chunk.logits / soft_cap).square_().neg_().add_(1)
-            grad_logits = chunk.logits.sub_(chunk.normalizer.unsqueeze(1)).exp_()  # softmax, in place
-            if terms.z_loss:
-                grad_logits.mul_((1 + 2 * terms.z_loss * chunk.normalizer).unsqueeze(1))
-            if smoothing:
-                grad_logits.sub_(smoothing / rows)
-            grad_logits.scatter_add_(1, chunk.row.unsqueeze(1), (smoothing - 1) * chunk.is_here.float().unsqueeze(1))
-            grad_logits.mul_(chunk.is_target.unsqueeze(1))
-            if slope is not None:
-                grad_logits.mul_(slope)
-                del slope
-            grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[chunk.mine] = vocabulary.sum_tokens(grad_logits @ compute_weight)
-            if not ctx.needs_input_grad[1]:
-                pass
-            elif hidden.dtype == torch.float32:
-                grad_weight.addmm_(grad_logits.T, chunk.hidden)
-            elif hidden.dtype == torch.float16:
-                # A sum over tokens leaves fp16's range, before any loss scale is applied.
-                with torch.autocast(hidden.device.type, enabled=False):
-                    grad_weight.addmm_(grad_logits.float().T, chunk.hidden.float())
-            else:
-                grad_weight += grad_logits.T @ chunk.hidden
-            del chunk, grad_logits  # or they would be there beside those of the next
-        ctx.save_for_backward(grad_hidden, grad_weight)
+            of_logits = logit_gradients(chunk, chunk.is_target, soft_cap, terms, all_rows)
+            gradients.add(chunk, of_logits.to(hidden.dtype))
+            del chunk, of_logits  # or they would be there beside those of the next
+        ctx.save_for_backward(gradients.hidden, gradients.weight)
         ctx.weight_dtype = weight.dtype
         return loss
 
@@ -211,24 +231,11 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx, grad_losses: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
         hidden, weight, targets = ctx.saved_tensors
         vocabulary, soft_cap = ctx.vocabulary, ctx.soft_cap
-        compute_weight, grads = weight.to(hidden.dtype), vocabulary.targets(grad_losses)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape if ctx.needs_input_grad[1] else (0,), device=weight.device)
-        for chunk in chunks(hidden, compute_weight, targets, vocabulary, soft_cap):
-            slope = None if soft_cap is None else (chunk.logits / soft_cap).square_().neg_().add_(1)
-            grad_logits = chunk.logits.sub_(chunk.normalizer.unsqueeze(1)).exp_()  # softmax, in place
-            grad_logits.scatter_add_(1, chunk.row.unsqueeze(1), -chunk.is_here.float().unsqueeze(1))
-            grad_logits.mul_((grads[:, chunk.mine].flatten() * chunk.is_target).unsqueeze(1))
-            if slope is not None:
-                grad_logits.mul_(slope)
-                del slope
-            low = grad_logits.to(hidden.dtype)
-            grad_hidden[chunk.mine] = vocabulary.sum_tokens(low @ compute_weight)
-            if not ctx.needs_input_grad[1]:
-                pass
-            elif hidden.dtype == torch.bfloat16:
-                grad_weight += low.T @ chunk.hidden
-            else:  # in fp16 a sum over tokens would leave its range
-                grad_weight.addmm_(grad_logits.T, chunk.hidden.float())
-            del chunk, grad_logits, low  # or they would be there beside those of the next
-        return grad_hidden, grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, None, None, None
+        gradients = Gradients(hidden, weight, vocabulary, is_frozen=not ctx.needs_input_grad[1])
+        grads = vocabulary.targets(grad_losses)
+        for chunk in chunks(hidden, gradients.low_weight, targets, vocabulary, soft_cap):
+            factors = grads[:, chunk.mine].flatten() * chunk.is_target
+            gradients.add(chunk, logit_gradients(chunk, factors, soft_cap))
+            del chunk  # or it would be there beside the next
+        of_weight = gradients.weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return gradients.hidden, of_weight, None, None, None

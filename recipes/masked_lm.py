@@ -17,11 +17,10 @@ from serried.configs.errors import UserError
 from serried.configs.plain_data import read_json
 from serried.configs.schema import RunConfig
 from serried.configs.tasks import MaskedLMSection
-from serried.recipes.data.labelled import LabelledData
+from serried.recipes.data.labelled import Changed, LabelledData
 from serried.recipes.data.labelled_texts import open_encoder, open_texts
 from serried.recipes.models.head import IGNORE
 from serried.recipes.text_classification import TextBatch, TextClassification
-from serried.trainer.task import Dataset, fingerprint
 
 _USUAL_MASKS = ("[MASK]", "<mask>")
 """Mask tokens to look for if no file names one."""
@@ -53,19 +52,6 @@ class Masking:
         shown = np.where(is_predicted & (becomes < 0.8), self._mask, tokens)
         shown = np.where(is_predicted & (becomes >= 0.9), others, shown)
         return MaskedText(shown, np.where(is_predicted, tokens, IGNORE))
-
-
-class MaskedTexts:
-    """A split to evaluate on: what is hidden in a text follows from its number."""
-
-    def __init__(self, texts: Dataset, masking: Masking) -> None:
-        self._texts, self._masking, self.fingerprint = texts, masking, fingerprint(texts)
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    def __getitem__(self, index: int) -> MaskedText:
-        return self._masking(self._texts[index].tokens, index)
 
 
 class MaskedLM(TextClassification):
@@ -118,7 +104,9 @@ class MaskedLM(TextClassification):
 
     def dataset(self, split: str) -> Any:
         texts = super().dataset(split)
-        return texts if split == "train" or texts is None else MaskedTexts(texts, self._masking)
+        if split == "train" or texts is None:
+            return texts
+        return Changed(texts, lambda sample, index: self._masking(sample.tokens, index))  # the same in each evaluation
 
     def augment(self, sample: Any, seed: int) -> MaskedText:
         return self._masking(sample.tokens, seed)

@@ -6,7 +6,7 @@ the last token of an answer, as in transformers' models for sequence classificat
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,25 +120,19 @@ class Reward(PairTask):
         is_whole = self._classifier and self.run.adapter.method == "none"
         return f"scores: {opens}" if is_whole else super().next_command(start)
 
-    def sample(self, *_: Any, **__: Any) -> str:
-        raise UserError(_NO_TEXT)
+    def _no_text(self, *_: Any, **__: Any) -> Any:
+        raise UserError(
+            "a reward model scores answers and writes no text; open it with transformers' "
+            "AutoModelForSequenceClassification"
+        )
 
-    def text_ids(self, *_: Any, **__: Any) -> list[int]:
-        raise UserError(_NO_TEXT)
-
-    def write(self, *_: Any, **__: Any) -> Iterator[Any]:
-        raise UserError(_NO_TEXT)
+    sample = text_ids = write = _no_text
 
     # loss -----------------------------------------------------------------------------------------------------------
 
     def terms(self, output: Tensor, batch: Any) -> LossTerms:
         scores = (output.double() * (batch.targets != IGNORE)).sum(1).view(-1, 2)
         return pair_terms(-F.logsigmoid(scores[:, 0] - scores[:, 1]), scores, batch)
-
-
-_NO_TEXT = (
-    "a reward model scores answers and writes no text; open it with transformers' AutoModelForSequenceClassification"
-)
 
 
 def _up_to_end(pair: Pair, most: int) -> Pair:

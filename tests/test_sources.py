@@ -21,10 +21,10 @@ import serried.recipes.data.rows
 from harness.cluster import ROOT
 from serried.configs.data_section import DataSection, data_section
 from serried.configs.errors import UserError
-from serried.recipes.data.hugging_face_dataset import HubStream
+from serried.recipes.data.hugging_face_dataset import streamed_units
 from serried.recipes.data.prepare import Prepared, prepare
 from serried.recipes.data.progress import Progress
-from serried.recipes.data.source import Row, open_source
+from serried.recipes.data.source import Row, Unit, open_source
 from tests.texts import documents, everything, many_files, section, write
 
 TEXTS = [f"document {i}: " + "né and so on " * (i % 7) for i in range(200)]
@@ -265,8 +265,8 @@ def of_hub(path: Path | str, cache: Path, **changes: Any) -> DataSection:
     return section(path, cache, name="hf", **changes)
 
 
-def stream_of(path: Path, **changes: Any) -> HubStream:
-    return HubStream(of_hub(path, Path(), **changes), changes.get("split", "train"))
+def units_of_stream(path: Path, **changes: Any) -> list[Unit]:
+    return streamed_units(of_hub(path, Path(), **changes), changes.get("split", "train"))
 
 
 @pytest.fixture
@@ -308,11 +308,11 @@ def test_a_validation_split_is_whole_and_kept_out_of_training(tmp_path: Path, da
 
 
 def test_a_dataset_is_streamed_by_its_files(tmp_path: Path, dataset: Path) -> None:
-    units = stream_of(dataset).units()
+    units = units_of_stream(dataset)
     assert [row.content for unit in units for row in unit.rows()] == TEXTS
     assert len(units) == 4 + 3
     write(tmp_path / "csv", {"train-0.csv": "text\na\nb\nc\n", "train-1.csv": "text\nd\n"})
-    units = stream_of(tmp_path / "csv").units()
+    units = units_of_stream(tmp_path / "csv")
     assert [[row.content for row in unit.rows(1)] for unit in units] == [["b", "c"], []]
 
 
@@ -335,7 +335,7 @@ def test_mistakes_about_a_dataset(tmp_path: Path, dataset: Path, changes: dict[s
             if not stream:
                 prepare(of_hub(dataset, tmp_path / "cache", **changes))
             elif "validation_split" not in changes:
-                units = stream_of(dataset, **changes).units()
+                units = units_of_stream(dataset, **changes)
                 next(iter(units[0].rows()))
             else:
                 raise UserError(expected)

@@ -68,10 +68,7 @@ class ChatEncoder:
         return {"format": _FORMAT, "template": self._template.text}
 
     def __call__(self, rows: Sequence[Row], unit: str) -> list[Encoded]:
-        return [self._encode(row, row_of_unit(row, unit)) for row in rows]
-
-    def _encode(self, row: Row, where: str) -> Encoded:
-        return self.conversation(row.content, where)
+        return [self.conversation(row.content, row_of_unit(row, unit)) for row in rows]
 
     def conversation(self, content: Any, where: str, first: int = 0) -> Encoded:
         """Return the tokens of the messages ``content``; only replies from message ``first`` on are trained on. Raises

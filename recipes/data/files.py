@@ -199,7 +199,7 @@ def hash_files(files: Sequence[SourceFile], progress: Progress) -> list[Document
                 progress.done(len(block))
         return Document(file.name, file.path, size_bytes, sha256.digest(), stamp)
 
-    progress.total(sum(stamp_of(file.path)[1] for file in files))
+    progress.total_bytes = sum(stamp_of(file.path)[1] for file in files)
     return list(progress.map(hashed, files))
 
 

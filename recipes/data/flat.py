@@ -65,7 +65,7 @@ class FlatFiles(Source):
     def fingerprint(self, progress: Progress) -> bytes:
         """Read all files once: hash, end marks, and a check that the tokenizer has every id. Raises ``UserError`` if a
         file is damaged, or has numbers that are not tokens."""
-        progress.total(sum(stamp_of(file.path)[1] for file in self._files))
+        progress.total_bytes = sum(stamp_of(file.path)[1] for file in self._files)
         self._scanned = list(progress.map(lambda file: self._scan(file, progress), self._files))
         key = hashlib.sha256()
         for found in self._scanned:  # with the paths: the tokens stay where they are

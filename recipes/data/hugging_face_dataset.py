@@ -31,9 +31,10 @@ class HubDataset(Source):
         """Raises ``UserError`` if there is no such dataset, subset, split or column, or it is not available here."""
         self.section, self._column = section, Column.of(section)
         self.validation_split = section.validation_split
-        self._tables: list[tuple[Any, str | None]] = [(_load(section, section.split), None)]
+        wanted: list[tuple[str, str | None]] = [(section.split, None)]
         if self.validation_split:
-            self._tables = [(self._tables[0][0], "train"), (_load(section, self.validation_split), "validation")]
+            wanted = [(section.split, "train"), (self.validation_split, "validation")]
+        self._tables = [(_guarded(section, split, partial(_load, section, split)), kind) for split, kind in wanted]
         for table, _ in self._tables:
             self._column.check(table.column_names, _name_of(section))
 
@@ -53,7 +54,7 @@ class HubDataset(Source):
             progress.done(unit.size_bytes)
             return found
 
-        progress.total(sum(unit.size_bytes for unit in units))
+        progress.total_bytes = sum(unit.size_bytes for unit in units)
         key = hashlib.sha256()
         for unit, found in zip(units, progress.map(digest, units), strict=True):
             key.update(str(unit.split).encode() + found)
@@ -123,20 +124,14 @@ def _bytes_of(values: Any, arrow: Any) -> Iterator[bytes | memoryview]:
         yield memoryview(content)[int(bounds[0]) : int(bounds[-1])]
 
 
-class HubStream:
-    """The files of one split of a dataset, to be read during training."""
-
-    def __init__(self, section: Any, split: str) -> None:
-        """Asks for the list of files. Raises ``UserError`` as ``HubDataset`` does."""
-        self._column, self._split = Column.of(section), split
-        self._builder = _guarded(section, split, partial(_builder, section))
-        files = self._builder.config.data_files or {}
-        if split not in files:
-            raise _no_split(section, split, [str(name) for name in files])
-
-    def units(self) -> list[Unit]:
-        """Return a unit for each file on the Hub, smaller ones for local files; in the order of the dataset."""
-        return _units_of(self._builder, self._split, self._column)
+def streamed_units(section: Any, split: str) -> list[Unit]:
+    """Return a unit for each file on the Hub of a ``split``, to be read during training, and smaller ones for local
+    files; in the order of the dataset. Raises ``UserError`` as ``HubDataset`` does."""
+    builder = _guarded(section, split, partial(_builder, section))
+    files = builder.config.data_files or {}
+    if split not in files:
+        raise _no_split(section, split, [str(name) for name in files])
+    return _units_of(builder, split, Column.of(section))
 
 
 def _units_of(builder: Any, split: str, column: Column) -> list[Unit]:
@@ -168,10 +163,7 @@ class StreamedFile(Unit):
         try:
             rows = _library().load_dataset(self.loader, data_files=[self.name], split="train", streaming=True)
             for number, row in enumerate(rows.skip(first), first):
-                names = self.column.check(list(row), self.name)
-                value = row[names[0]] if len(names) == 1 else {name: row[name] for name in names}
-                content = self.column.content(value, partial(row_place, self.name, number))
-                yield Row(number, content)
+                yield Row(number, self.column.content_of(row, partial(row_place, self.name, number)))
         except (OSError, ValueError) as error:
             raise UserError(f"{self.name} cannot be read: {_sentence(error)}") from error
 
@@ -188,12 +180,7 @@ def _library() -> Any:
 
 
 def _load(section: Any, split: str) -> Any:
-    """Return a split as a table on this disk."""
-
-    def load() -> Any:
-        return _library().load_dataset(section.folder_or_name(), section.subset, split=split, revision=section.revision)
-
-    return _guarded(section, split, load)
+    return _library().load_dataset(section.folder_or_name(), section.subset, split=split, revision=section.revision)
 
 
 def _builder(section: Any) -> Any:

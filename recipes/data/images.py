@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,9 +124,9 @@ def _open_folder(section: ImageSection, folder: Path, typed: str, names: Sequenc
 class TableImages:
     """The images of one split of a Hugging Face dataset."""
 
-    def __init__(self, table: Any, image: str, label: str, number_of: Mapping[Any, int] | None) -> None:
-        """``number_of``: numbers of labels that are not numbers of classes."""
-        self._table, self._image, self._label, self._number_of = table, image, label, number_of
+    def __init__(self, table: Any, image: str, label: str, number: Callable[[Any], int]) -> None:
+        """``number``: of the class of a label."""
+        self._table, self._image, self._label, self._number = table, image, label, number
         self.fingerprint = str(table._fingerprint)  # datasets has no public name for it
 
     def __len__(self) -> int:
@@ -135,8 +135,7 @@ class TableImages:
     def __getitem__(self, index: int) -> Image:
         try:
             row = self._table[index]
-            label = row[self._label] if self._number_of is None else self._number_of[row[self._label]]
-            return Image(row[self._image].convert("RGB"), int(label))
+            return Image(row[self._image].convert("RGB"), self._number(row[self._label]))
         except Exception as error:  # of any kind, as above
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise UserError(f"cannot read row {index + 1} of the dataset: {type(error).__name__}: {reason}") from None
@@ -145,13 +144,11 @@ class TableImages:
 def _open_dataset(section: ImageSection, name: str) -> LabelledData:
     image, label = section.image_column, section.label_column
     columns = {"task.image_column": image, "task.label_column": label}
-    rows = open_dataset(section, name, columns, f"folder with {TRAINING}/CLASS/")
-    datasets = library("datasets", "a dataset")
 
-    def opened(table: Any) -> TableImages:
-        return TableImages(table.cast_column(image, datasets.Image()), image, label, rows.number_of)
+    def opened(table: Any, number: Callable[[Any], int]) -> TableImages:
+        return TableImages(table.cast_column(image, library("datasets", "a dataset").Image()), image, label, number)
 
-    return LabelledData(rows.classes, opened(rows.training), opened(rows.validation) if rows.validation else None)
+    return open_dataset(section, name, columns, f"folder with {TRAINING}/CLASS/", opened)
 
 
 # pixels ---------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What data sets with a class for each sample have in common: splits, classes and columns."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from serried.configs.errors import UserError
@@ -14,18 +14,17 @@ _VALIDATION = ("val", "validation", "test")
 _SHOWN = 5
 
 
-class Renumbered:
-    """A split whose classes have other numbers."""
+class Changed:
+    """A split whose samples a function of sample and number changes."""
 
-    def __init__(self, samples: Dataset, numbers: Sequence[int]) -> None:
-        self._samples, self._numbers, self.fingerprint = samples, numbers, fingerprint(samples)
+    def __init__(self, samples: Dataset, change: Callable[[Any, int], Any]) -> None:
+        self._samples, self._change, self.fingerprint = samples, change, fingerprint(samples)
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Any:
-        sample = self._samples[index]
-        return sample._replace(label=self._numbers[sample.label])
+        return self._change(self._samples[index], index)
 
 
 class LabelledData(NamedTuple):
@@ -41,8 +40,12 @@ class LabelledData(NamedTuple):
         if unknown := [name for name in self.classes if name not in names]:
             raise UserError(f"{where} has the class {unknown[0]}, which the model does not know: {_some(names)}")
         numbers = [list(names).index(name) for name in self.classes]
-        validation = self.validation and Renumbered(self.validation, numbers)
-        return LabelledData(names, Renumbered(self.training, numbers), validation)
+
+        def renumbered(sample: Any, _: int) -> Any:
+            return sample._replace(label=numbers[sample.label])
+
+        validation = self.validation and Changed(self.validation, renumbered)
+        return LabelledData(names, Changed(self.training, renumbered), validation)
 
 
 def validation_split(section: SampledSection, names: Collection[str]) -> str | None:
@@ -86,21 +89,14 @@ def _some(classes: Sequence[str]) -> str:
     return ", ".join(classes[:_SHOWN]) + ", ..." * (len(classes) > _SHOWN)
 
 
-class Rows(NamedTuple):
-    """The splits of a Hugging Face dataset that are used."""
-
-    training: Any
-    validation: Any
-    """None: there is no such split."""
-    classes: Sequence[str]
-    number_of: Mapping[Any, int] | None
-    """Numbers of labels that are not numbers of classes."""
-
-
-def open_dataset(section: SampledSection, name: str, columns: Mapping[str, str], form: str) -> Rows:
-    """Return the splits of the dataset ``name``, of the Hub or a folder, with ``columns`` alone, whose names the keys
-    give. ``form``: what files there may be instead. Without labels, there are no classes. Raises ``UserError`` if it
-    cannot be loaded, or has no such columns or classes."""
+def open_dataset(
+    section: SampledSection, name: str, columns: Mapping[str, str], form: str,
+    opened: Callable[[Any, Callable[[Any], int]], Dataset],
+) -> LabelledData:  # fmt: skip
+    """Return the splits of the dataset ``name``, of the Hub or a folder, each ``opened`` from its table and a function
+    that gives the number of the class of a label. A table has ``columns`` alone, whose names the keys give. ``form``:
+    what files there may be instead. Without labels, there are no classes. Raises ``UserError`` if it cannot be loaded,
+    or has no such columns or classes."""
     typed = assignment("task.path", section.path)
     datasets = library("datasets", f"a dataset ({typed})")
     try:
@@ -119,11 +115,13 @@ def open_dataset(section: SampledSection, name: str, columns: Mapping[str, str],
         check_column(key, column, training.column_names, typed)
     split = validation_split(section, list(splits))
 
-    def chosen(name: str) -> Any:
-        return splits[name].select_columns([*columns.values()])
+    def both(names: Sequence[str], number: Callable[[Any], int]) -> LabelledData:
+        tables = [splits[each].select_columns([*columns.values()]) for each in (TRAINING, split) if each]
+        chosen, *others = (opened(table, number) for table in tables)
+        return LabelledData(names, chosen, others[0] if others else None)
 
     if label is None:
-        return Rows(chosen(TRAINING), chosen(split) if split else None, (), None)
+        return both((), int)
     named = getattr(training.features[label], "names", None)
     for each in (TRAINING, split) if split else (TRAINING,):
         _check_labels(splits[each][label], named, f"split {each} of {typed}")
@@ -131,9 +129,7 @@ def open_dataset(section: SampledSection, name: str, columns: Mapping[str, str],
     if split:
         others = getattr(splits[split].features[label], "names", None) if named else splits[split][label]
         classes.check(others or (), f"split {split} of {typed}")
-    number_of = None if named else {value: classes.number(value) for value in set(training[label])}
-    names = list(named) if named else classes.names
-    return Rows(chosen(TRAINING), chosen(split) if split else None, names, number_of)
+    return both(list(named), int) if named else both(classes.names, classes.number)
 
 
 def _check_labels(values: Iterable[Any], named: Sequence[str] | None, where: str) -> None:

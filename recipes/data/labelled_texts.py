@@ -4,7 +4,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,16 +71,13 @@ def open_texts(section: TextsSection, encoder: Any) -> LabelledData:
         return _of_files(section, files, encoder, typed)
     if not path.is_dir() and section.path.count("/") != 1:
         raise UserError(f"{typed}: there is no such file or folder; name a .jsonl or .csv file, or a dataset")
-    columns = _columns(section)
+
+    def opened(table: Any, number: Callable[[Any], int]) -> Texts:
+        labels = table[section.label_column] if isinstance(section, LabelledSection) else [0] * len(table)
+        return Texts(table[section.text_column], list(map(number, labels)), encoder, str(table._fingerprint))
+
     form = f"folder with {TRAINING}.jsonl or {TRAINING}.csv"
-    rows = open_dataset(section, str(path) if path.is_dir() else section.path, columns, form)
-
-    def opened(table: Any) -> Texts:
-        values = table[section.label_column] if isinstance(section, LabelledSection) else [0] * len(table)
-        labels = [int(value) if rows.number_of is None else rows.number_of[value] for value in values]
-        return Texts(table[section.text_column], labels, encoder, str(table._fingerprint))
-
-    return LabelledData(rows.classes, opened(rows.training), opened(rows.validation) if rows.validation else None)
+    return open_dataset(section, str(path) if path.is_dir() else section.path, _columns(section), form, opened)
 
 
 def _columns(section: TextsSection) -> dict[str, str]:

@@ -177,18 +177,52 @@ class StreamDataset:
     def _lane(self, number: int) -> "_Lane":
         with self._lock:
             if number not in self._lanes:
-                documents = _Documents(
-                    self._units, self._encoder, self._is_training, self._deal, number, self._closed.wait
-                )
+                cursor = self._starts[number]
                 self._lanes[number] = _Lane(
-                    documents,
+                    self._documents(number, cursor),
                     self._first(number, self._first_sample),
-                    self._starts[number],
+                    cursor,
                     self._sequence_length,
                     self._remembered,
                     isolate=self._isolate,
                 )
             return self._lanes[number]
+
+    def _documents(self, lane: int, cursor: Cursor) -> Iterator["_Piece"]:
+        """Yield the documents of a lane from the row of ``cursor`` on, without end."""
+        epoch, place, row = cursor[:3]
+        while True:
+            count = 0
+            whole_epoch = place == row == 0
+            while (part := self._deal.part(lane, epoch, place)) is not None:
+                for piece in self._of_part(*part, epoch, place, row):
+                    count += len(piece.tokens)
+                    yield piece
+                place, row = place + 1, 0
+            if whole_epoch and not count:
+                lanes = self._deal.lanes
+                raise UserError(
+                    f"lane {lane} of {lanes} has no document to train on: the data is too small for "
+                    f"trainer.global_batch={lanes} sequences a step with data.streaming=true; use "
+                    "data.streaming=false"
+                )
+            epoch, place = epoch + 1, 0
+
+    def _of_part(self, number: int, remainder: int, epoch: int, place: int, first: int) -> Iterator["_Piece"]:
+        unit, mine = self._units[number], list[Row]()
+
+        def pieces() -> Iterator[_Piece]:
+            for row, encoded in zip(mine, self._encoder(mine, unit.name), strict=True):
+                if len(encoded.tokens):
+                    yield _Piece(Cursor(epoch, place, row.number), encoded.tokens, begins=True)
+            mine.clear()
+
+        for row in _patiently(unit, first, self._closed.wait):
+            if row.number % self._deal.cut == remainder and self._is_training(row, unit.name):
+                mine.append(row)
+            if len(mine) == _ROWS_AT_ONCE or sum(len(row.content) for row in mine) > _CHARACTERS_AT_ONCE:
+                yield from pieces()
+        yield from pieces()
 
 
 class _Lane:
@@ -196,7 +230,7 @@ class _Lane:
 
     def __init__(
         self,
-        documents: "_Documents",
+        documents: Iterator["_Piece"],
         first: int,
         cursor: Cursor,
         sequence_length: int,
@@ -204,7 +238,7 @@ class _Lane:
         *,
         isolate: bool,
     ) -> None:
-        self._documents = documents.read(cursor)
+        self._documents = documents
         self._sequence_length, self._isolate, self._remembered = sequence_length, isolate, remembered
         self._next = first
         self._cursors = deque([cursor], maxlen=remembered + 1)
@@ -293,56 +327,9 @@ class _Piece(NamedTuple):
         return _Piece(cursor, self.tokens[tokens:], begins=False)
 
 
-@dataclass(frozen=True)
-class _Documents:
-    """The documents of one lane, without end."""
-
-    units: Sequence[Unit]
-    encoder: Encoder
-    is_training: Callable[[Row, str], bool]
-    deal: Deal
-    lane: int
-    pause: Callable[[float], bool]
-    """Waits so many seconds; returns True at once if nobody reads any more."""
-
-    def read(self, cursor: Cursor) -> Iterator[_Piece]:
-        """Yield pieces from the row of ``cursor`` on, without end."""
-        epoch, place, row = cursor[:3]
-        while True:
-            count = 0
-            whole_epoch = place == row == 0
-            while (part := self.deal.part(self.lane, epoch, place)) is not None:
-                for piece in self._of_part(*part, epoch, place, row):
-                    count += len(piece.tokens)
-                    yield piece
-                place, row = place + 1, 0
-            if whole_epoch and not count:
-                raise UserError(
-                    f"lane {self.lane} of {self.deal.lanes} has no document to train on: the data is too small for "
-                    f"trainer.global_batch={self.deal.lanes} sequences a step with data.streaming=true; use "
-                    "data.streaming=false"
-                )
-            epoch, place = epoch + 1, 0
-
-    def _of_part(self, number: int, remainder: int, epoch: int, place: int, first: int) -> Iterator[_Piece]:
-        unit, mine = self.units[number], list[Row]()
-
-        def pieces() -> Iterator[_Piece]:
-            for row, encoded in zip(mine, self.encoder(mine, unit.name), strict=True):
-                if len(encoded.tokens):
-                    yield _Piece(Cursor(epoch, place, row.number), encoded.tokens, begins=True)
-            mine.clear()
-
-        for row in _patiently(unit, first, self.pause):
-            if row.number % self.deal.cut == remainder and self.is_training(row, unit.name):
-                mine.append(row)
-            if len(mine) == _ROWS_AT_ONCE or sum(len(row.content) for row in mine) > _CHARACTERS_AT_ONCE:
-                yield from pieces()
-        yield from pieces()
-
-
 def _patiently(unit: Unit, first: int, pause: Callable[[float], bool]) -> Iterator[Row]:
-    """Yield rows from ``first`` on; retry a few times if the network fails."""
+    """Yield rows from ``first`` on; retry a few times if the network fails. ``pause`` waits so many seconds, and
+    returns True at once if nobody reads any more."""
     number, failures = first, 0
     while True:
         try:

@@ -228,7 +228,7 @@ def _fill(partial: Path, section: DataSection, source: Source, named: Tokenizer 
     encoder = _encoder(section, tokenizer)
     # The library's own threads would be one for each core, on top of ours.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    progress.phase("tokenising").total(sum(unit.size_bytes for unit in units))
+    progress.phase("tokenising").total_bytes = sum(unit.size_bytes for unit in units)
     counts, shards = Counts(), {split: list[Shard]() for split in SPLITS}
     for number, job in enumerate(jobs_of(units)):
         done = partial / f"done-{number:05d}.json"

@@ -29,7 +29,9 @@ class Progress:
     """Counts bytes and shows how many were read, how fast, and the time left: often in a terminal, seldom in a log."""
 
     def __init__(self, show: Show | None, threads: int) -> None:
-        self.threads, self.total_bytes = threads, 0
+        self.threads = threads
+        self.total_bytes = 0
+        """Of the phase; set when it is known."""
         self._show, self._lock = show, threading.Lock()
         self._what, self._done_bytes, self._skipped_bytes = "", 0, 0
         self._started = self._shown = time.monotonic()
@@ -42,10 +44,6 @@ class Progress:
         self._what, self.total_bytes, self._done_bytes, self._skipped_bytes = what, 0, 0, 0
         self._started = self._shown = time.monotonic()
         return self
-
-    def total(self, size_bytes: int) -> None:
-        """Set the total."""
-        self.total_bytes = size_bytes
 
     def skipped(self, size_bytes: int) -> None:
         """Add work done earlier, which does not count for the rate."""

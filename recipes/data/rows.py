@@ -98,6 +98,11 @@ class Column:
             use += "; for plain text data.format=text" * ("text" in names)
         raise UserError(f"{where} has no column {self.name!r}; {there}; {use}")
 
+    def content_of(self, row: Mapping[str, Any], where: Callable[[], str]) -> Content:
+        """Return the document of ``row``. Raises ``UserError`` if it has none; ``where`` as in ``content``."""
+        names = self.found(row) or self.check(list(row), where())
+        return self.content(row[names[0]] if len(names) == 1 else {name: row[name] for name in names}, where)
+
     def content(self, value: Any, where: Callable[[], str]) -> Content:
         """Return ``value`` as the content of a row; null is an empty document. Raises ``UserError`` if it is neither;
         ``where`` finds its place, which may take a while."""
@@ -224,9 +229,7 @@ class JsonLines(Unit):
             raise UserError(
                 f"{self._place(position)} is {_described(row)}, not an object with a column per name{remedy}"
             )
-        names = self.column.found(row) or self.column.check(list(row), self._place(position))
-        value = row[names[0]] if len(names) == 1 else {name: row[name] for name in names}
-        return self.column.content(value, lambda: self._place(position))
+        return self.column.content_of(row, lambda: self._place(position))
 
     def _place(self, position: int) -> str:
         """Return the name of the line at byte ``position`` for messages, such as ``file.jsonl line 12``."""

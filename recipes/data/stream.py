@@ -9,7 +9,7 @@ from typing import Any
 from serried.configs.errors import UserError
 from serried.recipes.data.atomic_folder import make_folder
 from serried.recipes.data.encode import TextEncoder
-from serried.recipes.data.hugging_face_dataset import HubStream
+from serried.recipes.data.hugging_face_dataset import streamed_units
 from serried.recipes.data.hugging_face_tokenizer import named_tokenizer
 from serried.recipes.data.lanes import Deal, StreamDataset
 from serried.recipes.data.prepare import Prepared, cache_folder, is_intact, open_prepared, write_json, write_summary
@@ -40,7 +40,7 @@ def prepare_stream(section: Any, sequences: int, show: Show | None = None) -> Pr
     Raises ``UserError`` if the source cannot be read, or has too little for one sequence.
     """
     tokenizer = _tokenizer(section)
-    units = _units(section, section.validation_split or section.split)
+    units = streamed_units(section, section.validation_split or section.split)
     wanted = sequences * section.sequence_length + 1
     names = [[unit.name, unit.size_bytes] for unit in units]
     identity = [_FORMAT, _identity(section, tokenizer), names, wanted, section.validation_split]
@@ -67,7 +67,7 @@ def open_training(section: Any, prepared: Prepared, *, lanes: int, seed: int, wo
         place = place_of(row, unit)
         return place >= fraction and place not in held_out
 
-    units = _units(section, section.split)
+    units = streamed_units(section, section.split)
     return StreamDataset(
         units,
         TextEncoder(tokenizer, section.tokenizer),
@@ -91,10 +91,6 @@ def _identity(section: Any, tokenizer: Tokenizer) -> str:
     """What the tokens of a document, and the split it goes to, depend on."""
     spec = hashlib.sha256(json.dumps(tokenizer.spec(), sort_keys=True).encode()).hexdigest()
     return json.dumps([spec, section.text_column, section.validation_fraction])
-
-
-def _units(section: Any, split: str) -> Sequence[Unit]:
-    return HubStream(section, split).units()
 
 
 def _write(folder: Path, section: Any, units: Sequence[Unit], tokenizer: Tokenizer, wanted: int) -> None:

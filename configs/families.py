@@ -64,6 +64,8 @@ class ModelSection(Section):
     # Sizes among them are compared by the shapes of tensors.
     names: ClassVar[Mapping[str, str]] = {}
     """Keys -> their names in a ``config.json``, for those that stand there as they are."""
+    opens_as: ClassVar[tuple[str, str]] = ("", "")
+    """``model_type`` of a checkpoint, and the class of transformers that opens it."""
 
     name: str
     """Name of the model config, for display."""
@@ -112,8 +114,7 @@ class LlamaSection(ModelSection):
         "max_sequence_length": "max_position_embeddings",
         "vocab_size": "vocab_size",
     }
-    opens_as: ClassVar[tuple[str, str]] = ("llama", "LlamaForCausalLM")
-    """``model_type`` of a checkpoint, and the class of transformers that opens it."""
+    opens_as = ("llama", "LlamaForCausalLM")
     plain: ClassVar[Mapping[str, Any]] = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
     """Keys of ``config.json`` that have one value in all models of the family."""
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -380,6 +381,7 @@ class GPT2Section(ModelSection):
         "max_sequence_length": "n_positions",
         "vocab_size": "vocab_size",
     }
+    opens_as = ("gpt2", "GPT2LMHeadModel")
 
     dim: Size
     """Width of the residual stream."""

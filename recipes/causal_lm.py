@@ -223,16 +223,15 @@ class CausalLM(TextTask):
 
     def _tokenizer_size(self) -> int | None:
         """Number of ids; None in a dry run that need not know it, and can do without files and libraries."""
-        if self._prepared is None and self._data.tokenizer != "bytes" and self._model.vocab_size:
-            return None
-        if self._prepared is None and self._data.tokenizer == "train":
-            return self._data.vocab_size
-        named = named_tokenizer(self._data) if self._prepared is None and self._data.name != "tokens" else None
-        if named is None and self._prepared is None:
+        if self._prepared is None:
+            if self._data.tokenizer != "bytes" and self._model.vocab_size:
+                return None
+            if self._data.tokenizer == "train":
+                return self._data.vocab_size
+            if self._data.name != "tokens" and (named := named_tokenizer(self._data)) is not None:
+                return named.vocab_size
             self.open_data(self.prepare())  # only the text knows how many characters there are
-        tokenizer = named if self._prepared is None else self._prepared.tokenizer
-        assert tokenizer is not None
-        return tokenizer.vocab_size
+        return self._tokenizer().vocab_size
 
     def _family(self) -> ModelFamily:
         if self._built is None:
@@ -349,15 +348,13 @@ class CausalLM(TextTask):
             return notes
         if has_adapters:
             method = self.run.adapter.method
-            return [
-                *notes,
-                f"a run with adapter.method={method} starts only with a base model: model.path=FOLDER_OR_NAME",
-            ]
-        return [
-            *notes,
-            "the model starts with random weights, and conversations alone teach it little; to start from a trained "
-            f"model: model.path=FOLDER_OR_NAME {self.run.another_run}",
-        ]
+            note = f"a run with adapter.method={method} starts only with a base model: model.path=FOLDER_OR_NAME"
+        else:
+            note = (
+                "the model starts with random weights, and conversations alone teach it little; to start from a "
+                f"trained model: model.path=FOLDER_OR_NAME {self.run.another_run}"
+            )
+        return [*notes, note]
 
     def prompt_ids(self, said: Sequence[str]) -> list[int]:
         """Raises ``UserError`` if the tokenizer or the chat template cannot take ``said``."""
@@ -433,11 +430,9 @@ class CausalLM(TextTask):
         return self._family().exported(name, shape)
 
     def pretrained(self) -> Path | None:
-        return (
-            model_folder(self._model.path, "*.safetensors", "*.json")
-            if self._model.path and self._model.pretrained
-            else None
-        )
+        if not self._model.path or not self._model.pretrained:
+            return None
+        return model_folder(self._model.path, "*.safetensors", "*.json")
 
     def check_weights(self, folder: Path) -> None:
         """Composing the config took its architecture from ``folder``, unless that is not a model."""

@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from serried.recipes.data.tokenizer import Tokenizer
+from serried.recipes.data.tokenizer import REPLACEMENT, Tokenizer
 from serried.recipes.models.cache import Cache
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _HELD_TOKENS = 8
 """Tokens that may be waited for to make up a character: of bytes one takes 4."""
 _CONTEXT_TOKENS = 8
@@ -85,7 +84,7 @@ class TextStream:
         """Return the text that is complete with ``token``; empty if it may be part of a character."""
         self._ids.append(token)
         text = self._text()
-        if text.endswith(_REPLACEMENT) and len(self._ids) - self._told < _HELD_TOKENS:
+        if text.endswith(REPLACEMENT) and len(self._ids) - self._told < _HELD_TOKENS:
             return ""
         return self._settle(text)
 

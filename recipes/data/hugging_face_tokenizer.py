@@ -14,7 +14,16 @@ from serried.configs.data_section import DataSection
 from serried.configs.errors import UserError
 from serried.configs.plain_data import parse_json, read_bytes
 from serried.recipes.data.files import assignment, library, quiet
-from serried.recipes.data.tokenizer import BytesTokenizer, CharsTokenizer, Tokenizer, chars_tokenizer_of, token_dtype
+from serried.recipes.data.tokenizer import (
+    END,
+    REPLACEMENT,
+    TOKENIZER_CONFIG,
+    BytesTokenizer,
+    CharsTokenizer,
+    Tokenizer,
+    chars_tokenizer_of,
+    token_dtype,
+)
 
 _FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
@@ -26,9 +35,6 @@ _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "
 
 _MOST_BYTES = 2**28
 """Of a file of a tokenizer; those of the largest vocabularies have 2**25."""
-
-_END = "<|end|>"
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -93,7 +99,7 @@ class HuggingFaceTokenizer(Tokenizer):
             if token in self._known:
                 run.append(token)
             else:
-                pieces += [self._tokenizer.decode(run), _REPLACEMENT]
+                pieces += [self._tokenizer.decode(run), REPLACEMENT]
                 run = []
         return "".join([*pieces, self._tokenizer.decode(run)])
 
@@ -259,18 +265,13 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> HuggingFaceTokeniz
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        special_tokens=[_END],
+        special_tokens=[END],
         initial_alphabet=sorted(level.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _END, "bos_token": _END,
-        "clean_up_tokenization_spaces": False,
-    }  # fmt: skip
-    return HuggingFaceTokenizer(
-        {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
-    )
+    config = json.dumps(TOKENIZER_CONFIG, indent=2) + "\n"
+    return HuggingFaceTokenizer({"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": config})
 
 
 def tokenizer_from_spec(spec: dict[str, Any]) -> Tokenizer:

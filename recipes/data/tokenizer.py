@@ -15,8 +15,14 @@ import numpy as np
 from serried.configs.errors import UserError
 from serried.configs.plain_data import parse_json
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_END = "<|end|>"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+END = "<|end|>"
+"""Text of the end mark of tokenizers that are made here."""
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": END,
+    "clean_up_tokenization_spaces": False,
+}  # fmt: skip
+"""Their ``tokenizer_config.json``."""
 
 
 class Tokenizer(ABC):
@@ -53,7 +59,7 @@ class Tokenizer(ABC):
     def decode_marked(self, ids: Iterable[int]) -> str:
         """As ``decode``, with the names of all marks."""
         runs = groupby(ids, key=lambda token: token == self.end_id)
-        return "".join(_END * len(list(run)) if is_end else self.decode(run) for is_end, run in runs)
+        return "".join(END * len(list(run)) if is_end else self.decode(run) for is_end, run in runs)
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
@@ -82,7 +88,7 @@ class BytesTokenizer(Tokenizer):
             if 0 <= token < 256:
                 content.append(token)
             elif token != self.end_id:
-                content += _REPLACEMENT.encode()
+                content += REPLACEMENT.encode()
         return content.decode("utf-8", errors="replace")
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -126,7 +132,7 @@ class CharsTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         known = range(len(self.characters))
-        return "".join(self.characters[i] if i in known else _REPLACEMENT for i in ids if i != self.end_id)
+        return "".join(self.characters[i] if i in known else REPLACEMENT for i in ids if i != self.end_id)
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         return self.encode(text), np.arange(len(text))
@@ -174,7 +180,7 @@ def _own_files(tokenizer: Tokenizer, spec: dict[str, Any]) -> dict[str, Any]:
     else:
         vocabulary = {character: number for number, character in enumerate(spec["characters"])}
         pre_tokenizer, decoder = None, {"type": "Fuse"}
-    end = {"id": tokenizer.end_id, "content": _END, "special": True, "normalized": False}
+    end = {"id": tokenizer.end_id, "content": END, "special": True, "normalized": False}
     end |= {"single_word": False, "lstrip": False, "rstrip": False}
     model: dict[str, Any] = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
@@ -185,10 +191,7 @@ def _own_files(tokenizer: Tokenizer, spec: dict[str, Any]) -> dict[str, Any]:
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
             "pre_tokenizer": pre_tokenizer, "post_processor": None, "decoder": decoder, "model": model,
         },
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _END, "bos_token": _END,
-            "clean_up_tokenization_spaces": False,
-        },
+        "tokenizer_config.json": TOKENIZER_CONFIG,
     }  # fmt: skip
 
 

@@ -166,7 +166,9 @@ class ModelFamily:
 
 
 class LossFamily(ModelFamily):
-    """A family whose model ends in a ``LanguageModelHead``, which forms the loss chunk by chunk."""
+    """A family of transformers whose model ends in a ``LanguageModelHead``, which forms the loss chunk by chunk."""
+
+    opens_in = "transformers"
 
     def inputs(self, batch: Tokens) -> Inputs:
         return Inputs(batch.tokens, {"targets": batch.targets, "positions": batch.positions})
@@ -174,6 +176,19 @@ class LossFamily(ModelFamily):
     def loss_sum(self, output: Tensor, batch: Tokens) -> Tensor:
         del batch
         return output
+
+    def export_config(self, end_token: int | None) -> dict[str, Any]:
+        model_type, architecture = self.section.opens_as
+        return {
+            **self.section.described(),
+            "architectures": [architecture],
+            "model_type": model_type,
+            "vocab_size": self.vocab_size,
+            "initializer_range": self.section.initializer_std,
+            "bos_token_id": end_token,
+            "eos_token_id": end_token,
+            "dtype": "float32",
+        }
 
 
 class BuiltFamily(ModelFamily):

@@ -149,8 +149,6 @@ class GPT2Model(nn.Module):
 class GPT2(LossFamily):
     """``model.family=gpt2``."""
 
-    opens_in = "transformers"
-
     def __init__(self, section: GPT2Section, vocab_size: int) -> None:
         super().__init__(section, vocab_size)
         self.cached_layers = section.layers
@@ -239,16 +237,5 @@ class GPT2(LossFamily):
         return (Fragment.within(f"transformer.{attention}.c_attn.{last}", fused, len(shape) - 1, start, shape),)
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
-        return self.section.described() | {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "vocab_size": self.vocab_size,
-            "initializer_range": self.section.initializer_std,
-            "activation_function": "gelu_new",
-            "attn_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-            "bos_token_id": end_token,
-            "eos_token_id": end_token,
-            "dtype": "float32",
-        }
+        dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+        return super().export_config(end_token) | {"activation_function": "gelu_new", **dropout}

@@ -357,7 +357,6 @@ class Llama(LossFamily):
     Qwen 3, dense (https://arxiv.org/abs/2505.09388).
     """
 
-    opens_in = "transformers"
     transformer: type[Transformer] = Transformer
     """The class of the model."""
     stream_norms = 2
@@ -427,19 +426,10 @@ class Llama(LossFamily):
         if model.rope_scaling:
             scaled = {model.rope_scaling.names.get(key, key): value for key, value in model.rope_scaling}
             rope |= {"rope_type": "llama3", **scaled}
-        model_type, architecture = model.opens_as
-        return {
-            **model.described(),
+        return super().export_config(end_token) | {
             **model.plain,
-            "architectures": [architecture],
-            "model_type": model_type,
             "head_dim": model.attention_head_dim,
-            "vocab_size": self.vocab_size,
-            "initializer_range": model.initializer_std,
             "rope_parameters": rope,  # transformers >= 5
             "rope_theta": model.rope_theta,  # transformers 4
             "rope_scaling": rope if model.rope_scaling else None,
-            "bos_token_id": end_token,
-            "eos_token_id": end_token,
-            "dtype": "float32",
         }

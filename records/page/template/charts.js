@@ -7,18 +7,13 @@ class Chart {
     this.isWhole = !spec.clips;
     this.off = new Set();
     this.of = runs.findIndex((run) => run.curves.some(this.has, this)); // the run of a stacked chart
-    this.legend = make("div", { class: "legend" });
-    this.frame = make("div", { class: "plot" });
-    this.tip = make("div", { class: "tip", hidden: true });
-    this.note = make("p", { class: "note" });
-    this.card = make(
-      "section",
-      { class: spec.wide ? "card wide" : "card", id: `chart-${spec.id}` },
-      make("div", { class: "head" }, make("h2", {}, spec.title), this.controls()),
-      this.legend,
-      this.frame,
-      this.note,
-    );
+    this.legend = make("div.legend");
+    this.frame = make("div.plot");
+    this.tip = make("div.tip", { hidden: true });
+    this.note = make("p.note");
+    const head = make("div.head", make("h2", spec.title), this.controls());
+    const parts = [head, this.legend, this.frame, this.note];
+    this.card = make(spec.wide ? "section.card.wide" : "section.card", { id: `chart-${spec.id}` }, parts);
   }
 
   has(curve) {
@@ -26,50 +21,24 @@ class Chart {
   }
 
   controls() {
-    const buttons = make("div", { class: "buttons" });
-    this.spikes =
-      this.spec.clips &&
-      toggle(
-        "spikes",
-        false,
-        (isWhole) => {
-          this.isWhole = isWhole;
-          this.draw();
-        },
-        "the whole of the spikes that leave the scale",
-      );
-    if (this.spikes) {
-      this.spikes.hidden = true;
-      buttons.append(this.spikes);
-    }
-    if (this.spec.log)
-      buttons.append(
-        toggle(
-          "log",
-          this.isLog,
-          (isLog) => {
-            this.isLog = isLog;
-            this.draw();
-          },
-          "logarithmic scale",
-        ),
-      );
+    const set = (name) => (value) => {
+      this[name] = value;
+      this.draw();
+    };
+    const whole = "the whole of the spikes that leave the scale";
+    this.spikes = this.spec.clips && toggle("spikes", false, set("isWhole"), whole);
+    if (this.spikes) this.spikes.hidden = true;
+    const log = this.spec.log && toggle("log", this.isLog, set("isLog"), "logarithmic scale");
     const having = runs.map((run, index) => index).filter((index) => runs[index].curves.some(this.has, this));
-    if (this.spec.stacked && having.length > 1)
-      buttons.append(
-        make(
-          "select",
-          {
-            "aria-label": "run",
-            change: (event) => {
-              this.of = Number(event.target.value);
-              this.draw();
-            },
-          },
-          having.map((index) => make("option", { value: index }, runs[index].name)),
-        ),
-      );
-    return buttons;
+    const options = having.map((index) => make("option", { value: index }, runs[index].name));
+    const change = (event) => set("of")(Number(event.target.value));
+    const choosesRun = this.spec.stacked && having.length > 1;
+    return make(
+      "div.buttons",
+      this.spikes,
+      log,
+      choosesRun && make("select", { "aria-label": "run", change }, options),
+    );
   }
 
   /** Names of what is shown of each run, in the order of the first run that has them. */
@@ -176,24 +145,15 @@ class Chart {
   drawLegend() {
     const parts = this.parts();
     if (parts.length < 2) return this.legend.replaceChildren();
-    this.legend.replaceChildren(
-      ...parts.map((name, part) => {
-        const swatch = make("span", { class: name === "undone" ? "swatch dots" : "swatch" });
-        if (several && !this.spec.stacked)
-          swatch.style.borderTopStyle = ["solid", "dashed", "dotted", "dashed"][part % 4];
-        swatch.style.color = several && !this.spec.stacked ? "" : this.partColor(name, part);
-        const label = name === "undone" ? "undone steps" : name || this.spec.title;
-        return toggle(
-          [swatch, label],
-          !this.off.has(name),
-          (on) => {
-            on ? this.off.delete(name) : this.off.add(name);
-            this.draw();
-          },
-          `show ${label}`,
-        );
-      }),
-    );
+    const isByRun = several && !this.spec.stacked;
+    const toggles = parts.map((name, part) => {
+      const swatch = make(name === "undone" ? "span.swatch.dots" : "span.swatch");
+      if (isByRun) swatch.style.borderTopStyle = ["solid", "dashed", "dotted", "dashed"][part % 4];
+      else swatch.style.color = this.partColor(name, part);
+      const label = name === "undone" ? "undone steps" : name || this.spec.title;
+      return hider(this.off, name, [swatch, label], `show ${label}`, () => this.draw());
+    });
+    this.legend.replaceChildren(...toggles);
   }
 
   options() {
@@ -201,6 +161,7 @@ class Chart {
     const [text, grid] = ["--muted", "--grid"].map((name) => style.getPropertyValue(name));
     const font = "11px system-ui, sans-serif";
     const axis = AXES[state.axis];
+    const common = { stroke: text, font, gap: 3, grid: { stroke: grid, width: 1 } };
     const lineOf = (line) => ({
       stroke: line.color,
       width: line.width,
@@ -220,25 +181,19 @@ class Chart {
       },
       axes: [
         {
-          stroke: text,
-          font,
+          ...common,
           labelFont: font,
           label: axis.label,
           labelSize: 16,
           size: 28,
-          gap: 3,
           space: 60,
           incrs: state.axis === "seconds" ? SECOND_TICKS : WHOLE_TICKS,
-          grid: { stroke: grid, width: 1 },
           ticks: { stroke: grid, size: 4 },
           values: (plot, ticks) => ticks.map((tick) => axis.tick(tick)),
         },
         {
-          stroke: text,
-          font,
-          gap: 3,
+          ...common,
           space: 34,
-          grid: { stroke: grid, width: 1 },
           ticks: { show: false },
           ...(this.isLog
             ? { splits: logTicks, filter: (plot, ticks) => ticks }
@@ -326,27 +281,19 @@ class Chart {
       if (line.dots === "only" && Math.abs(plot.valToPos(x, "x") - left) > 6) return;
       const place = position(line.xs, x);
       if (x === at) title ??= titleOf(line.run, line.rows[place]);
-      const swatch = make("span", { class: "swatch" });
+      const swatch = make("span.swatch");
       swatch.style.color = line.color;
       const mean = this.shown[i + 1]?.isMean ? plot.data[i + 2][idxs[i + 2]] : null;
-      table.append(
-        make(
-          "tr",
-          { class: x === at ? "" : "aside" },
-          make("td", {}, swatch, line.label),
-          make("td", { class: "number" }, this.exactly(line.own ? line.own[place] : value)),
-          make(
-            "td",
-            {},
-            [mean != null && `smoothed ${trimmed(mean, 5)}`, x !== at && `at ${AXES[state.axis].title(x)}`]
-              .filter(Boolean)
-              .join(", "),
-          ),
-        ),
-      );
+      const asides = [mean != null && `smoothed ${trimmed(mean, 5)}`, x !== at && `at ${AXES[state.axis].title(x)}`];
+      const cells = [
+        make("td", swatch, line.label),
+        make("td.number", this.exactly(line.own ? line.own[place] : value)),
+        make("td", asides.filter(Boolean).join(", ")),
+      ];
+      table.append(make(x === at ? "tr" : "tr.aside", cells));
     });
-    const near = marksNear(plot, left).map((mark) => make("p", {}, mark.text));
-    this.tip.replaceChildren(make("p", { class: "title" }, title ?? AXES[state.axis].title(at)), table, ...near);
+    const near = marksNear(plot, left).map((mark) => make("p", mark.text));
+    this.tip.replaceChildren(make("p.title", title ?? AXES[state.axis].title(at)), table, ...near);
     this.tip.hidden = false;
     const [width, room] = [this.tip.offsetWidth, plot.over.clientWidth];
     this.tip.style.left = `${Math.max(0, Math.min(left + 14 + width > room ? left - 14 - width : left + 14, room - width))}px`;

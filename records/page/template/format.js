@@ -1,8 +1,12 @@
 // Numbers as text, and elements of the page. Strings of a run reach the page as text only, never as markup.
 
-/** An element: `make("p", {class: "note"}, "text", child)`. Attributes that are functions are event handlers. */
-function make(tag, attributes = {}, ...children) {
+/** An element: `make("p.note", {title: "why"}, "text", child)`, with the class `note`. Attributes may be left out; those
+    that are functions are event handlers. */
+function make(kind, ...children) {
+  const [tag, ...classes] = kind.split(".");
   const element = document.createElement(tag);
+  if (classes.length) element.className = classes.join(" ");
+  const attributes = children[0]?.constructor === Object ? children.shift() : {};
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") element.addEventListener(name, value);
     else if (value === true) element.setAttribute(name, "");
@@ -13,7 +17,7 @@ function make(tag, attributes = {}, ...children) {
 }
 
 function card(title, ...content) {
-  return make("section", { class: "card" }, make("div", { class: "head" }, make("h2", {}, title)), ...content);
+  return make("section.card", make("div.head", make("h2", title)), ...content);
 }
 
 function wideCard(...parts) {
@@ -22,36 +26,17 @@ function wideCard(...parts) {
   return made;
 }
 
-function table(headings, rows, className = "") {
+function tableRow(cells, kind = "td") {
   return make(
-    "div",
-    { class: "scroll" },
-    make(
-      "table",
-      { class: className },
-      headings &&
-        make(
-          "thead",
-          {},
-          make(
-            "tr",
-            {},
-            headings.map((heading) => make("th", {}, heading)),
-          ),
-        ),
-      make(
-        "tbody",
-        {},
-        rows.map((row) =>
-          make(
-            "tr",
-            {},
-            row.map((cell) => make("td", {}, cell)),
-          ),
-        ),
-      ),
-    ),
+    "tr",
+    cells.map((cell) => make(kind, cell)),
   );
+}
+
+function table(headings, rows, name = "") {
+  const head = headings && make("thead", tableRow(headings, "th"));
+  const body = rows.map((row) => tableRow(row));
+  return make("div.scroll", make("table", { class: name }, head, make("tbody", body)));
 }
 
 /** 1234567 -> 1.23M: for axes and tiles. */

@@ -47,9 +47,7 @@ function scatter() {
       across(size, "grid"),
       text(LEFT - 6, y(size) + 4, "end", bytes(size)),
     ]),
-    ...logTicks(null, 0, fastest, slowest).map((time) =>
-      text(x(time), HEIGHT - BOTTOM + 18, "middle", stepTime(time)),
-    ),
+    ...logTicks(null, 0, fastest, slowest).map((time) => text(x(time), HEIGHT - BOTTOM + 18, "middle", stepTime(time))),
     across(page.limit, "limit"),
     ...page.others.map((each) => dot(each, "other")),
     ...listed.map((each) => dot(each, "listed")),
@@ -61,44 +59,35 @@ function rows(layouts) {
     `${stepTime(each.seconds)}${each.doubts.length ? "?" : ""}`,
     compact(each.tokens_per_second),
     bytes(each.bytes),
-    make("code", { class: "command" }, each.words),
+    make("code.command", each.words),
   ]);
+}
+
+function fill(id, ...content) {
+  document.getElementById(id).append(...content);
 }
 
 const doubts = [...new Set(listed.flatMap((each) => each.doubts))].sort();
 document.documentElement.dataset.theme = isDark.matches ? "dark" : "light";
 document.getElementById("toolbar").hidden = true;
-document
-  .getElementById("summary")
-  .append(
-    make("h1", {}, page.title),
-    make(
-      "p",
-      { class: "subtitle" },
-      `${count(page.valid, "valid layout")}, ${page.fitting.toLocaleString("en")} of which fit ${bytes(page.limit)} ` +
-        `on ${page.device}; rates of ${page.rates}`,
-    ),
-  );
-document
-  .getElementById("charts")
-  .append(
-    wideCard(
-      "Time of a step against memory of a rank",
-      scatter(),
-      make(
-        "p",
-        { class: "note" },
-        "Large dots are the layouts listed below, as planned. Small ones are all others that fit, by a shorter " +
-          "formula. A dot under the pointer names its overrides. The line is the memory that may be used.",
-      ),
-    ),
-  );
+fill(
+  "summary",
+  make("h1", page.title),
+  make(
+    "p.subtitle",
+    `${count(page.valid, "valid layout")}, ${exact(page.fitting)} of which fit ${bytes(page.limit)} on ${page.device}; ` +
+      `rates of ${page.rates}`,
+  ),
+);
+const note =
+  "Large dots are the layouts listed below, as planned. Small ones are all others that fit, by a shorter formula. " +
+  "A dot under the pointer names its overrides. The line is the memory that may be used.";
+fill("charts", wideCard("Time of a step against memory of a rank", scatter(), make("p.note", note)));
 for (const [name, title] of Object.entries(TABLES))
   if (page[name].length)
-    document
-      .getElementById("sections")
-      .append(wideCard(title, table(["time", "tokens/s a device", "memory", "overrides"], rows(page[name]))));
-document.getElementById("footer").append(
+    fill("sections", wideCard(title, table(["time", "tokens/s a device", "memory", "overrides"], rows(page[name]))));
+fill(
+  "footer",
   "Times are computed, not measured; those within 5% cannot be told apart.",
   doubts.length ? ` ?: a rough guess, as no published run has ${doubts.join(", nor ")}.` : "",
 );

@@ -13,7 +13,7 @@ function marksShown() {
     state.hidden.has(index) || !run.x[state.axis]
       ? []
       : run.marks
-          .filter((mark) => state.marks.has(mark.kind))
+          .filter((mark) => !state.hiddenMarks.has(mark.kind))
           .map((mark) => ({
             ...mark,
             x: run.x[state.axis][mark.at],

@@ -9,7 +9,7 @@ const state = {
   smoothing: runs.some((run) => run.logged > 100) ? 0.6 : 0,
   zoom: null, // [low, high] of the axis; null: all
   hidden: new Set(), // runs, by index
-  marks: new Set(Object.keys(MARKS)),
+  hiddenMarks: new Set(), // kinds of marks
   theme: isDark.matches ? "dark" : "light",
 };
 let hovered = null; // the plot under the pointer
@@ -26,43 +26,35 @@ for (const run of runs) {
 
 /** A button that is on or off. */
 function toggle(content, isOn, change, title) {
-  const button = make(
-    "button",
-    {
-      type: "button",
-      class: "toggle",
-      "aria-pressed": String(isOn),
-      title,
-      click: () => {
-        isOn = !isOn;
-        button.setAttribute("aria-pressed", String(isOn));
-        change(isOn);
-      },
-    },
-    content,
-  );
+  const click = () => {
+    isOn = !isOn;
+    button.setAttribute("aria-pressed", String(isOn));
+    change(isOn);
+  };
+  const button = make("button.toggle", { "aria-pressed": String(isOn), title, click }, content);
   return button;
+}
+
+/** A button that takes `item` out of the set `hidden`, and puts it back. */
+function hider(hidden, item, content, title, change) {
+  const move = (isShown) => {
+    isShown ? hidden.delete(item) : hidden.add(item);
+    change();
+  };
+  return toggle(content, !hidden.has(item), move, title);
 }
 
 /** Buttons of which one is on. */
 function choice(name, options, chosen, change) {
-  const buttons = options.map(([value, label, isPossible]) =>
-    make(
-      "button",
-      {
-        type: "button",
-        disabled: !isPossible,
-        "data-value": value,
-        "aria-pressed": String(value === chosen),
-        click: (event) => {
-          for (const button of buttons) button.setAttribute("aria-pressed", String(button === event.currentTarget));
-          change(value);
-        },
-      },
-      label,
-    ),
-  );
-  return make("div", { class: "choice", role: "group", "aria-label": name }, buttons);
+  const buttons = options.map(([value, label, isPossible]) => {
+    const click = (event) => {
+      for (const button of buttons) button.setAttribute("aria-pressed", String(button === event.currentTarget));
+      change(value);
+    };
+    const pressed = String(value === chosen);
+    return make("button", { disabled: !isPossible, "data-value": value, "aria-pressed": pressed, click }, label);
+  });
+  return make("div.choice", { role: "group", "aria-label": name }, buttons);
 }
 
 function redraw() {
@@ -95,78 +87,52 @@ function setTheme(theme) {
 }
 
 function toolbar() {
-  const smoothing = make("output", {}, state.smoothing.toFixed(2));
-  const happened = Object.keys(MARKS).filter((kind) => runs.some((run) => run.counts[kind]));
+  const axes = [
+    ["step", "steps", true],
+    ["tokens", unit(), runs.some((run) => run.x.tokens)],
+    ["seconds", "hours", runs.some((run) => run.x.seconds)],
+  ];
+  const setAxis = (axis) => {
+    state.axis = axis;
+    zoomTo(null);
+    redraw();
+  };
+  const smoothing = make("output", state.smoothing.toFixed(2));
+  const smooth = (event) => {
+    state.smoothing = Number(event.target.value);
+    smoothing.value = state.smoothing.toFixed(2);
+    redrawSoon();
+  };
+  const range = {
+    type: "range",
+    id: "smoothing",
+    min: 0,
+    max: 0.99,
+    step: 0.01,
+    value: state.smoothing,
+    input: smooth,
+  };
+  const flip = () => setTheme(state.theme === "dark" ? "light" : "dark");
   return [
-    choice(
-      "horizontal axis",
-      [
-        ["step", "steps", true],
-        ["tokens", unit(), runs.some((run) => run.x.tokens)],
-        ["seconds", "hours", runs.some((run) => run.x.seconds)],
-      ],
-      state.axis,
-      (axis) => {
-        state.axis = axis;
-        zoomTo(null);
-        redraw();
-      },
-    ),
-    make(
-      "label",
-      { class: "smoothing" },
-      "smoothing",
-      make("input", {
-        type: "range",
-        id: "smoothing",
-        min: 0,
-        max: 0.99,
-        step: 0.01,
-        value: state.smoothing,
-        input: (event) => {
-          state.smoothing = Number(event.target.value);
-          smoothing.value = state.smoothing.toFixed(2);
-          redrawSoon();
-        },
-      }),
-      smoothing,
-    ),
-    make(
-      "div",
-      { class: "marks" },
-      happened.map((kind) => {
-        const total = runs.reduce((sum, run) => sum + (run.counts[kind] ?? 0), 0);
-        return toggle(
-          [
-            make("span", { class: `mark ${kind}` }),
-            `${total} ${total === 1 ? MARKS[kind].name.replace(/s$/, "") : MARKS[kind].name}`,
-          ],
-          true,
-          (on) => {
-            on ? state.marks.add(kind) : state.marks.delete(kind);
-            redraw();
-          },
-          `mark ${MARKS[kind].name}`,
-        );
-      }),
-    ),
+    choice("horizontal axis", axes, state.axis, setAxis),
+    make("label.smoothing", "smoothing", make("input", range), smoothing),
+    make("div.marks", Object.keys(MARKS).map(markToggle)),
     make(
       "button",
-      { type: "button", id: "reset", hidden: true, click: () => zoomTo(null), title: "or double-click a chart" },
+      { id: "reset", hidden: true, click: () => zoomTo(null), title: "or double-click a chart" },
       "reset zoom",
     ),
-    make(
-      "button",
-      {
-        type: "button",
-        id: "theme",
-        title: "light or dark",
-        "aria-label": "light or dark",
-        click: () => setTheme(state.theme === "dark" ? "light" : "dark"),
-      },
-      "◐",
-    ),
+    make("button", { id: "theme", title: "light or dark", "aria-label": "light or dark", click: flip }, "◐"),
   ];
+}
+
+/** Null where no run has such a mark. */
+function markToggle(kind) {
+  const total = runs.reduce((sum, run) => sum + (run.counts[kind] ?? 0), 0);
+  const { name } = MARKS[kind];
+  const text = `${total} ${total === 1 ? name.replace(/s$/, "") : name}`;
+  const content = [make("span", { class: `mark ${kind}` }), text];
+  return total ? hider(state.hiddenMarks, kind, content, `mark ${name}`, redraw) : null;
 }
 
 function drawRunSwatches() {
@@ -177,7 +143,7 @@ function drawRunSwatches() {
 
 function begin() {
   document.documentElement.dataset.theme = state.theme;
-  document.getElementById("summary").append(...summary());
+  document.getElementById("summary").append(...summary().filter(Boolean));
   document.getElementById("toolbar").append(...toolbar());
   const specs = SPECS.filter((spec) =>
     runs.some((run) => run.curves.some(spec.needs ?? spec.has ?? ((curve) => curve.chart === spec.id))),
@@ -188,7 +154,7 @@ function begin() {
   document.getElementById("charts").append(...charts.map((chart) => chart.card));
   document.getElementById("toolbar").hidden = charts.length === 0;
   document.getElementById("sections").append(...sections());
-  document.getElementById("footer").append(...footer());
+  document.getElementById("footer").append(footer());
   setTheme(state.theme);
   isDark.addEventListener("change", (event) => setTheme(event.matches ? "dark" : "light"));
   new ResizeObserver(() => {

@@ -8,27 +8,15 @@ function summary() {
 
 function overview(run) {
   return [
-    make("div", { class: "title" }, make("h1", {}, run.name), pill(run)),
-    make("p", { class: "subtitle" }, [subtitle(run), run.folder].filter(Boolean).join(" · ")),
-    make(
-      "div",
-      { class: "tiles" },
-      tiles(run).map(([name, value, note]) =>
-        make(
-          "div",
-          { class: "tile" },
-          make("div", { class: "name" }, name),
-          make("div", { class: "value" }, value),
-          make("div", { class: "note" }, note ?? ""),
-        ),
-      ),
-    ),
+    make("div.title", make("h1", run.name), pill(run)),
+    make("p.subtitle", [subtitle(run), run.folder].filter(Boolean).join(" · ")),
+    make("div.tiles", tiles(run).map(tile)),
     ending(run),
   ];
 }
 
 function subtitle(run) {
-  const start = run.starts[run.starts.length - 1];
+  const start = run.starts.at(-1);
   return [
     run.parameters != null && `${compact(run.parameters)} parameters`,
     start?.world_size && count(start.world_size, "rank"),
@@ -38,11 +26,15 @@ function subtitle(run) {
     .join(" · ");
 }
 
+function tile([name, value, note]) {
+  return make("div.tile", make("div.name", name), make("div.value", value), make("div.note", note || ""));
+}
+
 function tiles(run) {
-  const ranks = run.starts[run.starts.length - 1]?.world_size;
+  const ranks = run.starts.at(-1)?.world_size;
   const best = run.best_validation;
   const isBestLast = best && run.validation.step === best.step;
-  const done = run.steps ? `of ${run.steps.toLocaleString("en")}` : "";
+  const done = run.steps ? `of ${exact(run.steps)}` : "";
   return [
     [
       "training loss",
@@ -53,17 +45,13 @@ function tiles(run) {
       "best validation",
       loss(best.value),
       isBestLast
-        ? `the last, at step ${best.step.toLocaleString("en")}`
-        : `at step ${best.step.toLocaleString("en")}, last ${loss(run.validation.value)}`,
+        ? `the last, at step ${exact(best.step)}`
+        : `at step ${exact(best.step)}, last ${loss(run.validation.value)}`,
     ],
     ...run.metrics.slice(0, 4).map((metric) => [metric.name, compact(metric.value), metric.set]),
-    [
-      "step",
-      run.step.toLocaleString("en"),
-      run.eta_seconds == null ? done : `${done}, ${duration(run.eta_seconds)} to go`,
-    ],
+    ["step", exact(run.step), run.eta_seconds == null ? done : `${done}, ${duration(run.eta_seconds)} to go`],
     run.tokens != null && [run.unit, compact(run.tokens), run.samples != null && `${compact(run.samples)} sequences`],
-    run.seconds > 0 && ["time", duration(run.seconds), run.starts.length > 1 ? `in ${run.starts.length} starts` : ""],
+    run.seconds > 0 && ["time", duration(run.seconds), run.starts.length > 1 && `in ${run.starts.length} starts`],
     run.tokens_per_second != null && [
       `${run.unit}/s, median`,
       compact(run.tokens_per_second),
@@ -72,9 +60,7 @@ function tiles(run) {
     run.mfu != null && ["FLOPs utilisation", percent(run.mfu), "median"],
     run.memory_bytes != null && ["peak memory", bytes(run.memory_bytes), ranks > 1 && "of the fullest rank"],
     run.data_share != null && ["waiting for data", percent(run.data_share), "of the time"],
-  ]
-    .filter(Boolean)
-    .map((tile) => tile.map((part) => part || ""));
+  ].filter(Boolean);
 }
 
 function pill(run) {
@@ -92,19 +78,13 @@ function ending(run) {
     run.reason && run.state !== "finished"
       ? `${run.reason[0].toUpperCase()}${run.reason.slice(1)}${/[.!?]$/.test(run.reason) ? "" : "."}`
       : "";
+  const command = run.next.command && make("code.command", run.next.command);
   return make(
     "div",
     { class: `ending ${run.state}` },
-    reason && make("p", { class: "reason" }, reason),
-    running && make("p", {}, running),
-    run.next &&
-      make(
-        "p",
-        {},
-        run.next.text,
-        run.next.command ? ": " : ".",
-        run.next.command && make("code", { class: "command" }, run.next.command),
-      ),
+    reason && make("p.reason", reason),
+    running && make("p", running),
+    make("p", run.next.text, command ? ": " : ".", command),
   );
 }
 
@@ -120,7 +100,7 @@ function comparison() {
   const columns = [
     ["run", (run, index) => index],
     ["state", (run) => run.state],
-    ["step", (run) => run.step, (run) => run.step.toLocaleString("en")],
+    ["step", (run) => run.step, (run) => exact(run.step)],
     ["loss", (run) => run.loss?.value, (run) => loss(run.loss?.value), "low"],
     ["best validation", (run) => run.best_validation?.value, (run) => loss(run.best_validation?.value), "low"],
     [unit(), (run) => run.tokens, (run) => compact(run.tokens)],
@@ -134,9 +114,9 @@ function comparison() {
     ]),
   ];
   return [
-    make("div", { class: "title" }, make("h1", {}, `${runs.length} runs compared`)),
-    make("p", { class: "subtitle" }, runs.length > 1 ? "Click a run to hide or show it, a heading to sort." : ""),
-    page.left_out && make("p", { class: "subtitle" }, page.left_out),
+    make("div.title", make("h1", `${runs.length} runs compared`)),
+    make("p.subtitle", "Click a run to hide or show it, a heading to sort."),
+    page.left_out && make("p.subtitle", page.left_out),
     sortable(columns),
   ];
 }
@@ -147,23 +127,20 @@ function numeric(text) {
 
 /** Runs as rows; the best of a column is bold. */
 function sortable(columns) {
-  const body = make("tbody");
   const order = runs.map((run, index) => index);
   const bests = columns.map(([, value, show, best]) => best && bestText(best, runs.map(value), runs.map(show)));
-  const rows = runs.map((run, index) =>
-    make(
-      "tr",
-      {},
-      columns.map(([name, value, show], column) => {
-        if (name === "run") return make("td", {}, runToggle(run, index));
-        if (name === "state") return make("td", {}, pill(run));
-        const text = show(run, index);
-        const isBest = bests[column] != null && bests[column] === text;
-        return make("td", { class: isBest ? "number best" : "number", title: exactTitle(value(run, index)) }, text);
-      }),
-    ),
-  );
-  body.append(...rows);
+  const cell = (run, index, [name, value, show], column) => {
+    if (name === "run") return make("td", runToggle(run, index));
+    if (name === "state") return make("td", pill(run));
+    const text = show(run, index);
+    const isBest = bests[column] != null && bests[column] === text;
+    return make(isBest ? "td.number.best" : "td.number", { title: exactTitle(value(run, index)) }, text);
+  };
+  const rows = runs.map((run, index) => {
+    const cells = columns.map((column, place) => cell(run, index, column, place));
+    return make("tr", cells);
+  });
+  const body = make("tbody", rows);
   const sortBy = (value, heading) => {
     const isRising = heading.getAttribute("aria-sort") !== "ascending";
     for (const each of heading.parentElement.children) each.removeAttribute("aria-sort");
@@ -178,34 +155,12 @@ function sortable(columns) {
     };
     body.append(...order.sort(compare).map((index) => rows[index]));
   };
-  return make(
-    "div",
-    { class: "scroll" },
-    make(
-      "table",
-      { class: "results" },
-      make(
-        "thead",
-        {},
-        make(
-          "tr",
-          {},
-          columns.map(([name, value]) =>
-            make(
-              "th",
-              { class: name === "run" || name === "state" ? "" : "number" },
-              make(
-                "button",
-                { type: "button", click: (event) => sortBy(value, event.currentTarget.parentElement) },
-                name,
-              ),
-            ),
-          ),
-        ),
-      ),
-      body,
-    ),
-  );
+  const headings = columns.map(([name, value]) => {
+    const button = make("button", { click: () => sortBy(value, heading) }, name);
+    const heading = make(name === "run" || name === "state" ? "th" : "th.number", button);
+    return heading;
+  });
+  return make("div.scroll", make("table.results", make("thead", make("tr", headings)), body));
 }
 
 /** How the lowest or highest of several numbers looks; null where they all look alike. */
@@ -220,15 +175,7 @@ function exactTitle(value) {
 }
 
 function runToggle(run, index) {
-  const button = toggle(
-    [make("span", { class: "swatch" }), run.name],
-    true,
-    (on) => {
-      on ? state.hidden.delete(index) : state.hidden.add(index);
-      redraw();
-    },
-    `show ${run.name}`,
-  );
+  const button = hider(state.hidden, index, [make("span.swatch"), run.name], `show ${run.name}`, redraw);
   button.dataset.run = index;
   return button;
 }
@@ -241,9 +188,12 @@ function sections() {
 
 /** Folded where it is long. */
 function folded(noun, rows, ...content) {
-  return rows.length > 12
-    ? [make("details", {}, make("summary", {}, count(rows.length, noun)), ...content.flat())]
-    : content;
+  return rows.length > 12 ? [make("details", make("summary", count(rows.length, noun)), ...content)] : content;
+}
+
+/** Headings, of several runs with one for the run before them. */
+function headings(...names) {
+  return several ? ["run", ...names] : names;
 }
 
 /** Of several runs; that of a single one is at the top. */
@@ -253,13 +203,13 @@ function endings() {
     named(run),
     run.state,
     run.reason ?? "–",
-    run.next?.command ? make("code", { class: "command" }, run.next.command) : (run.next?.text ?? ""),
+    run.next.command ? make("code.command", run.next.command) : run.next.text,
   ]);
-  return wideCard("How they ended", ...folded("run", rows, table(["run", "state", "why", "next"], rows)));
+  return wideCard("How they ended", ...folded("run", rows, table(headings("state", "why", "next"), rows)));
 }
 
 function named(run) {
-  const name = make("span", { class: "named" }, make("span", { class: "swatch" }), run.name);
+  const name = make("span.named", make("span.swatch"), run.name);
   name.dataset.run = runs.indexOf(run);
   return name;
 }
@@ -269,41 +219,38 @@ function starts() {
     run.starts.map((start) => [
       ...(several ? [named(run)] : []),
       moment(start.time),
-      `${start.first_step.toLocaleString("en")} → ${start.last_step.toLocaleString("en")}`,
+      `${exact(start.first_step)} → ${exact(start.last_step)}`,
       duration(start.seconds),
       start.world_size
         ? `${start.device ? `${start.world_size} × ${start.device}` : count(start.world_size, "rank")}, ${axesOf(start)}`
         : "–",
       start.state
         ? [start.state, start.reason].filter(Boolean).join(": ")
-        : start === run.starts[run.starts.length - 1] && run.state === "running"
+        : start === run.starts.at(-1) && run.state === "running"
           ? "running"
           : "killed: it could not say why",
     ]),
   );
-  const undone = runs
-    .filter((run) => run.counts.undone)
-    .map((run) =>
+  if (!rows.length) return null;
+  const undone = runs.map(
+    (run) =>
+      run.counts.undone > 0 &&
       make(
-        "p",
-        { class: "note" },
+        "p.note",
         `${several ? `${run.name}: ` : ""}${count(run.counts.undone, "logged step")} undone by a crash or a rollback, and trained again: the faint dots beside the loss.`,
       ),
-    );
-  if (!rows.length) return null;
-  const told = table([...(several ? ["run"] : []), "when", "steps", "time", "on", "end"], rows, "starts");
-  return wideCard(rows.length > 1 ? "Starts" : "Start", ...folded("start", rows, told, undone));
+  );
+  const told = table(headings("when", "steps", "time", "on", "end"), rows, "starts");
+  return wideCard(rows.length > 1 ? "Starts" : "Start", ...folded("start", rows, told, ...undone));
 }
 
 function axesOf(start) {
-  const axes = Object.entries(start.mesh ?? {}).filter(([, degree]) => degree > 1);
+  const axes = Object.entries(start.mesh).filter(([, degree]) => degree > 1);
   return axes.length ? axes.map(([axis, degree]) => `${axis} ${degree}`).join(" × ") : "alone";
 }
 
 function sources() {
-  const mixed = runs.filter((run) => run.sources.length);
-  if (!mixed.length) return null;
-  const rows = mixed.flatMap((run) => {
+  const rows = runs.flatMap((run) => {
     const total = run.sources.reduce((sum, source) => sum + source.tokens, 0);
     return run.sources.map((source) => [
       ...(several ? [named(run)] : []),
@@ -313,21 +260,16 @@ function sources() {
       loss(source.loss),
     ]);
   });
-  return card(
-    "Sources of the mixture",
-    ...folded(
-      "source",
-      rows,
-      table([...(several ? ["run"] : []), "source", "tokens", "share", "validation loss"], rows),
-    ),
-  );
+  if (!rows.length) return null;
+  const told = table(headings("source", "tokens", "share", "validation loss"), rows);
+  return card("Sources of the mixture", ...folded("source", rows, told));
 }
 
 /** A bar with its number. */
 function share(part) {
-  const bar = make("span", { class: "bar" });
+  const bar = make("span.bar");
   bar.style.width = `${60 * part}px`;
-  return make("span", { class: "share" }, bar, percent(part));
+  return make("span.share", bar, percent(part));
 }
 
 const MOST_RANKS = 8192; // more are no picture
@@ -335,30 +277,21 @@ const MOST_RANKS = 8192; // more are no picture
 /** Ranks as squares, a row for each host. One colour: ranks that hold one copy of the model together. */
 function meshes() {
   const drawn = runs
-    .map((run) => [run, run.starts[run.starts.length - 1]])
+    .map((run) => [run, run.starts.at(-1)])
     .filter(([, start]) => start?.world_size > 1 && start.world_size <= MOST_RANKS);
   if (!drawn.length) return null;
-  const alike = drawn.every(
-    ([, start]) =>
-      JSON.stringify([start.mesh, start.hosts, start.world_size]) ===
-      JSON.stringify([drawn[0][1].mesh, drawn[0][1].hosts, drawn[0][1].world_size]),
-  );
-  return card(
-    "Mesh",
-    ...(alike ? drawn.slice(0, 1) : drawn.slice(0, 8)).map(([run, start]) =>
-      make(
-        "div",
-        { class: "mesh" },
-        several && !alike && make("h3", {}, named(run)),
-        make("p", { class: "note" }, meshText(start)),
-        grid(start),
-      ),
-    ),
-  );
+  const layouts = drawn.map(([, start]) => JSON.stringify([start.mesh, start.hosts, start.world_size]));
+  const areAlike = new Set(layouts).size === 1;
+  const pictures = drawn
+    .slice(0, areAlike ? 1 : 8)
+    .map(([run, start]) =>
+      make("div.mesh", several && !areAlike && make("h3", named(run)), make("p.note", meshText(start)), grid(start)),
+    );
+  return card("Mesh", ...pictures);
 }
 
 function meshText(start) {
-  const { pipeline = 1, replicate = 1, shard = 1, context = 1, tensor = 1, expert = 1 } = start.mesh ?? {};
+  const { pipeline = 1, replicate = 1, shard = 1, context = 1, tensor = 1, expert = 1 } = start.mesh;
   const ranks = count(start.world_size, "rank");
   const block = shard * context * tensor;
   if (block === 1 && pipeline === 1) return `${ranks}, each with a whole copy of the model.`;
@@ -370,56 +303,35 @@ function meshText(start) {
     tensor > 1 && `matrices in ${tensor}`,
   ].filter(Boolean);
   const divided = holds.length > 1 || context > 1 || tensor > 1 ? ` They divide ${holds.join(", ")}.` : "";
-  if (replicate === 1) {
-    return `${ranks} hold one copy of the model together, 1/${pipeline * block} each.${divided}${stages}${experts}`;
-  }
-  return `${ranks}: ${replicate} copies of the model, a colour each; ${pipeline * block} ranks share one.${divided}${stages}${experts}`;
+  const how =
+    replicate === 1
+      ? `${ranks} hold one copy of the model together, 1/${pipeline * block} each.`
+      : `${ranks}: ${replicate} copies of the model, a colour each; ${pipeline * block} ranks share one.`;
+  return `${how}${divided}${stages}${experts}`;
 }
 
 function grid(start) {
-  const { expert = 1, ...mesh } = start.mesh ?? {}; // experts number the ranks of a block in another way
+  const { expert = 1, ...mesh } = start.mesh; // experts number the ranks of a block in another way
   const axes = Object.entries(mesh);
-  const isDivided = Object.entries(mesh).some(([axis, degree]) => axis !== "replicate" && degree > 1);
-  const hosts = start.hosts?.length === start.world_size ? start.hosts : Array(start.world_size).fill(null);
+  const isDivided = axes.some(([axis, degree]) => axis !== "replicate" && degree > 1);
+  const hosts = start.hosts.length === start.world_size ? start.hosts : Array(start.world_size).fill(null);
   const rows = new Map();
   hosts.forEach((host, rank) => {
+    const places = coordinates(rank, axes);
+    if (expert > 1) places.push(["expert", rank % expert, expert]);
+    const told = places.map(([axis, place]) => `${axis} ${place}`).join(", ");
+    const title = `rank ${rank}${host ? ` on ${host}` : ""}${told ? `: ${told}` : ""}`;
+    const short = places.filter(([, , degree]) => degree > 1).map(([axis, place]) => `${axis[0]}${place}`);
+    const cell = make("div.rank", { title }, String(rank), make("small", short.join(" ")));
+    const copy = places.find(([axis]) => axis === "replicate")?.[1] ?? 0;
+    cell.style.setProperty("--hue", isDivided ? (205 + 137.5 * copy) % 360 : 205);
     if (!rows.has(host)) rows.set(host, []);
-    rows.get(host).push(rank);
+    rows.get(host).push(cell);
   });
   return make(
-    "div",
-    { class: start.world_size > 32 ? "hosts small" : "hosts" },
+    start.world_size > 32 ? "div.hosts.small" : "div.hosts",
     [...rows].map(([host, ranks]) =>
-      make(
-        "div",
-        { class: "host" },
-        host && make("span", { class: "hostname", title: host }, host),
-        make(
-          "div",
-          { class: "ranks" },
-          ranks.map((rank) => {
-            const places = coordinates(rank, axes);
-            if (expert > 1) places.push(["expert", rank % expert, expert]);
-            const told = places.map(([axis, place]) => `${axis} ${place}`).join(", ");
-            const cell = make(
-              "div",
-              { class: "rank", title: `rank ${rank}${host ? ` on ${host}` : ""}${told ? `: ${told}` : ""}` },
-              String(rank),
-              make(
-                "small",
-                {},
-                places
-                  .filter(([, , degree]) => degree > 1)
-                  .map(([axis, place]) => `${axis[0]}${place}`)
-                  .join(" "),
-              ),
-            );
-            const copy = places.find(([axis]) => axis === "replicate")?.[1] ?? 0;
-            cell.style.setProperty("--hue", isDivided ? (205 + 137.5 * copy) % 360 : 205);
-            return cell;
-          }),
-        ),
-      ),
+      make("div.host", host && make("span.hostname", { title: host }, host), make("div.ranks", ranks)),
     ),
   );
 }
@@ -438,33 +350,26 @@ function differences() {
   if (!several) return null;
   const title = "What differs in their config";
   const keys = Object.keys(page.differences);
-  if (!keys.length) return wideCard(title, make("p", { class: "note" }, "Nothing."));
-  const byKey = keys.map((key) => [make("code", {}, key), ...page.differences[key]]);
-  const byRun = runs.map((run, index) => [named(run), ...keys.map((key) => page.differences[key][index])]);
-  return wideCard(
-    title,
-    ...folded(
-      runs.length > 6 ? "run" : "key",
-      runs.length > 6 ? byRun : byKey,
-      runs.length > 6
-        ? table(["run", ...keys.map((key) => make("code", {}, key))], byRun)
-        : table(["key", ...runs.map(named)], byKey, "differences"),
-    ),
-  );
+  if (!keys.length) return wideCard(title, make("p.note", "Nothing."));
+  const codes = keys.map((key) => make("code", key));
+  if (runs.length > 6) {
+    const byRun = runs.map((run, index) => [named(run), ...keys.map((key) => page.differences[key][index])]);
+    return wideCard(title, ...folded("run", byRun, table(["run", ...codes], byRun)));
+  }
+  const byKey = keys.map((key, index) => [codes[index], ...page.differences[key]]);
+  return wideCard(title, ...folded("key", byKey, table(["key", ...runs.map(named)], byKey, "differences")));
 }
 
 function configuration() {
   const keys = Object.keys(page.config);
   if (!keys.length) return null;
-  const rows = keys.map((key) => [make("code", {}, key), page.config[key]]);
-  return wideCard(
-    several ? "Config that they share" : "Config",
-    make("details", {}, make("summary", {}, count(keys.length, "key")), table(null, rows, "pairs")),
-  );
+  const rows = keys.map((key) => [make("code", key), page.config[key]]);
+  const told = make("details", make("summary", count(keys.length, "key")), table(null, rows, "pairs"));
+  return wideCard(several ? "Config that they share" : "Config", told);
 }
 
 function environments() {
-  const title = (key) => make("span", {}, key.replaceAll("_", " "));
+  const title = (key) => make("span", key.replaceAll("_", " "));
   const alike = Object.entries(page.environment).map(([key, value]) => [title(key), value]);
   const unlike = [...new Set(runs.flatMap((run) => Object.keys(run.environment)))].map((key) => [
     title(key),
@@ -480,15 +385,12 @@ function environments() {
 
 function footer() {
   const thinned = runs.some((run) => run.curves.some((curve) => curve.mean_y.length));
-  return [
-    make(
-      "p",
-      {},
-      `Written ${moment(page.written)} by serried report. `,
-      thinned
-        ? "Of long curves the page holds the lowest and the highest of each stretch, so spikes survive; smoothing averages all points. "
-        : "",
-      `Every number is in ${several ? "the runs' " : ""}metrics.jsonl. Drag to zoom, double-click for all.`,
-    ),
-  ];
+  return make(
+    "p",
+    `Written ${moment(page.written)} by serried report. `,
+    thinned
+      ? "Of long curves the page holds the lowest and the highest of each stretch, so spikes survive; smoothing averages all points. "
+      : "",
+    `Every number is in ${several ? "the runs' " : ""}metrics.jsonl. Drag to zoom, double-click for all.`,
+  );
 }

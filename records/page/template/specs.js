@@ -24,6 +24,7 @@ const SECOND_TICKS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30]
   .concat([1, 2, 5, 10, 15, 30].map((minutes) => 60 * minutes))
   .concat([1, 2, 3, 6, 12, 24, 48, 96, 240, 480, 960].map((hours) => 3600 * hours));
 
+const ratio = (number) => `${trimmed(number, 4)}x`;
 const isMetric = (curve) => curve.chart.startsWith("metric:");
 const isEvaluated = (curve) =>
   curve.chart === "validation" || curve.chart === "source_loss" || (isMetric(curve) && curve.name !== "training");
@@ -65,19 +66,9 @@ const SPECS = [
   },
   { id: "data_share", title: "Waiting for data, share of the step", zero: true, clips: true, format: percent },
   { id: "source_tokens", title: "Tokens by source", rough: true, zero: true, format: compact },
-  {
-    id: "expert_load",
-    title: "Most loaded expert, tokens against the mean",
-    zero: true,
-    format: (ratio) => `${trimmed(ratio, 4)}x`,
-  },
+  { id: "expert_load", title: "Most loaded expert, tokens against the mean", zero: true, format: ratio },
   { id: "scale", title: "Loss scale", log: true, startsLog: true, rough: true, format: compact },
-  {
-    id: "slowest",
-    title: "Slowest rank, time against the median",
-    rough: true,
-    format: (ratio) => `${trimmed(ratio, 4)}x`,
-  },
+  { id: "slowest", title: "Slowest rank, time against the median", rough: true, format: ratio },
 ];
 
 /** A chart for each metric that a task named, in training and on the validation sets. */

@@ -688,8 +688,8 @@ class RunConfig(Section):
     optim: OptimSection
     schedule: ScheduleSection
     trainer: TrainerSection
-    health: HealthSection
-    checkpoint: CheckpointSection
+    health: HealthSection = Field(default_factory=HealthSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     track: TrackSection = Field(default_factory=TrackSection)
     profile: ProfileSection = Field(default_factory=ProfileSection)
     launch: LaunchSection

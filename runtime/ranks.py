@@ -157,6 +157,17 @@ def choose_device(section: LaunchSection, local_rank: int, local_world: int) -> 
     return torch.device("cuda", local_rank) if gpus else torch.device("cpu")
 
 
+def make_sums_repeatable() -> None:
+    """Let the libraries of a GPU add up in the same order in every run. They read this when they are first used: NCCL
+    when the processes join.
+
+    The sums of an NVLink switch (NVLS) have no fixed order, so torch turns them off for deterministic algorithms, but
+    too late for a group that exists (https://github.com/pytorch/pytorch/pull/156381).
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep what a step frees for the next step: returned, it is paged in again, 10,000 pages a step."""
     with suppress(OSError, AttributeError):

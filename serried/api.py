@@ -16,6 +16,7 @@ from serried.configs.run_config import config_yaml
 from serried.configs.schema import DEFAULT_VALIDATION, RunConfig
 from serried.runtime.early import end_in_one_line
 from serried.runtime.program import called_from_python, remember_script
+from serried.runtime.ranks import make_sums_repeatable
 from serried.task_class import declaration, installed, words
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def fit(task: "Task | type[Task]", overrides: Iterable[str] | Mapping[str, Any] 
         raise UserError(f"{asked}; serried.fit trains in this process; use serried.main in a script for that")
     instance: Task = task() if inspect.isclass(task) else task
     instance.configure(config)
+    if config.trainer.deterministic:
+        make_sums_repeatable()
     with called_from_python(), _torch_settings_kept(), open_session(config.launch) as session:
         session.same_everywhere("the config", text := config_yaml(config))
         train(config, instance, session, text)

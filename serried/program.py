@@ -23,7 +23,7 @@ from serried.records.page import write_report
 from serried.runtime.early import importing
 from serried.runtime.ending import leave, note_repeated, report_mistake
 from serried.runtime.program import check_surroundings, remember_flags, remember_script, remember_words, typed_command
-from serried.runtime.ranks import planned_processes, say, sleep_while_waiting
+from serried.runtime.ranks import make_sums_repeatable, planned_processes, say, sleep_while_waiting
 from serried.runtime.session import Session, run_in_session
 from serried.task_class import installed
 
@@ -170,6 +170,8 @@ def _run(config: RunConfig) -> int:
         session.same_everywhere("the config", text := config_yaml(config))
         return train(config, task_of(config), session, text)
 
+    if config.trainer.deterministic:
+        make_sums_repeatable()
     return run_in_session(config.launch, work)
 
 

@@ -408,3 +408,15 @@ def test_a_driver_that_torch_cannot_use_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: torch ")
     assert line.endswith("found version 12020). Please update it; use launch.device=cpu to train without them")
+
+
+@pytest.mark.parametrize("is_deterministic", [True, False])
+def test_libraries_of_gpus_are_asked_for_repeatable_sums_before_processes_join(
+    is_deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL reads it when it makes the group, and never again."""
+    names, found = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE"), []
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if name not in names})
+    monkeypatch.setattr("serried.program.run_in_session", lambda *_: found.extend(map(os.environ.get, names)) or 0)
+    assert main([f"run.dir={tmp_path}", f"trainer.deterministic={str(is_deterministic).lower()}"]) == 0
+    assert found == ([":4096:8", "0"] if is_deterministic else [None, None])

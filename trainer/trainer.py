@@ -1,6 +1,5 @@
 """A run: built in order, trained step by step."""
 
-import os
 import time
 from collections.abc import Generator
 from dataclasses import asdict
@@ -234,10 +233,8 @@ def _begin(folder: RunFolder | None, start: Start, config_yaml: str, needed_byte
 def set_determinism(deterministic: bool) -> None:
     """Make the same command give the same bits, or an operation that cannot promise that raise.
 
-    Call it before the device is first used.
+    For sums of the libraries of a GPU see ``make_sums_repeatable``.
     """
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
     # Every element is written before it is read.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

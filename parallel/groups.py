@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from serried.parallel.mesh import AXES, Layout
 from serried.parallel.shard_specs import expert_sharding_dim
@@ -53,9 +53,27 @@ class Groups:
         return expert_sharding_dim(len(parameter) * self.layout.expert, self.layout)
 
     def _mesh(self, **degrees: int) -> DeviceMesh:
-        kept = {axis: degree for axis, degree in degrees.items() if degree > 1 or axis == "fsdp"}
-        mesh = init_device_mesh(self._device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
-        return mesh["replicate", "fsdp"] if "replicate" in kept else mesh["fsdp"]
+        """Return the mesh of the ranks that differ from this one in ``replicate`` and ``fsdp`` alone. ``degrees``: of
+        all axes, outermost first.
+
+        Its groups are made here. On GPUs ``init_device_mesh`` would split the world's group, and with it the part for
+        host tensors, to which torch 2.11 and 2.13 give the options of NCCL: a warning on every rank, and a crash in the
+        second run of a process (https://github.com/pytorch/pytorch/pull/192106).
+        """
+        ranks = torch.arange(self.layout.world).view(*degrees.values())
+        names = tuple(axis for axis in ("replicate", "fsdp") if degrees[axis] > 1 or axis == "fsdp")
+        groups = []
+        for dim, (axis, degree) in enumerate(degrees.items()):
+            if axis in names:
+                peers = ranks.movedim(dim, -1).reshape(-1, degree).tolist()
+                group = _made(peers) if len(peers) > 1 else dist.group.WORLD
+                assert group is not None
+                groups.append(group)
+        if len(names) == 1:
+            return DeviceMesh.from_group(groups[0], self._device_type, mesh_dim_names=names)
+        place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+        here = tuple(slice(None) if axis in names else at for axis, at in zip(degrees, place, strict=True))
+        return DeviceMesh.from_group(groups, self._device_type, ranks[here], mesh_dim_names=names)
 
     # Groups of their own, even where they span the world: point-to-point messages and the totals that travel beside a
     # backward must not share a communicator with them.
@@ -106,13 +124,17 @@ class Groups:
         return {group.group_name: axis for axis, group in made.items()}
 
     def _group(self, peers: Collection[list[int]]) -> dist.ProcessGroup | None:
-        mine = None
-        for ranks in peers:
-            if len(ranks) > 1:
-                group = dist.new_group(ranks)  # a collective of all ranks
-                if dist.get_rank() in ranks:
-                    mine = group
-        return mine
+        return _made([ranks for ranks in peers if len(ranks) > 1])
+
+
+def _made(peers: Collection[list[int]]) -> dist.ProcessGroup | None:
+    """Make a group for each of ``peers``, and return this rank's; None if it is in none of them."""
+    mine = None
+    for ranks in peers:
+        group = dist.new_group(ranks)  # a collective of all ranks
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
 
 
 def gather_plain(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -338,10 +338,11 @@ class DistributedModel:
         """Give every rank of a stage its first one's buffers (statistics of its samples, as of BatchNorm), as in a
         checkpoint."""
         if self.buffer_names and self.layout.world > self.layout.pipeline:
+            group = self.groups.stage  # made by all ranks together, also by those of a stage without buffers
             for each in self.buffers:
                 if any(each.tensor is buffer for buffer in self._loads.buffers):
                     continue  # equal on all ranks
-                dist.broadcast(each.tensor, group=self.groups.stage, group_src=0)
+                dist.broadcast(each.tensor, group=group, group_src=0)
 
 
 def same_names(names: tuple[str, ...] | None, terms: LossTerms) -> tuple[str, ...]:

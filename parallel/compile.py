@@ -5,6 +5,7 @@ it. Blocks of one form share their graphs, if what replaces a forward in them is
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -50,6 +51,8 @@ def compile_blocks(module: nn.Module, plan: ParallelPlan) -> int:
     """
     # Of selective checkpointing: that operations in place might be wrong. A test has them.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    # On GPUs torch advises TF32 for products in fp32, which is for the user to choose.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
     import torch._dynamo.config
     import torch._inductor.config  # both take long to import
 

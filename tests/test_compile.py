@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,12 +17,14 @@ from torch._inductor.runtime import cache_dir_utils
 
 from harness.cluster import Cluster
 from harness.runs import metrics, run_here, tiny_overrides
+from serried.configs import compilers
 from serried.configs.errors import EXIT_STOPPED, UserError
 from serried.parallel.activations import checkpoint_blocks
 from serried.parallel.adapters import Adapter, attach
 from serried.parallel.compile import check_blocks, compile_blocks
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.quantized import quantize
+from serried.recipes.models.attention import has_flex
 from serried.records.status import Status, read_status
 from serried.runtime.console import Console
 from serried.trainer.compilation import Compilation, check_compiler, explained
@@ -210,6 +213,18 @@ def test_a_missing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is no no-such-compiler; install one"):
         check_compiler(torch.device("cpu"))
+
+
+def test_a_gpu_needs_a_c_compiler_of_any_name_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(compilers, "find_spec", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == "clang" else None)
+    with pytest.raises(UserError, match=r"needs Triton on a GPU; pip install triton, or use trainer\.compile=false"):
+        check_compiler(torch.device("cuda"))
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(UserError, match=r"needs a C compiler, and there is no gcc; install one, .* \(CC=gcc"):
+        check_compiler(torch.device("cuda"))
+    assert not has_flex(torch.device("cuda", 0))  # whose kernels Triton makes too
 
 
 def test_a_compiler_that_fails_is_one_line() -> None:

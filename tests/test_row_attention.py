@@ -1,5 +1,6 @@
 """Attention that keeps documents and windows apart without a mask, and attention in blocks of rows in bf16."""
 
+import importlib
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +20,7 @@ from serried.configs.compose import compose
 from serried.configs.errors import UserError
 from serried.configs.families import LlamaSection
 from serried.recipes.causal_lm import CausalLM
+from serried.recipes.models import attention
 from serried.recipes.models.attention import (
     Rows,
     attend,
@@ -257,3 +261,49 @@ def test_the_plan_names_the_attention_or_refuses_it_in_one_line(device: str, wor
         found = f"error: {error}"
         assert found.endswith("use model.attention=auto")
     assert found.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_masked", "key_heads"),
+    [(torch.bfloat16, False, 2), (torch.bfloat16, True, 4), (torch.float32, False, 4), (torch.float32, True, 4)],
+)
+def test_shared_keys_get_a_kernel_of_a_gpu_that_holds_no_scores(
+    dtype: torch.dtype, is_masked: bool, key_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That for fp32 and for masks takes no shared keys: SDPA would fall back to one that holds all scores."""
+    found: list[Any] = []
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool, **_: Any) -> Tensor:
+        found.append((k.shape[1], v.shape[1], enable_gqa))
+        return q
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, heads, 8, 16, dtype=dtype, device="cuda") for heads in (4, 2, 2))
+        attend(q, k, v, torch.ones(2, 1, 8, 8, dtype=torch.bool, device="cuda") if is_masked else None)
+    assert found == [(key_heads, key_heads, key_heads == 2)]
+
+
+def test_repeated_keys_are_those_that_queries_share() -> None:
+    keys = heads(2, 3, 5, seed=1)
+    assert attention._repeated(keys, 6).equal(keys.repeat_interleave(3, dim=1))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 20.0])
+@pytest.mark.filterwarnings("error")
+def test_flex_attention_in_a_compiled_block_is_one_graph_for_all_masks(
+    soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU; the graph is made as there, and run as it is."""
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # which refuses a backward on a CPU
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    block = torch.compile(partial(attend, soft_cap=soft_cap), backend=graphs, dynamic=False, fullgraph=True)
+    q, k, v = (heads(count, 256, 16, seed=count).float().requires_grad_() for count in (4, 2, 2))
+    for document in (100, 60, 30):
+        positions = torch.arange(256) % document
+        blocks = blocks_from((torch.arange(256) - positions).expand(2, -1))
+        rows = causal_mask(positions.expand(2, -1), 256, torch.device("cpu"))
+        torch.testing.assert_close(block(q, k, v, blocks), attend(q, k, v, rows, soft_cap=soft_cap), rtol=0, atol=1e-5)
+    assert graphs.frame_count == 1

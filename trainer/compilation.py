@@ -1,14 +1,13 @@
 """What torch.compile does in a run: announced, reported, kept for the next start."""
 
 import os
-import shutil
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
 import torch
 
+from serried.configs.compilers import missing_compiler
 from serried.configs.errors import StopRequested, TrainingFailed, UserError
 from serried.runtime.console import Console
 
@@ -18,16 +17,9 @@ _MOST_WARNINGS = 8
 
 def check_compiler(device: torch.device) -> None:
     """Raise ``UserError`` if torch.compile has no compiler here for ``device``."""
-    # Triton compiles a launcher in C.
-    language, variable, usual = ("C", "CC", "gcc") if device.type == "cuda" else ("C++", "CXX", "g++")
-    compiler = os.environ.get(variable) or usual
-    if shutil.which(compiler.split()[0]) is None:
-        raise UserError(
-            f"trainer.compile=true needs a {language} compiler, and there is no {compiler}; install one, name it in "
-            f"the environment ({variable}={usual}), or use trainer.compile=false"
-        )
-    if device.type == "cuda" and find_spec("triton") is None:
-        raise UserError("trainer.compile=true needs Triton on a GPU; pip install triton, or use trainer.compile=false")
+    if missing := missing_compiler(device.type):
+        what, remedy = missing
+        raise UserError(f"trainer.compile=true needs {what}; {remedy}, or use trainer.compile=false")
 
 
 class Compilation:

@@ -6,15 +6,16 @@ are hidden and has no backward on a CPU (torch 2.13), or ``varlen_attn``, FlashA
 another. A mask of queries x keys is the last resort.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from serried.configs.compilers import missing_compiler
 from serried.recipes.models.row_attention import attend_by_rows, suits
 
 if TYPE_CHECKING:  # with torch 2.15 its import takes most of the time of a plan; a run needs it only on a GPU
@@ -162,10 +163,8 @@ def attend(
     ``scale`` of the scores: 1 / sqrt(E) if None. With a ``soft_cap`` a score x becomes cap x tanh(x / cap); where the
     mask is a tensor, or None, all scores are then held, in fp32. ``kernel`` is ``model.attention``.
     """
-    grouped = q.shape[1] != k.shape[1]
     if not isinstance(mask, Tensor | Rows | Documents | None):
-        mod = None if soft_cap is None else _soft_capping(soft_cap)
-        mixed: Tensor = _compiled_flex_attention()(q, k, v, mod, mask, scale, grouped)
+        mixed: Tensor = _flex_attention(q, k, v, mask, scale, soft_cap)
         return mixed
     if isinstance(mask, Documents):
         return attend_in_documents(q, k, v, mask, scale)
@@ -179,9 +178,26 @@ def attend(
     assert mask is None or isinstance(mask, Tensor)
     if soft_cap is not None:
         return _scored(q, k, v, mask, scale, soft_cap)[0]
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.device.type == "cuda" and (mask is not None or _product_type(q) == torch.float32):
+        # Of the kernels that hold no scores, the only one for these takes as many heads of keys as of queries (torch
+        # 2.11, 2.13): SDPA would hold all scores.
+        k, v = (_repeated(each, q.shape[1]) for each in (k, v))
+        grouped = False
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )  # fmt: skip
+
+
+def _product_type(x: Tensor) -> torch.dtype:
+    """The type in which SDPA computes."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    """[B, K, S, E] -> [B, heads, S, E], each of the K as often as queries share it."""
+    return x.unsqueeze(2).expand(-1, -1, heads // x.shape[1], -1, -1).flatten(1, 2)
 
 
 def _varlen_attn(*arguments: Any, **options: Any) -> Any:
@@ -217,10 +233,7 @@ def attend_with_logsumexp(
     if not isinstance(mask, Tensor | Rows | Documents | None):
         from torch.nn.attention.flex_attention import AuxRequest
 
-        mod = None if soft_cap is None else _soft_capping(soft_cap)
-        out, aux = _compiled_flex_attention()(
-            q, k, v, mod, mask, scale, q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
-        )
+        out, aux = _flex_attention(q, k, v, mask, scale, soft_cap, return_aux=AuxRequest(lse=True))
         return out, aux.lse.clamp(min=_HIDDEN_SCORE)
     assert isinstance(mask, Tensor)
     return _scored(q, k, v, mask, scale, soft_cap)
@@ -244,7 +257,19 @@ def _scored(
     return out.flatten(1, 2).to(v.dtype), scores.logsumexp(-1).flatten(1, 2)
 
 
-@cache
+def _flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: "BlockMask", scale: float | None, soft_cap: float | None, **options: Any
+) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    is_grouped = q.shape[1] != k.shape[1]
+    if torch.compiler.is_compiling():  # a block, and this with it; torch warns there of functions that keep results
+        mod = None if soft_cap is None else _soft_capping(soft_cap)
+        return flex_attention(q, k, v, mod, mask, scale, is_grouped, **options)
+    mod = None if soft_cap is None else _kept_soft_capping(soft_cap)
+    return _compiled_flex_attention()(q, k, v, mod, mask, scale, is_grouped, **options)
+
+
 def _soft_capping(soft_cap: float) -> Any:
     """What FlexAttention does to a score."""
 
@@ -255,10 +280,13 @@ def _soft_capping(soft_cap: float) -> Any:
     return capped
 
 
+_kept_soft_capping = cache(_soft_capping)
+
+
 @cache
 def has_flex(device: torch.device) -> bool:
-    """Whether FlexAttention has a kernel there, which Triton makes."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    """Whether FlexAttention has a kernel there, which Triton makes with a compiler."""
+    if device.type != "cuda" or missing_compiler(device.type):
         return False
     return torch.cuda.get_device_capability(device) >= CAPABILITY
 
@@ -267,5 +295,6 @@ def has_flex(device: torch.device) -> bool:
 def _compiled_flex_attention() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # advice for products in fp32
     # Uncompiled it would hold all scores.
     return torch.compile(flex_attention, dynamic=False)

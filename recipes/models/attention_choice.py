@@ -43,7 +43,7 @@ def _refused(config: TextRunConfig, device: str) -> str:
     if device == "cpu":
         return " needs a GPU (to plan for one: launch.device=cuda)"
     if torch.cuda.is_available() and not has_flex(torch.device("cuda")):
-        return f" needs Triton and a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or higher"
+        return f" needs Triton, a C compiler and a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or higher"
     if is_varlen and config.precision.name == "fp32":
         return " with precision=fp32, which FlashAttention does not take, as it does precision=bf16"
     if is_varlen and (cap := getattr(model, "score_soft_cap", None)):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from serried.configs.compose import compose
 from serried.configs.families import MoESection
@@ -23,6 +24,7 @@ from serried.recipes.models.moe import (
     MixtureOfExperts,
     MoE,
     Router,
+    can_group,
 )
 from serried.trainer.checkpoint.state import load_weights
 
@@ -244,3 +246,23 @@ def test_router_balances_towards_experts_with_fewer_tokens_after_accepted_steps_
     assert router.e_score_correction_bias.tolist() == [0] * 6
     router.balance(loads, torch.tensor(True))
     assert router.e_score_correction_bias.tolist() == [-0.5, 0.5, 0.5, 0, 0.5, 0]
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "dtype", "is_grouped"),
+    [
+        ((9, 0), 100, torch.bfloat16, True),
+        ((8, 0), 100, torch.bfloat16, True),
+        ((7, 5), 100, torch.bfloat16, False),
+        ((10, 0), 100, torch.bfloat16, False),  # whose kernel leaves gradients of experts without tokens unwritten
+        ((9, 0), 2**31 // 64, torch.bfloat16, False),  # its offsets have 32 bits
+        ((9, 0), 100, torch.float32, False),
+    ],
+)
+def test_grouped_products_of_a_gpu_are_used_where_they_are_right(
+    capability: tuple[int, int], rows: int, dtype: torch.dtype, is_grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with FakeTensorMode():
+        inputs, weight = (torch.empty(size, dtype=dtype, device="cuda") for size in ((rows, 64), (4, 32, 64)))
+        assert can_group(inputs, weight) == is_grouped

@@ -33,6 +33,12 @@ from serried.recipes.models.transformer import (
 _GROUPED_ALIGNMENT = 16
 """Bytes that a row must be a multiple of for ``grouped_mm`` (torch 2.13, on CPU and GPU)."""
 _GROUPED_CAPABILITY = (8, 0)
+_MOST_GROUPED_NUMBERS = 2**31 - 1
+"""In a factor or a result: with more, torch's kernel for GPUs leaves their memory
+(https://github.com/pytorch/torchtitan/issues/1932)."""
+_BLACKWELL = 10
+"""Major compute capability whose kernel leaves the gradient of an expert without tokens unwritten
+(https://github.com/pytorch/pytorch/issues/172439)."""
 
 
 class Router(nn.Module):
@@ -121,7 +127,10 @@ def can_group(rows: Tensor, weight: Tensor) -> bool:
         return False
     if rows.device.type != "cuda":
         return True
-    return rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= _GROUPED_CAPABILITY
+    if rows.dtype != torch.bfloat16 or len(rows) * max(weight.shape[1:]) > _MOST_GROUPED_NUMBERS:
+        return False
+    capability = torch.cuda.get_device_capability(rows.device)
+    return capability >= _GROUPED_CAPABILITY and capability[0] != _BLACKWELL
 
 
 def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

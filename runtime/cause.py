@@ -10,8 +10,13 @@ from serried.runtime.exchange import Exchange
 from serried.runtime.signals import Signals
 
 CONNECTIONS_CLOSE_SECONDS = 0.2
-_NO_ANSWER = ("Timed out waiting", "Application timeout")  # Gloo's words
-_BROKEN_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+_NO_ANSWER = (  # words of Gloo, and of NCCL
+    "Timed out waiting", "Application timeout", "Watchdog caught collective operation timeout",
+)  # fmt: skip
+_BROKEN_OFF = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe",
+    "remote process exited or there was a network error",
+)  # fmt: skip
 _SILENCE, _END_OF_ANOTHER = "no answer from another process", "another process ended"
 
 

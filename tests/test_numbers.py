@@ -94,6 +94,10 @@ def test_peaks_are_those_of_the_precision_and_of_dense_products() -> None:
     try:
         torch.set_float32_matmul_precision("high")
         assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 156e12
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = "tf32"  # after which torch does not answer for all devices
+        assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 156e12
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
     finally:
         torch.set_float32_matmul_precision(before)
     for name, peaks in PEAK_FLOPS.items():

@@ -20,7 +20,9 @@ from serried.configs.errors import StopRequested, UserError
 from serried.configs.schema import LaunchSection
 from serried.launch.processes import PASSED_ON
 from serried.program import main
+from serried.runtime.cause import Cause, is_consequence
 from serried.runtime.ending import note_repeated
+from serried.runtime.exchange import Exchange
 from serried.runtime.program import check_surroundings
 from serried.runtime.ranks import (
     planned_processes,
@@ -31,6 +33,7 @@ from serried.runtime.ranks import (
     usable_cores,
 )
 from serried.runtime.session import open_session, run_in_session
+from serried.runtime.signals import Signals
 from tests.slurm import wait_for
 
 
@@ -420,3 +423,18 @@ def test_libraries_of_gpus_are_asked_for_repeatable_sums_before_processes_join(
     monkeypatch.setattr("serried.program.run_in_session", lambda *_: found.extend(map(os.environ.get, names)) or 0)
     assert main([f"run.dir={tmp_path}", f"trainer.deterministic={str(is_deterministic).lower()}"]) == 0
     assert found == ([":4096:8", "0"] if is_deterministic else [None, None])
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error", "another pro"),
+        ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", "no answer from another process"),
+        ("Application timeout caused pair closure", "no answer from another process"),
+        ("mat1 and mat2 shapes cannot be multiplied", "RuntimeError: mat1"),
+    ],
+)
+def test_errors_of_gloo_and_nccl_at_the_end_of_another_rank_are_consequences(error: str, reason: str) -> None:
+    found = Cause(0, range(1), LaunchSection(), Signals(), Exchange(0, 1, 1)).of(RuntimeError(error))
+    assert found.reason.startswith(reason)
+    assert is_consequence(found.reason) == (not reason.startswith("RuntimeError"))

@@ -70,6 +70,7 @@ def device_name(device: torch.device) -> str:
 def peak_flops(device_name: str, precision: str) -> float | None:
     """FLOP/s of one device at most, dense, in matrix products as ``precision`` (fp32, bf16, fp16) has torch compute
     them; None where that is not known."""
-    if precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
+    # Not torch.get_float32_matmul_precision, which raises an error if TF32 was turned on by this attribute.
+    if precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         precision = "tf32"
     return PEAK_FLOPS.get(device_name, {}).get(precision)

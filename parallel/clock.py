@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from serried.parallel.mesh import ZERO_BUBBLE_SCHEDULES, Layout
+from serried.parallel.mesh import ALL_FORWARDS_FIRST, ZERO_BUBBLE_SCHEDULES, Layout
 
 Kind = Literal["forward", "backward", "inputs", "weights"]
 """``inputs`` and ``weights``: the two halves of a backward, of gradients of inputs and of weights."""
@@ -82,7 +82,7 @@ def about(layout: Layout, micro_batches: int, costs: Sequence[Cost], transfer: f
 def _order(layout: Layout, rank: int, micro_batches: int) -> Iterator[Slot]:
     """Yield the slots of a rank, as torch's schedule of this name has them."""
     stages = layout.stages_of(rank)
-    if layout.schedule in ("gpipe", "looped_bfs"):
+    if layout.schedule in ALL_FORWARDS_FIRST:
         yield from (Slot("forward", stage, index) for stage in stages for index in range(micro_batches))
         indices = range(micro_batches) if layout.schedule == "gpipe" else range(micro_batches - 1, -1, -1)
         yield from (Slot("backward", stage, index) for stage in reversed(stages) for index in indices)

@@ -14,7 +14,10 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 MODEL_AXES = ("pipeline", "context", "tensor")
 """Axes along which ranks divide the work on one sample."""
 
-
+ONE_STAGE_SCHEDULES = ("gpipe", "1f1b")
+"""Pipeline schedules in which a rank holds one stage."""
+ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
+"""Pipeline schedules that begin with the forwards of all micro-batches."""
 V_SCHEDULES = ("zbv", "dualpipev")
 """Pipeline schedules in which a rank holds a stage of the first half and its mirror image in the second."""
 ZERO_BUBBLE_SCHEDULES = ("interleaved_zero_bubble", *V_SCHEDULES)
@@ -221,7 +224,7 @@ def _stages(section: ParallelSection, pipeline: int) -> dict[str, Any]:
     """Fields of the layout that only a pipeline has."""
     if pipeline == 1:
         return {}
-    usual = 1 if section.schedule in ("gpipe", "1f1b") else 2
+    usual = 1 if section.schedule in ONE_STAGE_SCHEDULES else 2
     per_rank = section.stages_per_rank or usual
     fixed = usual == 1 or section.schedule in V_SCHEDULES
     if fixed and per_rank != usual:

@@ -18,7 +18,7 @@ from serried.configs.errors import UserError
 from serried.parallel.fsdp import Sharded
 from serried.parallel.groups import Groups
 from serried.parallel.held import evaluating
-from serried.parallel.mesh import Layout
+from serried.parallel.mesh import ONE_STAGE_SCHEDULES, Layout
 from serried.parallel.model import Ended
 from serried.parallel.phases import BACKWARD, FORWARD, PIPELINE, Phases
 from serried.parallel.plan import Inputs, LossTerms, Objective
@@ -33,8 +33,6 @@ _SCHEDULES: Mapping[str, Any] = {
     "zbv": pipelining.ScheduleZBVZeroBubble,
     "dualpipev": pipelining.ScheduleDualPipeV,
 }
-_OF_ONE_STAGE = ("gpipe", "1f1b")
-"""These take a stage, the others a list."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
 _HEADER_NUMBERS = 8
 
@@ -293,7 +291,7 @@ class _Schedule:
         self._stages, self._marks, self._micro_batches = stages, marks, micro_batches
         self._ended: Callable[[int, Tensor], Tensor] | None = None
         self._schedule = _SCHEDULES[name](
-            stages[0] if name in _OF_ONE_STAGE else stages,
+            stages[0] if name in ONE_STAGE_SCHEDULES else stages,
             n_microbatches=micro_batches,
             loss_fn=self._loss,
             scale_grads=False,

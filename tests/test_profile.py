@@ -17,7 +17,7 @@ import torch
 from harness.cluster import Cluster
 from harness.forks import typed
 from harness.runs import metrics, run_here, tiny_overrides, weights
-from serried.trainer.plan.profiled import exchanged
+from serried.trainer.plan.compare import exchanged
 from serried.trainer.profile import StepProfiler, record_history, write_snapshot
 from serried.trainer.trainer import Trainer
 

@@ -27,7 +27,7 @@ from serried.trainer.checkpoint.state import Exported
 _PIECE_NUMBERS = 2**23
 """Weights that are quantized at a time."""
 _ENDINGS = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class Adapters:
@@ -193,7 +193,7 @@ class Adapters:
 
 def _linear_layers(model: nn.Module, exported: Exported) -> dict[str, Any]:
     """Return the layers that can have adapters, by name: one tensor of a checkpoint holds the weight of each."""
-    if any(isinstance(each, _BATCH_NORMS) for each in model.modules()):
+    if any(isinstance(each, BATCH_NORMS) for each in model.modules()):
         raise UserError(
             "adapter.method: the model has BatchNorm, whose statistics change in training and are part of the base "
             "model; use adapter=none, or another norm"

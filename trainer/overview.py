@@ -17,6 +17,7 @@ from serried.parallel.mesh import Layout
 from serried.parallel.plan import ParallelPlan
 from serried.parallel.quantized import whole_numel
 from serried.trainer.activation_budget import chosen_mix, number_of_firsts
+from serried.trainer.adapters import BATCH_NORMS
 from serried.trainer.checkpoint.resume import Start
 from serried.trainer.data import training_data, with_steps
 from serried.trainer.host_memory import tensor_bytes
@@ -33,7 +34,6 @@ from serried.trainer.precision import chosen_layers, frozen_type, trained_type
 from serried.trainer.sampler import passes
 from serried.trainer.task import Dataset, Task
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _STATISTICS = (
     "BatchNorm uses the statistics of each rank's own micro-batch, and a checkpoint holds those of rank 0: the loss "
     "depends on the layout; on GPUs torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) shares them"
@@ -106,7 +106,7 @@ def overview(
     ]
     if training is not None:
         lines += [("WARNING", text) for text in _repetitions(config, training) if task.unit == "tokens"]
-    if layout.data_ranks > 1 and any(isinstance(each, _BATCH_NORMS) for each in model.modules()):
+    if layout.data_ranks > 1 and any(isinstance(each, BATCH_NORMS) for each in model.modules()):
         lines.append(("WARNING", _STATISTICS))
     is_new = config.checkpoint.resume in ("auto", "never") if start is None else start.source is None
     lines += [("WARNING", text) for text in task.notes(is_new)]

@@ -1,27 +1,30 @@
 """The plan of a step against what a run measured, term by term."""
 
+import gzip
 import json
+import math
+import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from serried.configs.errors import UserError
 from serried.configs.formats import columns, size
-from serried.configs.plain_data import is_count, is_number
+from serried.configs.plain_data import is_count, is_number, open_regular
 from serried.configs.schema import RunConfig
 from serried.parallel.checks import with_values
 from serried.parallel.mesh import Layout
 from serried.parallel.phases import BACKWARD, DATA, FORWARD, HOST, OPTIMIZER, PIPELINE
 from serried.records.metrics import METRICS, read_events
+from serried.records.run_folder import PROFILES
 from serried.trainer.model import model_to_train
 from serried.trainer.plan.devices import device_of_driver
 from serried.trainer.plan.measured_rates import read_rates
 from serried.trainer.plan.memory import Sizes
 from serried.trainer.plan.planned_time import Timed
-from serried.trainer.plan.profiled import Exchanged, exchanged
 from serried.trainer.plan.show import seconds_text
 from serried.trainer.plan.step_plan import FRAGMENTED_SHARE, StepPlan, plan_step
 from serried.trainer.task import Task
@@ -29,6 +32,22 @@ from serried.trainer.task import Task
 _CLOSE = 0.1
 """A term is as planned if it is off by less."""
 _EXCHANGES = ("data", "tensor", "context", "expert")
+_TRACE = re.compile(r"steps-\d+-\d+-rank-0\.json\.gz")
+_MOST_BYTES = 2**30
+"""That are read of a trace."""
+_MESSAGES = ("send", "recv", "gloo:send", "gloo:recv")
+"""Of a pipeline, which waits for them in a phase of its own."""
+
+
+class Exchanged(NamedTuple):
+    """Collectives of rank 0, in seconds of a step."""
+
+    steps: tuple[int, int]
+    """First and last that were profiled."""
+    seconds: float
+    """While at least one was under way: those that wait for a rank that is late are long."""
+    exposed: float
+    """Of these, while nothing was computed."""
 
 
 @dataclass(frozen=True)
@@ -193,3 +212,43 @@ def _row(term: str, planned: float, ran: float, shown: Any, says: str) -> tuple[
     error = planned / ran - 1 if ran > 0 else 0.0
     judged = "as planned" if abs(error) < _CLOSE else "more than planned" if error < 0 else "less than planned"
     return term, shown(planned), shown(ran), f"{error:+.1%}", "; ".join(filter(None, (judged, says)))
+
+
+def exchanged(run: Path) -> Exchanged | None:
+    """Return what the newest profile in the folder of a run shows; None: there is none that can be read."""
+    found = [path for path in (run / PROFILES).glob("*.json.gz") if _TRACE.fullmatch(path.name)]
+    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            with open_regular(path) as raw, gzip.open(raw) as file:
+                events = json.loads(file.read(_MOST_BYTES))["traceEvents"]
+            first, last = (int(word) for word in path.name.split("-")[1:3])
+            return Exchanged((first, last), *(each / (last - first + 1) for each in _seconds(events)))
+        except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            continue  # of a run that was killed, or not ours
+    return None
+
+
+def _seconds(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
+    """Return the seconds of exchanges, and those of them in which nothing was computed."""
+    timed = [event for event in events if is_number(event.get("dur")) and is_number(event.get("ts"))]
+    kernels = [event for event in timed if event.get("cat") == "kernel"]
+    marks = ("nccl", "gloo:")
+    exchanges = [each for each in kernels or timed if each["name"].startswith(marks) and not _is_message(each)]
+    # Work of a GPU is its kernels, of a CPU its operators.
+    computes = [each for each in kernels or timed if not each["name"].startswith(marks)]
+    computes = [each for each in computes if kernels or each["name"].startswith("aten::")]
+    computing = _covered(computes)
+    return _covered(exchanges) / 1e6, (_covered([*exchanges, *computes]) - computing) / 1e6
+
+
+def _is_message(event: Mapping[str, Any]) -> bool:
+    return event["name"] in _MESSAGES or event.get("args", {}).get("Collective name") in _MESSAGES
+
+
+def _covered(events: Iterable[Mapping[str, Any]]) -> float:
+    """Return how long at least one of ``events`` lasts, in microseconds."""
+    covered, end = 0.0, -math.inf
+    for began, ended in sorted((each["ts"], each["ts"] + each["dur"]) for each in events):
+        covered += max(0.0, ended - max(began, end))
+        end = max(end, ended)
+    return covered

@@ -15,7 +15,7 @@ from serried.parallel.activations import Mix
 from serried.parallel.apply import gathered_type
 from serried.parallel.axes import shard_specs
 from serried.parallel.matrices import matrix_names, sent_elements
-from serried.parallel.mesh import ZERO_BUBBLE_SCHEDULES, Layout
+from serried.parallel.mesh import ALL_FORWARDS_FIRST, ZERO_BUBBLE_SCHEDULES, Layout
 from serried.parallel.plan import ParallelPlan, Share
 from serried.parallel.quantized import is_packed
 from serried.parallel.traffic import Exchanges, Flow, Unit, fsdp_flows
@@ -39,9 +39,6 @@ WHY_RECEIVE_BUFFERS = (
     "trainer.global_batch, more data ranks, or parallel.stages_per_rank=1"
 )
 _FP32_BYTES = 4
-_ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
-"""Schedules of a pipeline that begin with the forwards of all micro-batches."""
-
 _WAITS_FOR_THE_NEXT_BACKWARD = ("interleaved_zero_bubble", "zbv")
 """Schedules after whose gradients of weights FSDP2 widens and adds these in the stage's next backward alone."""
 
@@ -238,7 +235,7 @@ def _of_stages(config: RunConfig, task: Task, accumulation: int, sizes: Sizes, p
     share = share_of(config, layout, accumulation, blocks, pipeline, mix)
     estimate = activation_estimate(config, task, layout, sizes.plan)
     held = sum(len(layout.block_range(stage, blocks)) for stage in layout.stages_of(pipeline))
-    waits = layout.pipeline > 1 and layout.schedule in _ALL_FORWARDS_FIRST  # the more, the fewer backwards have been
+    waits = layout.pipeline > 1 and layout.schedule in ALL_FORWARDS_FIRST  # the more, the fewer backwards have been
     # Autocast copies adapters.
     is_copied = frozen is not None and not layout.is_sharded and not trained_type(config)
     of_adapters = is_copied * torch.bfloat16.itemsize * sum(sizes.held[name] for name in trained)
@@ -334,14 +331,14 @@ def share_of(
 def _ends_in_flight(layout: Layout, accumulation: int) -> int:
     if layout.pipeline > 1 and layout.schedule == "interleaved_zero_bubble":
         return min(accumulation, layout.pipeline)  # gradients of weights wait for those of inputs of a round
-    return accumulation if layout.pipeline > 1 and layout.schedule in _ALL_FORWARDS_FIRST else 1
+    return accumulation if layout.pipeline > 1 and layout.schedule in ALL_FORWARDS_FIRST else 1
 
 
 def _in_flight(layout: Layout, accumulation: int, pipeline: int) -> float:
     """Micro-batches between their forward and the end of their backward at a time, on a rank of a pipeline."""
     if layout.pipeline == 1:
         return 1.0
-    if layout.schedule in _ALL_FORWARDS_FIRST:
+    if layout.schedule in ALL_FORWARDS_FIRST:
         return accumulation
     after, per_rank = layout.pipeline - pipeline, layout.stages // layout.pipeline
     if layout.schedule == "1f1b":

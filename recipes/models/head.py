@@ -172,12 +172,12 @@ class Gradients:
         self.hidden[chunk.mine] = self._vocabulary.sum_tokens(low @ self.low_weight)
         if not self.weight.numel():
             return
-        if low.dtype == torch.bfloat16:
+        if low.dtype in (torch.float16, torch.float32):
+            # In fp16 a sum over tokens would leave its range, before any loss scale is applied.
+            with torch.autocast(low.device.type, enabled=False):
+                self.weight.addmm_(of_logits.float().T, chunk.hidden.float())
+        else:
             self.weight += low.T @ chunk.hidden
-            return
-        # In fp16 a sum over tokens would leave its range, before any loss scale is applied.
-        with torch.autocast(low.device.type, enabled=False):
-            self.weight.addmm_(of_logits.float().T, chunk.hidden.float())
 
 
 class _LinearCrossEntropySum(torch.autograd.Function):

@@ -7,7 +7,6 @@ all heads together.
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from serried.configs.families import LlamaSection
@@ -16,13 +15,11 @@ from serried.recipes.models.cache import LayerCache
 from serried.recipes.models.transformer import Attention, FeedForward, Llama, RMSNorm, Transformer
 
 
-class WidthNorm(nn.Module):
+class WidthNorm(RMSNorm):
     """RMSNorm of [B, S, heads, E] over heads and E, computed in fp32; tensor ranks may divide the heads."""
 
     def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
+        super().__init__(dim, eps)
         self.width = Width()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -73,15 +73,11 @@ class Preference(PairTask):
     def terms(self, output: Tensor, batch: Any) -> LossTerms:
         sums, lengths = log_probs(output, batch)
         is_dpo, beta = self.config.loss == "dpo", self.config.scale
-        if is_dpo:
-            rewards = beta * (sums - batch.reference)
-            losses = dpo_losses(rewards)
-        elif self.config.loss == "simpo":
-            rewards = beta * sums / lengths
-            losses = simpo_losses(rewards, self.config.target_margin)
-        else:
-            rewards = beta * sums / lengths
+        rewards = beta * (sums - batch.reference) if is_dpo else beta * sums / lengths
+        if self.config.loss == "orpo":
             losses = orpo_losses(sums / lengths, beta)
+        else:
+            losses = margin_losses(rewards, 0.0 if is_dpo else self.config.target_margin)
         return pair_terms(losses, rewards, batch, chosen_log_prob=sums[:, 0], rejected_log_prob=sums[:, 1])
 
     # reference ------------------------------------------------------------------------------------------------------
@@ -134,13 +130,9 @@ def log_probs(output: Tensor, batch: PairBatch) -> tuple[Tensor, Tensor]:
     return -output.double().sum(1).view(-1, 2), (targets != IGNORE).sum(1).clamp(min=1).view(-1, 2)
 
 
-def dpo_losses(rewards: Tensor) -> Tensor:
-    """Loss of each pair, from the rewards of both answers: beta x the log-ratio to the reference, [pairs, 2]."""
-    return -F.logsigmoid(rewards[:, 0] - rewards[:, 1])
-
-
-def simpo_losses(rewards: Tensor, margin: float) -> Tensor:
-    """Loss of each pair, from the rewards of both answers: beta x the mean log-probability of a token, [pairs, 2]."""
+def margin_losses(rewards: Tensor, margin: float) -> Tensor:
+    """Loss of each pair, from the rewards of both answers, [pairs, 2]. These are beta x the log-ratio to the
+    reference for DPO, whose ``margin`` is 0, and beta x the mean log-probability of a token for SimPO."""
     return -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - margin)
 
 

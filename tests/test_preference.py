@@ -22,7 +22,7 @@ from serried.recipes.data.pairs import PairEncoder, pair_encoder
 from serried.recipes.data.rows import Column, units_of_file
 from serried.recipes.data.tokenizer import BytesTokenizer
 from serried.recipes.models.head import IGNORE, LanguageModelHead, token_losses
-from serried.recipes.preference import Preference, dpo_losses, orpo_losses, simpo_losses
+from serried.recipes.preference import Preference, margin_losses, orpo_losses
 
 ASK = {"role": "user", "content": "Say three."}
 YES, NO = ({"role": "assistant", "content": text} for text in ("Three.", "Nope, never."))
@@ -98,9 +98,9 @@ def test_losses_of_log_probabilities_are_those_of_trl() -> None:
     odds = torch.tensor([-0.1011694595, -0.0486027077, -0.0094080484, -0.0886156410]).double()
     assert torch.allclose(orpo_losses(means, 0.1), -means[:, 0] - odds, atol=1e-6)
     margins = torch.tensor([2.1269280910, 0.7502452135, 0.1210974231, 1.5019290447]).double()
-    assert torch.allclose(simpo_losses(2.0 * means, 1.0), margins, atol=1e-6)
+    assert torch.allclose(margin_losses(2.0 * means, 1.0), margins, atol=1e-6)
     log_ratios = 0.1 * (sums - BY_REFERENCE)
-    assert torch.allclose(dpo_losses(log_ratios), -F.logsigmoid(log_ratios[:, 0] - log_ratios[:, 1]))
+    assert torch.allclose(margin_losses(log_ratios, 0.0), -F.logsigmoid(log_ratios[:, 0] - log_ratios[:, 1]))
     assert orpo_losses(torch.tensor([[-1e-9, -50.0]]).double(), 0.1).isfinite().all()
 
 

@@ -26,7 +26,8 @@ def summary_of(prepared: Prepared, tokenizer_name: str) -> str:
     ]
     text = [f"{name:<10} {value}" for name, value in lines]
     text += ["tokens per document (train):", *_histogram(splits["train"].lengths)]
-    text += ["the first training document begins:", *_sample(prepared)]
+    sample = printable(prepared.sample()[:_SAMPLE_CHARACTERS])
+    text += ["the first training document begins:", *(f"  | {line}" for line in sample.splitlines())]
     return "\n".join(text)
 
 
@@ -47,12 +48,9 @@ def _bytes_per_token(prepared: Prepared) -> str:
 def _tokenizer(prepared: Prepared, name: str) -> str:
     tokenizer = prepared.tokenizer
     start = f"begins with {', '.join(map(str, tokenizer.start_ids))} and " if tokenizer.start_ids else ""
-    return f"{name}, {tokenizer.vocab_size:,} ids; a document {start}ends with {tokenizer.end_id}{_end(prepared)}"
-
-
-def _end(prepared: Prepared) -> str:
-    end = getattr(prepared.tokenizer, "end", None)
-    return f" ({end})" if end else ""
+    end = getattr(tokenizer, "end", None)
+    end = f" ({end})" if end else ""
+    return f"{name}, {tokenizer.vocab_size:,} ids; a document {start}ends with {tokenizer.end_id}{end}"
 
 
 def _histogram(lengths: list[int]) -> list[str]:
@@ -66,10 +64,6 @@ def _histogram(lengths: list[int]) -> list[str]:
         f"  {label:>{width}}  {'#' * -(-count * _BAR_CHARACTERS // most):<{_BAR_CHARACTERS}}  {count:,}"
         for label, count in rows
     ]
-
-
-def _sample(prepared: Prepared) -> list[str]:
-    return [f"  | {line}" for line in printable(prepared.sample()[:_SAMPLE_CHARACTERS]).splitlines()]
 
 
 def marked_lines(tokenizer: Tokenizer, tokens: np.ndarray, is_learned: np.ndarray) -> list[str]:

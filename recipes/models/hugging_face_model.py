@@ -95,7 +95,9 @@ class HuggingFaceModel(LossFamily):
                 f"model.path={path} holds a {named[0]}, and model=hf trains causal language models: here a "
                 f"{type(model).__name__}, which has other weights or another attention; use {instead}"
             )
-        tied = ", embeddings tied" if model.get_output_embeddings() is not None and _is_tied(model) else ""
+        head = model.get_output_embeddings()
+        is_tied = head is not None and head.weight is model.get_input_embeddings().weight
+        tied = ", embeddings tied" if is_tied else ""
         self._layers, self._dim = (
             getattr(self._config, key, None) or 0 for key in ("num_hidden_layers", "hidden_size")
         )
@@ -353,7 +355,3 @@ def fragments_of(model: Any) -> dict[str, tuple[Fragment, ...]]:
         part = Fragment.view(name, tensor.shape, int(tensor.storage_offset()), parameters[ours].shape)
         found.setdefault(ours, []).append(part)
     return {name: tuple(fragments) for name, fragments in found.items()}
-
-
-def _is_tied(model: Any) -> bool:
-    return model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -166,9 +166,7 @@ class ModelFamily:
 
 
 class LossFamily(ModelFamily):
-    """A family of transformers whose model ends in a ``LanguageModelHead``, which forms the loss chunk by chunk."""
-
-    opens_in = "transformers"
+    """A family whose model ends in a ``LanguageModelHead``, which forms the loss chunk by chunk."""
 
     def inputs(self, batch: Tokens) -> Inputs:
         return Inputs(batch.tokens, {"targets": batch.targets, "positions": batch.positions})
@@ -176,6 +174,16 @@ class LossFamily(ModelFamily):
     def loss_sum(self, output: Tensor, batch: Tokens) -> Tensor:
         del batch
         return output
+
+
+class PublishedFamily(LossFamily):
+    """A family that transformers has too, whose section says how a ``config.json`` describes its models."""
+
+    opens_in = "transformers"
+
+    def __init__(self, section: Any, vocab_size: int) -> None:
+        super().__init__(section, vocab_size)
+        self.cached_layers = section.layers
 
     def export_config(self, end_token: int | None) -> dict[str, Any]:
         model_type, architecture = self.section.opens_as

@@ -20,7 +20,7 @@ from serried.parallel.fragments import Fragment
 from serried.parallel.plan import ALL_OF_IT, Context, ParallelPlan, Share
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask
 from serried.recipes.models.cache import Cache, LayerCache
-from serried.recipes.models.family import BlockBytes, LossFamily, bytes_at
+from serried.recipes.models.family import BlockBytes, PublishedFamily, bytes_at
 from serried.recipes.models.head import LanguageModelHead
 from serried.recipes.models.transformer import Embedding, end_bytes
 
@@ -146,12 +146,10 @@ class GPT2Model(nn.Module):
         return self.lm_head(self.ln_f(x), targets, self.wte.weight if self.config.tie_embeddings else None)
 
 
-class GPT2(LossFamily):
+class GPT2(PublishedFamily):
     """``model.family=gpt2``."""
 
-    def __init__(self, section: GPT2Section, vocab_size: int) -> None:
-        super().__init__(section, vocab_size)
-        self.cached_layers = section.layers
+    section: GPT2Section
 
     def build(self) -> GPT2Model:
         with torch.device("meta"):

@@ -42,6 +42,7 @@ _WHOLE_IN_REGIONS = ("replicated_with_grad_allreduce",)
 class HuggingFaceModel(LossFamily):
     """``model=hf``."""
 
+    opens_in = "transformers"
     section: HuggingFaceSection
 
     def __init__(self, section: HuggingFaceSection, vocab_size: int) -> None:

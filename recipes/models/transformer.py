@@ -21,7 +21,7 @@ from serried.configs.families import LlamaSection, RopeScaling
 from serried.parallel.plan import ALL_OF_IT, Context, ParallelPlan, Share
 from serried.recipes.models.attention import attend, attend_with_logsumexp, causal_mask
 from serried.recipes.models.cache import Cache, LayerCache
-from serried.recipes.models.family import BlockBytes, EndBytes, LossFamily, bytes_at
+from serried.recipes.models.family import BlockBytes, EndBytes, PublishedFamily, bytes_at
 from serried.recipes.models.head import LanguageModelHead, chunk_tokens
 
 
@@ -350,7 +350,7 @@ def end_bytes(
     )
 
 
-class Llama(LossFamily):
+class Llama(PublishedFamily):
     """``model.family=llama``, and ``mistral``, ``qwen2`` and ``qwen3``, whose sections say what differs.
 
     Llama 2 and 3; Mistral (https://arxiv.org/abs/2310.06825); Qwen 2 and 2.5 (https://arxiv.org/abs/2412.15115);
@@ -364,7 +364,7 @@ class Llama(LossFamily):
 
     def __init__(self, section: LlamaSection, vocab_size: int) -> None:
         super().__init__(section, vocab_size)
-        self.cached_layers, self.normalizes_heads = section.layers, section.normalizes_heads
+        self.normalizes_heads = section.normalizes_heads
 
     def build(self) -> Transformer:
         with torch.device("meta"):

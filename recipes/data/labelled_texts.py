@@ -113,7 +113,8 @@ def _read(path: Path, section: TextsSection) -> tuple[list[str], list[str | int]
     texts: list[str] = []
     labels: list[str | int] = []
     columns, label_column = _columns(section), section.label_column if isinstance(section, LabelledSection) else None
-    for number, row in enumerate(_rows(path, text), 1):
+    rows = _csv_rows if path.suffix == ".csv" else _json_rows
+    for number, row in enumerate(rows(path, text), 1):
         where = f"{path}, row {number}"
         for key, column in columns.items():
             check_column(key, column, [str(name) for name in row], where)
@@ -126,15 +127,6 @@ def _read(path: Path, section: TextsSection) -> tuple[list[str], list[str | int]
     if not texts:
         raise UserError(f"{path} holds no rows; use another file")
     return texts, labels, hashlib.sha256(content).hexdigest()
-
-
-def _rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
-    if path.suffix == ".csv":
-        yield from _csv_rows(path, text)
-        return
-    for number, line in enumerate(text.split("\n"), 1):  # a JSON string may hold what splitlines() takes for an end
-        if line.strip():
-            yield _parsed(line, f"{path}, line {number}")
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
@@ -150,11 +142,15 @@ def _csv_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
         csv.field_size_limit(before)
 
 
-def _parsed(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON: {error}; fix or remove the row") from None
-    if not isinstance(row, dict):
-        raise UserError(f'{where} is not an object; write {{"text": "..."}}, and a label where texts have classes')
-    return row
+def _json_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(text.split("\n"), 1):  # a JSON string may hold what splitlines() takes for an end
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where} is not JSON: {error}; fix or remove the row") from None
+        if not isinstance(row, dict):
+            raise UserError(f'{where} is not an object; write {{"text": "..."}}, and a label where texts have classes')
+        yield row

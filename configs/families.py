@@ -1,6 +1,6 @@
 """The configuration section of each model family, and how the ``config.json`` of a checkpoint maps to its keys.
 
-What a family computes is in ``recipes/models/`` under its name.
+What a family computes is in ``recipes/models/``: under its name, or in ``transformer.py`` if only its section differs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -325,22 +325,22 @@ class MoESection(LlamaSection):
     def keys_from(cls, found: Mapping[str, Any]) -> dict[str, Any]:
         family = found["model_type"]
         rope, dense = found.get("rope_parameters") or {}, found.get("mlp_only_layers") or []
-        usual = {
+        values = {
             "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": family == "glm4_moe",
             "use_qk_norm": False, "routed_scaling_factor": 1.0, "partial_rotary_factor": 0.5,
         }  # fmt: skip
-        usual |= _given(found) | _given({"partial_rotary_factor": rope.get("partial_rotary_factor")})
+        values |= _given(found) | _given({"partial_rotary_factor": rope.get("partial_rotary_factor")})
         if family == "mixtral":
             refuse_unless(found, sliding_window=None)
         elif family == "qwen3_moe":
             if dense != list(range(len(dense))):
                 raise ValueError(f"has mlp_only_layers {dense}; only the first layers can be dense")
             refuse_unless(found, decoder_sparse_step=1, use_sliding_window=False)
-            usual["num_experts"] = found.get("num_experts") or found["num_local_experts"]  # renamed in transformers 5
+            values["num_experts"] = found.get("num_experts") or found["num_local_experts"]  # renamed in transformers 5
         else:
             refuse_unless(found, n_group=1, topk_group=1)
         keys = super().keys_from(found) | {"dense_layers": len(dense)}
-        return keys | dict(_FORMS.get(family, {})) | _named(_EXPERTS[family], usual)
+        return keys | dict(_FORMS.get(family, {})) | _named(_EXPERTS[family], values)
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()

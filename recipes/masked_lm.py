@@ -106,7 +106,8 @@ class MaskedLM(TextClassification):
         texts = super().dataset(split)
         if split == "train" or texts is None:
             return texts
-        return Changed(texts, lambda sample, index: self._masking(sample.tokens, index))  # the same in each evaluation
+        masking = self._masking
+        return Changed(texts, lambda sample, index: masking(sample.tokens, index))  # the same in each evaluation
 
     def augment(self, sample: Any, seed: int) -> MaskedText:
         return self._masking(sample.tokens, seed)

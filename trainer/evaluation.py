@@ -20,7 +20,7 @@ from serried.parallel.plan import LossTerms
 from serried.runtime.console import Console
 from serried.runtime.session import Session
 from serried.trainer.base_model import base_of, check_base
-from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_file, read_manifest
+from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, check_files
 from serried.trainer.checkpoint.retention import ADAPTER, ADAPTER_CONFIG, MODEL
 from serried.trainer.checkpoint.saved_state import STATE
 from serried.trainer.checkpoint.state import load_weights
@@ -304,9 +304,7 @@ def check_weights(checkpoint: Path) -> None:
     if not (checkpoint / STATE).exists() and not (checkpoint / MANIFEST).exists():
         return  # an exported model has no checksums
     try:
-        for name, record in read_manifest(checkpoint).items():
-            if name.startswith((MODEL, ADAPTER)) or name == "config.json":
-                check_file(checkpoint, name, record)
+        check_files(checkpoint, lambda name: name.startswith((MODEL, ADAPTER)) or name == "config.json")
         if (checkpoint / ADAPTER_CONFIG).exists():
             check_base(checkpoint)
     except Damaged as damaged:

@@ -16,15 +16,12 @@ from serried.parallel.phases import BACKWARD, FORWARD
 from serried.runtime.session import Session
 from serried.trainer.checkpoint.resume import Start, changes
 from serried.trainer.host_memory import tensor_bytes
-from serried.trainer.plan.advice import Planned, advice
+from serried.trainer.plan.advice import KEEPS_LESS, Planned, advice
 from serried.trainer.plan.memory import formula_memory
 from serried.trainer.plan.parts import Fits
 from serried.trainer.plan.step_plan import RESERVED_BYTES, with_unused
 from serried.trainer.plan.traced import CannotTrace, memory_of, trace_step
 from serried.trainer.task import Task
-
-_SAVE_MORE = {"none": ("selective", "full"), "selective": ("full",)}
-"""Modes of activation checkpointing that keep less."""
 
 
 def for_run(config: RunConfig, task: Task, session: Session, start: Start) -> tuple[RunConfig, str]:
@@ -84,7 +81,7 @@ def _others(planned: Planned, allowed: list[int], fits: Callable[..., Fits]) -> 
     """Yield overrides that let blocks keep less, each with the largest micro-batch that fits with it, if one does."""
     trainer = planned.config.trainer
     has_others = planned.memory.activations and trainer.activation_memory_budget == 1
-    for mode in _SAVE_MORE.get(trainer.activation_checkpoint, ()) if has_others else ():
+    for mode in KEEPS_LESS.get(trainer.activation_checkpoint, ()) if has_others else ():
         with suppress(UserError):  # the mode does not go together with something else
             if samples := _largest(allowed, partial(fits, mode=mode)):
                 yield f"trainer.activation_checkpoint={mode}", samples

@@ -22,9 +22,10 @@ from serried.configs.formats import size
 from serried.configs.model_folder import CONFIG, GENERATION
 from serried.configs.plain_data import read_json
 from serried.records.tensors import TensorFolder, TensorSpec, header, index_json, tensor_bytes
-from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_file, fsync_folder, read_manifest
+from serried.trainer.checkpoint.manifest import MANIFEST, Damaged, FileRecord, check_files, fsync_folder
 from serried.trainer.checkpoint.merge import Built, Mean, Merged
-from serried.trainer.checkpoint.retention import ADAPTER, ADAPTER_CONFIG, MODEL
+from serried.trainer.checkpoint.plan import file_names
+from serried.trainer.checkpoint.retention import ADAPTER, ADAPTER_CONFIG, MODEL, OPTIMIZER
 from serried.trainer.checkpoint.saved_state import STATE
 
 _INDEX = "model.safetensors.index.json"
@@ -132,13 +133,7 @@ def _verified(checkpoint: Path) -> dict[str, FileRecord]:
     """The model's files, without the training state, by name; all of them are intact. Raises ``UserError`` if one is
     not."""
     try:
-        records = {
-            name: record
-            for name, record in read_manifest(checkpoint).items()
-            if name != STATE and not name.startswith("optimizer")
-        }
-        for name, record in records.items():
-            check_file(checkpoint, name, record)
+        records = check_files(checkpoint, lambda name: name != STATE and not name.startswith(OPTIMIZER))
     except Damaged as damaged:
         raise UserError(f"{damaged}; {_ANOTHER}") from None
     if not {"config.json", ADAPTER_CONFIG} & records.keys():
@@ -172,9 +167,7 @@ def _shards(specs: list[TensorSpec], shard_bytes: int) -> dict[str, list[TensorS
             filled = 0
         shards[-1].append(spec)
         filled += spec.nbytes
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": part for number, part in enumerate(shards, 1)}
+    return dict(zip(file_names(MODEL, len(shards)), shards, strict=True))
 
 
 def _write_weights(path: Path, weights: TensorFolder | Merged | Mean, specs: list[TensorSpec]) -> None:

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,6 +95,15 @@ def check_file(folder: Path, name: str, record: FileRecord) -> None:
         raise Damaged(f"{folder / name} cannot be read: {error.strerror}") from None
     if found != record:
         raise Damaged(f"{folder / name} has checksum {found.crc32:08x} instead of {record.crc32:08x}")
+
+
+def check_files(folder: Path, wanted: Callable[[str], bool]) -> dict[str, FileRecord]:
+    """Compare the files of ``wanted`` names with their records, and return these. Raises as ``check_file`` and
+    ``read_manifest``."""
+    records = {name: record for name, record in read_manifest(folder).items() if wanted(name)}
+    for name, record in records.items():
+        check_file(folder, name, record)
+    return records
 
 
 def check_size(folder: Path, name: str, record: FileRecord) -> None:

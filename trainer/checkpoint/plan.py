@@ -147,20 +147,21 @@ def deal_files(
     """Tensors, in their order, into files of about equal size, numbered over all stages.
 
     Each stage has one file for each of its ``ranks``, or one in all unless ``is_spread``; more where they would exceed
-    5 GB. Ranks are numbered stage by
-    stage.
+    5 GB. Ranks are numbered stage by stage.
     """
     filled: list[tuple[int, tuple[TensorSpec, ...]]] = []
     for stage, specs in enumerate(stages):
         files = _fill_files(specs, ranks if is_spread else 1)
         filled += [(stage * ranks + number * ranks // len(files), file) for number, file in enumerate(files)]
-    count = len(filled)
-    return [
-        PlannedFile(
-            f"{stem}.safetensors" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors", owner, specs
-        )
-        for number, (owner, specs) in enumerate(filled)
-    ]
+    names = file_names(stem, len(filled))
+    return [PlannedFile(name, owner, specs) for name, (owner, specs) in zip(names, filled, strict=True)]
+
+
+def file_names(stem: str, count: int) -> list[str]:
+    """Return the names of so many files of tensors, as transformers has them."""
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def _fill_files(specs: Sequence[TensorSpec], ranks: int) -> list[tuple[TensorSpec, ...]]:

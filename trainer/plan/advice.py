@@ -18,6 +18,8 @@ from serried.trainer.plan.memory import FormulaMemory, Sizes, planned_memory
 from serried.trainer.pulse import EVALUATE
 from serried.trainer.task import Task
 
+KEEPS_LESS = {"none": ("selective", "full"), "selective": ("full",)}
+"""Modes of activation checkpointing that keep less than another."""
 _WORTH_A_LINE_SHARE = 0.005
 _DEGREES = (1, 2, 4, 8)
 _CONTEXT_DEGREES = (*_DEGREES, 16, 32)
@@ -94,7 +96,7 @@ def _that_keep_the_numbers(planned: Planned, stage: str, usable: float) -> Itera
 
     if stage in (FORWARD, BACKWARD) and budget < 1:
         yield planned.advice("trainer.activation_memory_budget", budget / 2, ", and computes blocks again")
-    elif stage in (FORWARD, BACKWARD) and mode in ("none", "selective"):
+    elif stage in (FORWARD, BACKWARD) and mode in KEEPS_LESS:
         selective, full = (
             planned.advice("trainer.activation_checkpoint", less, ", and computes blocks again")
             for less in ("selective", "full")
@@ -161,8 +163,8 @@ def _candidates(config: RunConfig) -> Iterator[dict[str, Any]]:
     parallel, trainer = config.parallel, config.trainer
     syncs = [False] if parallel.sync_every_micro_batch else [False, True]
     micro_batches = [0] if trainer.micro_batch == 1 else [0, 1]
-    modes = {"none": ["", "selective", "full"], "selective": ["", "full"]}
-    checkpoints = modes.get(trainer.activation_checkpoint, [""]) if trainer.activation_memory_budget == 1 else [""]
+    less = KEEPS_LESS.get(trainer.activation_checkpoint, ()) if trainer.activation_memory_budget == 1 else ()
+    checkpoints = ["", *less]
     degrees = [
         (tensor, context, pipeline, ring)
         for pipeline, context, tensor in product(_DEGREES, _CONTEXT_DEGREES, _DEGREES)

@@ -12,7 +12,7 @@ from serried.parallel.checks import with_values
 from serried.parallel.mesh import gradient_accumulation
 from serried.parallel.phases import BACKWARD
 from serried.parallel.traffic import Flow
-from serried.trainer.plan.advice import Advice, Planned, advice
+from serried.trainer.plan.advice import KEEPS_LESS, Advice, Planned, advice
 from serried.trainer.plan.allocator import has_expandable_segments
 from serried.trainer.plan.memory import RECEIVE_BUFFERS, WHY_RECEIVE_BUFFERS
 from serried.trainer.plan.parts import IN_HOST_MEMORY, Fits, Memory
@@ -70,7 +70,7 @@ def _traced_advice(planned: Planned, task: Task, plan: StepPlan) -> Iterator[Adv
     """Yield what keeps less for the backward, traced: the task does not estimate its activations."""
     trainer = planned.config.trainer
     changes: list[tuple[str, object, str]] = []
-    is_free = trainer.activation_memory_budget == 1 and trainer.activation_checkpoint in ("none", "selective")
+    is_free = trainer.activation_memory_budget == 1 and trainer.activation_checkpoint in KEEPS_LESS
     if planned.plan.blocks and is_free:
         changes.append(("trainer.activation_checkpoint", "full", ", and computes blocks again"))
     changes += [("trainer.micro_batch", samples, " of activations") for samples in divisors(trainer.micro_batch)[-2:-1]]

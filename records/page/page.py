@@ -219,15 +219,9 @@ def _drawn(run: Records, curves: _Curves, points: float, most_marks: int) -> dic
     """
     drawn = [(chart, name, *_thin(run, chart, curve, points)) for (chart, name), curve in sorted(curves.items())]
     marks = _first_of_each_kind(run.marks, most_marks)
-    rows = np.unique(
-        np.concatenate(
-            [
-                np.array([mark.step for mark in marks], dtype=np.int64),
-                *(steps for _, _, (steps, _), _ in drawn),
-                *(steps for _, _, _, (steps, _) in drawn),
-            ]
-        )
-    )
+    of_marks = np.array([mark.step for mark in marks], dtype=np.int64)
+    of_curves = (steps for _, _, *points in drawn for steps, _ in points)
+    rows = np.unique(np.concatenate([of_marks, *of_curves]))
     return {
         "x": {"step": _differences(rows), **_clocks(run, rows)},
         "curves": [

@@ -39,17 +39,14 @@ function table(headings, rows, name = "") {
   return make("div.scroll", make("table", { class: name }, head, make("tbody", body)));
 }
 
+const UNITS = { T: 1e12, B: 1e9, M: 1e6, k: 1e3 };
+
 /** 1234567 -> 1.23M: for axes and tiles. */
 function compact(number) {
   if (number == null) return "–";
   const size = Math.abs(number);
-  for (const [limit, unit] of [
-    [1e12, "T"],
-    [1e9, "B"],
-    [1e6, "M"],
-    [1e4, "k"],
-  ])
-    if (size >= limit) return trimmed(number / (limit === 1e4 ? 1e3 : limit), 3) + unit;
+  const unit = Object.keys(UNITS).find((name) => size >= UNITS[name]);
+  if (size >= 1e4) return trimmed(number / UNITS[unit], 3) + unit;
   if (size >= 1e-3 || size === 0) return trimmed(number, 4);
   return number.toExponential(1).replace(".0e", "e").replace("e-", "e−");
 }

@@ -52,18 +52,18 @@ function drawMarks(plot, id) {
   ctx.restore();
 }
 
+function drawUpright(ctx, x, bbox) {
+  ctx.moveTo(x, bbox.top);
+  ctx.lineTo(x, bbox.top + bbox.height);
+  ctx.stroke();
+}
+
 const MARK_SHAPES = {
   restart(ctx, x, bbox, pixel) {
     ctx.setLineDash([5 * pixel, 4 * pixel]);
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
-    ctx.stroke();
+    drawUpright(ctx, x, bbox);
   },
-  rollback(ctx, x, bbox, pixel) {
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
-    ctx.stroke();
-  },
+  rollback: drawUpright,
   skipped(ctx, x, bbox, pixel) {
     const [y, arm] = [bbox.top + 8 * pixel, 4 * pixel];
     for (const side of [-1, 1]) {

@@ -19,36 +19,11 @@ from typing import Any, TypeVar
 
 from pydantic import create_model
 
+from serried.configs import families
+from serried.configs import tasks as task_sections
 from serried.configs.errors import UserError
-from serried.configs.families import (
-    GemmaSection,
-    GPT2Section,
-    HuggingFaceSection,
-    LlamaSection,
-    MistralSection,
-    ModelSection,
-    MoESection,
-    Olmo2Section,
-    Phi3Section,
-    Qwen2Section,
-    Qwen3Section,
-)
 from serried.configs.near import nearest
-from serried.configs.schema import (
-    OptimSection,
-    ScheduleSection,
-    Section,
-    TaskSection,
-)
-from serried.configs.tasks import (
-    CausalLMSection,
-    DistillationSection,
-    ImageSection,
-    MaskedLMSection,
-    PreferenceSection,
-    RewardSection,
-    TextClassSection,
-)
+from serried.configs.schema import OptimSection, ScheduleSection, Section, TaskSection
 
 _Built = TypeVar("_Built", bound=Callable[..., Any])
 
@@ -155,37 +130,39 @@ optimizers = Registry(
 schedules = Registry(
     "schedule", "schedule", "serried.schedules", ScheduleSection, built_in_package="serried.trainer.schedules"
 )
-models = Registry("model family", "model", "serried.models", ModelSection, key="family")
-models.register("llama", LlamaSection, lambda: import_module("serried.recipes.models.transformer").Llama)
-models.register("mistral", MistralSection, lambda: import_module("serried.recipes.models.transformer").Llama)
-models.register("qwen2", Qwen2Section, lambda: import_module("serried.recipes.models.transformer").Llama)
-models.register("qwen3", Qwen3Section, lambda: import_module("serried.recipes.models.transformer").Llama)
-models.register("olmo2", Olmo2Section, lambda: import_module("serried.recipes.models.olmo2").Olmo2)
-models.register("phi3", Phi3Section, lambda: import_module("serried.recipes.models.phi3").Phi3)
-for _family in ("gemma2", "gemma3_text"):
-    models.register(_family, GemmaSection, lambda: import_module("serried.recipes.models.gemma").Gemma)
-models.register("gpt2", GPT2Section, lambda: import_module("serried.recipes.models.gpt2").GPT2)
-for _family in ("glm4_moe", "qwen3_moe", "mixtral"):
-    models.register(_family, MoESection, lambda: import_module("serried.recipes.models.moe").MoE)
-models.register(
-    "hf", HuggingFaceSection, lambda: import_module("serried.recipes.models.hugging_face_model").HuggingFaceModel
-)
+models = Registry("model family", "model", "serried.models", families.ModelSection, key="family")
 tasks = Registry("task", "task", "serried.tasks", TaskSection)
-tasks.register("causal_lm", CausalLMSection, lambda: import_module("serried.recipes.causal_lm").CausalLM)
-tasks.register("distillation", DistillationSection, lambda: import_module("serried.recipes.distillation").Distillation)
-tasks.register("reward", RewardSection, lambda: import_module("serried.recipes.reward").Reward)
-tasks.register("preference", PreferenceSection, lambda: import_module("serried.recipes.preference").Preference)
+
+
+def _of_recipes(module: str, name: str) -> Callable[[], Any]:
+    """Return a function that imports ``module`` of ``recipes/`` and returns what it calls ``name``."""
+    return lambda: getattr(import_module(f"serried.recipes.{module}"), name)
+
+
+models.register("llama", families.LlamaSection, _of_recipes("models.transformer", "Llama"))
+models.register("mistral", families.MistralSection, _of_recipes("models.transformer", "Llama"))
+models.register("qwen2", families.Qwen2Section, _of_recipes("models.transformer", "Llama"))
+models.register("qwen3", families.Qwen3Section, _of_recipes("models.transformer", "Llama"))
+models.register("olmo2", families.Olmo2Section, _of_recipes("models.olmo2", "Olmo2"))
+models.register("phi3", families.Phi3Section, _of_recipes("models.phi3", "Phi3"))
+for _family in ("gemma2", "gemma3_text"):
+    models.register(_family, families.GemmaSection, _of_recipes("models.gemma", "Gemma"))
+models.register("gpt2", families.GPT2Section, _of_recipes("models.gpt2", "GPT2"))
+for _family in ("glm4_moe", "qwen3_moe", "mixtral"):
+    models.register(_family, families.MoESection, _of_recipes("models.moe", "MoE"))
+models.register("hf", families.HuggingFaceSection, _of_recipes("models.hugging_face_model", "HuggingFaceModel"))
+
+tasks.register("causal_lm", task_sections.CausalLMSection, _of_recipes("causal_lm", "CausalLM"))
+tasks.register("distillation", task_sections.DistillationSection, _of_recipes("distillation", "Distillation"))
+tasks.register("reward", task_sections.RewardSection, _of_recipes("reward", "Reward"))
+tasks.register("preference", task_sections.PreferenceSection, _of_recipes("preference", "Preference"))
 tasks.register(
-    "image_classification",
-    ImageSection,
-    lambda: import_module("serried.recipes.image_classification").ImageClassification,
+    "image_classification", task_sections.ImageSection, _of_recipes("image_classification", "ImageClassification")
 )
 tasks.register(
-    "text_classification",
-    TextClassSection,
-    lambda: import_module("serried.recipes.text_classification").TextClassification,
+    "text_classification", task_sections.TextClassSection, _of_recipes("text_classification", "TextClassification")
 )
-tasks.register("masked_lm", MaskedLMSection, lambda: import_module("serried.recipes.masked_lm").MaskedLM)
+tasks.register("masked_lm", task_sections.MaskedLMSection, _of_recipes("masked_lm", "MaskedLM"))
 _SERVED_AS = {"distillation": "causal_lm"}
 BUILT_IN_TASKS = ("causal_lm", "preference", "distillation", "reward")
 """Those with the sections model and data."""
@@ -218,7 +195,7 @@ def register_schedule(name: str, *, section: type[Section] = ScheduleSection) ->
     return schedules.registering(name, section)
 
 
-def register_model(name: str, *, section: type[Section] = ModelSection) -> Callable[[_Built], _Built]:
+def register_model(name: str, *, section: type[Section] = families.ModelSection) -> Callable[[_Built], _Built]:
     """Register a ``ModelFamily``, or a function ``build(section, vocab_size) -> nn.Module``, as ``model.family=NAME``.
 
     A decorator. The module of a function maps ``tokens`` [B, S] to logits [B, S, V]. ``section`` declares its keys,

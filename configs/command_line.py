@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from serried.configs.declaration import FOLDER
 from serried.configs.errors import UserError
 from serried.configs.explain import shown, unfit
 from serried.configs.keys import Key, all_keys, is_section
@@ -33,7 +34,6 @@ from serried.configs.words import last_of_each
 COMMAND_LINE = "command line"
 Action = Literal["train", "help", "config", "sweep"]
 _CONFIG_DIR = "--config-dir="
-_SHIPPED = Path(__file__).resolve().parent
 _NO_SWEEP = "give one, or sweep over them: python train.py -m ..."
 
 
@@ -78,7 +78,7 @@ def config_dirs(argv: Sequence[str]) -> tuple[list[str], tuple[Path, ...]]:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"--config-dir {folder} is not a folder; use one that has recipe/, model/, data/, ...")
-        hidden = [path for path in folder.glob("*/*.yaml") if (_SHIPPED / path.relative_to(folder)).exists()]
+        hidden = [path for path in folder.glob("*/*.yaml") if (FOLDER / path.relative_to(folder)).exists()]
         if hidden:
             raise UserError(f"{hidden[0]} has the name of a shipped choice, which would be used instead; rename it")
     return overrides, tuple(folders)

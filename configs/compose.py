@@ -7,7 +7,6 @@ schema before Hydra sees anything: it gets the choices of groups only, and value
 import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,50 +23,48 @@ from pydantic import ValidationError
 
 from serried.configs.command_line import CommandLine
 from serried.configs.data_section import DataSection, TextRunConfig
-from serried.configs.declaration import declared
+from serried.configs.declaration import FOLDER, declared
 from serried.configs.errors import UserError
-from serried.configs.explain import Origins, explain, shown, value_at
+from serried.configs.explain import Origins, explain, shown
 from serried.configs.help import choices_of, files_of
 from serried.configs.model_folder import with_model_folder
-from serried.configs.plain_data import flatten, read_yaml
+from serried.configs.plain_data import flatten, read_if_there, read_yaml, value_at
 from serried.configs.run_config import CHOSEN, base_schema, check, config_yaml
 from serried.configs.schema import OptimSection, TrackSection
 from serried.configs.suggest import Groups, nearest, unknown_choice
 
 __all__ = ["FOLDER", "compose", "compose_saved", "config_yaml", "refuse_misread"]
 
-FOLDER = Path(__file__).resolve().parent
 
-
-def compose(argv: Sequence[str], folder: Path = FOLDER, found: Sequence[str] = ()) -> TextRunConfig:
+def compose(argv: Sequence[str], found: Sequence[str] = ()) -> TextRunConfig:
     """Return the config that ``argv`` (overrides such as ``recipe=tiny`` and ``trainer.steps=1k``) asks for.
 
     ``found``: mistakes found earlier, to report together with those found here.
 
-    Raises ``UserError`` if anything is wrong with ``argv`` or the YAML files in ``folder``; names every mistake.
+    Raises ``UserError`` if anything is wrong with ``argv`` or the YAML files; names every mistake.
     """
-    groups = choices_of(folder)
+    groups = choices_of()
     given = {word.partition("=")[0].lstrip("+") for word in argv} | _keys_of_own_recipe(argv)
-    beside = _defaults_beside(given, argv, folder)
+    beside = _defaults_beside(given, argv)
     if wrong := CommandLine(groups).read(beside).sentences({}):
         _refuse([each.replace("(command line)", "(defaults of the task)") for each in wrong])
     line = CommandLine(groups).read([*beside, *argv])
     plain: dict[str, Any] = {}
     late: Sequence[str] = ()
     try:
-        plain = _composed(folder, line)
+        plain = _composed(line)
         plain = with_model_folder(plain, given)
         config = check(plain)
     except UserError as error:
         late = error.args
     except ValidationError as error:
         # Once overrides were refused, the rest may contradict itself for that reason alone.
-        late = explain(error, plain, _origins(folder, line), groups, alone=bool(found or line.mistakes))
+        late = explain(error, plain, _origins(line), groups, alone=bool(found or line.mistakes))
     _refuse([*found, *line.sentences(plain), *late])
     return cast(TextRunConfig, config)  # of a user's task: a RunConfig, which has no model and no data
 
 
-def _defaults_beside(given: Collection[str], argv: Sequence[str], folder: Path) -> list[str]:
+def _defaults_beside(given: Collection[str], argv: Sequence[str]) -> list[str]:
     """Return the defaults of the task that apply.
 
     Of ``optim.*``, if another optimizer is chosen, those that it has and that its YAML file does not set; of
@@ -77,7 +74,7 @@ def _defaults_beside(given: Collection[str], argv: Sequence[str], folder: Path) 
     chosen = dict(word.partition("=")[::2] for word in argv)
     own = {"optim": OptimSection.model_fields["name"].default, "schedule": "cosine"} | defaults
     kept = {
-        group: _kept_by(group, chosen[group], folder)
+        group: _kept_by(group, chosen[group])
         for group in ("optim", "schedule")
         if chosen.get(group, own[group]) != own[group]
     }
@@ -89,12 +86,11 @@ def _defaults_beside(given: Collection[str], argv: Sequence[str], folder: Path) 
     return [f"{key}={value}" for key, value in defaults.items() if applies(key)]
 
 
-def _kept_by(group: str, choice: str, folder: Path) -> set[str]:
+def _kept_by(group: str, choice: str) -> set[str]:
     """Return the keys that ``group=choice`` has and its YAML file does not set; none if there is no such choice."""
     values: dict[str, Any] = {}
-    for each in (folder, *declared().config_dirs):
-        with suppress(OSError, ValueError):  # not there; or a mistake in it, which composing reports
-            values |= read_yaml(each / group / f"{choice}.yaml")
+    for folder in declared().folders:
+        values |= read_if_there(folder / group / f"{choice}.yaml")  # a mistake in it is reported by composing
     name = str(values.get("name", choice))
     if name not in CHOSEN[group].names():
         return set()
@@ -104,13 +100,8 @@ def _kept_by(group: str, choice: str, folder: Path) -> set[str]:
 def _keys_of_own_recipe(argv: Sequence[str]) -> set[str]:
     """Return the keys that the user's own recipe sets, which the defaults of their task must not override."""
     name = dict(word.partition("=")[::2] for word in argv).get("recipe")
-    found: set[str] = set()
-    for folder in declared().config_dirs:
-        try:
-            found |= flatten(read_yaml(folder / "recipe" / f"{name}.yaml")).keys()
-        except (OSError, ValueError):
-            continue  # not there; or a mistake in it, which composing reports
-    return found
+    files = (folder / "recipe" / f"{name}.yaml" for folder in declared().config_dirs)
+    return {key for file in files for key in flatten(read_if_there(file))}
 
 
 def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> TextRunConfig:
@@ -121,7 +112,7 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> T
 
     Raises ``UserError`` if the file cannot be read, or anything is wrong with it or with ``argv``; names every mistake.
     """
-    groups = choices_of(FOLDER)
+    groups = choices_of()
     line = CommandLine(groups).read(argv)
     try:
         plain = read_yaml(saved)
@@ -133,7 +124,7 @@ def compose_saved(saved: Path, argv: Sequence[str], reads: tuple[str, ...]) -> T
     try:
         if line.typed:
             choices = {"recipe": recipe} if recipe in groups.get("recipe", ()) else {}
-            composed = _composed(FOLDER, CommandLine(groups, line.typed, choices | line.choices, line.values))
+            composed = _composed(CommandLine(groups, line.typed, choices | line.choices, line.values))
             for key in line.typed:
                 _take_over(key, composed, plain)
         return cast(TextRunConfig, check(plain))
@@ -159,7 +150,7 @@ def _unreadable(saved: Path, error: Exception) -> str:
 def refuse_misread(argv: Sequence[str], reads: tuple[str, ...]) -> None:
     """Refuse what ``compose_saved`` would refuse for any run, if the run is not known. Raises ``UserError`` if there is
     a mistake; names every one."""
-    _refuse(_misread(CommandLine(choices_of(FOLDER)).read(argv), reads, None))
+    _refuse(_misread(CommandLine(choices_of()).read(argv), reads, None))
 
 
 def _misread(line: CommandLine, reads: tuple[str, ...], plain: Mapping[str, Any] | None) -> list[str]:
@@ -196,28 +187,29 @@ def _refuse(mistakes: Sequence[str]) -> None:
         raise UserError(*dict.fromkeys(" ".join(mistake.split()) for mistake in mistakes))
 
 
-def _composed(folder: Path, line: CommandLine) -> dict[str, Any]:
+def _composed(line: CommandLine) -> dict[str, Any]:
     """Return the YAML files and overrides, composed by Hydra, as plain data. Raises ``UserError`` if a YAML file cannot
     be read or merged, or refers to something that does not exist."""
+    shipped = declared().shipped
     try:
-        yamls = sorted(path for each in (folder, *declared().config_dirs) for path in each.rglob("*.yaml"))
+        yamls = sorted(path for folder in declared().folders for path in folder.rglob("*.yaml"))
         stamp = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in yamls)
-        files, choices = _from_files(declared().root, folder, _for_hydra(line, folder), stamp)
+        files, choices = _from_files(declared().root, shipped, _for_hydra(line), stamp)
         config = OmegaConf.create(files)
         _fill_in(config, choices, line)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        file = Path(mark.name) if mark else folder
-        name = file.relative_to(folder.parent) if file.is_relative_to(folder.parent) else file
-        place = f"{name}:{mark.line + 1}" if mark else f"a file in {folder.name}"
+        file = Path(mark.name) if mark else shipped
+        name = file.relative_to(shipped.parent) if file.is_relative_to(shipped.parent) else file
+        place = f"{name}:{mark.line + 1}" if mark else f"a file in {shipped.name}"
         raise UserError(f"{place} is not valid YAML: {error.problem}") from None
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_not_composed(error, folder, line.groups)) from None
+        raise UserError(_not_composed(error, shipped.name, line.groups)) from None
     try:
         return _without_missing(OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
         key = str(error.full_key).partition("[")[0]
-        given = f"{key}={shown(value_at(key, OmegaConf.to_container(config)))} ({_origins(folder, line).of(key)})"
+        given = f"{key}={shown(value_at(key, OmegaConf.to_container(config)))} ({_origins(line).of(key)})"
         raise UserError(f"{given} cannot be filled in: {str(error).splitlines()[0]}") from None
 
 
@@ -258,9 +250,9 @@ def _name(config: DictConfig, section: str, name: str | None) -> None:
     config[section] = {"name": name, **found}
 
 
-def _for_hydra(line: CommandLine, folder: Path) -> tuple[str, ...]:
+def _for_hydra(line: CommandLine) -> tuple[str, ...]:
     """Return the choices that have a YAML file; for others the defaults of their section apply."""
-    files = files_of(folder)
+    files = files_of()
     words = [
         f"{group}={choice if group not in CHOSEN or choice in files.get(group, ()) else '[]'}"
         for group, choice in line.choices.items()
@@ -269,25 +261,25 @@ def _for_hydra(line: CommandLine, folder: Path) -> tuple[str, ...]:
     return (*words, f"hydra.searchpath=[{','.join(urls)}]")
 
 
-def _origins(folder: Path, line: CommandLine) -> Origins:
+def _origins(line: CommandLine) -> Origins:
     """Return the origins of the values of a composed config."""
-    with initialize_config_dir(str(folder), version_base=None):
+    shipped, folders = declared().shipped, declared().folders
+    with initialize_config_dir(str(shipped), version_base=None):
         loader = GlobalHydra.instance().config_loader()
-        defaults = loader.compute_defaults_list(declared().root, [*_for_hydra(line, folder)], RunMode.RUN).defaults
-    folders = [folder, *declared().config_dirs]
+        defaults = loader.compute_defaults_list(declared().root, [*_for_hydra(line)], RunMode.RUN).defaults
     files = [(each / f"{default.config_path}.yaml", default.package or "") for default in defaults for each in folders]
     # Hydra's own settings are in the list too; their files are elsewhere.
     typed = {key: value for key, value in line.typed.items() if key not in line.choices}
-    return Origins(typed, [(file, section) for file, section in files if file.exists()], folder.parent)
+    return Origins(typed, [(file, section) for file, section in files if file.exists()], shipped.parent)
 
 
-def _not_composed(error: Exception, folder: Path, groups: Groups) -> str:
+def _not_composed(error: Exception, folder: str, groups: Groups) -> str:
     """Return the sentence for YAML files that Hydra cannot compose; its messages name the file first, if possible."""
     if isinstance(error, MissingConfigException):
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-        return unknown_choice(group, choice, groups.get(group, []), f"chosen by a YAML file in {folder.name}")
+        return unknown_choice(group, choice, groups.get(group, []), f"chosen by a YAML file in {folder}")
     found = re.match(r"In '(.+?)': *(.*)", str(error).strip(), re.DOTALL)
-    file, text = (f"{folder.name}/{found[1]}.yaml", found[2]) if found else (f"a file in {folder.name}", str(error))
+    file, text = (f"{folder}/{found[1]}.yaml", found[2]) if found else (f"a file in {folder}", str(error))
     if group_name := re.match(r"Could not override '(.+?)'", text):
         near = nearest(group_name[1], list(groups)) or groups
         return f"{file}: no group {group_name[1]!r}; did you mean {' or '.join(near)}?"

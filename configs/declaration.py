@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 from serried.configs.schema import Section
 
+FOLDER = Path(__file__).resolve().parent
+"""The YAML files that are shipped."""
+
 
 class Declaration(NamedTuple):
     """A task class as the configuration sees it. Without arguments: the built-in tasks of ``train.py``."""
@@ -25,11 +28,18 @@ class Declaration(NamedTuple):
     names."""
     config_dirs: tuple[Path, ...] = ()
     """Folders of the user's own YAML files."""
+    shipped: Path = FOLDER
+    """Folder of the YAML files that composition starts from."""
 
     @property
     def root(self) -> str:
         """Name of the YAML file that composition starts from."""
         return "train" if self.sections else "task"
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """All folders with YAML files."""
+        return (self.shipped, *self.config_dirs)
 
 
 BUILT_IN = Declaration()

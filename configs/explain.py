@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from serried.configs.keys import Key, all_keys, is_section, is_source, keys_of, readers
-from serried.configs.plain_data import flatten
+from serried.configs.plain_data import flatten, value_at
 from serried.configs.run_config import CHOSEN
 from serried.configs.suggest import listing, nearest_choice, unknown_key, unknown_section
 
@@ -144,10 +144,3 @@ def _sentence(
     if kind == "finite_number":
         return f"{path}={value} ({source}) is not finite; e.g. {key.example}"
     return unfit(key, value, source)
-
-
-def value_at(path: str, config: Any) -> Any:
-    """Return the value at a dotted path of nested dicts; ``None`` if there is none."""
-    for part in path.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
-    return config

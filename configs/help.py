@@ -10,7 +10,6 @@ from serried.configs.formats import columns
 from serried.configs.keys import all_keys, own_keys
 from serried.configs.run_config import CHOSEN
 
-_FOLDER = Path(__file__).resolve().parent
 _WIDTH = 108
 
 _COMMON_KEYS = (
@@ -31,18 +30,18 @@ _EXAMPLES = (
 )
 
 
-def choices_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
-    """Return the groups in ``folder`` and their choices, with registered names; ``recipe`` first, choices in natural
-    order (8b before 70b)."""
+def choices_of() -> dict[str, list[str]]:
+    """Return the groups and their choices, with registered names; ``recipe`` first, choices in natural order (8b before
+    70b)."""
     named = {group: registry.names() for group, registry in CHOSEN.items() if registry.key == "name"}
-    files = files_of(folder)
+    files = files_of()
     return {group: sorted({*choices, *named.get(group, [])}, key=_natural) for group, choices in files.items()}
 
 
-def files_of(folder: Path = _FOLDER) -> dict[str, list[str]]:
-    """Return the groups in ``folder`` and the choices that have a YAML file there."""
+def files_of() -> dict[str, list[str]]:
+    """Return the groups and the choices that have a YAML file."""
     found: dict[str, list[str]] = {"recipe": []}
-    for path in sorted(path for each in (folder, *declared().config_dirs) for path in each.glob("*/*.yaml")):
+    for path in sorted(path for folder in declared().folders for path in folder.glob("*/*.yaml")):
         found.setdefault(path.parent.name, []).append(path.stem)
     own = () if declared().sections else ("model", "data")
     if not declared().sections:  # the shipped recipes are for the built-in tasks
@@ -97,7 +96,7 @@ def _keys_of_choices(words: Sequence[str]) -> list[str]:
 
 def recipes_text() -> str:
     """Return the recipes with their first comment."""
-    files = {path.stem: path for each in (*declared().config_dirs, _FOLDER) for path in each.glob("recipe/*.yaml")}
+    files = {path.stem: path for folder in reversed(declared().folders) for path in folder.glob("recipe/*.yaml")}
     return "\n".join(_table([(name, _first_comment(files[name])) for name in choices_of()["recipe"]]))
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from serried.configs.errors import UserError
 from serried.configs.explain import shown
 from serried.configs.near import nearest
-from serried.configs.plain_data import expanded, read_json, read_yaml
+from serried.configs.plain_data import expanded, read_if_there, read_json, value_at
 from serried.configs.registry import models
 from serried.configs.schema import parse_count
 
@@ -184,11 +184,8 @@ def _described(path: str, plain: Mapping[str, Any], family: str | None) -> dict[
 
 def _recorded(path: str, plain: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``model`` of the run in the run folder, if it began with the model ``path``."""
-    try:
-        model = read_yaml(Path(plain["run"]["dir"]) / "config.yaml")["model"]
-        return model if model["path"] == path else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    model = value_at("model", read_if_there(Path(str(value_at("run.dir", plain))) / "config.yaml"))
+    return model if value_at("path", model) == path else {}
 
 
 def _is_same(given: Any, found: Any) -> bool:

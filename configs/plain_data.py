@@ -114,6 +114,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return _object(path, parse_yaml(read_bytes(path)))
 
 
+def read_if_there(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON or YAML file; an empty one if it cannot be read."""
+    try:
+        return read_json(path) if path.suffix == ".json" else read_yaml(path)
+    except (OSError, ValueError):
+        return {}
+
+
+def value_at(path: str, tree: Any) -> Any:
+    """Return the value at a dotted path of nested dicts; ``None`` if there is none."""
+    for part in path.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested mappings by dotted name."""
     if not isinstance(tree, Mapping):

@@ -3,13 +3,12 @@
 import shlex
 import time
 from pathlib import Path
-from typing import Any
 
 from serried.configs.formats import duration
-from serried.configs.plain_data import NotPlainData, is_count, is_number, read_yaml
+from serried.configs.plain_data import is_count, is_number, read_if_there, value_at
 from serried.launch.queue import jobs_of, queued_jobs, was_submitted
 from serried.launch.summary import RECORD, read_summary, table
-from serried.records.metrics import METRICS, read_events
+from serried.records.metrics import METRICS, last_of_each_kind
 from serried.records.status import STATUS, read_status
 
 
@@ -52,11 +51,10 @@ def describe_run(run_dir: Path) -> str:
 
 
 def _step(run_dir: Path, step: int, *, is_running: bool) -> str:
-    last: dict[str, Any] = {}
-    for event in read_events(run_dir / METRICS):
-        last = event if event["event"] == "step" else last
-    loss, eta, written, steps = last.get("loss"), last.get("eta_seconds"), last.get("time"), _steps(run_dir)
-    parts = [f"{step}" + (f"/{steps}" if steps else "")]
+    last = last_of_each_kind(run_dir / METRICS).get("step", {})
+    loss, eta, written = last.get("loss"), last.get("eta_seconds"), last.get("time")
+    steps = value_at("trainer.steps", read_if_there(run_dir / "config.yaml"))
+    parts = [f"{step}/{steps}" if is_count(steps) and steps else str(step)]
     if is_number(loss):
         parts.append(f"loss {loss:.4f}" + ("" if last.get("step") == step else f" at step {last.get('step')}"))
     if is_running and is_number(written):
@@ -65,11 +63,3 @@ def _step(run_dir: Path, step: int, *, is_running: bool) -> str:
             parts.append(f"eta {duration(max(0.0, eta - since))}")
         parts.append(f"last line {duration(since)} ago")
     return ", ".join(parts)
-
-
-def _steps(run_dir: Path) -> int | None:
-    try:
-        steps = read_yaml(run_dir / "config.yaml")["trainer"]["steps"]
-    except (OSError, NotPlainData, KeyError, TypeError):
-        return None
-    return steps if is_count(steps) else None

@@ -20,6 +20,9 @@ from serried.records.status import read_status
 RECORD = "sweep.json"
 """In the folder of a sweep: its keys and the outcome of each run."""
 _TABLE = "sweep.csv"
+_RESULTS = (
+    "loss", "validation_loss", "metric", "metric_value", "tokens_per_second", "state", "step", "reason", "run_dir",
+)  # fmt: skip
 _LONG = 8
 
 
@@ -109,19 +112,8 @@ def write_summary(folder: Path, keys: Sequence[str], outcomes: Sequence[Outcome]
     write_atomically(
         folder / RECORD, json.dumps({"name": folder.name, "keys": list(keys), "runs": runs}, indent=2) + "\n"
     )
-    names = (
-        "loss",
-        "validation_loss",
-        "metric",
-        "metric_value",
-        "tokens_per_second",
-        "state",
-        "step",
-        "reason",
-        "run_dir",
-    )
     text = io.StringIO(newline="")
-    rows = csv.DictWriter(text, [*keys, *names], extrasaction="ignore")
+    rows = csv.DictWriter(text, [*keys, *_RESULTS], extrasaction="ignore")
     rows.writeheader()
     rows.writerows({**run, **each.values} for run, each in zip(runs, best, strict=True))
     write_atomically(folder / _TABLE, text.getvalue())

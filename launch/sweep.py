@@ -12,7 +12,7 @@ from typing import IO
 from serried.configs.compose import config_yaml
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_MISTAKE, EXIT_STOPPED, TrainingFailed, UserError
 from serried.configs.formats import duration
-from serried.configs.plain_data import parse_yaml, read_yaml
+from serried.configs.plain_data import is_count, parse_yaml, read_if_there, value_at
 from serried.configs.schema import AUTO, RunConfig
 from serried.launch.points import Point, Sweep, labels
 from serried.launch.processes import NotedSignals
@@ -239,12 +239,10 @@ def _is_done(point: Point, outcome: Outcome) -> bool:
     if not outcome.is_finished or config.checkpoint.resume == "never":
         return False
     chosen = ["micro_batch"] * (trainer.micro_batch == AUTO) + ["steps"] * (trainer.epochs is not None)
-    try:
-        earlier = read_yaml(config.run.dir / "config.yaml")
-        its = {key: earlier["trainer"][key] for key in chosen}  # as the run wrote them
-        has_ended = outcome.step >= its.get("steps", trainer.steps) or "trainer.patience" in (outcome.reason or "")
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    earlier = read_if_there(config.run.dir / "config.yaml")
+    its = {key: value_at(f"trainer.{key}", earlier) for key in chosen}  # as the run wrote them
+    steps = its.get("steps", trainer.steps)
+    has_ended = (is_count(steps) and outcome.step >= steps) or "trainer.patience" in (outcome.reason or "")
     now = parse_yaml(config_yaml(config))
     now["trainer"] |= its
     return has_ended and _compared(earlier) == _compared(now)

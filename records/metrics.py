@@ -7,6 +7,7 @@ from typing import Any
 
 from serried.configs.errors import UserError
 from serried.configs.plain_data import NotPlainData, is_count, is_number, open_regular, parse_json
+from serried.configs.schema import DEFAULT_VALIDATION
 
 METRICS = "metrics.jsonl"
 _OURS = frozenset((
@@ -57,6 +58,12 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                     yield event
     except (OSError, NotPlainData):
         return
+
+
+def last_of_each_kind(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the last event of each kind in a ``metrics.jsonl``; of ``eval``, the last of the usual validation set."""
+    usual = (event for event in read_events(path) if event.get("set", DEFAULT_VALIDATION) == DEFAULT_VALIDATION)
+    return {event["event"]: event for event in usual}
 
 
 class GrowingFile:

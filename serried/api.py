@@ -13,7 +13,7 @@ from serried.configs.compose import compose
 from serried.configs.declaration import BUILT_IN, declaring
 from serried.configs.errors import UserError
 from serried.configs.run_config import config_yaml
-from serried.configs.schema import DEFAULT_VALIDATION, RunConfig
+from serried.configs.schema import RunConfig
 from serried.runtime.early import end_in_one_line
 from serried.runtime.program import called_from_python, remember_script
 from serried.runtime.ranks import make_sums_repeatable
@@ -128,21 +128,15 @@ def load_model(path: str | Path, task: "Task | type[Task] | None" = None) -> "nn
 
 def _read_end(config: RunConfig) -> dict[str, Any]:
     """Return how the run of ``config`` ended, from its records: fields of ``Result``."""
-    from serried.records.metrics import named_metrics, read_events
-    from serried.records.run_folder import METRICS
+    from serried.records.metrics import METRICS, last_of_each_kind, named_metrics
     from serried.records.status import Status, read_status
     from serried.trainer.checkpoint.resume import CHECKPOINTS
     from serried.trainer.checkpoint.retention import best_checkpoint, committed
 
     run_dir = config.run.dir
     status = read_status(run_dir) or Status("", 0)
-    step: dict[str, Any] = {}
-    evaluation: dict[str, Any] = {}
-    for event in read_events(run_dir / METRICS):
-        if event["event"] == "step":
-            step = event
-        elif event["event"] == "eval" and event["set"] == DEFAULT_VALIDATION:
-            evaluation = event
+    events = last_of_each_kind(run_dir / METRICS)
+    step, evaluation = events.get("step", {}), events.get("eval", {})
     checkpoints = committed(run_dir / CHECKPOINTS)
     best, best_value = best_checkpoint(run_dir / CHECKPOINTS, config.checkpoint) or (None, None)
     return {

@@ -14,11 +14,11 @@ from serried.configs.data_section import DataSection
 from serried.configs.declaration import BUILT_IN, declaring
 from serried.configs.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, UserError
 from serried.configs.formats import columns
-from serried.configs.plain_data import read_json
+from serried.configs.plain_data import read_if_there
 from serried.configs.schema import AUTO, RunConfig
 from serried.configs.suggest import nearest
 from serried.configs.words import number, pairs, run_key
-from serried.opening import opened, opened_any, task_that_trained
+from serried.opening import opened, task_of_text, task_that_trained
 from serried.planning import calibrate, plan_run
 from serried.records.metrics import METRICS
 from serried.runs import existing_runs, find_run, is_run, run_folder, runs_of_a_sweep, similar_runs
@@ -327,13 +327,11 @@ def send(words: list[str]) -> int:
         raise UserError(advice)
     if not (run / METRICS).is_file():
         raise UserError(f"the run in {run} has not started: it has no metrics.jsonl, so there is nothing to send")
-    began_in: Path | None = None
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        began_in = Path(read_json(run / "environment.json")["working_directory"])
+    began_in = Path(str(read_if_there(run / "environment.json").get("working_directory", "")))
     claimed = RunFolder(run)  # a run that is being trained has tracker processes already
     try:
         trackers = Trackers(run, track, Console(speaks=True, rank=0).say)
-        has_sent = trackers.send(began_in if began_in and began_in.is_dir() else None)
+        has_sent = trackers.send(began_in if began_in.is_dir() else None)
         return EXIT_FINISHED if has_sent else EXIT_FAILED
     finally:
         claimed.close()
@@ -404,7 +402,7 @@ def _writer(given: dict[str, str], overrides: list[str], command: str, *, tokens
     if torchrun_says()[2] > 1:
         raise UserError(f"serried {command} runs in one process; start it without torchrun")
     device = [f"launch.device={given['device']}"] if "device" in given else []
-    config, checkpoint, new_task = opened(given, [*overrides, *device], _GENERATE_READS, command)
+    config, checkpoint, new_task = opened(given, [*overrides, *device], _GENERATE_READS, command, task_of_text)
     config = as_saved(config, checkpoint, world_size=1, is_resharded=True, is_other_data=True)
     session = Session((0, 0, 1, 1), choose_device(config.launch, 0, 1), config.launch)
     shown = printable if sys.stdout.isatty() else str
@@ -436,7 +434,7 @@ def evaluate(words: list[str]) -> int:
     if given.get("json", "false") not in ("true", "false"):
         raise UserError(f"json={given['json']} is not true or false; use json=true")
     keys = [word.partition("=")[0].lstrip("+") for word in overrides]
-    config, checkpoint, new_task = opened_any(given, overrides, _EVALUATE_READS, "evaluate", task_that_trained)
+    config, checkpoint, new_task = opened(given, overrides, _EVALUATE_READS, "evaluate", task_that_trained)
     is_other_data = any(
         key in ("data", "task.path") or (key.startswith("data.") and key.split(".")[1] not in DataSection.model_fields)
         for key in keys

@@ -10,14 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serried.configs.declaration import declaring
 from serried.configs.errors import UserError
 from serried.configs.formats import size
 from serried.configs.plain_data import read_json
 from serried.configs.schema import RunConfig, parse_count
 from serried.configs.suggest import nearest
 from serried.configs.words import pairs
-from serried.opening import config_of_model, task_of_text, task_that_trained
+from serried.opening import config_of_model, opened_run, task_of_text, task_that_trained
 from serried.runs import Saved, checkpoints_of, choose_checkpoint, find_run, find_saved
 from serried.runtime.ranks import say
 
@@ -125,17 +124,12 @@ def _built_base(run: Path, checkpoint: Path) -> "Built":
     that ``checkpoint`` adapts."""
     import torch
 
-    from serried.configs.compose import compose_saved
-    from serried.configs.registry import task_of_model
     from serried.trainer.base_model import base_of
     from serried.trainer.checkpoint.merge import Built
     from serried.trainer.model import build_model
 
-    declaration = task_that_trained(run, "export merge=true")
-    with declaring(declaration):
-        config = compose_saved(run / "config.yaml", (), ())
-    task = (declaration.task or task_of_model(config.task.name))()
-    task.configure(config)
+    config, new_task = opened_run(run, task_that_trained(run, "export merge=true"))
+    task = new_task(config)
     task.open_saved(checkpoint)
 
     def built(config: RunConfig) -> "nn.Module":

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,16 +31,19 @@ from serried.configs.words import repeated
 GROUPS = choices_of()
 
 
-def refusal(*argv: str, folder: Path = FOLDER) -> str:
+def refusal(*argv: str) -> str:
     with pytest.raises(UserError) as caught:
-        compose(argv, folder)
+        compose(argv)
     return str(caught.value)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A copy of the YAML files that a test may add to."""
-    return Path(shutil.copytree(FOLDER, tmp_path / "configs", ignore=shutil.ignore_patterns("*.py", "__pycache__")))
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A copy of the YAML files that a test may add to, in place of those that are shipped."""
+    no_code = shutil.ignore_patterns("*.py", "__pycache__")
+    copied = Path(shutil.copytree(FOLDER, tmp_path / "configs", ignore=no_code))
+    with declaring(BUILT_IN._replace(shipped=copied)):
+        yield copied
 
 
 def write_recipe(folder: Path, body: str) -> None:
@@ -108,7 +112,7 @@ def test_a_later_group_choice_is_not_undone_by_the_recipe():
 
 def test_a_recipe_can_build_on_another(folder: Path):
     write_recipe(folder, "defaults:\n  - tiny\n  - override /precision: bf16\ntrainer:\n  steps: 500\n")
-    config = compose(["recipe=mine"], folder)
+    config = compose(["recipe=mine"])
     assert (config.recipe, config.run.name, config.precision.name) == ("mine", "mine", "bf16")
     assert (config.trainer.steps, config.trainer.global_batch) == (500, compose([]).trainer.global_batch)
 
@@ -213,7 +217,7 @@ def test_yaml_gives_the_same_config_back(recipe: str, folder: Path):
     text = config_yaml(config)
     assert check(yaml.safe_load(text)) == config
     write_recipe(folder, text)
-    assert compose(["recipe=mine"], folder) == config.model_copy(update={"recipe": "mine"})
+    assert compose(["recipe=mine"]) == config.model_copy(update={"recipe": "mine"})
 
 
 def test_every_key_says_what_it_is_for():
@@ -517,7 +521,7 @@ def test_no_value_ends_in_anything_but_a_config_or_a_refusal(key: str, value: st
 )
 def test_mistakes_in_a_yaml_file_name_the_file_and_the_line(folder: Path, body: str, expected: list[str]):
     write_recipe(folder, body)
-    message = refusal("recipe=mine", folder=folder)
+    message = refusal("recipe=mine")
     for text in expected:
         assert text in message
     assert "\n" not in message
@@ -546,10 +550,10 @@ def test_mistakes_in_a_users_presets_name_their_file(
 def test_the_last_file_that_set_a_value_is_named(folder: Path):
     file = folder / "model" / "tiny.yaml"
     file.write_text(file.read_text(encoding="utf-8").replace("layers: 4", "layers: four"), encoding="utf-8")
-    assert "model.layers=four (configs/model/tiny.yaml:4)" in refusal(folder=folder)
+    assert "model.layers=four (configs/model/tiny.yaml:4)" in refusal()
     write_recipe(folder, "defaults: [tiny]\nmodel:\n  layers: five\n")
-    assert "model.layers=five (configs/recipe/mine.yaml:5)" in refusal("recipe=mine", folder=folder)
-    assert "model.layers=six (command line)" in refusal("recipe=mine", "model.layers=six", folder=folder)
+    assert "model.layers=five (configs/recipe/mine.yaml:5)" in refusal("recipe=mine")
+    assert "model.layers=six (command line)" in refusal("recipe=mine", "model.layers=six")
 
 
 def test_the_tables_in_the_documentation_are_what_the_command_prints():

@@ -1,12 +1,11 @@
 """The records of a run folder as plain data, also after a crash or a full disk."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from serried.configs.plain_data import NotPlainData, flatten, is_count, is_number, read_json, read_yaml
+from serried.configs.plain_data import flatten, is_count, is_number, read_if_there
 from serried.records.metrics import METRICS, named_metrics, read_events
 from serried.records.status import Status, read_status
 
@@ -84,8 +83,8 @@ class Records:
 
 def read_records(run_dir: Path) -> Records:
     """Return the records in ``run_dir``. Missing, torn or malformed ones are left out; nothing is raised."""
-    config = flatten(_mapping(read_yaml, run_dir / "config.yaml"))
-    environment = _mapping(read_json, run_dir / "environment.json")
+    config = flatten(read_if_there(run_dir / "config.yaml"))
+    environment = read_if_there(run_dir / "environment.json")
     records = Records(run_dir, config, environment, read_status(run_dir))
     for event in read_events(run_dir / METRICS):
         _add(records, event)
@@ -194,13 +193,6 @@ def _mark(records: Records, kind: str, step: int, text: str) -> None:
     records.counts[kind] = records.counts.get(kind, 0) + 1
     if records.counts[kind] <= _KEPT_MARKS:
         records.marks.append(Mark(kind, step, text))
-
-
-def _mapping(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
-    try:
-        return read(path)
-    except (OSError, NotPlainData):
-        return {}
 
 
 def _items(values: Any) -> list[tuple[str, float]]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from serried.configs.errors import UserError
-from serried.configs.explain import shown, value_at
+from serried.configs.explain import shown
 from serried.configs.keys import all_keys
-from serried.configs.plain_data import NotPlainData, expanded, flatten, read_yaml
+from serried.configs.plain_data import NotPlainData, expanded, flatten, read_yaml, value_at
 from serried.configs.run_config import CHOSEN
 from serried.configs.schema import AUTO, RunConfig, Section
 from serried.configs.suggest import nearest

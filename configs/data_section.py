@@ -16,16 +16,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, create_model
 
 from serried.configs.families import LlamaSection
 from serried.configs.registry import Entry, Registry
-from serried.configs.schema import (
-    DEFAULT_VALIDATION,
-    NAME_PATTERN,
-    TRAINING,
-    Count,
-    Number,
-    RunConfig,
-    Section,
-    Size,
-)
+from serried.configs.schema import DEFAULT_VALIDATION, NAME_PATTERN, TRAINING, Count, Number, RunConfig, Section, Size
 
 
 class SourceSection(Section):
@@ -36,15 +27,8 @@ class SourceSection(Section):
     libraries: ClassVar[Sequence[str]] = ()
     """Libraries that the source needs beside those of every installation."""
     by_content: ClassVar[Sequence[str]] = (
-        "name",
-        "path",
-        "subset",
-        "split",
-        "revision",
-        "text_column",
-        "messages_column",
-        "token_dtype",
-    )
+        "name", "path", "subset", "split", "revision", "text_column", "messages_column", "token_dtype",
+    )  # fmt: skip
 
     name: str
     """Name of the data source; a YAML file in ``data/`` sets it."""

@@ -71,6 +71,7 @@ class Direct:
     def __init__(self, sync: GradientSync, phases: Phases, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         self._sync, self.phases, self.autocast = sync, phases, autocast
         self.divisor = sync.divisor
+        self._is_first = True
 
     def train(self, batches: Sequence[Any], objective: Objective, seeds: Sequence[int], ended: Ended) -> None:
         for index, batch in enumerate(batches):
@@ -80,6 +81,9 @@ class Direct:
                     seed_random_numbers(seeds[index])
                 with self.autocast():
                     terms = self._sync.root(objective.loss, batch)
+                if self._is_first:
+                    refuse_own_backward(self._sync.root)
+                    self._is_first = False
                 self.phases.enter(BACKWARD)
                 loss = ended(index, terms)
                 if not loss.requires_grad:
@@ -345,22 +349,43 @@ class DistributedModel:
                 dist.broadcast(each.tensor, group=group, group_src=0)
 
 
+def refuse_own_backward(root: nn.Module) -> None:
+    """Raise ``UserError`` if the first loss of a run left gradients, as a task with an optimizer of its own does."""
+    if any(parameter.grad is not None for parameter in root.parameters()):
+        raise UserError(
+            "loss() called backward(); return all losses added up in serried.LossTerms: backward and the update of "
+            "the run's one optimizer follow"
+        )
+
+
 def same_names(names: tuple[str, ...] | None, terms: LossTerms) -> tuple[str, ...]:
     """Return the names of the metrics in ``terms``, which must be ``names`` unless that is None.
 
     Raises:
-        UserError: they differ, so that sums of different things would be added; or ``terms`` are none.
+        UserError: they differ, so different quantities would be added; or ``terms`` has another form.
     """
     returned = terms.loss_sum if isinstance(terms, LossTerms) else terms
     if not isinstance(terms, LossTerms) or getattr(returned, "shape", None) != ():
         shape = f" of shape {[*returned.shape]}" if isinstance(returned, Tensor) else ""
         raise UserError(
-            "loss() must return serried.LossTerms(loss_sum, weight), with loss_sum a scalar tensor; it returned "
+            "loss() must return serried.LossTerms(loss_sum, weight), sums over the batch and not means, "
+            "with loss_sum a scalar tensor; it returned "
             f"{'a loss_sum of type ' * isinstance(terms, LossTerms)}{type(returned).__name__}{shape}"
         )
+    if isinstance(terms.weight, Tensor) and terms.weight.dim():
+        raise UserError(
+            f"loss() returned a weight of shape {[*terms.weight.shape]}; return one number, such as mask.sum()"
+        )
     for name, metric in terms.metrics.items():
+        if not isinstance(name, str):
+            raise UserError(f"loss() returned a metric with the name {name!r}; use text")
         if not isinstance(metric, tuple | list) or len(metric) != 2:
             raise UserError(f"loss() returned the metric {name} as {metric}; return it as (sum, weight), not as a mean")
+        for number in metric:
+            if isinstance(number, Tensor) and number.dim():
+                raise UserError(
+                    f"loss() returned the metric {name} with a part of shape {[*number.shape]}; return two numbers"
+                )
     found = tuple(terms.metrics)
     if names is not None and found != names:
         raise UserError(

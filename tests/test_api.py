@@ -360,6 +360,45 @@ class PlainMetric(Tiny):
         return super().loss(model, batch)._replace(metrics={"accuracy": 0.5})
 
 
+class VectorMetric(Tiny):
+    """A metric has one value for each sample."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch)._replace(metrics={"error": (torch.ones(4), 4)})
+
+
+class NumberedMetric(Tiny):
+    """A metric is named by a number."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch)._replace(metrics={5: (1, 1)})
+
+
+class VectorWeight(Tiny):
+    """The weight is a mask."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return super().loss(model, batch)._replace(weight=torch.ones(len(batch)))
+
+
+class OwnOptimizer(Tiny):
+    """Takes a step with a second optimizer."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        super().loss(model, batch).loss_sum.backward()
+        optimizer.step()
+        return super().loss(model, batch)
+
+
+class Splits(Tiny):
+    """Returns all splits, as a DatasetDict of the library datasets."""
+
+    def dataset(self, split: str) -> Any:
+        del split
+        return {"train": super().dataset("train"), "test": []}
+
+
 class NoModel(Tiny):
     """Forgets to return it."""
 
@@ -405,6 +444,11 @@ class TakenName(Tiny):
         (FloatLoss, [], "with loss_sum a scalar tensor; it returned a loss_sum of type float"),
         (DetachedLoss, [], r"loss\(\) returned a loss_sum without a gradient"),
         (PlainMetric, [], r"loss\(\) returned the metric accuracy as 0.5; return it as \(sum, weight\)"),
+        (VectorMetric, [], r"the metric error with a part of shape \[4\]; return two numbers"),
+        (NumberedMetric, [], "a metric with the name 5; use text"),
+        (VectorWeight, [], r"a weight of shape \[\d+\]; return one number, such as mask.sum\(\)"),
+        (OwnOptimizer, [], r"loss\(\) called backward\(\); return all losses added up in serried.LossTerms"),
+        (Splits, [], r"Splits.dataset\('train'\) returned a dict with the keys train, test; return a data set"),
         (Ragged, [], r"sample is of shape \[5\] in .*, of shape \[4\] in .*, or define Ragged.collate\(samples\)"),
         (Unlike, ["task.second=more"], r"sample\['y'\] is missing in \d+ of 16 samples: dataset\[\d*[02468]\]"),
         (Unlike, ["task.second=none"], r"sample\['x'\] is (None|of shape \[4\]) in .*, (None|of shape \[4\]) in data"),

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Mapping
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -122,6 +123,11 @@ def training_data(task: Task) -> Dataset:
         raise UserError(
             f"{type(task).__name__}.dataset({TRAINING!r}) returned a DataLoader; return the data set itself: batches "
             "are made by trainer.micro_batch and collate()"
+        )
+    if isinstance(training, Mapping) and 0 not in training:
+        raise UserError(
+            f"{type(task).__name__}.dataset({TRAINING!r}) returned a {type(training).__name__} with the keys "
+            f"{', '.join(map(str, [*training][:4]))}; return a data set, whose samples have the numbers 0, 1, ..."
         )
     if training is not None and not hasattr(training, "__len__"):
         raise UserError(
